@@ -1,0 +1,1 @@
+"""Domains, samples, data sources and bundles: what both sides agree on. Imports nothing of ours."""

@@ -1,0 +1,16 @@
+"""The root of every error that a user is meant to read."""
+
+
+class ValoraError(Exception):
+    """An error whose message is one sentence that names the thing and the remedy.
+
+    Commands print it without a traceback and exit with a non-zero status.
+    """
+
+
+class DataError(ValoraError):
+    """A data set is missing, empty, corrupt or does not say what it should."""
+
+
+class BundleError(ValoraError):
+    """A bundle or base model is missing, damaged or does not fit."""

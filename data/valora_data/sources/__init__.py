@@ -1,0 +1,1 @@
+"""Where samples come from: files of people, and scenes that we draw."""

@@ -1,0 +1,1 @@
+"""Matrix kernels for many LoRA adapters at once (VaLoRA §4.3)."""

@@ -1,0 +1,1 @@
+"""Small models whose knowledge is fused into the LMM."""

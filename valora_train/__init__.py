@@ -1,0 +1,1 @@
+"""The adapter factory: teach, distill, fuse, export (VaLoRA §4.2)."""

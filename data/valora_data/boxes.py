@@ -1,0 +1,88 @@
+"""How a grid of visual tokens says where things are: the box code that both sides share.
+
+Token (row i, column j) of a rows × columns grid stands for the cell around the centre
+((j + ½)/columns, (i + ½)/rows) of the image. Its four numbers (ox, oy, ow, oh) mean a box whose
+centre is the cell's plus (ox, oy) cells, and whose size is (exp ow, exp oh) cells. Boxes are
+(x0, y0, x1, y1) in shares of the image's width and height, so they survive any resizing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LOG_SIZE = (-4.0, 3.0)  # exp of it, in cells: from a fiftieth of a cell to twenty cells
+
+
+def cell_centres(grid: tuple[int, int]) -> Tensor:
+    """Centres of the cells.
+
+    Args:
+        grid: Rows and columns.
+
+    Returns:
+        (rows · columns, 2) float32, x and y in [0, 1], row by row.
+    """
+    rows, columns = grid
+    y, x = torch.meshgrid(
+        (torch.arange(rows) + 0.5) / rows, (torch.arange(columns) + 0.5) / columns, indexing="ij"
+    )
+    return torch.stack([x.flatten(), y.flatten()], dim=-1)
+
+
+def encode(boxes: Tensor, cells: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Write boxes in the code of the cells that shall predict them.
+
+    Args:
+        boxes: (n, 4) float, (x0, y0, x1, y1) in shares of the image.
+        cells: (n,) int64, the index of a cell for each box.
+        grid: Rows and columns.
+
+    Returns:
+        (n, 4) float, (ox, oy, ow, oh).
+    """
+    cell = boxes.new_tensor([1.0 / grid[1], 1.0 / grid[0]])
+    centres = (boxes[:, :2] + boxes[:, 2:]) / 2
+    offset = (centres - cell_centres(grid).to(boxes)[cells]) / cell
+    size = ((boxes[:, 2:] - boxes[:, :2]) / cell).clamp_min(1e-6).log().clamp(*LOG_SIZE)
+    return torch.cat([offset, size], dim=-1)
+
+
+def decode(raw: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Read the boxes that all cells of a grid predict; the inverse of `encode`.
+
+    Args:
+        raw: (..., rows · columns, 4) float, (ox, oy, ow, oh) of every cell.
+        grid: Rows and columns.
+
+    Returns:
+        (..., rows · columns, 4) float32, (x0, y0, x1, y1) in shares of the image, clipped to it.
+    """
+    raw = raw.float()
+    cell = raw.new_tensor([1.0 / grid[1], 1.0 / grid[0]])
+    centre = cell_centres(grid).to(raw) + raw[..., :2] * cell
+    half = raw[..., 2:].clamp(*LOG_SIZE).exp() * cell / 2
+    return torch.cat([centre - half, centre + half], dim=-1).clamp(0.0, 1.0)
+
+
+def suppress(
+    boxes: Tensor, scores: Tensor, classes: Tensor, iou: float, min_score: float, most: int
+) -> Tensor:
+    """Non-maximum suppression within each class.
+
+    Args:
+        boxes: (n, 4) float, (x0, y0, x1, y1).
+        scores: (n,) float confidences.
+        classes: (n,) int64.
+        iou: Of two boxes of a class that overlap by more than this, the surer one stays.
+        min_score: Boxes below it are dropped first.
+        most: Keep at most so many.
+
+    Returns:
+        (k,) int64 indices into `boxes`, by falling score.
+    """
+    from torchvision.ops import batched_nms
+
+    candidates = torch.nonzero(scores >= min_score).flatten()
+    kept = batched_nms(boxes[candidates], scores[candidates], classes[candidates], iou)
+    return candidates[kept[:most]]

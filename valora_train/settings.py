@@ -1,0 +1,306 @@
+"""Every setting of the factory, typed; Hydra's configuration becomes these dataclasses once.
+
+The yaml files in `conf/` hold the values, these classes hold the names, types and meaning. What is
+not here is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from valora_data.schema import Domain, Task
+from valora_train.errors import SettingsError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+@dataclass(frozen=True)
+class SourceSettings:
+    """Where a domain's samples come from.
+
+    Attributes:
+        kind: `scenes` (drawn here), `coco` (a COCO JSON file) or `yolo` (an Ultralytics YAML).
+        path: The file, for `coco` and `yolo`.
+        images: Folder of the images, for `coco`.
+        counts: Images to draw for each split, for `scenes`.
+        fractions: Share of each split where a labelled set comes unsplit.
+        seed: Seed of the drawing or splitting.
+    """
+
+    kind: Literal["scenes", "coco", "yolo"] = "scenes"
+    path: str | None = None
+    images: str | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+    fractions: dict[str, float] = field(default_factory=dict)
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class DomainSettings:
+    """A domain of a task (see `valora_data.schema.Domain`).
+
+    Attributes:
+        name: Identifier.
+        labels: Label set in the order of class indices.
+        prompt: What the LMM is asked, without the image.
+        required: Accuracy to keep, in (0, 1].
+        relative: Whether `required` is a share of the teacher's accuracy.
+        teacher: `train` (train a small model first), a path to a trained one, or `labels` (the
+            labels of the training split stand in for a teacher).
+        source: Where the samples come from.
+    """
+
+    name: str = ""
+    labels: list[str] = field(default_factory=list)
+    prompt: str = ""
+    required: float = 0.8
+    relative: bool = False
+    teacher: str = "train"
+    source: SourceSettings = field(default_factory=SourceSettings)
+
+    def domain(self, task: Task) -> Domain:
+        """The checked domain."""
+        return Domain(
+            self.name, task, tuple(self.labels), self.prompt, self.required, self.relative
+        )
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """The task whose domains are fused.
+
+    Attributes:
+        name: Name of the task and of its bundle.
+        type: Task type (`valora_data.schema.Task`).
+        only: Fuse only these of the listed domains, in this order; empty for all.
+    """
+
+    name: str = ""
+    type: Task = Task.DETECTION
+    only: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TeacherSettings:
+    """How small models are trained and asked (stages `teach` and `distill`).
+
+    Attributes:
+        kind: Key of `valora_teachers.registry`.
+        min_confidence: Boxes below it are not even stored.
+        threshold: Boxes below it do not teach; null for the teacher's best F1 on validation.
+        options: Settings of the kind's training.
+    """
+
+    kind: str = "yolo"
+    min_confidence: float = 0.05
+    threshold: float | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The large multimodal model.
+
+    Attributes:
+        id: `tiny` (shipped), a local folder, or a name on the hub.
+        dtype: Of the frozen weights.
+        batch_size: Images per forward pass without gradients.
+    """
+
+    id: str = "tiny"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    batch_size: int = 64
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Shape of the adapters, in PEFT's terms.
+
+    Attributes:
+        rank: Rank of every target; a power of two from 4 to 256.
+        alpha: Numerator of the scaling alpha / rank.
+        targets: Projections of the language model.
+        vision_tower: Whether the vision tower's projections get LoRA too.
+        projector: Whether the projector's linears get LoRA too.
+        rslora: Scale by alpha / √rank.
+    """
+
+    rank: int = 8
+    alpha: int = 16
+    targets: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
+    vision_tower: bool = False
+    projector: bool = False
+    rslora: bool = False
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How an attempt is trained.
+
+    Attributes:
+        steps: Optimiser steps for a domain in a new adapter.
+        steps_per_held: Further steps for each domain that is rehearsed.
+        batch_size: Samples per step.
+        rehearsal_share: Share of a batch that held domains get together.
+        lr: Peak learning rate of the LoRA weights.
+        head_lr: Peak learning rate of the heads.
+        warmup: Share of the steps with rising learning rate; then it falls along a cosine.
+        weight_decay: AdamW's, on the LoRA weights.
+        clip: Gradient norm limit.
+        flip: Whether mirrored images are used too.
+        probe_steps: Steps of the head on the frozen base (head-only accuracy).
+        threads: CPU threads; fixed, because results depend on it. 0 for all cores.
+        seed: Seed of everything that is drawn.
+    """
+
+    steps: int = 150
+    steps_per_held: int = 60
+    batch_size: int = 16
+    rehearsal_share: float = 0.5
+    lr: float = 4e-3
+    head_lr: float = 4e-3
+    warmup: float = 0.1
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    flip: bool = True
+    probe_steps: int = 300
+    threads: int = 2
+    seed: int = 0
+    lora: LoraSettings = field(default_factory=LoraSettings)
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """The detection head (VaLoRA §4.2.2).
+
+    Attributes:
+        objectness_weight: Of its loss, beside the box losses.
+        box_weight: Of the generalised-IoU loss.
+        class_weight: Of the class cross entropy.
+        nms_iou: Overlap above which the less sure of two boxes goes.
+        most: Boxes per image at most.
+    """
+
+    objectness_weight: float = 1.0
+    box_weight: float = 1.0
+    class_weight: float = 1.0
+    nms_iou: float = 0.5
+    most: int = 32
+
+
+@dataclass(frozen=True)
+class FusionSettings:
+    """How domains are packed into adapters (VaLoRA §4.2.1).
+
+    Attributes:
+        strategy: `paper`, `first_fit` or `rehearsal`.
+        order: `given`, `random` (by `train.seed`) or `probe` (hardest first).
+        margin: Added to requirements when deciding on the validation split.
+        unreachable: `fail`, or `keep` a domain that fails alone in a flagged adapter of its own.
+    """
+
+    strategy: Literal["paper", "first_fit", "rehearsal"] = "rehearsal"
+    order: Literal["given", "random", "probe"] = "given"
+    margin: float = 0.0
+    unreachable: Literal["fail", "keep"] = "fail"
+
+
+@dataclass(frozen=True)
+class PathSettings:
+    """Where things go, relative to the working directory.
+
+    Attributes:
+        work: Outputs of stages.
+        bundles: Exported bundles.
+        tracking: MLflow tracking URI; null for MLflow's default, SQLite in the working directory.
+    """
+
+    work: str = ".valora"
+    bundles: str = "bundles"
+    tracking: str | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that `valora-train` needs to know.
+
+    Attributes:
+        command: Run the stages up to this one: `teach`, `distill`, `fuse` or `export`.
+    """
+
+    command: Literal["teach", "distill", "fuse", "export"] = "export"
+    task: TaskSettings = field(default_factory=TaskSettings)
+    domains: dict[str, DomainSettings] = field(default_factory=dict)
+    teacher: TeacherSettings = field(default_factory=TeacherSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    fusion: FusionSettings = field(default_factory=FusionSettings)
+    heads: HeadSettings = field(default_factory=HeadSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    paths: PathSettings = field(default_factory=PathSettings)
+
+    def chosen(self) -> list[DomainSettings]:
+        """The domains to fuse, in their order.
+
+        Raises:
+            SettingsError: If one that is asked for does not exist, or none is left.
+        """
+        for name in self.task.only:
+            if name not in self.domains:
+                known = ", ".join(self.domains)
+                raise SettingsError(
+                    f"unknown domain {name!r} of task {self.task.name}: choose from {known}"
+                )
+        chosen = [self.domains[name] for name in self.task.only or self.domains]
+        if not chosen:
+            raise SettingsError(f"task {self.task.name} has no domain left to fuse: list at least one")
+        return chosen
+
+
+_POSITIVE = (
+    "model.batch_size", "train.steps", "train.batch_size", "train.lr", "train.head_lr",
+    "train.lora.rank", "train.lora.alpha", "heads.most",
+)  # fmt: skip
+
+
+def from_config(config: DictConfig) -> Settings:
+    """Turn Hydra's configuration into settings.
+
+    Raises:
+        SettingsError: For a key that does not exist, a value of the wrong type or out of range.
+    """
+    from omegaconf import OmegaConf
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        settings = TypeAdapter(Settings).validate_python(
+            OmegaConf.to_container(config, resolve=True), extra="forbid"
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise SettingsError(
+            f"bad setting {where}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+        ) from error
+    for key in _POSITIVE:
+        if (value := _look_up(settings, key)) <= 0:
+            raise SettingsError(f"{key} must be greater than 0, got {value}")
+    if not 0.0 <= settings.train.rehearsal_share < 1.0:
+        raise SettingsError(
+            f"train.rehearsal_share must lie in [0, 1), got {settings.train.rehearsal_share}"
+        )
+    for domain in settings.chosen():
+        domain.domain(settings.task.type)  # checks itself
+    return settings
+
+
+def _look_up(settings: Any, key: str) -> Any:
+    for part in key.split("."):
+        settings = getattr(settings, part)
+    return settings
+
+
+def as_dict(settings: Any) -> dict[str, Any]:
+    """A dataclass of settings as plain, ordered values that JSON can hold."""
+    return asdict(settings)

@@ -86,3 +86,39 @@ def suppress(
     candidates = torch.nonzero(scores >= min_score).flatten()
     kept = batched_nms(boxes[candidates], scores[candidates], classes[candidates], iou)
     return candidates[kept[:most]]
+
+
+def read_detections(
+    raw: Tensor,
+    grid: tuple[int, int],
+    calibration: Tensor,
+    *,
+    nms_iou: float,
+    min_score: float,
+    most: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn what a detection head says of one image into boxes with calibrated confidences.
+
+    Args:
+        raw: (rows · columns, 5 + classes) float: objectness logit, (ox, oy, ow, oh), and class
+            logits; a head of a single class has none of the latter.
+        grid: Rows and columns.
+        calibration: (2,) float, (a, b): confidence is sigmoid(a · logit + b) (Platt scaling).
+        nms_iou: See `suppress`.
+        min_score: Confidence below which boxes are dropped.
+        most: Boxes at most.
+
+    Returns:
+        (k, 4) float32 boxes in shares of the image, (k,) float32 confidences, (k,) int64 classes.
+    """
+    raw = raw.float()
+    logit = raw[:, 0]
+    classes = torch.zeros(len(raw), dtype=torch.int64, device=raw.device)
+    if raw.shape[1] > 5:
+        best, classes = raw[:, 5:].log_softmax(-1).max(-1)
+        score = torch.nn.functional.logsigmoid(logit) + best
+        logit = score - torch.log(-torch.expm1(score.clamp(max=-1e-6)))
+    confidence = torch.sigmoid(calibration[0] * logit + calibration[1])
+    boxes = decode(raw[:, 1:5], grid)
+    kept = suppress(boxes, confidence, classes, nms_iou, min_score, most)
+    return boxes[kept], confidence[kept], classes[kept]

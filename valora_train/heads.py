@@ -1,0 +1,192 @@
+"""Vision task heads: a linear layer on the LMM's last hidden states, trained with the adapter.
+
+VaLoRA §4.2.2. One head per domain; it answers in a single forward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from valora_data import boxes as box_code
+from valora_data.schema import Box
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from valora_train.evaluate import Matches
+    from valora_train.settings import HeadSettings
+
+
+class DetectionHead(nn.Module):
+    """Objectness, class and box from every visual token; one pass gives all boxes of an image.
+
+    Args:
+        width: Size of the hidden states.
+        labels: Label set in the order of class indices; a single class needs no class logits.
+        grid: Rows and columns of visual tokens.
+
+    Attributes:
+        linear: (5 + classes, width): objectness, box (see `valora_data.boxes`), class logits.
+        calibration: (2,), Platt scaling of the confidence; see `calibrate`.
+        threshold: (), confidence from which a box counts; the best for F1 on validation.
+    """
+
+    calibration: Tensor
+    threshold: Tensor
+
+    def __init__(self, width: int, labels: Sequence[str], grid: tuple[int, int]) -> None:
+        super().__init__()
+        self.labels = tuple(labels)
+        self.grid = grid
+        self.linear = nn.Linear(width, 5 + (len(self.labels) if len(self.labels) > 1 else 0))
+        nn.init.normal_(self.linear.weight, std=0.01)
+        nn.init.zeros_(self.linear.bias)
+        with torch.no_grad():
+            self.linear.bias[0] = -math.log(30)  # a cell in about thirty holds an object
+        self.register_buffer("calibration", torch.tensor([1.0, 0.0]))
+        self.register_buffer("threshold", torch.tensor(0.5))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Raw outputs.
+
+        Args:
+            hidden: (n, tokens, width), last hidden states of the visual tokens.
+
+        Returns:
+            (n, tokens, 5 + classes) float32.
+        """
+        return F.linear(hidden.float(), self.linear.weight, self.linear.bias)
+
+    def loss(self, raw: Tensor, targets: Sequence[DetectionTarget], weights: HeadSettings) -> Tensor:
+        """Training loss of a batch, per object.
+
+        Binary cross entropy of the objectness, generalised IoU of the boxes (Rezatofighi et al.
+        2019) and cross entropy of the classes; objects count by the teacher's confidence.
+
+        Args:
+            raw: (n, tokens, 5 + classes) from `forward`.
+            targets: One for each image.
+            weights: Of the three parts.
+        """
+        from torchvision.ops import generalized_box_iou_loss
+
+        positive = torch.stack([target.positive for target in targets]).to(raw.device)
+        weight = torch.stack([target.weight for target in targets]).to(raw.device)
+        truth = torch.stack([target.boxes for target in targets]).to(raw.device)
+        objects = weight[positive].sum().clamp_min(1.0)
+        objectness = F.binary_cross_entropy_with_logits(
+            raw[..., 0], positive.float(), torch.where(positive, weight, 1.0), reduction="sum"
+        )
+        total = weights.objectness_weight * objectness
+        found = box_code.decode(raw[..., 1:5], self.grid)[positive]
+        overlap = generalized_box_iou_loss(found, truth[positive])
+        total = total + weights.box_weight * (overlap * weight[positive]).sum()
+        if len(self.labels) > 1:
+            classes = torch.stack([target.classes for target in targets]).to(raw.device)
+            wrong = F.cross_entropy(raw[..., 5:][positive], classes[positive], reduction="none")
+            total = total + weights.class_weight * (wrong * weight[positive]).sum()
+        return total / objects
+
+    def predict(
+        self, raw: Tensor, size: tuple[int, int], settings: HeadSettings, min_score: float
+    ) -> list[Box]:
+        """Boxes of one image.
+
+        Args:
+            raw: (tokens, 5 + classes) from `forward`.
+            size: Width and height of the image in pixels.
+            settings: Of non-maximum suppression.
+            min_score: Calibrated confidence below which boxes are dropped.
+        """
+        found, scores, classes = box_code.read_detections(
+            raw,
+            self.grid,
+            self.calibration,
+            nms_iou=settings.nms_iou,
+            min_score=min_score,
+            most=settings.most,
+        )
+        width, height = size
+        return [
+            Box(x0 * width, y0 * height, x1 * width, y1 * height, self.labels[index], score)
+            for (x0, y0, x1, y1), score, index in zip(
+                found.tolist(), scores.tolist(), classes.tolist(), strict=True
+            )
+        ]
+
+    def calibrate(self, matches: Matches) -> None:
+        """Fit Platt scaling so that confidences say how often a box is right.
+
+        Args:
+            matches: Of the validation split, made with the present calibration.
+        """
+        from sklearn.linear_model import LogisticRegression
+
+        if len(set(matches.hit.tolist())) < 2:
+            return  # nothing to tell apart
+        score = torch.from_numpy(matches.score).clamp(1e-6, 1 - 1e-6)
+        a, b = self.calibration.tolist()
+        logit = (torch.logit(score) - b) / a
+        fit = LogisticRegression(C=1e6).fit(logit[:, None].numpy(), matches.hit)
+        slope, offset = float(fit.coef_[0, 0]), float(fit.intercept_[0])
+        if slope > 0:  # otherwise the head knows nothing, and its order must not be reversed
+            self.calibration.copy_(torch.tensor([slope, offset]))
+
+
+class DetectionTarget:
+    """What each visual token of one image should say.
+
+    A box belongs to the cell of its centre and to cells around whose centres lie near it and
+    inside the box; where two boxes claim a cell, the smaller one has it.
+
+    Args:
+        found: Boxes in pixels of the image, with the teacher's confidences.
+        size: Width and height of the image in pixels.
+        labels: Label set.
+        grid: Rows and columns of visual tokens.
+        mirror: Whether the image is mirrored left to right.
+
+    Attributes:
+        positive: (tokens,) bool.
+        weight: (tokens,) float32, confidence of the box.
+        boxes: (tokens, 4) float32, in shares of the image.
+        classes: (tokens,) int64.
+    """
+
+    REACH = 0.75  # in cells, from the box's centre to the centre of a cell around it
+
+    def __init__(
+        self,
+        found: Sequence[Box],
+        size: tuple[int, int],
+        labels: Sequence[str],
+        grid: tuple[int, int],
+        mirror: bool = False,
+    ) -> None:
+        rows, columns = grid
+        tokens = rows * columns
+        self.positive = torch.zeros(tokens, dtype=torch.bool)
+        self.weight = torch.zeros(tokens)
+        self.boxes = torch.zeros(tokens, 4)
+        self.classes = torch.zeros(tokens, dtype=torch.int64)
+        centres = box_code.cell_centres(grid)
+        shape = torch.tensor([columns, rows], dtype=torch.float32)
+        for box in sorted(found, key=lambda box: -box.area):
+            x0, x1 = box.x0 / size[0], box.x1 / size[0]
+            if mirror:
+                x0, x1 = 1 - x1, 1 - x0
+            edges = torch.tensor([x0, box.y0 / size[1], x1, box.y1 / size[1]])
+            middle = (edges[:2] + edges[2:]) / 2
+            near = ((centres - middle) * shape).abs().amax(-1) <= self.REACH
+            mine = near & (centres > edges[:2]).all(-1) & (centres < edges[2:]).all(-1)
+            column, row = (middle * shape).long().tolist()
+            mine[min(row, rows - 1) * columns + min(column, columns - 1)] = True
+            self.positive |= mine
+            self.weight[mine] = box.confidence
+            self.boxes[mine] = edges
+            self.classes[mine] = labels.index(box.label)

@@ -1,0 +1,132 @@
+"""Backgrounds: crops of photographs that lie inside the scikit-image and scikit-learn wheels.
+
+Nothing is downloaded. Photographs, or parts of them, that show something the built-in domains look
+for (a person, a motorcycle, trees, lettering) are left out, so that what is drawn on a background
+is all there is to find.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image
+
+from valora_data.errors import DataError
+from valora_data.schema import Split
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+MIN_SIDE = 60
+"""Shortest side of a crop in pixels of its photograph: smaller ones are mush when enlarged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Photograph:
+    """A bundled photograph and the part of it that serves as background.
+
+    Attributes:
+        package: Top-level package whose wheel holds the file.
+        file: Path below the package's folder.
+        area: (x0, y0, x1, y1) in pixels.
+    """
+
+    package: str
+    file: str
+    area: tuple[int, int, int, int]
+
+
+PHOTOGRAPHS = (
+    Photograph("skimage", "data/brick.png", (0, 0, 512, 512)),
+    Photograph("skimage", "data/gravel.png", (0, 0, 512, 512)),
+    Photograph("skimage", "data/grass.png", (0, 0, 512, 512)),
+    Photograph("skimage", "data/moon.png", (0, 0, 512, 512)),
+    Photograph("skimage", "data/coins.png", (0, 0, 384, 303)),
+    Photograph("skimage", "data/chelsea.png", (0, 0, 451, 300)),
+    Photograph("skimage", "data/coffee.png", (0, 0, 600, 400)),
+    Photograph("skimage", "data/ihc.png", (0, 0, 512, 512)),
+    Photograph("skimage", "data/hubble_deep_field.jpg", (0, 0, 1000, 872)),
+    Photograph("skimage", "data/rocket.jpg", (0, 0, 640, 427)),
+    # Above the motorcycle: a garage with shelves.
+    Photograph("skimage", "data/motorcycle_left.png", (0, 0, 740, 135)),
+    # Between and above the trees: a pagoda and a lake.
+    Photograph("sklearn", "datasets/images/china.jpg", (80, 0, 544, 265)),
+)
+
+
+def region_of(photograph: int, split: Split) -> tuple[int, int, int, int]:
+    """Part of a photograph that one split alone may show: a vertical strip of its area.
+
+    The order of the strips rotates from photograph to photograph, so that no split always gets the
+    left side.
+
+    Args:
+        photograph: Index into `PHOTOGRAPHS`.
+        split: Whose part.
+
+    Returns:
+        (x0, y0, x1, y1) in pixels of the photograph, x1 and y1 exclusive.
+    """
+    x0, y0, x1, y1 = PHOTOGRAPHS[photograph].area
+    splits = list(Split)
+    strip = (splits.index(split) + photograph) % len(splits)
+    width = (x1 - x0) // len(splits)
+    return (x0 + strip * width, y0, x0 + (strip + 1) * width, y1)
+
+
+def photograph_crop(
+    rng: np.random.Generator, split: Split, size: int = 96
+) -> npt.NDArray[np.uint8]:
+    """A random crop: place, scale, flips, brightness, contrast and tint vary.
+
+    Args:
+        rng: Source of all randomness.
+        split: Whose regions to crop from.
+        size: Side of the result in pixels.
+
+    Returns:
+        RGB pixels, (size, size, 3).
+
+    Raises:
+        DataError: If the photographs are not installed.
+    """
+    photograph = int(rng.integers(len(PHOTOGRAPHS)))
+    x0, y0, x1, y1 = region_of(photograph, split)
+    side = int(rng.integers(MIN_SIDE, min(x1 - x0, y1 - y0) + 1))
+    left, top = int(rng.integers(x0, x1 - side + 1)), int(rng.integers(y0, y1 - side + 1))
+    crop = _pixels(photograph).resize(
+        (size, size), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side)
+    )
+    if rng.random() < 0.5:
+        crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    if rng.random() < 0.2:
+        crop = crop.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+    pixels = np.asarray(crop, dtype=np.float32)
+    mean = pixels.mean()
+    pixels = mean + (pixels - mean) * rng.uniform(0.4, 1.0)  # backgrounds are quieter than objects
+    # Lift very dark and dim very bright crops towards the middle: objects must stay visible.
+    pixels += (rng.uniform(70, 180) - mean) * rng.uniform(0.3, 0.9)
+    pixels *= 1 + rng.uniform(-0.12, 0.12, size=3).astype(np.float32)
+    result: npt.NDArray[np.uint8] = np.clip(pixels, 0, 255).astype(np.uint8)
+    return result
+
+
+@cache
+def _pixels(photograph: int) -> Image.Image:
+    source = PHOTOGRAPHS[photograph]
+    spec = find_spec(source.package)
+    locations = list(spec.submodule_search_locations or ()) if spec else []
+    for location in locations:
+        path = Path(location) / source.file
+        if path.is_file():
+            with Image.open(path) as image:
+                return image.convert("RGB")
+    raise DataError(
+        f"photograph {source.file} of {source.package} is not installed: "
+        "run pip install 'valora[train]'"
+    )

@@ -1,0 +1,382 @@
+"""The Triton kernels of ATMM (VaLoRA §4.3): shrink h = scale · x Aᵀ, expand y += h Bᵀ.
+
+Three ways to arrange the two steps, which the tiling table chooses among:
+
+- `shrink_kernel` then `expand_kernel`: two launches, the second of which is in flight and has its
+  weights loaded when the first ends (programmatic dependent launch).
+- `flow_kernel`: one launch. Its first programs shrink, the others load their part of B, wait for
+  the shrinks of their own tile only, and expand.
+- `rows_kernel`: one launch. Each program shrinks its rows over the whole input width, keeps h in
+  registers and expands it over the outputs.
+
+Weights are read before `gdc_wait`, activations after it: a preceding kernel may write activations,
+never weights. Every program waits, so that the end of a grid implies the end of all grids before.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _row_starts(
+    table, adapter, projection, r, real, slots, max_rank, width, base, PAGED: tl.constexpr
+):
+    """First element of rank rows `r` of one matrix of an adapter; `real` masks rows that exist."""
+    slot = projection * slots + adapter
+    if PAGED:
+        found = tl.load(table + slot.to(tl.int64) * max_rank + r, mask=real, other=0)
+        return tl.multiple_of(found, 8)
+    else:
+        return base + (adapter.to(tl.int64) * max_rank + r) * width
+
+
+@triton.jit
+def _shrink_tile(
+    x, x_stride, a, a_table, records, rows, scale, part,
+    places, slots, max_rank, K, tile, projection, term, rank_block, split,
+    P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+    K_SPLIT: tl.constexpr, RANKS: tl.constexpr, EVEN_K: tl.constexpr, PAGED: tl.constexpr,
+    PDL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows × one block of ranks × one part of the input width → partial sums."""
+    rank = tl.load(records + tile * 4 + 2 * term + 1)
+    if rank > rank_block * BR:
+        adapter = tl.load(records + tile * 4 + 2 * term)
+        place = tile * BM + tl.arange(0, BM)
+        r = rank_block * BR + tl.arange(0, BR)
+        real = r < rank
+        row = tl.load(rows + place)
+        valid = row >= 0
+        factor = tl.load(scale + term * places + place)
+        base = projection.to(tl.int64) * slots * max_rank * K
+        starts = _row_starts(
+            a_table, adapter, projection, r, real, slots, max_rank, K, base, PAGED
+        )  # fmt: skip
+        k = split * K_SPLIT + tl.arange(0, BK)
+        a_at = a + starts[:, None] + k[None, :]
+        x_at = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
+        if K_SPLIT == BK:
+            a_mask = real[:, None] if EVEN_K else real[:, None] & (k[None, :] < K)
+            x_mask = valid[:, None] if EVEN_K else valid[:, None] & (k[None, :] < K)
+            a_tile = tl.load(a_at, mask=a_mask, other=0.0)
+            if PDL:
+                gdc_wait()
+            x_tile = tl.load(x_at, mask=x_mask, other=0.0)
+            h = tl.dot(x_tile, tl.trans(a_tile), input_precision=PRECISION)
+        else:
+            if PDL:
+                gdc_wait()
+            h = tl.zeros((BM, BR), dtype=tl.float32)
+            for i in range(0, K_SPLIT, BK):
+                a_mask = real[:, None] if EVEN_K else real[:, None] & (k[None, :] + i < K)
+                x_mask = valid[:, None] if EVEN_K else valid[:, None] & (k[None, :] + i < K)
+                a_tile = tl.load(a_at + i, mask=a_mask, other=0.0)
+                x_tile = tl.load(x_at + i, mask=x_mask, other=0.0)
+                h = tl.dot(x_tile, tl.trans(a_tile), h, input_precision=PRECISION)
+        layer = (split * P + projection) * TERMS + term
+        to = part + (layer.to(tl.int64) * places + place)[:, None] * RANKS + r[None, :]
+        tl.store(to, (h * factor[:, None]).to(part.dtype.element_ty), mask=valid[:, None])
+    else:
+        if PDL:
+            gdc_wait()
+
+
+@triton.jit
+def _output(block, y0, y1, y2, s0, s1, s2, n0, n1, n2, P: tl.constexpr, BN: tl.constexpr):
+    """Which projection and first column an output block is, and where that projection's y is."""
+    projection = 0
+    first = block * BN
+    y = y0
+    stride = s0
+    width = n0
+    before = 0
+    if P > 1:
+        if first >= tl.cdiv(n0, BN) * BN:
+            first -= tl.cdiv(n0, BN) * BN
+            projection = 1
+            y = y1
+            stride = s1
+            width = n1
+            before = n0
+            if P > 2:
+                if first >= tl.cdiv(n1, BN) * BN:
+                    first -= tl.cdiv(n1, BN) * BN
+                    projection = 2
+                    y = y2
+                    stride = s2
+                    width = n2
+                    before = n0 + n1
+    return projection, first, y, stride, width, before
+
+
+@triton.jit
+def _load_h(
+    part, places, place, valid, projection, term, rank_block,
+    P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
+    SPLITS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """h [BM, BR] in fp32: the sum over the parts of the input width."""
+    r = rank_block * BR + tl.arange(0, BR)
+    layer = projection * TERMS + term
+    at = part + (tl.cast(layer, tl.int64) * places + place)[:, None] * RANKS + r[None, :]
+    step = tl.cast(places, tl.int64) * (P * TERMS * RANKS)
+    h = tl.zeros((BM, BR), dtype=tl.float32)
+    for i in tl.static_range(SPLITS):
+        # .cg: another SM has just written this, it must not come out of this one's L1.
+        h += tl.load(at + i * step, mask=valid[:, None], other=0.0, cache_modifier=".cg").to(
+            tl.float32
+        )
+    return h
+
+
+@triton.jit
+def _expand_tile(
+    y0, y1, y2, s0, s1, s2, n0, n1, n2, b, b_table, records, rows, part, counters,
+    places, slots, max_rank, tile, block,
+    P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+    SPLITS: tl.constexpr, RANKS: tl.constexpr, PAGED: tl.constexpr, PDL: tl.constexpr,
+    FLOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows × one block of outputs: y += Σ_t h_t B_tᵀ, rounded once."""
+    rank = tl.load(records + tile * 4 + 1)
+    if rank > 0:
+        adapter = tl.load(records + tile * 4)
+        rank2 = 0
+        if TERMS > 1:
+            rank2 = tl.load(records + tile * 4 + 3)
+        projection, first, y, stride, width, before = _output(
+            block, y0, y1, y2, s0, s1, s2, n0, n1, n2, P, BN
+        )
+        stride = stride * 8
+        base = tl.cast(before, tl.int64) * slots * max_rank
+        place = tile * BM + tl.arange(0, BM)
+        row = tl.load(rows + place)
+        valid = row >= 0
+        n = first + tl.arange(0, BN)
+        inside = n < width
+        r = tl.arange(0, BR)
+        starts = _row_starts(
+            b_table, adapter, projection, r, r < rank, slots, max_rank, width, base, PAGED
+        )  # fmt: skip
+        b_mask = (r < rank)[:, None] & inside[None, :]
+        b_tile = tl.load(b + starts[:, None] + n[None, :], mask=b_mask, other=0.0)
+        if PDL:
+            gdc_wait()
+        y_at = y + row.to(tl.int64)[:, None] * stride + n[None, :]
+        y_mask = valid[:, None] & inside[None, :]
+        y_tile = tl.load(y_at, mask=y_mask, other=0.0)
+        if FLOW:
+            counter = counters + 2 * (tile * P + projection)
+            expected = SPLITS * (tl.cdiv(rank, BR) + tl.cdiv(rank2, BR))
+            while tl.atomic_add(counter, 0, sem="acquire") < expected:
+                pass
+            # Whoever comes last leaves both counters at zero for the next call.
+            if tl.atomic_add(counter + 1, 1) == tl.cdiv(width, BN) - 1:
+                tl.store(counter, 0)
+                tl.store(counter + 1, 0)
+        h = _load_h(
+            part, places, place, valid, projection, 0, 0, P, TERMS, BM, BR, SPLITS, RANKS
+        )  # fmt: skip
+        delta = tl.dot(h.to(b_tile.dtype), b_tile, input_precision=PRECISION)
+        for term in tl.static_range(TERMS):
+            if term == 1:
+                adapter = tl.load(records + tile * 4 + 2)
+                rank = rank2
+            for rank_block in range(1 - term, tl.cdiv(rank, BR)):
+                r = rank_block * BR + tl.arange(0, BR)
+                starts = _row_starts(
+                    b_table, adapter, projection, r, r < rank, slots, max_rank, width, base, PAGED
+                )  # fmt: skip
+                b_mask = (r < rank)[:, None] & inside[None, :]
+                b_tile = tl.load(b + starts[:, None] + n[None, :], mask=b_mask, other=0.0)
+                h = _load_h(
+                    part, places, place, valid, projection, term, rank_block,
+                    P, TERMS, BM, BR, SPLITS, RANKS,
+                )  # fmt: skip
+                delta = tl.dot(h.to(b_tile.dtype), b_tile, delta, input_precision=PRECISION)
+        tl.store(y_at, (y_tile.to(tl.float32) + delta).to(y_tile.dtype), mask=y_mask)
+    else:
+        if PDL:
+            gdc_wait()
+
+
+@triton.jit
+def shrink_kernel(
+    x, x_stride, a, a_table, records, rows, scale, part, places, slots, max_rank, k8,
+    P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+    K_SPLIT: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr, EVEN_K: tl.constexpr,
+    PAGED: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid: tiles × P × TERMS × rank blocks × SPLITS, the last fastest."""
+    if PDL:
+        gdc_launch_dependents()
+    item = tl.program_id(0)
+    split = item % SPLITS
+    item = item // SPLITS
+    rank_block = item % (RANKS // BR)
+    item = item // (RANKS // BR)
+    _shrink_tile(
+        x, x_stride * 8, a, a_table, records, rows, scale, part, places, slots, max_rank, k8 * 8,
+        item // (P * TERMS), item // TERMS % P, item % TERMS, rank_block, split,
+        P, TERMS, BM, BR, BK, K_SPLIT, RANKS, EVEN_K, PAGED, PDL, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def expand_kernel(
+    y0, y1, y2, s0, s1, s2, n0, n1, n2, b, b_table, records, rows, part,
+    places, slots, max_rank, blocks,
+    P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+    SPLITS: tl.constexpr, RANKS: tl.constexpr, PAGED: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid: tiles × output blocks of all projections, the last fastest."""
+    if PDL:
+        gdc_launch_dependents()
+    item = tl.program_id(0)
+    _expand_tile(
+        y0, y1, y2, s0, s1, s2, n0 * 8, n1 * 8, n2 * 8, b, b_table, records, rows, part, part,
+        places, slots, max_rank, item // blocks, item % blocks,
+        P, TERMS, BM, BN, BR, SPLITS, RANKS, PAGED, PDL, False, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def flow_kernel(
+    y0, y1, y2, s0, s1, s2, n0, n1, n2, x, x_stride, a, a_table, b, b_table,
+    records, rows, scale, part, counters, places, slots, max_rank, k8, shrinks, blocks,
+    P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+    BK: tl.constexpr, K_SPLIT: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr,
+    EVEN_K: tl.constexpr, PAGED: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid: the programs of `shrink_kernel`, then those of `expand_kernel`.
+
+    Programs start in the order of their numbers, so an expanding one can wait for a shrinking one.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    item = tl.program_id(0)
+    if item < shrinks:
+        split = item % SPLITS
+        item = item // SPLITS
+        rank_block = item % (RANKS // BR)
+        item = item // (RANKS // BR)
+        tile = item // (P * TERMS)
+        projection = item // TERMS % P
+        _shrink_tile(
+            x, x_stride * 8, a, a_table, records, rows, scale, part, places, slots, max_rank,
+            k8 * 8, tile, projection, item % TERMS, rank_block, split,
+            P, TERMS, BM, BR, BK, K_SPLIT, RANKS, EVEN_K, PAGED, PDL, PRECISION,
+        )  # fmt: skip
+        if tl.load(records + tile * 4 + 2 * (item % TERMS) + 1) > rank_block * BR:
+            tl.debug_barrier()  # all threads have stored before one of them says so
+            tl.atomic_add(counters + 2 * (tile * P + projection), 1, sem="release")
+    else:
+        item -= shrinks
+        _expand_tile(
+            y0, y1, y2, s0, s1, s2, n0 * 8, n1 * 8, n2 * 8, b, b_table, records, rows, part,
+            counters, places, slots, max_rank, item // blocks, item % blocks,
+            P, TERMS, BM, BN, BR, SPLITS, RANKS, PAGED, PDL, True, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def rows_kernel(
+    y0, y1, y2, s0, s1, s2, n0, n1, n2, x, x_stride, a, a_table, b, b_table,
+    records, rows, scale, places, slots, max_rank, k8,
+    P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PARTS: tl.constexpr, RANKS: tl.constexpr, EVEN_K: tl.constexpr, PAGED: tl.constexpr,
+    PDL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid: tiles × P × PARTS of the output width."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    K = k8 * 8
+    x_stride = x_stride * 8
+    item = tl.program_id(0)
+    share = item % PARTS
+    item = item // PARTS
+    projection = item % P
+    tile = item // P
+    rank = tl.load(records + tile * 4 + 1)
+    if rank > 0:
+        adapter = tl.load(records + tile * 4)
+        place = tile * BM + tl.arange(0, BM)
+        row = tl.load(rows + place)
+        valid = row >= 0
+        r = tl.arange(0, RANKS)
+        k = tl.arange(0, BK)
+        a_base = projection.to(tl.int64) * slots * max_rank * K
+        starts = _row_starts(
+            a_table, adapter, projection, r, r < rank, slots, max_rank, K, a_base, PAGED
+        )  # fmt: skip
+        a_at = a + starts[:, None] + k[None, :]
+        x_at = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
+        h = tl.zeros((BM, RANKS), dtype=tl.float32)
+        if TERMS > 1:
+            adapter2 = tl.load(records + tile * 4 + 2)
+            rank2 = tl.load(records + tile * 4 + 3)
+            starts2 = _row_starts(
+                a_table, adapter2, projection, r, r < rank2, slots, max_rank, K, a_base, PAGED
+            )  # fmt: skip
+            a2_at = a + starts2[:, None] + k[None, :]
+            h2 = tl.zeros((BM, RANKS), dtype=tl.float32)
+        for i in tl.range(0, K, BK, num_stages=STAGES):
+            a_mask = (r < rank)[:, None] if EVEN_K else (r < rank)[:, None] & (k[None, :] + i < K)
+            x_mask = valid[:, None] if EVEN_K else valid[:, None] & (k[None, :] + i < K)
+            x_tile = tl.load(x_at + i, mask=x_mask, other=0.0)
+            a_tile = tl.load(a_at + i, mask=a_mask, other=0.0)
+            h = tl.dot(x_tile, tl.trans(a_tile), h, input_precision=PRECISION)
+            if TERMS > 1:
+                a2_mask = (r < rank2)[:, None] & (k[None, :] + i < K)
+                a2_tile = tl.load(a2_at + i, mask=a2_mask, other=0.0)
+                h2 = tl.dot(x_tile, tl.trans(a2_tile), h2, input_precision=PRECISION)
+        left = (h * tl.load(scale + place)[:, None]).to(x.dtype.element_ty)
+        _, _, y, stride, width, before = _output(
+            _first_block(projection, n0 * 8, n1 * 8, P, BN),
+            y0, y1, y2, s0, s1, s2, n0 * 8, n1 * 8, n2 * 8, P, BN,
+        )  # fmt: skip
+        stride = stride * 8
+        base = tl.cast(before, tl.int64) * slots * max_rank
+        starts = _row_starts(
+            b_table, adapter, projection, r, r < rank, slots, max_rank, width, base, PAGED
+        )  # fmt: skip
+        if TERMS > 1:
+            left2 = (h2 * tl.load(scale + places + place)[:, None]).to(x.dtype.element_ty)
+            starts2 = _row_starts(
+                b_table, adapter2, projection, r, r < rank2, slots, max_rank, width, base, PAGED
+            )  # fmt: skip
+        blocks = tl.cdiv(tl.cdiv(width, BN), PARTS)
+        begin = share * blocks * BN
+        end = tl.minimum(width, begin + blocks * BN)
+        for first in tl.range(begin, end, BN, num_stages=STAGES):
+            n = first + tl.arange(0, BN)
+            inside = n < width
+            b_mask = (r < rank)[:, None] & inside[None, :]
+            b_tile = tl.load(b + starts[:, None] + n[None, :], mask=b_mask, other=0.0)
+            y_at = y + row.to(tl.int64)[:, None] * stride + n[None, :]
+            y_mask = valid[:, None] & inside[None, :]
+            y_tile = tl.load(y_at, mask=y_mask, other=0.0)
+            delta = tl.dot(left, b_tile, input_precision=PRECISION)
+            if TERMS > 1:
+                b2_mask = (r < rank2)[:, None] & inside[None, :]
+                b2_tile = tl.load(b + starts2[:, None] + n[None, :], mask=b2_mask, other=0.0)
+                delta = tl.dot(left2, b2_tile, delta, input_precision=PRECISION)
+            tl.store(y_at, (y_tile.to(tl.float32) + delta).to(y_tile.dtype), mask=y_mask)
+
+
+@triton.jit
+def _first_block(projection, n0, n1, P: tl.constexpr, BN: tl.constexpr):
+    """Number of the first output block of a projection."""
+    block = projection * 0
+    if P > 1:
+        if projection > 0:
+            block = tl.cdiv(n0, BN)
+        if P > 2:
+            if projection > 1:
+                block += tl.cdiv(n1, BN)
+    return block

@@ -1,0 +1,342 @@
+"""Which rows of a batch need which adapters: built once a batch, shared by all layers.
+
+The host part (`group_rows`, `tile_rows`) is plain numpy. `LoraBatch` keeps its results in device
+buffers of fixed size and address, so that one captured CUDA graph serves any mix of adapters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike, NDArray
+
+NONE = -1
+"""Adapter index of a row or term that asks for no adapter."""
+
+MAX_TERMS = 2
+"""A row has at most its own adapter and the merged one that it takes back out (mixture mode)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Rows of a batch sorted into segments that share their adapters (VaLoRA §4.3, design.md).
+
+    Rows without an adapter belong to no segment.
+
+    Attributes:
+        rows: Number of rows of the batch, base-only ones included.
+        terms: 1 if no row has a second adapter, else 2.
+        order: [active] int32, row numbers, segment after segment.
+        starts: [segments + 1] int32, first position in `order` of each segment.
+        adapters: [segments, 2] int32, adapter of each term, `NONE` without one.
+        ranks: [segments, 2] int32, rank of each term's adapter, 0 without one.
+        scale: [active, 2] float32, coefficient · scaling of each term, in the order of `order`.
+    """
+
+    rows: int
+    terms: int
+    order: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    adapters: NDArray[np.int32]
+    ranks: NDArray[np.int32]
+    scale: NDArray[np.float32]
+
+    @property
+    def segments(self) -> int:
+        """Number of segments."""
+        return len(self.starts) - 1
+
+    @property
+    def active(self) -> int:
+        """Number of rows that have an adapter."""
+        return len(self.order)
+
+    @property
+    def effective_adapters(self) -> float:
+        """Number of equally popular adapters that would share the rows as unevenly: 1 / Σ p².
+
+        Tiles depend on rows per adapter, and with a skewed popularity most rows see long segments.
+        """
+        if not self.active:
+            return 1.0
+        share = np.diff(self.starts) / self.active
+        return float(1.0 / np.square(share).sum())
+
+
+def group_rows(
+    adapters: ArrayLike,
+    ranks: ArrayLike,
+    scalings: ArrayLike,
+    coefficients: ArrayLike | None = None,
+) -> Grouping:
+    """Sort rows into segments of equal adapters.
+
+    Args:
+        adapters: [rows] or [rows, terms ≤ 2] adapter of each row and term, `NONE` for none.
+        ranks: [slots] rank of each adapter; 0 for an empty slot.
+        scalings: [slots] scaling of each adapter (alpha / r, or alpha / √r with rsLoRA).
+        coefficients: Like `adapters`, +1 or −1 a term; +1 everywhere by default.
+
+    Returns:
+        The grouping; its row order within a segment is the batch's.
+
+    Raises:
+        ValueError: An adapter index outside the slots, shapes that differ, or an empty slot in use.
+    """
+    index = np.asarray(adapters, dtype=np.int64)
+    rank = np.asarray(ranks, dtype=np.int32)
+    scaling = np.asarray(scalings, dtype=np.float32)
+    if index.ndim == 1:
+        index = index[:, None]
+    if index.ndim != 2 or not 1 <= index.shape[1] <= MAX_TERMS:
+        raise ValueError(f"adapters: expected [rows] or [rows, 1 or 2], got {index.shape}")
+    if rank.ndim != 1 or rank.shape != scaling.shape:
+        raise ValueError(f"ranks and scalings: expected [slots], got {rank.shape}, {scaling.shape}")
+    slots = len(rank)
+    wrong = index[(index < NONE) | (index >= slots)]
+    if wrong.size:
+        raise ValueError(f"adapters: expected -1 to {slots - 1}, got {wrong[0]}")
+    if np.any(rank < 0):
+        raise ValueError(f"ranks: expected 0 or more, got {rank.min()}")
+    if coefficients is None:
+        factor = np.ones(index.shape, dtype=np.float32)
+    else:
+        factor = np.asarray(coefficients, dtype=np.float32)
+        factor = factor[:, None] if factor.ndim == 1 else factor
+        if factor.shape != index.shape:
+            raise ValueError(f"coefficients: expected {index.shape}, got {factor.shape}")
+    used = index != NONE
+    empty = index[used & (rank[index] == 0)] if slots else index[:0]
+    if empty.size:
+        raise ValueError(f"adapters: expected loaded ones, got {empty[0]}, an empty slot of rank 0")
+    scale = np.where(used, factor * scaling[index], 0).astype(np.float32) if slots else 0 * factor
+
+    if index.shape[1] == 1:
+        index = np.concatenate([index, np.full_like(index, NONE)], axis=1)
+        scale = np.concatenate([scale, np.zeros_like(scale)], axis=1)
+    else:
+        # The same adapter twice is one term; a term that cancels out is none.
+        same = (index[:, 0] == index[:, 1]) & (index[:, 0] != NONE)
+        scale[same, 0] += scale[same, 1]
+        index[same, 1] = NONE
+        index[scale == 0] = NONE
+        second = (index[:, 0] == NONE) & (index[:, 1] != NONE)
+        index[second] = index[second][:, ::-1]
+        scale[second] = scale[second][:, ::-1]
+        scale[index == NONE] = 0
+
+    key = (index[:, 0] + 1) * (slots + 1) + index[:, 1] + 1
+    order = np.argsort(key, kind="stable")
+    order = order[key[order] > 0]
+    changes = np.flatnonzero(np.diff(key[order])) + 1
+    firsts = np.concatenate([[0], changes]) if order.size else np.zeros(0, dtype=np.int64)
+    owners = index[order[firsts]]
+    padded = np.append(rank, np.int32(0))  # NONE = -1 reads the rank 0 at the end
+    return Grouping(
+        rows=len(index),
+        terms=2 if np.any(owners[:, 1] != NONE) else 1,
+        order=order.astype(np.int32),
+        starts=np.append(firsts, order.size).astype(np.int32),
+        adapters=owners.astype(np.int32),
+        ranks=padded[owners],
+        scale=scale[order],
+    )
+
+
+def tile_capacity(rows: int, segments: int, block: int) -> int:
+    """The most tiles of `block` rows that `rows` rows in at most `segments` segments can need."""
+    segments = min(rows, segments)
+    return (rows - segments) // block + segments if rows else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The grouping cut into tiles of `block` rows; no tile spans two segments.
+
+    Attributes:
+        count: Tiles in use.
+        records: [capacity, 4] int32: adapter and rank of term 0, adapter and rank of term 1.
+            Unused tiles have rank 0.
+        rows: [capacity · block] int32, row numbers, `NONE` where a tile has fewer.
+        scale: [2, capacity · block] float32, coefficient · scaling of each term, 0 on padding.
+    """
+
+    count: int
+    records: NDArray[np.int32]
+    rows: NDArray[np.int32]
+    scale: NDArray[np.float32]
+
+
+def tile_rows(grouping: Grouping, block: int, capacity: int) -> Tiles:
+    """Cut the segments into tiles.
+
+    Args:
+        grouping: What `group_rows` returned.
+        block: Rows a tile.
+        capacity: Number of tiles that the result has room for.
+
+    Raises:
+        ValueError: More tiles are needed than there is room for.
+    """
+    lengths = np.diff(grouping.starts)
+    tiles = -(-lengths // block)
+    count = int(tiles.sum())
+    if count > capacity:
+        raise ValueError(
+            f"batch: expected at most {capacity} tiles of {block} rows, got {count} "
+            f"({grouping.rows} rows in {grouping.segments} segments)"
+        )
+    records = np.zeros((capacity, 2 * MAX_TERMS), dtype=np.int32)
+    rows = np.full(capacity * block, NONE, dtype=np.int32)
+    scale = np.zeros((MAX_TERMS, capacity * block), dtype=np.float32)
+    records[:, 0::2] = NONE
+    if count:
+        owner = np.repeat(np.arange(grouping.segments), tiles)
+        records[:count, 0::2] = grouping.adapters[owner]
+        records[:count, 1::2] = grouping.ranks[owner]
+        first = (np.cumsum(tiles) - tiles) * block
+        place = np.arange(grouping.active) + np.repeat(first - grouping.starts[:-1], lengths)
+        rows[place] = grouping.order
+        scale[:, place] = grouping.scale.T
+    return Tiles(count=count, records=records, rows=rows, scale=scale)
+
+
+@dataclass(slots=True)
+class DeviceTiles:
+    """`Tiles` on the device: views of one buffer, which one copy refreshes.
+
+    Attributes:
+        block: Rows a tile.
+        capacity: Tiles that there is room for.
+        count: Tiles in use, as the host knows it.
+        buffer: [capacity · (4 + 3 · block)] int32, all of the below.
+        records: [capacity, 4] int32.
+        rows: [capacity · block] int32.
+        scale: [2, capacity · block] float32.
+    """
+
+    block: int
+    capacity: int
+    count: int
+    buffer: torch.Tensor
+    records: torch.Tensor = field(init=False)
+    rows: torch.Tensor = field(init=False)
+    scale: torch.Tensor = field(init=False)
+    _staging: list[torch.Tensor] = field(init=False, default_factory=list)
+    _copied: list[torch.cuda.Event] = field(init=False, default_factory=list)
+    _turn: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        places = self.capacity * self.block
+        split = 2 * MAX_TERMS * self.capacity
+        self.records = self.buffer[:split].view(self.capacity, 2 * MAX_TERMS)
+        self.rows = self.buffer[split : split + places]
+        self.scale = self.buffer[split + places :].view(torch.float32).view(MAX_TERMS, places)
+
+    def refresh(self, tiles: Tiles) -> None:
+        """Copy `tiles` into the buffer, in stream order and without waiting for the device."""
+        self.count = tiles.count
+        packed = np.concatenate(
+            [tiles.records.ravel(), tiles.rows, tiles.scale.view(np.int32).ravel()]
+        )
+        if self.buffer.device.type != "cuda":
+            self.buffer.copy_(torch.from_numpy(packed))
+            return
+        if not self._staging:
+            self._staging = [torch.empty(packed.size, dtype=torch.int32).pin_memory() for _ in "ab"]
+            self._copied = [torch.cuda.Event() for _ in "ab"]
+        self._turn ^= 1
+        # Two staging buffers in turn: this one's copy was enqueued two batches ago.
+        self._copied[self._turn].synchronize()
+        self._staging[self._turn].numpy()[:] = packed
+        self.buffer.copy_(self._staging[self._turn], non_blocking=True)
+        self._copied[self._turn].record()
+
+
+class LoraBatch:
+    """The adapters of one batch, in fixed device buffers that all layers read.
+
+    `update` before every batch; then call `atmm` for every projection. In a CUDA graph the tables
+    keep their addresses, and the launch grids cover the worst case of `max_rows` rows in
+    `max_segments` segments, so a replay after `update` serves the new mix.
+
+    Args:
+        max_rows: Most rows of a batch; a captured graph has exactly these.
+        max_segments: Most different (adapter, second adapter) pairs of a batch.
+        device: Where `atmm` runs.
+        fixed: Launch for the worst case also outside of a capture; needed only to warm up a graph.
+    """
+
+    def __init__(
+        self, max_rows: int, max_segments: int, device: torch.device | str, *, fixed: bool = False
+    ) -> None:
+        if max_rows < 0 or max_segments < 0:
+            raise ValueError(f"batch: expected sizes ≥ 0, got {max_rows} rows, {max_segments} segments")
+        self.max_rows = max_rows
+        self.max_segments = max_segments
+        self.device = torch.device(device)
+        self.fixed = fixed
+        self.grouping = group_rows(np.zeros(0, np.int64), [], [])
+        self.slots = 0
+        self.max_rank = 0
+        self.terms = 1
+        self._tiles: dict[int, DeviceTiles] = {}
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+
+    def update(
+        self,
+        adapters: ArrayLike,
+        ranks: Sequence[int] | NDArray[np.int32],
+        scalings: Sequence[float] | NDArray[np.float32],
+        coefficients: ArrayLike | None = None,
+    ) -> None:
+        """Describe the next batch; arguments and errors as in `group_rows`.
+
+        The copies to the device are enqueued on the current stream; nothing waits for them.
+        """
+        grouping = group_rows(adapters, ranks, scalings, coefficients)
+        if grouping.rows > self.max_rows:
+            raise ValueError(f"batch: expected at most {self.max_rows} rows, got {grouping.rows}")
+        if grouping.segments > self.max_segments:
+            raise ValueError(
+                f"batch: expected at most {self.max_segments} segments, got {grouping.segments}"
+            )
+        if grouping.terms > self.terms and self._tiles and self.fixed:
+            raise ValueError("batch: expected one term a row, as when the graph was captured, got 2")
+        self.grouping = grouping
+        self.slots = len(ranks)
+        self.max_rank = max((int(rank) for rank in ranks), default=0)
+        self.terms = max(self.terms, grouping.terms) if self.fixed else grouping.terms
+        for table in self._tiles.values():
+            table.refresh(tile_rows(grouping, table.block, table.capacity))
+
+    def tiles(self, block: int) -> DeviceTiles:
+        """The batch cut into tiles of `block` rows; made at the first request, then kept fresh."""
+        table = self._tiles.get(block)
+        if table is None:
+            capacity = tile_capacity(self.max_rows, self.max_segments, block)
+            size = capacity * (2 * MAX_TERMS + (1 + MAX_TERMS) * block)
+            buffer = torch.empty(size, dtype=torch.int32, device=self.device)
+            table = DeviceTiles(block=block, capacity=capacity, count=0, buffer=buffer)
+            table.refresh(tile_rows(self.grouping, block, capacity))
+            self._tiles[block] = table
+        return table
+
+    def scratch(self, elements: int, dtype: torch.dtype, *, zeroed: bool = False) -> torch.Tensor:
+        """Working memory that the batch's calls share one after the other in stream order.
+
+        `zeroed` memory starts at zero; whoever uses it leaves it so.
+        """
+        have = self._scratch.get(dtype)
+        if have is None or have.numel() < elements:
+            make = torch.zeros if zeroed else torch.empty
+            have = make(max(elements, 1), dtype=dtype, device=self.device)
+            self._scratch[dtype] = have
+        return have

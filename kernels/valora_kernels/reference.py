@@ -1,0 +1,64 @@
+"""What ATMM computes, in plain torch: the definition that the kernels are tested against.
+
+Also the way that adapters run where there is no GPU or no Triton.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from valora_kernels.metadata import LoraBatch
+    from valora_kernels.weights import LoraWeights
+
+
+def atmm_reference(
+    ys: Sequence[torch.Tensor], x: torch.Tensor, weights: LoraWeights, batch: LoraBatch
+) -> None:
+    """y[m] += Σ_t coefficient_t · scaling(a_t) · (x[m] Aᵀ) Bᵀ for each projection (VaLoRA §4.3).
+
+    All arithmetic is in fp32, and y is rounded once, whatever the number of terms.
+
+    Args:
+        ys: [P] tensors [rows, out_features[p]], changed in place.
+        x: [rows, in_features].
+        weights: A and B of every adapter.
+        batch: Which rows have which adapters.
+    """
+    grouping = batch.grouping
+    order = torch.from_numpy(grouping.order).to(x.device)
+    scale = torch.from_numpy(grouping.scale).to(x.device)
+    for s in range(grouping.segments):
+        first, end = int(grouping.starts[s]), int(grouping.starts[s + 1])
+        rows = order[first:end]
+        inputs = x[rows].float()
+        for p, y in enumerate(ys):
+            total = y[rows].float()
+            for t in range(grouping.terms):
+                slot, rank = int(grouping.adapters[s, t]), int(grouping.ranks[s, t])
+                if rank:
+                    a, b = weights.rows_of(p, slot, rank)
+                    hidden = (inputs @ a.float().T) * scale[first:end, t, None]
+                    total.addmm_(hidden, b.float())
+            y[rows] = total.to(y.dtype)
+
+
+def merge_reference(
+    pristine: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """W + scaling · B · A, computed in fp32 and rounded once (traps.md: no drift).
+
+    Args:
+        pristine: [out, in] base weight.
+        a: [rank, in].
+        b: [out, rank].
+        scaling: The adapter's.
+
+    Returns:
+        [out, in] in the dtype of `pristine`.
+    """
+    return torch.addmm(pristine.float(), b.float(), a.float(), alpha=scaling).to(pristine.dtype)

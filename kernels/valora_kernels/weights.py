@@ -1,0 +1,171 @@
+"""LoRA matrices of one projection (or of several that share their input) in device memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAX_PROJECTIONS = 3
+"""q, k and v; gate and up are two."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraWeights:
+    """A and Bᵀ of every slot, one row of memory per rank.
+
+    Both memories store a rank row contiguously: row j of A_a has `in_features` elements, row j of
+    B_aᵀ has `out_features[p]`. In a contiguous pool its place follows from slot and rank; in paged
+    memory (S-LoRA §5.1: a page holds a vector) `a_table` and `b_table` name every row's place.
+
+    Attributes:
+        in_features: Width of x.
+        out_features: [P ≤ 3] widths of the projections that share x.
+        slots: Adapters that there is room for.
+        max_rank: Rank rows of a slot.
+        a: Memory of A. Contiguous: [P, slots, max_rank, in_features]. Paged: any contiguous shape.
+        b: Memory of Bᵀ. Contiguous: flat, for each p [slots, max_rank, out_features[p]]. Paged: any.
+        a_table: [P, slots, max_rank] int64, first element of each row in `a`; None if contiguous.
+        b_table: Likewise for `b`.
+    """
+
+    in_features: int
+    out_features: tuple[int, ...]
+    slots: int
+    max_rank: int
+    a: torch.Tensor
+    b: torch.Tensor
+    a_table: torch.Tensor | None = None
+    b_table: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.out_features) <= MAX_PROJECTIONS:
+            raise ValueError(
+                f"out_features: expected 1 to {MAX_PROJECTIONS} projections, "
+                f"got {len(self.out_features)}"
+            )
+        if self.a.dtype != self.b.dtype or self.a.device != self.b.device:
+            raise ValueError(
+                f"b: expected {self.a.dtype} on {self.a.device}, got {self.b.dtype} on {self.b.device}"
+            )
+        if not (self.a.is_contiguous() and self.b.is_contiguous()):
+            raise ValueError("weights: expected contiguous memory, got strides "
+                             f"{self.a.stride()} and {self.b.stride()}")  # fmt: skip
+        tables = (self.a_table, self.b_table)
+        if (self.a_table is None) != (self.b_table is None):
+            raise ValueError("weights: expected both address tables or none, got one")
+        rows = len(self.out_features) * self.slots * self.max_rank
+        if self.a_table is None:
+            size_a = rows * self.in_features
+            size_b = self.slots * self.max_rank * sum(self.out_features)
+            if (self.a.numel(), self.b.numel()) != (size_a, size_b):
+                raise ValueError(
+                    f"weights: expected {size_a} and {size_b} elements of A and B, "
+                    f"got {self.a.numel()} and {self.b.numel()}"
+                )
+        for table in tables:
+            shape = (len(self.out_features), self.slots, self.max_rank)
+            if table is not None and (
+                table.shape != shape
+                or table.dtype != torch.int64
+                or table.device != self.a.device
+                or not table.is_contiguous()
+            ):
+                raise ValueError(
+                    f"address table: expected contiguous int64 {shape} on {self.a.device}, "
+                    f"got {table.dtype} {tuple(table.shape)} on {table.device}"
+                )
+
+    @property
+    def paged(self) -> bool:
+        """Whether rank rows lie anywhere (address tables) rather than one after the other."""
+        return self.a_table is not None
+
+    @classmethod
+    def contiguous(
+        cls,
+        slots: int,
+        max_rank: int,
+        in_features: int,
+        out_features: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> LoraWeights:
+        """An empty (zero) contiguous pool."""
+        rows = slots * max_rank
+        return cls(
+            in_features=in_features,
+            out_features=tuple(out_features),
+            slots=slots,
+            max_rank=max_rank,
+            a=torch.zeros(
+                (len(out_features), slots, max_rank, in_features), dtype=dtype, device=device
+            ),
+            b=torch.zeros(rows * sum(out_features), dtype=dtype, device=device),
+        )
+
+    def b_start(self, projection: int) -> int:
+        """First element of projection p's part of `b` in a contiguous pool."""
+        return self.slots * self.max_rank * sum(self.out_features[:projection])
+
+    def rows_of(self, projection: int, slot: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A as [rank, in_features] and Bᵀ as [rank, out_features[p]] of one adapter.
+
+        Views of a contiguous pool; gathered copies of paged memory.
+        """
+        width = self.out_features[projection]
+        if self.a_table is None or self.b_table is None:
+            a = self.a.view(len(self.out_features), self.slots, self.max_rank, self.in_features)
+            start = self.b_start(projection) + slot * self.max_rank * width
+            return a[projection, slot, :rank], self.b[start : start + rank * width].view(rank, width)
+        found = []
+        pairs = ((self.a, self.a_table, self.in_features), (self.b, self.b_table, width))
+        for memory, table, length in pairs:
+            start_of = table[projection, slot, :rank, None]
+            place = start_of + torch.arange(length, device=memory.device)
+            found.append(memory.view(-1)[place])
+        return found[0], found[1]
+
+    def write(self, slot: int, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> None:
+        """Put an adapter into a slot.
+
+        Args:
+            slot: Which one.
+            a: For each projection A [rank, in_features].
+            b: For each projection B [out_features[p], rank], as PEFT stores it.
+
+        Raises:
+            ValueError: A slot, number or shape that does not fit.
+        """
+        if not 0 <= slot < self.slots:
+            raise ValueError(f"slot: expected 0 to {self.slots - 1}, got {slot}")
+        if len(a) != len(self.out_features) or len(b) != len(self.out_features):
+            raise ValueError(
+                f"adapter: expected {len(self.out_features)} projections, got {len(a)} and {len(b)}"
+            )
+        for p, (one, two) in enumerate(zip(a, b, strict=True)):
+            rank = one.shape[0]
+            want = ((rank, self.in_features), (self.out_features[p], rank))
+            if (tuple(one.shape), tuple(two.shape)) != want:
+                raise ValueError(
+                    f"adapter: expected {want}, got {tuple(one.shape)}, {tuple(two.shape)}"
+                )
+            if rank > self.max_rank:
+                raise ValueError(f"adapter: expected rank at most {self.max_rank}, got {rank}")
+            if self.a_table is None or self.b_table is None:
+                to_a, to_b = self.rows_of(p, slot, rank)
+                to_a.copy_(one)
+                to_b.copy_(two.T)
+                continue
+            for memory, table, value in (
+                (self.a, self.a_table, one),
+                (self.b, self.b_table, two.T),
+            ):
+                start_of = table[p, slot, :rank, None]
+                place = start_of + torch.arange(value.shape[1], device=memory.device)
+                memory.view(-1)[place] = value.to(memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from valora_data.errors import BundleError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from PIL.Image import Image
 
@@ -160,6 +162,29 @@ class Lmm:
             return
         self.peft.base_model.enable_adapter_layers()
         self.peft.set_adapter(name)
+
+    def save_adapter(self, name: str, folder: Path, base: str) -> None:
+        """Write an adapter in PEFT's format, such that plain PEFT loads it onto the base.
+
+        Args:
+            name: The adapter.
+            folder: Where `adapter_config.json` and `adapter_model.safetensors` go.
+            base: Id of the base model, which the configuration names.
+        """
+        from peft.utils import get_peft_model_state_dict
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = get_peft_model_state_dict(self.peft, adapter_name=name)
+        save_file(
+            {key: value.detach().cpu().contiguous() for key, value in weights.items()},
+            folder / "adapter_model.safetensors",
+            {"format": "pt"},
+        )
+        config = copy.copy(self.peft.peft_config[name])
+        config.base_model_name_or_path = base
+        config.inference_mode = True
+        config.save_pretrained(folder)
 
     def remove(self, name: str) -> None:
         """Delete an adapter."""

@@ -236,7 +236,7 @@ class Trainer:
         old = round(size * self._settings.rehearsal_share) if rehearsed else 0
         counts = {domain: size - old}
         start = int(torch.randint(max(len(rehearsed), 1), (), generator=generator))
-        for offset, name in enumerate(rehearsed[start:] + rehearsed[:start]):  # type: ignore[operator]
+        for offset, name in enumerate([*rehearsed[start:], *rehearsed[:start]]):
             counts[name] = old // len(rehearsed) + (offset < old % len(rehearsed))
         return {
             name: torch.randint(len(self._data[name].inputs), (count,), generator=generator)
@@ -262,7 +262,7 @@ class Trainer:
         head = self._new_head(domain, seed)
         data = self._data[domain]
         self._lmm.activate(None)
-        hidden = torch.cat([states for states in self._hidden(domain, data.inputs)])
+        hidden = torch.cat(list(self._hidden(domain, data.inputs)))
         optimizer = torch.optim.AdamW(
             [{"params": head.parameters(), "peak": self._settings.head_lr}], weight_decay=0.0
         )
@@ -277,6 +277,10 @@ class Trainer:
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         return head
+
+    def samples(self, domain: str, split: Split) -> list[Sample]:
+        """The samples that a domain is measured on."""
+        return self._data[domain].splits[split].samples
 
     # --- measuring ----------------------------------------------------------------------------
 

@@ -1,0 +1,365 @@
+"""The recipe of valora-tiny, the base model that ships with the project (`make base`).
+
+A LLaVA of about 4 M parameters in plain transformers classes is pretrained from scratch on
+generic scenes: detection by one linear layer over the visual tokens, and language for everything
+else. The schedule runs on the clock, so that the recipe fits whatever time there is; the shipped
+checkpoint took minutes on one GPU.
+
+    python -m valora_train.base --out data/valora_data/tiny --minutes 9
+    python -m valora_train.base --out data/valora_data/tiny --evaluate
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.ops import generalized_box_iou_loss
+
+from valora_data.boxes import cell_centres, decode, encode
+from valora_data.sources.generic_scenes import SIZE
+from valora_train.base_data import (
+    LOGGED,
+    PATCH,
+    VOCABULARY,
+    Chunk,
+    Stream,
+    build_processor,
+    domain_tokens,
+)
+
+GRID = (SIZE // PATCH, SIZE // PATCH)
+HIDDEN = 192
+REACH = 0.75
+"""Cells answer for a box whose centre is at most this many cells away, if they lie in it."""
+
+
+def build_model(processor: Any) -> Any:
+    """A `LlavaForConditionalGeneration` with fresh weights that fits the processor."""
+    from transformers import (
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+    )
+
+    ids = {token: processor.tokenizer.convert_tokens_to_ids(token) for token in ("<s>", "</s>")}
+    vision = CLIPVisionConfig(
+        image_size=SIZE,
+        patch_size=PATCH,
+        hidden_size=HIDDEN,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        projection_dim=HIDDEN,
+    )
+    text = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        bos_token_id=ids["<s>"],
+        eos_token_id=ids["</s>"],
+        pad_token_id=processor.tokenizer.pad_token_id,
+        tie_word_embeddings=True,
+    )
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_id=processor.tokenizer.convert_tokens_to_ids("<image>"),
+        image_seq_length=GRID[0] * GRID[1],
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+        tie_word_embeddings=True,
+    )
+    return LlavaForConditionalGeneration(config)
+
+
+class DetectionHead(nn.Module):
+    """One linear layer per visual token: objectness and the box code of `valora_data.boxes`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objectness = nn.Linear(HIDDEN, 1)
+        self.box = nn.Linear(HIDDEN, 4)
+        nn.init.constant_(self.objectness.bias, -3.0)  # few cells hold something
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits (..., cells) and codes (..., cells, 4) of hidden states (..., cells, 192)."""
+        return self.objectness(hidden).squeeze(-1), self.box(hidden)
+
+
+def assign(boxes: Tensor, n_boxes: Tensor) -> tuple[Tensor, Tensor]:
+    """Which cells answer for which box.
+
+    The cell that holds a box's centre always does; so do cells whose own centre lies in the box
+    within `REACH` of its centre. A cell that could answer for several takes the nearest.
+
+    Args:
+        boxes: (b, n, 4) float, (x0, y0, x1, y1) in shares of the image.
+        n_boxes: (b,) int64, how many of them count.
+
+    Returns:
+        (b, cells) bool, whether a cell answers, and (b, cells) int64, for which box.
+    """
+    cells = cell_centres(GRID).to(boxes)
+    centres = (boxes[..., :2] + boxes[..., 2:]) / 2
+    offset = (cells - centres[:, :, None]) * boxes.new_tensor([GRID[1], GRID[0]])
+    inside = ((cells > boxes[:, :, None, :2]) & (cells < boxes[:, :, None, 2:])).all(-1)
+    distance = offset.norm(dim=-1)
+    holds = (offset.abs() <= 0.5).all(-1)
+    valid = torch.arange(boxes.shape[1], device=boxes.device) < n_boxes[:, None]
+    answers = (holds | (inside & (distance <= REACH))) & valid[:, :, None]
+    nearest = distance.masked_fill(~answers, torch.inf).argmin(1)
+    return answers.any(1), nearest
+
+
+def detection_loss(logits: Tensor, codes: Tensor, boxes: Tensor, n_boxes: Tensor) -> Tensor:
+    """Cross-entropy of objectness plus distance and GIoU of boxes, per answering cell.
+
+    Args:
+        logits: (b, cells) float32.
+        codes: (b, cells, 4) float32.
+        boxes: (b, n, 4) float32, (x0, y0, x1, y1) in shares of the image.
+        n_boxes: (b,) int64, how many of them count.
+    """
+    answers, which = assign(boxes, n_boxes)
+    count = answers.sum().clamp_min(1)
+    objectness = F.binary_cross_entropy_with_logits(logits, answers.float(), reduction="sum")
+    row, cell = torch.nonzero(answers, as_tuple=True)
+    truth = boxes[row, which[row, cell]]
+    code = F.smooth_l1_loss(codes[row, cell], encode(truth, cell, GRID), reduction="sum", beta=0.1)
+    overlap = generalized_box_iou_loss(decode(codes, GRID)[row, cell], truth, reduction="sum")
+    return (objectness + 0.5 * code + 2.0 * overlap) / count
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A `Chunk` on the device; see there for the fields."""
+
+    pixels: Tensor
+    pick: Tensor
+    ids: Tensor
+    span: Tensor
+    boxes: Tensor
+    n_boxes: Tensor
+    task: Tensor
+
+    @staticmethod
+    def of(chunk: Chunk, device: torch.device) -> Batch:
+        """Copies without waiting where the device allows it."""
+        pin = device.type == "cuda"
+
+        def move(array: Any) -> Tensor:
+            tensor = torch.from_numpy(array)
+            return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=True)
+
+        return Batch(*(move(getattr(chunk, name)) for name in Chunk.__slots__))
+
+
+def augment(pixels: Tensor) -> Tensor:
+    """Normalised images in [−1, 1] with new light and grain, (n, 3, 96, 96), from uint8 ones."""
+    image = pixels.permute(0, 3, 1, 2).float() / 127.5 - 1.0
+    shape = (len(image), 1, 1, 1)
+    gain = torch.empty(shape, device=image.device).uniform_(0.9, 1.1)
+    shift = torch.empty(shape, device=image.device).uniform_(-0.08, 0.08)
+    grain = torch.empty(shape, device=image.device).uniform_(0.0, 0.06)
+    return (image * gain + shift + torch.randn_like(image) * grain).clamp(-1.0, 1.0)
+
+
+def forward(model: Any, batch: Batch, image_token: int) -> Tensor:
+    """Last hidden states after the final norm, (b, length, 192); each image is encoded once."""
+    core = model.model
+    features = core.get_image_features(pixel_values=augment(batch.pixels), return_dict=True)
+    visual = torch.stack(list(features.pooler_output))
+    embeddings = core.get_input_embeddings()(batch.ids)
+    mask = (batch.ids == image_token)[..., None]
+    embeddings = embeddings.masked_scatter(mask, visual[batch.pick].to(embeddings.dtype))
+    # Padding stands on the right, where causal attention never looks.
+    hidden: Tensor = core.language_model(inputs_embeds=embeddings, use_cache=False)[0]
+    return hidden
+
+
+class Pretraining:
+    """The losses of a batch, with a running account of what is answered right.
+
+    Args:
+        model: From `build_model`.
+        head: The detection head.
+        processor: From `build_processor`.
+        device: Where to compute.
+    """
+
+    def __init__(self, model: Any, head: DetectionHead, processor: Any, device: torch.device):
+        self.model, self.head, self.device = model.to(device), head.to(device), device
+        self.image_token = int(model.config.image_token_id)
+        silent = torch.zeros(VOCABULARY, device=device)
+        silent[torch.from_numpy(domain_tokens(processor.tokenizer.backend_tokenizer))] = -torch.inf
+        # Softmax never sees the domains' words, so that their embeddings stay as they began.
+        self.silent = silent
+        self.right = torch.zeros(len(LOGGED), device=device)
+        self.asked = torch.zeros(len(LOGGED), device=device)
+        self.losses = torch.zeros(2, device=device)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean cross-entropy of answer tokens plus the detection loss."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            hidden = forward(self.model, batch, self.image_token)
+            at = torch.arange(batch.ids.shape[1], device=self.device)
+            said = (at >= batch.span[:, :1]) & (at < batch.span[:, 1:])
+            row, column = torch.nonzero(said, as_tuple=True)
+            logits = self.model.lm_head(hidden[row, column - 1]).float() + self.silent
+        target = batch.ids[row, column]
+        words = F.cross_entropy(logits, target)
+        with torch.no_grad():
+            wrong = torch.zeros(len(batch.ids), device=self.device)
+            wrong.index_add_(0, row, (logits.argmax(-1) != target).float())
+            self.right.index_add_(0, batch.task, (wrong == 0).float())
+            self.asked.index_add_(0, batch.task, torch.ones_like(wrong))
+        total = words
+        boxes = torch.zeros((), device=self.device)
+        wanted = torch.nonzero(batch.n_boxes >= 0).flatten()
+        if len(wanted):
+            visual = hidden[wanted][batch.ids[wanted] == self.image_token]
+            scores, codes = self.head(visual.float().view(len(wanted), -1, HIDDEN))
+            boxes = detection_loss(scores, codes, batch.boxes[wanted], batch.n_boxes[wanted])
+            total = total + 0.5 * boxes
+        self.losses.lerp_(torch.stack([words.detach(), boxes.detach()]), 0.05)
+        return total
+
+    def report(self) -> dict[str, float]:
+        """Losses, and shares of answers that were right to the last token since the last call."""
+        shares = (self.right / self.asked.clamp_min(1)).tolist()
+        words, boxes = self.losses.tolist()
+        figures = {"words": words, "boxes": boxes}
+        seen = self.asked.tolist()
+        figures |= {
+            task: shares[i] for i, task in enumerate(LOGGED) if seen[i] and task != "detect"
+        }
+        self.right.zero_()
+        self.asked.zero_()
+        return figures
+
+
+def make_optimizer(model: Any, head: nn.Module, rate: float, device: torch.device) -> Any:
+    """AdamW that decays matrices but neither embeddings nor biases and norms."""
+    named = [*model.named_parameters(), *head.named_parameters()]
+    decayed = [p for name, p in named if p.ndim > 1 and "embed" not in name]
+    rest = [p for name, p in named if p.ndim <= 1 or "embed" in name]
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}],
+        lr=rate,
+        betas=(0.9, 0.98),
+        fused=device.type == "cuda",
+    )
+
+
+def schedule(progress: float) -> float:
+    """Share of the learning rate after a share of the time: a short warm-up, then a cosine."""
+    return min(1.0, progress / 0.02 + 0.01) * (0.5 + 0.5 * math.cos(math.pi * min(progress, 1.0)))
+
+
+def save(model: Any, head: nn.Module, processor: Any, out: Path) -> None:
+    """Writes the checkpoint in bfloat16, with the detection head and the processor."""
+    rounded = {name: t.detach().to(torch.bfloat16).cpu() for name, t in head.state_dict().items()}
+    out.mkdir(parents=True, exist_ok=True)
+    processor.save_pretrained(out)
+    state = {name: t.detach().to(torch.bfloat16) for name, t in model.state_dict().items()}
+    config_dtype, model.config.dtype = model.config.dtype, torch.bfloat16
+    model.save_pretrained(out, state_dict=state)
+    model.config.dtype = config_dtype
+    save_file(rounded, out / "detection_head.safetensors", metadata={"format": "pt"})
+
+
+def train(out: Path, minutes: float, batch_size: int, rate: float, workers: int, seed: int) -> None:
+    """Pretrains from scratch and writes the checkpoint to `out`, also every two minutes."""
+    torch.manual_seed(seed)
+    torch.set_float32_matmul_precision("high")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    processor = build_processor()
+    stream = Stream(seed, processor.tokenizer.backend_tokenizer, workers)
+    model, head = build_model(processor), DetectionHead()
+    size = sum(p.numel() for p in model.parameters())
+    print(f"{size / 1e6:.2f} M parameters on {device}, {workers} workers", flush=True)
+    task = Pretraining(model, head, processor, device)
+    optimizer = make_optimizer(model, head, rate, device)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    while min(len(chunks) for chunks in stream.pool.values()) < 8:
+        stream.check()
+        time.sleep(0.5)
+    start = logged = saved = time.monotonic()
+    steps = seen = 0
+    while (elapsed := time.monotonic() - start) < 60 * minutes:
+        progress = elapsed / 60 / minutes
+        for group in optimizer.param_groups:
+            group["lr"] = rate * schedule(progress)
+        _, chunk = stream.batch(batch_size)
+        optimizer.zero_grad(set_to_none=True)
+        task.loss(Batch.of(chunk, device)).backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        steps, seen = steps + 1, seen + len(chunk.task)
+        now = time.monotonic()
+        if now - logged > 10:
+            stream.check()
+            logged = now
+            figures = " ".join(f"{name} {value:.3f}" for name, value in task.report().items())
+            print(f"{elapsed:4.0f} s  {steps} steps  {seen} seen  {stream.made} made  {figures}", flush=True)
+        if now - saved > 120:
+            saved = now
+            save(model, head, processor, out)
+    save(model, head, processor, out)
+    write_figures(out, {
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "torch": torch.__version__.split("+")[0],
+        "command": shlex.join(["python", "-m", "valora_train.base", *sys.argv[1:]]),
+        "minutes": minutes,
+        "steps": steps,
+        "samples_seen": seen,
+        "samples_drawn": stream.made,
+        "parameters": size,
+    })  # fmt: skip
+
+
+def write_figures(out: Path, training: dict[str, Any]) -> None:
+    (out / "figures.json").write_text(json.dumps({"training": training}, indent=2) + "\n")
+
+
+def main() -> None:
+    """Command line of the recipe."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("data/valora_data/tiny"))
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--batch", type=int, default=768)
+    parser.add_argument("--rate", type=float, default=1.5e-3)
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--evaluate", action="store_true", help="only measure what is there")
+    args = parser.parse_args()
+    if not args.evaluate:
+        train(args.out, args.minutes, args.batch, args.rate, args.workers, args.seed)
+    from valora_train.base_evaluation import evaluate
+
+    evaluate(args.out)
+
+
+if __name__ == "__main__":
+    main()

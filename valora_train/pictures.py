@@ -1,0 +1,113 @@
+"""Pictures for people: images with boxes, the accuracy heat map, the packing timeline."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from matplotlib.figure import Figure
+
+    from valora_data.schema import Box, Sample
+    from valora_train.fusion_plan import Decision
+
+SCALE = 2
+MARK = {"committed": "#2e7d32", "rolled back": "#c62828", "unreachable": "#6a1b9a"}
+
+
+def contact_sheet(
+    samples: Sequence[Sample], found: Sequence[Sequence[Box]], threshold: float, columns: int = 4
+) -> Image.Image:
+    """Images side by side: the truth in white, what was found in green with its confidence.
+
+    Args:
+        samples: Images with the truth.
+        found: Detections of each.
+        threshold: Confidence from which a detection is drawn.
+        columns: Images per row.
+    """
+    tiles = []
+    for sample, boxes in zip(samples, found, strict=True):
+        tile = sample.image.resize((sample.image.width * SCALE, sample.image.height * SCALE))
+        draw = ImageDraw.Draw(tile)
+        for box in sample.answer.boxes:
+            draw.rectangle([edge * SCALE for edge in box.xyxy], outline="white")
+        for box in boxes:
+            if box.confidence >= threshold:
+                draw.rectangle([edge * SCALE for edge in box.xyxy], outline="#00e676", width=2)
+                corner = (box.x0 * SCALE + 3, box.y0 * SCALE + 1)
+                draw.text(corner, f"{box.confidence:.2f}", fill="#00e676", stroke_width=1,
+                          stroke_fill="black")  # fmt: skip
+        tiles.append(tile)
+    width, height = tiles[0].size
+    rows = -(-len(tiles) // columns)
+    sheet = Image.new("RGB", (columns * (width + 4), rows * (height + 4)), "#202020")
+    for index, tile in enumerate(tiles):
+        at = (index % columns * (width + 4) + 2, index // columns * (height + 4) + 2)
+        sheet.paste(tile.resize((width, height)), at)
+    return sheet
+
+
+def heat_map(decisions: Sequence[Decision], required: Mapping[str, float]) -> Figure:
+    """Accuracy of every domain after every attempt, minus its requirement."""
+    from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.figure import Figure
+
+    names = list(required)
+    margin = np.full((len(names), len(decisions)), np.nan)
+    figure = Figure(figsize=(2.6 + 0.95 * len(decisions), 1.4 + 0.55 * len(names)), dpi=110)
+    axes = figure.add_subplot()
+    for column, decision in enumerate(decisions):
+        for name, accuracy in decision.accuracy.items():
+            row = names.index(name)
+            margin[row, column] = accuracy - required[name]
+            weight = "bold" if name in decision.below else "normal"
+            axes.text(column, row, f"{accuracy:.3f}", ha="center", va="center", weight=weight)
+    norm = TwoSlopeNorm(0.0, vmin=-0.15, vmax=0.15)
+    picture = axes.imshow(margin, cmap="RdYlGn", norm=norm, aspect="auto")
+    axes.set_yticks(range(len(names)), [f"{name} ≥ {required[name]:.2f}" for name in names])
+    axes.set_xticks(
+        range(len(decisions)),
+        [
+            f"{decision.attempt.number:02d} {decision.attempt.domain}\n"
+            f"→ {decision.attempt.adapter}\n{decision.verdict}"
+            for decision in decisions
+        ],
+        fontsize=7,
+    )
+    for tick, decision in zip(axes.get_xticklabels(), decisions, strict=True):
+        tick.set_color(MARK[decision.verdict])
+    axes.set_title("Validation accuracy after each attempt (colour: above or below requirement)")
+    figure.colorbar(picture, ax=axes, label="accuracy − required")
+    figure.tight_layout()
+    return figure
+
+
+def packing_timeline(decisions: Sequence[Decision], seconds: Sequence[float]) -> Figure:
+    """Which adapter was trained when, on what, and how that ended."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    adapters = sorted({decision.attempt.adapter for decision in decisions}, reverse=True)
+    figure = Figure(figsize=(11, 1.6 + 0.7 * len(adapters)), dpi=110)
+    axes = figure.add_subplot()
+    start = 0.0
+    for decision, took in zip(decisions, seconds, strict=True):
+        row = adapters.index(decision.attempt.adapter)
+        axes.barh(row, took, left=start, color=MARK[decision.verdict], edgecolor="white")
+        axes.text(start + took / 2, row, decision.attempt.domain, ha="center", va="center",
+                  color="white", fontsize=8, rotation=20)  # fmt: skip
+        start += took
+    axes.set_yticks(range(len(adapters)), adapters)
+    axes.set_xlabel("seconds of fusion")
+    axes.set_title("Packing timeline")
+    axes.legend(
+        handles=[Patch(color=color, label=verdict) for verdict, color in MARK.items()],
+        loc="upper left", bbox_to_anchor=(1.0, 1.0),
+    )  # fmt: skip
+    figure.tight_layout()
+    return figure

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import threading
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
@@ -60,8 +61,10 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
 
-LATER_WORDS = """license plate traffic sign vehicle vegetation bicycle person, object detect image
- images video frame frames picture photo question answer option options choose following caption
+DOMAIN_NAMES = ("license plate", "traffic sign", "vehicle", "vegetation", "bicycle", "person")
+"""What the built-in domains detect: known to the tokenizer, never seen by the model."""
+
+LATER_WORDS = """object image images video frame frames picture photo question answer option options choose following caption
  short sentence word words describe scene category class label type kind action activity doing
  happens moving running walking jumping sitting standing playing holding eating drinking opening
  closing turning throwing catching pushing pulling cat dog bird horse sheep cow elephant bear zebra
@@ -93,9 +96,11 @@ def build_tokenizer() -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    later = " ".join(LATER_WORDS.split())
-    # A leading comma gives every word both of its forms, with and without a space.
-    corpus = [*vocabulary(), *[f"{later},{word}" for word in later.split()], "(1,2),(3,4) . ? ! :"]
+    core = sorted(set(re.findall(r"[a-z]+", " ".join([*vocabulary(), *DOMAIN_NAMES]))))
+    later = sorted(set(re.findall(r"[a-z]+", LATER_WORDS)))
+    # A comma before it gives a word its form without a space, as at the start of an answer.
+    corpus = [f" {word},{word}" for word in [*core * 5, *later]]
+    corpus += ["(1,2),(3,4) . ? ! :"] * 9
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY - len(numbers),
         special_tokens=[*SPECIALS, *MARKUP],
@@ -289,7 +294,7 @@ class SampleMaker:
     def _ask_series(self, n: int, images: list[Scene]) -> list[tuple[Question, list[int]]]:
         """Two or more questions about n images, which are added to `images`."""
         first = len(images)
-        if self.rng.random() < 0.5:
+        if self.rng.random() < 0.7:
             frames, shape, way = draw_clip(self._seed(), n)
             images.extend(frames)
             return [(ask_motion(shape, way), list(range(first, first + n)))]

@@ -7,7 +7,6 @@ decided, reached and promised), `adapters/<name>` (PEFT) and `heads/<domain>.saf
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,12 +101,14 @@ def build_fusion(
     Raises:
         UnreachableError: If a domain misses its requirement even alone and the policy is `fail`.
     """
+    if (folder / FUSION).is_file():  # killed after its last act
+        return
     _make_deterministic(settings.train.threads)
     fusion = _Fusion(settings, domains, folder, display)
     name = f"{settings.task.name} · {settings.fusion.strategy} · seed {settings.train.seed}"
     tracker = Tracker(settings.paths.tracking, f"valora/{settings.task.name}", stage.key)
     note = f"Packs {', '.join(item.settings.name for item in domains)} into the fewest adapters."
-    tracker.start(name, as_dict(settings), note)
+    fusion.remember(tracker.start(name, as_dict(settings), note, fusion.mlflow_run_id))
     try:
         for item in domains:
             who = item.settings.name
@@ -159,6 +160,17 @@ class _Fusion:
         self._trainer = Trainer(
             self._lmm, data, settings.train, settings.heads, _first_head(settings.model.id)
         )
+
+    @property
+    def mlflow_run_id(self) -> str | None:
+        """The run that an earlier process started for this fusion."""
+        run: str | None = self._state.get("mlflow_run_id")
+        return run
+
+    def remember(self, run: str) -> None:
+        """Keep the MLflow run for whoever continues."""
+        self._state["mlflow_run_id"] = run
+        self._save()
 
     def _load(self, item: DomainInputs) -> DomainData:
         domain = replace(
@@ -322,7 +334,10 @@ class _Fusion:
                 with self._display.work("fuse", f"measuring {name} on test"):
                     val = self._trainer.evaluate(adapter, name, Split.VAL)
                     test = self._trainer.evaluate(adapter, name, Split.TEST)
-                self._write_head(adapter, name)
+                (self._folder / "heads").mkdir(exist_ok=True)
+                self._trainer.heads(adapter)[name].save(
+                    self._folder / "heads" / f"{name}.safetensors", self._settings.heads
+                )
                 sheet = self._sheet(name, test, Split.TEST)
                 (self._folder / "pictures").mkdir(exist_ok=True)
                 sheet.save(self._folder / "pictures" / f"{name}.png")
@@ -338,7 +353,6 @@ class _Fusion:
             "seconds": self._state["seconds"],
             "mlflow_run_id": tracker.run_id,
         }
-        write_json(self._folder / FUSION, result)
         tracker.metrics(
             {f"test/{name}": value["accuracy"]["test"] for name, value in domains.items()}
             | {
@@ -349,9 +363,7 @@ class _Fusion:
             }
         )
         tracker.finish("FINISHED", _note(result))
-        for file in (self._folder / SNAPSHOTS).iterdir():
-            file.unlink()
-        (self._folder / SNAPSHOTS).rmdir()
+        write_json(self._folder / FUSION, result)
 
     def _promise(
         self, name: str, adapter: str, val: Evaluation, test: Evaluation
@@ -381,28 +393,6 @@ class _Fusion:
             "prompt": item.settings.prompt,
             "threshold": test.threshold,
         }
-
-    def _write_head(self, adapter: str, name: str) -> None:
-        head = self._trainer.heads(adapter)[name]
-        facts = {
-            "kind": "detection",
-            "labels": json.dumps(head.labels),
-            "grid": json.dumps(head.grid),
-            "nms_iou": str(self._settings.heads.nms_iou),
-            "most": str(self._settings.heads.most),
-        }
-        tensors: dict[str, Tensor] = {
-            "weight": head.linear.weight.detach(),
-            "bias": head.linear.bias.detach(),
-            "calibration": head.calibration,
-            "threshold": head.threshold.reshape(1),
-        }
-        (self._folder / "heads").mkdir(exist_ok=True)
-        save_file(
-            {key: value.contiguous().cpu() for key, value in tensors.items()},
-            self._folder / "heads" / f"{name}.safetensors",
-            facts,
-        )
 
     def _write_adapter(self, adapter: str) -> None:
         self._lmm.save_adapter(adapter, self._folder / "adapters" / adapter, self._settings.model.id)

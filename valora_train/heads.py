@@ -5,18 +5,23 @@ VaLoRA §4.2.2. One head per domain; it answers in a single forward pass.
 
 from __future__ import annotations
 
+import json
 import math
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from valora_data import boxes as box_code
+from valora_data.errors import BundleError
 from valora_data.schema import Box
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from valora_train.evaluate import Matches
     from valora_train.settings import HeadSettings
@@ -118,6 +123,43 @@ class DetectionHead(nn.Module):
                 found.tolist(), scores.tolist(), classes.tolist(), strict=True
             )
         ]
+
+    def save(self, file: Path, settings: HeadSettings) -> None:
+        """Write the head as safetensors; its metadata says what a server must know."""
+        facts = {
+            "kind": "detection",
+            "labels": json.dumps(self.labels),
+            "grid": json.dumps(self.grid),
+            "nms_iou": str(settings.nms_iou),
+            "most": str(settings.most),
+        }
+        tensors = {
+            "weight": self.linear.weight.detach(),
+            "bias": self.linear.bias.detach(),
+            "calibration": self.calibration,
+            "threshold": self.threshold.reshape(1),
+        }
+        save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, file, facts)
+
+    @classmethod
+    def load(cls, file: Path) -> DetectionHead:
+        """Read what `save` wrote.
+
+        Raises:
+            BundleError: If it is another kind of head, or a tensor is missing or misshapen.
+        """
+        try:
+            with safe_open(file, "pt") as parts:
+                facts = parts.metadata() or {}
+                tensors = {key: parts.get_tensor(key) for key in parts.keys()}  # noqa: SIM118
+            labels, grid = json.loads(facts["labels"]), json.loads(facts["grid"])
+            head = cls(tensors["weight"].shape[1], labels, (grid[0], grid[1]))
+            head.linear.load_state_dict({key: tensors[key] for key in ("weight", "bias")})
+        except (OSError, KeyError, RuntimeError, ValueError, SafetensorError) as error:
+            raise BundleError(f"head {file} is damaged: {error}; export the bundle again") from error
+        head.calibration.copy_(tensors["calibration"])
+        head.threshold.copy_(tensors["threshold"][0])
+        return head
 
     def calibrate(self, matches: Matches) -> None:
         """Fit Platt scaling so that confidences say how often a box is right.

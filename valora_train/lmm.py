@@ -153,6 +153,15 @@ class Lmm:
                 self.peft.add_adapter(name, config)
         self.activate(name)
 
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """Load an adapter from a PEFT folder."""
+        from peft import PeftModel
+
+        if not hasattr(self, "peft"):
+            self.peft = PeftModel.from_pretrained(self.model, folder, adapter_name=name)
+        else:
+            self.peft.load_adapter(folder, adapter_name=name)
+
     def activate(self, name: str | None) -> None:
         """Make an adapter the one that acts, or none."""
         if not hasattr(self, "peft"):

@@ -58,22 +58,34 @@ class Tracker:
         self.run_id = ""
         self._monitor: Any = None
 
-    def start(self, name: str, config: Mapping[str, Any], note: str) -> None:
-        """Start the parent run, or continue the one that was cut off."""
-        unfinished = [
-            run
+    def start(self, name: str, config: Mapping[str, Any], note: str, earlier: str | None) -> str:
+        """Start the parent run, or continue the one that was cut off.
+
+        Args:
+            name: Name of the run.
+            config: The whole configuration.
+            note: Description, markdown.
+            earlier: The run of the process that was cut off, if it got as far as to say so.
+
+        Returns:
+            The run's id.
+        """
+        cut_off = [
+            run.info.run_id
             for run in self._runs(f"tags.`{FUSION}` = '{self._fusion}'")
-            if PARENT not in run.data.tags and run.info.status not in ("FINISHED", "FAILED")
+            if PARENT not in run.data.tags
+            and (run.info.run_id == earlier or run.info.status != "FINISHED")
         ]
-        if unfinished:
-            self.run_id = unfinished[0].info.run_id
+        if cut_off:
+            self.run_id = cut_off[0]
             self._client.update_run(self.run_id, status="RUNNING")
         else:
             tags = {FUSION: self._fusion, NOTE: note}
             run = self._client.create_run(self._experiment, tags=tags, run_name=name)
             self.run_id = run.info.run_id
             self._log_config(config)
-        self._watch(resume=bool(unfinished))
+        self._watch(resume=bool(cut_off))
+        return self.run_id
 
     def _log_config(self, config: Mapping[str, Any]) -> None:
         from mlflow.entities import Param

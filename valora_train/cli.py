@@ -1,0 +1,168 @@
+"""`valora-train`: the factory from its first stage to its last, readable top to bottom."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from valora_data.errors import ValoraError
+from valora_train.progress import Display, stopwatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omegaconf import DictConfig
+
+    from valora_train.fuse import DomainInputs
+    from valora_train.progress import Step
+    from valora_train.settings import DomainSettings, Settings
+    from valora_train.stage import Stage
+
+INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
+
+
+def run(settings: Settings, display: Display) -> None:
+    """Run the stages up to `settings.command`."""
+    with stopwatch() as seconds, display():
+        work = _Stages(settings, display)
+        domains = [work.domain(domain) for domain in settings.chosen()]
+        if settings.command in ("teach", "distill"):
+            return
+        fused = work.fuse(domains)
+        if settings.command == "fuse":
+            return
+        work.export(domains, fused, seconds)
+
+
+class _Stages:
+    """The stages of one run.
+
+    Args:
+        settings: All settings.
+        display: The terminal.
+    """
+
+    def __init__(self, settings: Settings, display: Display) -> None:
+        self._settings = settings
+        self._display = display
+
+    def domain(self, domain: DomainSettings) -> DomainInputs:
+        """What comes before fusion: samples, a small model that knows them, what it says."""
+        from valora_train import distill, domains
+        from valora_train.fuse import DomainInputs
+
+        teacher = self._settings.teacher
+        data = self._make(
+            domains.data_stage(domain), lambda folder, _: domains.build_data(domain, folder)
+        )
+        stage = distill.teach_stage(domain, teacher, data)
+        taught = stage and self._make(
+            stage,
+            lambda folder, step: distill.build_teacher(domain, teacher, data, folder, step),
+        )
+        if self._settings.command == "teach":
+            return DomainInputs(domain, data, data)
+        distilled = self._make(
+            distill.distill_stage(domain, teacher, data, taught),
+            lambda folder, _: distill.build_distilled(domain, teacher, data, taught, folder),
+        )
+        return DomainInputs(domain, data, distilled)
+
+    def fuse(self, domains: list[DomainInputs]) -> Path:
+        """Pack the domains."""
+        from valora_train.fuse import build_fusion, fuse_stage
+
+        stage = fuse_stage(self._settings, domains)
+        return self._make(
+            stage,
+            lambda folder, _: build_fusion(self._settings, domains, stage, folder, self._display),
+        )
+
+    def export(self, domains: list[DomainInputs], fused: Path, seconds: Callable[[], float]) -> None:
+        """Write the bundle and say what it promises."""
+        from valora_train.export import export_bundle
+        from valora_train.report import print_report
+
+        with self._display.work("export", "writing and checking the bundle"), stopwatch() as took:
+            bundle, reused = export_bundle(self._settings, domains, fused)
+        self._display.done("export", str(bundle.folder), None if reused else took())
+        print_report(bundle, self._display.console, seconds())
+
+    def _make(self, stage: Stage, build: Callable[[Path, Step], None]) -> Path:
+        verb, _, what = stage.name.partition("-")
+        with stopwatch() as took:
+            with self._display.work(verb, what) as on_step:
+                folder, reused = stage.run(
+                    Path(self._settings.paths.work), lambda folder: build(folder, on_step)
+                )
+        self._display.done(verb, what, None if reused else took())
+        return folder
+
+
+def _hydra_main(config: DictConfig) -> None:
+    from valora_train.settings import from_config
+
+    run(from_config(config), Display())
+
+
+def config_folder() -> Path:
+    """`conf/` of the checkout, or the copy inside the installed package."""
+    inside = Path(__file__).parent / "conf"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "conf"
+
+
+def main() -> None:
+    """Entry point; every error that a user can mend is one sentence and a non-zero exit."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    # Let errors come here instead of Hydra printing its own chain.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    _be_quiet()
+    try:
+        hydra.main(config_path=str(config_folder()), config_name="config", version_base="1.3")(
+            _hydra_main
+        )()
+    except KeyboardInterrupt:
+        _stop("interrupted: run the same command again to continue", INTERRUPTED)
+    except ValoraError as error:
+        _stop(f"error: {error}")
+    except (HydraException, OmegaConfBaseException) as error:
+        _stop(f"error: {explain(error)}")
+
+
+def explain(error: Exception) -> str:
+    """One sentence for an error of Hydra, which likes to say several."""
+    from hydra.errors import MissingConfigException
+
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        return f"unknown {group or 'config'} {name!r}: choose from {', '.join(error.options)}"
+    first = str(error).strip().splitlines()[0].rstrip(".")
+    return f"{first}: see `valora-train --help` for what there is"
+
+
+def _be_quiet() -> None:
+    """Keep libraries from talking over our display, and from looking for the network."""
+    defaults: dict[str, Any] = {
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "YOLO_OFFLINE": "1",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "GIT_PYTHON_REFRESH": "quiet",
+    }
+    for key, value in defaults.items():
+        os.environ.setdefault(key, value)
+
+
+def _stop(message: str, status: int = 1) -> None:
+    print(message, file=sys.stderr)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -76,7 +76,7 @@ MASK_COVERAGE = 0.35
 """Coverage from which a pixel counts as part of a thing; thin tubes rarely cover half a pixel."""
 PLACEMENTS = 12
 MIN_CONTRAST = 34.0
-"""Least difference, of 255, between the mean colours of a thing and of what it covers."""
+"""Least difference, of 255, in lightness and (weaker) hue between a thing and what it covers."""
 
 
 @dataclass(slots=True)
@@ -267,11 +267,13 @@ class _Canvas:
         view, part = _windows(thing.shape, left, top)
         weight = thing[part][..., 3:] / max(1.0, float(thing[part][..., 3].sum()))
         gap = (weight * (thing[part][..., :3] - self.pixels[view])).sum((0, 1))
-        missing = MIN_CONTRAST - float(np.abs(gap).max())
+        lightness = float(gap.mean())
+        # A difference of hue alone is far weaker for the eye than one of lightness.
+        missing = MIN_CONTRAST - abs(lightness) - 0.3 * float(np.abs(gap - lightness).max())
         if missing <= 0:
             return thing
         thing = thing.copy()
-        thing[..., :3] += missing if gap.sum() > 0 else -missing
+        thing[..., :3] += missing if lightness > 0 else -missing
         return thing
 
     def _darken(self, coverage: npt.NDArray[np.float32], left: float, top: float) -> None:
@@ -346,6 +348,7 @@ def _photographed(rng: np.random.Generator, pixels: npt.NDArray[np.float32]) -> 
     image = Image.fromarray(np.clip(noisy, 0, 255).astype(np.uint8))
     file = BytesIO()
     low, high = DIFFICULTY.jpeg
-    image.save(file, "JPEG", quality=int(rng.integers(low, high + 1)))
+    # Without chroma subsampling, which would halve the colour resolution of so small an image.
+    image.save(file, "JPEG", quality=int(rng.integers(low, high + 1)), subsampling=0)
     file.seek(0)
     return Image.open(file).convert("RGB")

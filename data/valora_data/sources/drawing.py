@@ -205,14 +205,11 @@ def arc(
 
 def blob(rng: np.random.Generator, x: float, y: float, rx: float, ry: float) -> list[Point]:
     """Points of an irregular rounded outline that fills about the ellipse."""
-    phases = rng.uniform(0, 2 * pi, 3)
-    depths = rng.uniform(0.02, 0.12, 3)
-    points = []
-    for i in range(CURVE_POINTS):
-        a = 2 * pi * i / CURVE_POINTS
-        waves = sum(depths[k] * sin((k + 2) * a + phases[k]) for k in range(3))
-        points.append((x + rx * (1 + waves) * cos(a), y + ry * (1 + waves) * sin(a)))
-    return points
+    angles = np.linspace(0, 2 * pi, CURVE_POINTS, endpoint=False)
+    waves = np.arange(2, 5)[:, None] * angles + rng.uniform(0, 2 * pi, (3, 1))
+    reach = 1 + (rng.uniform(0.02, 0.12, (3, 1)) * np.sin(waves)).sum(0)
+    xs, ys = x + rx * reach * np.cos(angles), y + ry * reach * np.sin(angles)
+    return list(zip(xs.tolist(), ys.tolist(), strict=True))
 
 
 def varied(rng: np.random.Generator, colour: Sequence[int], spread: int = 25) -> Colour:

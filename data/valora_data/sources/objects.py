@@ -336,9 +336,8 @@ def _cactus(rng: np.random.Generator) -> Pen:
     height = rng.uniform(26, 48)
     pen = Pen(height * rng.uniform(0.5, 0.7), height, ground_pose(rng))
     leaf = pick(rng, LEAVES[:3])
-    thick = height * rng.uniform(0.13, 0.18)
-    arms = ((0.14, 0.62, 0.28), (0.86, 0.5, 0.16))
-    for x, y, top in arms[: int(rng.integers(1, 3))]:
+    thick = height * rng.uniform(0.17, 0.23)
+    for x, y, top in ((0.12, 0.62, 0.28), (0.88, 0.5, 0.16)):
         pen.limb(((0.5, y), (x, y)), leaf, thick * 0.75)
         pen.limb(((x, y), (x, top)), leaf, thick * 0.75)
     pen.limb(((0.5, 0.96), (0.5, 0.1)), leaf, thick)

@@ -46,6 +46,10 @@ def _has_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+EXPAND_RANKS = 128
+"""Rank rows that an expanding program holds at once."""
+
+
 def _power_of_two(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()
 
@@ -56,18 +60,30 @@ def launch(
     x: torch.Tensor,
     weights: LoraWeights,
     batch: LoraBatch,
+    *,
+    add: bool = True,
 ) -> None:
-    """Run one arrangement of the kernels; arguments are taken to be right."""
+    """Run one arrangement of the kernels; arguments are taken to be right.
+
+    Args:
+        tiling: Which arrangement.
+        ys: As in `atmm`.
+        x: As in `atmm`.
+        weights: As in `atmm`.
+        batch: As in `atmm`.
+        add: Add to y; otherwise overwrite it, with zeros where a row has no adapter.
+    """
     k = _kernels()
     table = batch.tiles(tiling.rows)
     fixed = batch.fixed or (x.is_cuda and torch.cuda.is_current_stream_capturing())
-    tiles = table.capacity if fixed else table.count
+    tiles = table.capacity if fixed else table.count if add else table.total
     if not tiles:
         return
     projections = len(ys)
     terms = batch.terms
     ranks = max(16, _power_of_two(weights.max_rank))
     rank_block = min(ranks, tiling.ranks)
+    expand_block = min(ranks, EXPAND_RANKS)
     places = table.capacity * tiling.rows
     width = weights.in_features
     pdl = _has_dependent_launch(x.device)
@@ -109,6 +125,7 @@ def launch(
             PARTS=tiling.parts,
             EVEN_K=width % tiling.inputs == 0,
             STAGES=tiling.stages,
+            ADD=add,
             **common,
         )
         return
@@ -126,6 +143,8 @@ def launch(
         "SPLITS": splits,
         "EVEN_K": width % tiling.split == 0,
     }
+    # As many parts of h at once as 64 registers a thread hold.
+    chunk = min(_power_of_two(splits), max(1, 64 * 32 * tiling.warps // (tiling.rows * expand_block)))
     if tiling.kind is Kind.FLOW:
         counters = batch.scratch(2 * table.capacity * projections, torch.int32, zeroed=True)
         k.flow_kernel[(shrinks + tiles * blocks,)](
@@ -141,6 +160,9 @@ def launch(
             shrinks,
             blocks,
             BN=tiling.outputs,
+            ER=expand_block,
+            CHUNK=chunk,
+            ADD=add,
             **shrink,
             **common,
         )
@@ -158,7 +180,9 @@ def launch(
         *sizes,
         blocks,
         BN=tiling.outputs,
-        BR=rank_block,
+        ER=expand_block,
         SPLITS=splits,
+        CHUNK=chunk,
+        ADD=add,
         **common,
     )

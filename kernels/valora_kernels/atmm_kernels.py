@@ -34,6 +34,24 @@ def _row_starts(
 
 
 @triton.jit
+def _times_a(x_tile, a_tile, h, BM: tl.constexpr, PRECISION: tl.constexpr):
+    """h + x Aᵀ. One row is a sum of products: tensor cores would compute 15 rows for nothing."""
+    if BM == 1:
+        return h + tl.sum(a_tile.to(tl.float32) * x_tile.to(tl.float32), axis=1)[None, :]
+    else:
+        return tl.dot(x_tile, tl.trans(a_tile), h, input_precision=PRECISION)
+
+
+@triton.jit
+def _times_b(h, b_tile, delta, BM: tl.constexpr, PRECISION: tl.constexpr):
+    """Delta + h Bᵀ, with h rounded to the weights' type where tensor cores need that."""
+    if BM == 1:
+        return delta + tl.sum(tl.trans(h) * b_tile.to(tl.float32), axis=0)[None, :]
+    else:
+        return tl.dot(h.to(b_tile.dtype), b_tile, delta, input_precision=PRECISION)
+
+
+@triton.jit
 def _shrink_tile(
     x, x_stride, a, a_table, records, rows, scale, part,
     places, slots, max_rank, K, tile, projection, term, rank_block, split,
@@ -65,7 +83,7 @@ def _shrink_tile(
             if PDL:
                 gdc_wait()
             x_tile = tl.load(x_at, mask=x_mask, other=0.0)
-            h = tl.dot(x_tile, tl.trans(a_tile), input_precision=PRECISION)
+            h = _times_a(x_tile, a_tile, tl.zeros((BM, BR), tl.float32), BM, PRECISION)
         else:
             if PDL:
                 gdc_wait()
@@ -75,7 +93,7 @@ def _shrink_tile(
                 x_mask = valid[:, None] if EVEN_K else valid[:, None] & (k[None, :] + i < K)
                 a_tile = tl.load(a_at + i, mask=a_mask, other=0.0)
                 x_tile = tl.load(x_at + i, mask=x_mask, other=0.0)
-                h = tl.dot(x_tile, tl.trans(a_tile), h, input_precision=PRECISION)
+                h = _times_a(x_tile, a_tile, h, BM, PRECISION)
         layer = (split * P + projection) * TERMS + term
         to = part + (layer.to(tl.int64) * places + place)[:, None] * RANKS + r[None, :]
         tl.store(to, (h * factor[:, None]).to(part.dtype.element_ty), mask=valid[:, None])
@@ -114,21 +132,32 @@ def _output(block, y0, y1, y2, s0, s1, s2, n0, n1, n2, P: tl.constexpr, BN: tl.c
 
 @triton.jit
 def _load_h(
-    part, places, place, valid, projection, term, rank_block,
+    part, places, place, valid, rank, projection, term, rank_block,
     P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
-    SPLITS: tl.constexpr, RANKS: tl.constexpr,
+    SPLITS: tl.constexpr, RANKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """h [BM, BR] in fp32: the sum over the parts of the input width."""
     r = rank_block * BR + tl.arange(0, BR)
-    layer = projection * TERMS + term
-    at = part + (tl.cast(layer, tl.int64) * places + place)[:, None] * RANKS + r[None, :]
-    step = tl.cast(places, tl.int64) * (P * TERMS * RANKS)
-    h = tl.zeros((BM, BR), dtype=tl.float32)
-    for i in tl.static_range(SPLITS):
+    layer = tl.cast(projection * TERMS + term, tl.int64)
+    at = part + (layer * places + place)[:, None] * RANKS + r[None, :]
+    present = valid[:, None] & (r < rank)[None, :]
+    if SPLITS == 1:
         # .cg: another SM has just written this, it must not come out of this one's L1.
-        h += tl.load(at + i * step, mask=valid[:, None], other=0.0, cache_modifier=".cg").to(
-            tl.float32
-        )
+        h = tl.load(at, mask=present, other=0.0, cache_modifier=".cg").to(tl.float32)
+    else:
+        # Many parts at once: one after the other, each would wait for the one before. With the
+        # parts on the middle axis a thread holds all parts of its elements.
+        step = tl.cast(places, tl.int64) * (P * TERMS * RANKS)
+        h = tl.zeros((BM, BR), dtype=tl.float32)
+        for first in tl.static_range(0, SPLITS, CHUNK):
+            i = first + tl.arange(0, CHUNK)
+            parts = tl.load(
+                at[:, None, :] + (i * step)[None, :, None],
+                mask=present[:, None, :] & (i < SPLITS)[None, :, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            h += tl.sum(parts.to(tl.float32), axis=1)
     return h
 
 
@@ -136,13 +165,20 @@ def _load_h(
 def _expand_tile(
     y0, y1, y2, s0, s1, s2, n0, n1, n2, b, b_table, records, rows, part, counters,
     places, slots, max_rank, tile, block,
-    P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+    P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, ER: tl.constexpr,
     SPLITS: tl.constexpr, RANKS: tl.constexpr, PAGED: tl.constexpr, PDL: tl.constexpr,
-    FLOW: tl.constexpr, PRECISION: tl.constexpr,
+    FLOW: tl.constexpr, ADD: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows × one block of outputs: y += Σ_t h_t B_tᵀ, rounded once."""
+    """One tile of rows × one block of outputs: y += Σ_t h_t B_tᵀ, rounded once.
+
+    Without ADD y is overwritten, also with the zeros of rows that have no adapter.
+    """
     rank = tl.load(records + tile * 4 + 1)
-    if rank > 0:
+    if ADD:
+        busy = rank > 0
+    else:
+        busy = tl.load(rows + tile * BM) >= 0
+    if busy:
         adapter = tl.load(records + tile * 4)
         rank2 = 0
         if TERMS > 1:
@@ -157,7 +193,7 @@ def _expand_tile(
         valid = row >= 0
         n = first + tl.arange(0, BN)
         inside = n < width
-        r = tl.arange(0, BR)
+        r = tl.arange(0, ER)
         starts = _row_starts(
             b_table, adapter, projection, r, r < rank, slots, max_rank, width, base, PAGED
         )  # fmt: skip
@@ -167,7 +203,8 @@ def _expand_tile(
             gdc_wait()
         y_at = y + row.to(tl.int64)[:, None] * stride + n[None, :]
         y_mask = valid[:, None] & inside[None, :]
-        y_tile = tl.load(y_at, mask=y_mask, other=0.0)
+        if ADD:
+            y_tile = tl.load(y_at, mask=y_mask, other=0.0)
         if FLOW:
             counter = counters + 2 * (tile * P + projection)
             expected = SPLITS * (tl.cdiv(rank, BR) + tl.cdiv(rank2, BR))
@@ -178,32 +215,37 @@ def _expand_tile(
                 tl.store(counter, 0)
                 tl.store(counter + 1, 0)
         h = _load_h(
-            part, places, place, valid, projection, 0, 0, P, TERMS, BM, BR, SPLITS, RANKS
+            part, places, place, valid, rank, projection, 0, 0, P, TERMS, BM, ER, SPLITS, RANKS, CHUNK
         )  # fmt: skip
-        delta = tl.dot(h.to(b_tile.dtype), b_tile, input_precision=PRECISION)
+        delta = _times_b(h, b_tile, tl.zeros((BM, BN), tl.float32), BM, PRECISION)
         for term in tl.static_range(TERMS):
-            if term == 1:
-                adapter = tl.load(records + tile * 4 + 2)
-                rank = rank2
-            for rank_block in range(1 - term, tl.cdiv(rank, BR)):
-                r = rank_block * BR + tl.arange(0, BR)
-                starts = _row_starts(
-                    b_table, adapter, projection, r, r < rank, slots, max_rank, width, base, PAGED
-                )  # fmt: skip
-                b_mask = (r < rank)[:, None] & inside[None, :]
-                b_tile = tl.load(b + starts[:, None] + n[None, :], mask=b_mask, other=0.0)
-                h = _load_h(
-                    part, places, place, valid, projection, term, rank_block,
-                    P, TERMS, BM, BR, SPLITS, RANKS,
-                )  # fmt: skip
-                delta = tl.dot(h.to(b_tile.dtype), b_tile, delta, input_precision=PRECISION)
-        tl.store(y_at, (y_tile.to(tl.float32) + delta).to(y_tile.dtype), mask=y_mask)
+            if RANKS > ER or term > 0:
+                if term > 0:
+                    adapter = tl.load(records + tile * 4 + 2)
+                    rank = rank2
+                # Not pipelined: nearly always one turn, and its buffers would cost occupancy.
+                for rank_block in tl.range(1 - term, tl.cdiv(rank, ER), num_stages=1):
+                    r = rank_block * ER + tl.arange(0, ER)
+                    starts = _row_starts(
+                        b_table, adapter, projection, r, r < rank, slots, max_rank, width, base,
+                        PAGED,
+                    )  # fmt: skip
+                    b_mask = (r < rank)[:, None] & inside[None, :]
+                    b_tile = tl.load(b + starts[:, None] + n[None, :], mask=b_mask, other=0.0)
+                    h = _load_h(
+                        part, places, place, valid, rank, projection, term, rank_block,
+                        P, TERMS, BM, ER, SPLITS, RANKS, CHUNK,
+                    )  # fmt: skip
+                    delta = _times_b(h, b_tile, delta, BM, PRECISION)
+        if ADD:
+            delta += y_tile.to(tl.float32)
+        tl.store(y_at, delta.to(y.dtype.element_ty), mask=y_mask)
     else:
         if PDL:
             gdc_wait()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["places", "slots", "max_rank"])
 def shrink_kernel(
     x, x_stride, a, a_table, records, rows, scale, part, places, slots, max_rank, k8,
     P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
@@ -225,13 +267,13 @@ def shrink_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["places", "slots", "max_rank", "blocks"])
 def expand_kernel(
     y0, y1, y2, s0, s1, s2, n0, n1, n2, b, b_table, records, rows, part,
     places, slots, max_rank, blocks,
-    P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+    P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ER: tl.constexpr,
     SPLITS: tl.constexpr, RANKS: tl.constexpr, PAGED: tl.constexpr, PDL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ADD: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles × output blocks of all projections, the last fastest."""
     if PDL:
@@ -240,17 +282,18 @@ def expand_kernel(
     _expand_tile(
         y0, y1, y2, s0, s1, s2, n0 * 8, n1 * 8, n2 * 8, b, b_table, records, rows, part, part,
         places, slots, max_rank, item // blocks, item % blocks,
-        P, TERMS, BM, BN, BR, SPLITS, RANKS, PAGED, PDL, False, PRECISION,
+        P, TERMS, BM, BN, ER, ER, SPLITS, RANKS, PAGED, PDL, False, ADD, CHUNK, PRECISION,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["places", "slots", "max_rank", "shrinks", "blocks"])
 def flow_kernel(
     y0, y1, y2, s0, s1, s2, n0, n1, n2, x, x_stride, a, a_table, b, b_table,
     records, rows, scale, part, counters, places, slots, max_rank, k8, shrinks, blocks,
     P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
-    BK: tl.constexpr, K_SPLIT: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr,
-    EVEN_K: tl.constexpr, PAGED: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    ER: tl.constexpr, BK: tl.constexpr, K_SPLIT: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr,
+    EVEN_K: tl.constexpr, PAGED: tl.constexpr, PDL: tl.constexpr, ADD: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: the programs of `shrink_kernel`, then those of `expand_kernel`.
 
@@ -279,17 +322,17 @@ def flow_kernel(
         _expand_tile(
             y0, y1, y2, s0, s1, s2, n0 * 8, n1 * 8, n2 * 8, b, b_table, records, rows, part,
             counters, places, slots, max_rank, item // blocks, item % blocks,
-            P, TERMS, BM, BN, BR, SPLITS, RANKS, PAGED, PDL, True, PRECISION,
+            P, TERMS, BM, BN, BR, ER, SPLITS, RANKS, PAGED, PDL, True, ADD, CHUNK, PRECISION,
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["places", "slots", "max_rank"])
 def rows_kernel(
     y0, y1, y2, s0, s1, s2, n0, n1, n2, x, x_stride, a, a_table, b, b_table,
     records, rows, scale, places, slots, max_rank, k8,
     P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PARTS: tl.constexpr, RANKS: tl.constexpr, EVEN_K: tl.constexpr, PAGED: tl.constexpr,
-    PDL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr, ADD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles × P × PARTS of the output width."""
     if PDL:
@@ -303,7 +346,11 @@ def rows_kernel(
     projection = item % P
     tile = item // P
     rank = tl.load(records + tile * 4 + 1)
-    if rank > 0:
+    if ADD:
+        busy = rank > 0
+    else:
+        busy = tl.load(rows + tile * BM) >= 0
+    if busy:
         adapter = tl.load(records + tile * 4)
         place = tile * BM + tl.arange(0, BM)
         row = tl.load(rows + place)
@@ -360,13 +407,16 @@ def rows_kernel(
             b_tile = tl.load(b + starts[:, None] + n[None, :], mask=b_mask, other=0.0)
             y_at = y + row.to(tl.int64)[:, None] * stride + n[None, :]
             y_mask = valid[:, None] & inside[None, :]
-            y_tile = tl.load(y_at, mask=y_mask, other=0.0)
+            if ADD:
+                y_tile = tl.load(y_at, mask=y_mask, other=0.0)
             delta = tl.dot(left, b_tile, input_precision=PRECISION)
             if TERMS > 1:
                 b2_mask = (r < rank2)[:, None] & inside[None, :]
                 b2_tile = tl.load(b + starts2[:, None] + n[None, :], mask=b2_mask, other=0.0)
                 delta = tl.dot(left2, b2_tile, delta, input_precision=PRECISION)
-            tl.store(y_at, (y_tile.to(tl.float32) + delta).to(y_tile.dtype), mask=y_mask)
+            if ADD:
+                delta += y_tile.to(tl.float32)
+            tl.store(y_at, delta.to(y.dtype.element_ty), mask=y_mask)
 
 
 @triton.jit

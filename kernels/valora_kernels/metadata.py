@@ -28,7 +28,7 @@ MAX_TERMS = 2
 class Grouping:
     """Rows of a batch sorted into segments that share their adapters (VaLoRA §4.3, design.md).
 
-    Rows without an adapter belong to no segment.
+    Rows without an adapter belong to no segment; `base` lists them.
 
     Attributes:
         rows: Number of rows of the batch, base-only ones included.
@@ -38,6 +38,7 @@ class Grouping:
         adapters: [segments, 2] int32, adapter of each term, `NONE` without one.
         ranks: [segments, 2] int32, rank of each term's adapter, 0 without one.
         scale: [active, 2] float32, coefficient · scaling of each term, in the order of `order`.
+        base: [rows − active] int32, rows without an adapter.
     """
 
     rows: int
@@ -47,6 +48,7 @@ class Grouping:
     adapters: NDArray[np.int32]
     ranks: NDArray[np.int32]
     scale: NDArray[np.float32]
+    base: NDArray[np.int32]
 
     @property
     def segments(self) -> int:
@@ -134,7 +136,8 @@ def group_rows(
 
     key = (index[:, 0] + 1) * (slots + 1) + index[:, 1] + 1
     order = np.argsort(key, kind="stable")
-    order = order[key[order] > 0]
+    base = order[key[order] == 0]
+    order = order[base.size :]
     changes = np.flatnonzero(np.diff(key[order])) + 1
     firsts = np.concatenate([[0], changes]) if order.size else np.zeros(0, dtype=np.int64)
     owners = index[order[firsts]]
@@ -147,12 +150,16 @@ def group_rows(
         adapters=owners.astype(np.int32),
         ranks=padded[owners],
         scale=scale[order],
+        base=base.astype(np.int32),
     )
 
 
 def tile_capacity(rows: int, segments: int, block: int) -> int:
-    """The most tiles of `block` rows that `rows` rows in at most `segments` segments can need."""
-    segments = min(rows, segments)
+    """The most tiles of `block` rows that `rows` rows in at most `segments` segments can need.
+
+    Rows without an adapter are one segment more.
+    """
+    segments = min(rows, segments + 1)
     return (rows - segments) // block + segments if rows else 0
 
 
@@ -160,15 +167,19 @@ def tile_capacity(rows: int, segments: int, block: int) -> int:
 class Tiles:
     """The grouping cut into tiles of `block` rows; no tile spans two segments.
 
+    Tiles of rows without an adapter come last: only a call that overwrites y needs them.
+
     Attributes:
-        count: Tiles in use.
+        count: Tiles of rows with an adapter.
+        total: Tiles of any rows.
         records: [capacity, 4] int32: adapter and rank of term 0, adapter and rank of term 1.
-            Unused tiles have rank 0.
+            Tiles without an adapter and unused ones have rank 0.
         rows: [capacity · block] int32, row numbers, `NONE` where a tile has fewer.
         scale: [2, capacity · block] float32, coefficient · scaling of each term, 0 on padding.
     """
 
     count: int
+    total: int
     records: NDArray[np.int32]
     rows: NDArray[np.int32]
     scale: NDArray[np.float32]
@@ -188,9 +199,10 @@ def tile_rows(grouping: Grouping, block: int, capacity: int) -> Tiles:
     lengths = np.diff(grouping.starts)
     tiles = -(-lengths // block)
     count = int(tiles.sum())
-    if count > capacity:
+    total = count - (-len(grouping.base) // block)
+    if total > capacity:
         raise ValueError(
-            f"batch: expected at most {capacity} tiles of {block} rows, got {count} "
+            f"batch: expected at most {capacity} tiles of {block} rows, got {total} "
             f"({grouping.rows} rows in {grouping.segments} segments)"
         )
     records = np.zeros((capacity, 2 * MAX_TERMS), dtype=np.int32)
@@ -205,7 +217,8 @@ def tile_rows(grouping: Grouping, block: int, capacity: int) -> Tiles:
         place = np.arange(grouping.active) + np.repeat(first - grouping.starts[:-1], lengths)
         rows[place] = grouping.order
         scale[:, place] = grouping.scale.T
-    return Tiles(count=count, records=records, rows=rows, scale=scale)
+    rows[count * block : count * block + len(grouping.base)] = grouping.base
+    return Tiles(count=count, total=total, records=records, rows=rows, scale=scale)
 
 
 @dataclass(slots=True)
@@ -215,7 +228,8 @@ class DeviceTiles:
     Attributes:
         block: Rows a tile.
         capacity: Tiles that there is room for.
-        count: Tiles in use, as the host knows it.
+        count: Tiles of rows with an adapter, as the host knows it.
+        total: Tiles of any rows, likewise.
         buffer: [capacity · (4 + 3 · block)] int32, all of the below.
         records: [capacity, 4] int32.
         rows: [capacity · block] int32.
@@ -225,6 +239,7 @@ class DeviceTiles:
     block: int
     capacity: int
     count: int
+    total: int
     buffer: torch.Tensor
     records: torch.Tensor = field(init=False)
     rows: torch.Tensor = field(init=False)
@@ -242,7 +257,7 @@ class DeviceTiles:
 
     def refresh(self, tiles: Tiles) -> None:
         """Copy `tiles` into the buffer, in stream order and without waiting for the device."""
-        self.count = tiles.count
+        self.count, self.total = tiles.count, tiles.total
         packed = np.concatenate(
             [tiles.records.ravel(), tiles.rows, tiles.scale.view(np.int32).ravel()]
         )
@@ -288,7 +303,7 @@ class LoraBatch:
         self.max_rank = 0
         self.terms = 1
         self._tiles: dict[int, DeviceTiles] = {}
-        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self._scratch: dict[tuple[torch.dtype, bool], list[torch.Tensor]] = {}
 
     def update(
         self,
@@ -324,7 +339,7 @@ class LoraBatch:
             capacity = tile_capacity(self.max_rows, self.max_segments, block)
             size = capacity * (2 * MAX_TERMS + (1 + MAX_TERMS) * block)
             buffer = torch.empty(size, dtype=torch.int32, device=self.device)
-            table = DeviceTiles(block=block, capacity=capacity, count=0, buffer=buffer)
+            table = DeviceTiles(block=block, capacity=capacity, count=0, total=0, buffer=buffer)
             table.refresh(tile_rows(self.grouping, block, capacity))
             self._tiles[block] = table
         return table
@@ -334,9 +349,9 @@ class LoraBatch:
 
         `zeroed` memory starts at zero; whoever uses it leaves it so.
         """
-        have = self._scratch.get(dtype)
-        if have is None or have.numel() < elements:
+        kept = self._scratch.setdefault((dtype, zeroed), [])
+        if not kept or kept[-1].numel() < elements:
             make = torch.zeros if zeroed else torch.empty
-            have = make(max(elements, 1), dtype=dtype, device=self.device)
-            self._scratch[dtype] = have
-        return have
+            # The smaller ones stay: a captured graph may hold their addresses.
+            kept.append(make(max(elements, 1), dtype=dtype, device=self.device))
+        return kept[-1]

@@ -1,0 +1,144 @@
+"""Times of the operator on cold weights: what the tiling search and the benchmark measure with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from valora_kernels.metadata import LoraBatch
+from valora_kernels.weights import LoraWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+COLD_BYTES = 160 << 20
+"""Input sets are rotated until this much lies between two uses: more than twice an H200's L2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """One rotation's tensors: y of each projection, x and the adapters."""
+
+    ys: list[torch.Tensor]
+    x: torch.Tensor
+    weights: LoraWeights
+
+
+def spread(rows: int, adapters: int, popularity: str = "uniform", seed: int = 0) -> NDArray[np.int64]:
+    """Adapter of each row, every adapter used at least once.
+
+    Args:
+        rows: Number of rows, at least `adapters`.
+        adapters: Number of adapters.
+        popularity: `uniform`; `zipf` (weights 1 / place); `skewed` (one adapter has all other rows).
+        seed: Of the draw.
+
+    Returns:
+        [rows]; rows of one adapter lie together, as a prefill's do.
+    """
+    if popularity == "uniform":
+        return np.arange(rows) * adapters // rows
+    rest = rows - adapters
+    weight = np.zeros(adapters)
+    weight[0] = 1
+    if popularity == "zipf":
+        weight = 1 / np.arange(1, adapters + 1)
+    counts = 1 + np.random.default_rng(seed).multinomial(rest, weight / weight.sum())
+    return np.repeat(np.arange(adapters), counts)
+
+
+class Workload:
+    """Inputs of one operator call, in as many copies as keep them out of the cache.
+
+    Args:
+        rows_of: [rows] adapter of each row.
+        ranks: [adapters].
+        in_features: Width of x.
+        out_features: Widths of the projections.
+        dtype: Of all tensors.
+        device: A CUDA device.
+        cold: Bytes to lie between two uses of the same tensors.
+        most: Most copies.
+    """
+
+    def __init__(
+        self,
+        rows_of: NDArray[np.int64],
+        ranks: Sequence[int],
+        in_features: int,
+        out_features: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str = "cuda",
+        cold: int = COLD_BYTES,
+        most: int = 320,
+    ) -> None:
+        rows, slots = len(rows_of), len(ranks)
+        self.rows_of, self.ranks = rows_of, tuple(ranks)
+        self.scalings = [0.5 + 0.25 * (slot % 5) for slot in range(slots)]
+        width = in_features + sum(out_features)
+        size = dtype.itemsize
+        self.bytes = size * (
+            sum(self.ranks[slot] for slot in np.unique(rows_of)) * width
+            + rows * (in_features + 2 * sum(out_features))
+        )
+        resident = size * (slots * max(ranks) * width + rows * width)
+        copies = int(min(most, max(2, -(-cold // max(self.bytes, 1)), -(-cold // resident))))
+        self.flops = 2 * int(np.asarray(ranks)[rows_of].sum()) * width
+        random = torch.Generator(device).manual_seed(0)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device).normal_(generator=random)
+
+        self.sets = []
+        for _ in range(copies):
+            weights = LoraWeights(
+                in_features,
+                tuple(out_features),
+                slots,
+                max(ranks),
+                normal(len(out_features), slots, max(ranks), in_features).mul_(in_features**-0.5),
+                normal(slots * max(ranks) * sum(out_features)).mul_(0.1),
+            )
+            ys = [normal(rows, n) for n in out_features]
+            self.sets.append(Inputs(ys, normal(rows, in_features), weights))
+        self.batch = LoraBatch(rows, len(np.unique(rows_of)), device, fixed=True)
+        self.batch.update(rows_of, self.ranks, self.scalings)
+
+
+def replay_times(
+    calls: Sequence[Callable[[], object]], *, repeats: int = 7, at_least: int = 24
+) -> NDArray[np.float64]:
+    """Microseconds a call, one number a replay of a CUDA graph that makes all the calls in turn.
+
+    Args:
+        calls: One for each input set.
+        repeats: Replays that are timed, after two that are not.
+        at_least: Calls a graph; launching a graph costs a few microseconds, which they share.
+    """
+    calls[0]()
+    rounds = -(-at_least // len(calls))
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        for _ in range(rounds):
+            for call in calls:
+                call()
+        graph.capture_end()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        graph.replay()
+        graph.replay()
+        events[0].record()
+        for event in events[1:]:
+            graph.replay()
+            event.record()
+    stream.synchronize()
+    spans = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    return np.asarray(spans) * 1e3 / (rounds * len(calls))

@@ -1,0 +1,115 @@
+"""Checks that the readers of people's data sets share: boxes, labels and images."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from valora_data.errors import DataError
+from valora_data.schema import Box
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+MAX_SKIPPED = 0.05
+"""Share of images that may fail to decode before a data set counts as corrupt."""
+TOLERANCE = 1.0
+"""Pixels by which a box may reach over the edge: annotation tools round."""
+
+
+@dataclass(slots=True)
+class ImageReader:
+    """Opens the images of one data set and counts those that do not decode.
+
+    Attributes:
+        source: The data set, for messages.
+        total: How many images it lists.
+        skipped: Names of images that did not decode.
+    """
+
+    source: str
+    total: int
+    skipped: list[str] = field(default_factory=list)
+
+    def open(self, path: Path) -> Image.Image | None:
+        """The RGB image as a viewer shows it, or None if it does not decode.
+
+        Raises:
+            DataError: If more than `MAX_SKIPPED` of the images did not decode.
+        """
+        try:
+            with Image.open(path) as image:
+                return ImageOps.exif_transpose(image).convert("RGB")
+        except (OSError, UnidentifiedImageError, SyntaxError, ValueError) as error:
+            log.warning("%s: skipped %s, which does not decode (%s)", self.source, path.name, error)
+        self.skipped.append(path.name)
+        if len(self.skipped) > MAX_SKIPPED * self.total:
+            raise DataError(
+                f"{self.source}: {len(self.skipped)} of {self.total} images do not decode or are "
+                f"missing, more than {MAX_SKIPPED:.0%} (first: {self.skipped[0]}): "
+                "repair or remove them"
+            )
+        return None
+
+    def finish(self) -> None:
+        """Say how many images were skipped, if any."""
+        if self.skipped:
+            log.warning("%s: %d of %d images skipped", self.source, len(self.skipped), self.total)
+
+
+def checked_box(
+    edges: tuple[float, float, float, float], label: str, size: tuple[int, int], where: str
+) -> Box:
+    """A box inside its image; one that reaches over the edge by rounding is clipped.
+
+    Args:
+        edges: (x0, y0, x1, y1) in pixels.
+        label: Name of its class.
+        size: Width and height of the image.
+        where: What the box belongs to, for messages.
+
+    Raises:
+        DataError: If the box has no area or lies outside the image by more than `TOLERANCE`.
+    """
+    x0, y0, x1, y1 = edges
+    width, height = size
+    # Written so that a NaN fails.
+    if not (x1 > x0 and y1 > y0):
+        raise DataError(f"{where}: box {_shown(edges)} has no area: give it a width and a height")
+    inside = min(x0, y0) >= -TOLERANCE and x1 <= width + TOLERANCE and y1 <= height + TOLERANCE
+    clipped = (max(0.0, x0), max(0.0, y0), min(float(width), x1), min(float(height), y1))
+    if not inside or clipped[2] <= clipped[0] or clipped[3] <= clipped[1]:
+        raise DataError(
+            f"{where}: box {_shown(edges)} lies outside its {width} × {height} image: "
+            "check the unit of the coordinates and the size of the image"
+        )
+    return Box(*clipped, label)
+
+
+def _shown(edges: tuple[float, float, float, float]) -> str:
+    return "(" + ", ".join(f"{edge:g}" for edge in edges) + ")"
+
+
+def check_labels(source: str, known: Iterable[str], labels: Sequence[str]) -> None:
+    """See to it that a data set knows every label that a domain asks for.
+
+    Raises:
+        DataError: If one is missing.
+    """
+    names = list(known)
+    missing = [label for label in labels if label not in names]
+    if missing:
+        shown = ", ".join(names[:10]) + (", …" if len(names) > 10 else "")
+        raise DataError(
+            f"{source} has no category {', '.join(map(repr, missing))}, only {shown}: "
+            "make the domain's labels and the data set's names match"
+        )
+    unused = len(set(names) - set(labels))
+    if unused:
+        log.info("%s: %d categories that the domain does not ask for are left out", source, unused)

@@ -281,11 +281,18 @@ def save(model: Any, head: nn.Module, processor: Any, out: Path) -> None:
     rounded = {name: t.detach().to(torch.bfloat16).cpu() for name, t in head.state_dict().items()}
     out.mkdir(parents=True, exist_ok=True)
     processor.save_pretrained(out)
-    state = {name: t.detach().to(torch.bfloat16) for name, t in model.state_dict().items()}
-    config_dtype, model.config.dtype = model.config.dtype, torch.bfloat16
-    model.save_pretrained(out, state_dict=state)
-    model.config.dtype = config_dtype
-    save_file(rounded, out / "detection_head.safetensors", metadata={"format": "pt"})
+    state = {
+        name: tensor.detach().to(torch.bfloat16).cpu()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"  # tied to the embedding
+    }
+    model.config.dtype = torch.bfloat16
+    model.config.save_pretrained(out)
+    model.generation_config.save_pretrained(out)
+    for name, tensors in (("model", state), ("detection_head", rounded)):
+        path = out / f"{name}.safetensors"
+        save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(0o644)
 
 
 def train(out: Path, minutes: float, batch_size: int, rate: float, workers: int, seed: int) -> None:
@@ -325,6 +332,7 @@ def train(out: Path, minutes: float, batch_size: int, rate: float, workers: int,
         if now - saved > 120:
             saved = now
             save(model, head, processor, out)
+    stream.close()
     save(model, head, processor, out)
     write_figures(out, {
         "date": datetime.now(UTC).date().isoformat(),
@@ -353,12 +361,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--evaluate", action="store_true", help="only measure what is there")
+    parser.add_argument("--questions", type=int, default=600, help="held-out questions per ability")
     args = parser.parse_args()
     if not args.evaluate:
         train(args.out, args.minutes, args.batch, args.rate, args.workers, args.seed)
     from valora_train.base_evaluation import evaluate
 
-    evaluate(args.out)
+    evaluate(args.out, args.questions)
 
 
 if __name__ == "__main__":

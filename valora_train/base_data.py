@@ -377,6 +377,11 @@ class Stream:
         if dead:
             raise RuntimeError(f"{len(dead)} of the drawing processes died; see their messages above")
 
+    def close(self) -> None:
+        """Ends the workers; what is pooled stays."""
+        for worker in self.workers:
+            worker.terminate()
+
     def _collect(self) -> None:
         rng = np.random.default_rng(0)
         while True:

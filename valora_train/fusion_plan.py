@@ -168,17 +168,16 @@ class FusionPlan:
         self._bar = {name: bar + margin for name, bar in required.items()}
         self._strategy = strategy
         self._keep_unreachable = keep_unreachable
-        self._open: dict[str, tuple[str, ...]] = {}
-        self._closed: dict[str, tuple[str, ...]] = {}
+        self._held: dict[str, tuple[str, ...]] = {}
+        self._closed: set[str] = set()
         self._waiting = list(required)
         self._to_try: list[str] | None = None
-        self._opened = 0
         self.decisions: list[Decision] = []
 
     @property
     def packing(self) -> dict[str, tuple[str, ...]]:
-        """Adapters with the domains that they hold, in the order of their names."""
-        return dict(sorted((self._open | self._closed).items(), key=lambda item: item[0]))
+        """Adapters with the domains that they hold, oldest first."""
+        return dict(self._held)
 
     @property
     def unreachable(self) -> dict[str, float]:
@@ -197,10 +196,11 @@ class FusionPlan:
         if not self._waiting:
             return None
         if self._to_try is None:
-            self._to_try = list(self._strategy.candidates(self._open))
-        fresh = f"adapter-{self._opened + 1}"
+            still_open = {k: v for k, v in self._held.items() if k not in self._closed}
+            self._to_try = list(self._strategy.candidates(still_open))
+        fresh = f"adapter-{len(self._held) + 1}"
         adapter = self._to_try[0] if self._to_try else fresh
-        held = self._open.get(adapter, ())
+        held = self._held.get(adapter, ())
         return Attempt(
             number=len(self.decisions) + 1,
             domain=self._waiting[0],
@@ -243,12 +243,10 @@ class FusionPlan:
             assert self._to_try, "only an open adapter is rolled back"
             self._to_try.pop(0)
             return
-        if verdict is Verdict.COMMITTED:
-            self._opened += not attempt.held
-            self._open[attempt.adapter] = attempt.domains
-        elif self._keep_unreachable:
-            self._opened += 1
-            self._closed[attempt.adapter] = attempt.domains
+        if verdict is Verdict.COMMITTED or self._keep_unreachable:
+            self._held[attempt.adapter] = attempt.domains
+            if verdict is Verdict.UNREACHABLE:
+                self._closed.add(attempt.adapter)  # nothing may join a domain that is flagged
         self._waiting.pop(0)
         self._to_try = None
 

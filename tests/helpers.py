@@ -71,7 +71,8 @@ def coloured_squares(count: int, seed: int, label: str, colour: str = "red") -> 
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for index in range(count):
-        image = Image.effect_noise((48, 48), 40).convert("RGB")
+        noise = torch.randint(90, 170, (48, 48, 3), generator=generator, dtype=torch.uint8)
+        image = Image.fromarray(noise.numpy())
         boxes = []
         for half in range(1 + index % 2):
             x, y, side = torch.randint(0, 12, (3,), generator=generator).tolist()

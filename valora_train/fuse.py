@@ -248,7 +248,12 @@ class _Fusion:
                     run.loss(number, steps, loss)
 
                 trainer.train(
-                    adapter, attempt.domain, attempt.held, attempt.rehearse, seed, step
+                    adapter,
+                    attempt.domain,
+                    held=attempt.held,
+                    rehearse=attempt.rehearse,
+                    seed=seed,
+                    on_step=step,
                 )
                 results = {
                     name: trainer.evaluate(adapter, name, Split.VAL) for name in attempt.domains

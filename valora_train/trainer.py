@@ -186,6 +186,7 @@ class Trainer:
         self,
         adapter: str,
         domain: str,
+        *,
         held: Sequence[str],
         rehearse: bool,
         seed: int,

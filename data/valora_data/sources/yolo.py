@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from valora_data.errors import DataError
-from valora_data.schema import Answer, Box, Sample
+from valora_data.schema import Answer, Box, Sample, Split
 from valora_data.sources.labelled import ImageReader, check_labels, checked_box
 
 if TYPE_CHECKING:
@@ -55,6 +55,16 @@ def read_yolo(yaml_path: Path, split: str, labels: Sequence[str]) -> Iterator[Sa
         name = path.relative_to(root) if path.is_relative_to(root) else path
         yield Sample(name.as_posix(), picture, Answer(tuple(boxes)))
     reader.finish()
+
+
+def yolo_splits(yaml_path: Path) -> frozenset[Split]:
+    """The splits that a YAML file names.
+
+    Raises:
+        DataError: If the file is missing or corrupt.
+    """
+    content = _parsed(yaml_path)
+    return frozenset(split for split in Split if content.get(split))
 
 
 def write_yolo(
@@ -119,9 +129,7 @@ def _parsed(yaml_path: Path) -> dict[str, Any]:
         problem = " ".join(str(error).split())
         raise DataError(f"{yaml_path.name} is not valid YAML ({problem}): fix it") from error
     if not isinstance(content, dict):
-        raise DataError(
-            f"{yaml_path.name} is no Ultralytics data set: it needs names and paths"
-        )
+        raise DataError(f"{yaml_path.name} is no Ultralytics data set: it needs names and paths")
     return content
 
 

@@ -1,0 +1,513 @@
+"""Teachers for object detection: YOLO models of Ultralytics.
+
+Ultralytics is AGPL-3.0, so it is an optional plug-in: imported only when a YOLO is trained or
+loaded, and never by the serving side.
+
+A `.pt` file is a pickle, and loading it runs whatever code it holds. Load only files that you
+trust, on the machine where you train; bundles contain none.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import pickle
+import tempfile
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import ImageOps
+from torch import Tensor, nn
+from torch.nn import functional
+
+from valora_data.schema import Box, Task
+from valora_teachers.base import TeacherError, TeacherOutput
+from valora_teachers.scoring import best_f1
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from PIL.Image import Image
+
+    from valora_data.schema import Sample
+
+FILE_NAME = "teacher.pt"
+STRIDE = 16
+GREY = (114, 114, 114)
+"""What Ultralytics pads images with."""
+BOX_TASKS = frozenset({"detect", "segment", "pose"})
+PREDICT_BATCH = 64
+MIN_CONFIDENCE = 0.01
+MIN_VISIBLE = 0.3
+"""Share of a box that augmentation must leave inside the image for the box to be kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class YoloSettings:
+    """How a small YOLO is trained; the defaults suit 96-pixel scenes and two cores.
+
+    Attributes:
+        size: Side in pixels that images are resized to; a multiple of 16.
+        width: Channels as a share of Ultralytics' full width; YOLO11n has 0.25.
+        epochs: Passes over the training images.
+        batch: Images a step.
+        lr: Peak learning rate of AdamW; it warms up and falls along a cosine.
+        weight_decay: Decay of AdamW.
+        scale: Largest change of size in augmentation: by a factor from 1/(1 + scale) to 1 + scale.
+        shift: Largest shift in augmentation, as a share of the side.
+        jitter: Largest relative change of brightness; half of it for each channel.
+        seed: Seed of weights, order and augmentation.
+    """
+
+    size: int = 96
+    width: float = 0.25
+    epochs: int = 18
+    batch: int = 32
+    lr: float = 4e-3
+    weight_decay: float = 0.01
+    scale: float = 0.3
+    shift: float = 0.15
+    jitter: float = 0.25
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size < 2 * STRIDE or self.size % STRIDE:
+            raise TeacherError(f"size of a YOLO must be a multiple of {STRIDE}, got {self.size}")
+        if self.epochs < 1 or self.batch < 2:
+            raise TeacherError(
+                "training a YOLO needs epochs >= 1 and batch >= 2, "
+                f"got {self.epochs} and {self.batch}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class YoloReport:
+    """How a training went.
+
+    Attributes:
+        f1: F1 at IoU 0.5 on the validation samples, at the best confidence threshold.
+        threshold: That threshold.
+        loss: Mean training loss of the last epoch.
+        epochs: Passes over the training images.
+        images: Number of training images.
+        seconds: Wall time.
+    """
+
+    f1: float
+    threshold: float
+    loss: float
+    epochs: int
+    images: int
+    seconds: float
+
+
+class YoloTeacher:
+    """An Ultralytics detector that answers with a domain's labels."""
+
+    def __init__(self, model: Any, label_of: Mapping[int, str], labels: Sequence[str]) -> None:
+        """Wrap a loaded model; use `load` for a file.
+
+        Args:
+            model: An `ultralytics.YOLO`.
+            label_of: Label for each class index of the model; other classes are left out.
+            labels: Label set in the order of class indices.
+        """
+        self._model = model
+        self._label_of = dict(label_of)
+        self._labels = tuple(labels)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        labels: Sequence[str] | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> YoloTeacher:
+        """Load a `.pt` file. It is a pickle: loading runs its code, so load only what you trust.
+
+        Args:
+            path: The file, trained here or by any Ultralytics version that the installed one reads.
+            labels: Labels that the domain asks for; the model's class names if None.
+            names: Label for a class name of the model, where the two differ.
+
+        Raises:
+            TeacherError: If Ultralytics is missing, the file is missing or no YOLO, its task gives
+                no boxes, or a label is none of its classes.
+        """
+        if not path.is_file():
+            raise TeacherError(f"teacher {path} does not exist: check the path")
+        ultralytics = _ultralytics()
+        try:
+            with _threads_kept():
+                model = ultralytics.YOLO(str(path))
+                task, classes = model.task, dict(model.names)
+        except (
+            AttributeError, EOFError, ImportError, KeyError, OSError, RuntimeError, TypeError,
+            ValueError, pickle.UnpicklingError,
+        ) as error:  # fmt: skip
+            raise TeacherError(
+                f"{path.name} is no YOLO that Ultralytics {ultralytics.__version__} can load "
+                f"({type(error).__name__}): give a .pt file of a detector"
+            ) from error
+        if task not in BOX_TASKS:
+            raise TeacherError(
+                f"{path.name} is a model for {task!r}, which gives no boxes: "
+                "give one that was trained with task 'detect'"
+            )
+        names = names or {}
+        label_of = {index: names.get(name, name) for index, name in classes.items()}
+        if labels is None:
+            labels = tuple(dict.fromkeys(label_of.values()))
+        missing = [label for label in labels if label not in label_of.values()]
+        if missing:
+            raise TeacherError(
+                f"{path.name} knows no {', '.join(map(repr, missing))}, only "
+                f"{', '.join(list(classes.values())[:10])}: name the class that stands for it"
+            )
+        wanted = {index: label for index, label in label_of.items() if label in labels}
+        return cls(model, wanted, labels)
+
+    @property
+    def task(self) -> Task:
+        """Object detection."""
+        return Task.DETECTION
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Label set in the order of class indices."""
+        return self._labels
+
+    def predict(self, images: Sequence[Image]) -> list[TeacherOutput]:
+        """Find objects in RGB images of any size.
+
+        Returns:
+            One output per image; boxes in its pixels, after non-maximum suppression, most
+            confident first.
+        """
+        outputs = []
+        with _threads_kept():
+            for start in range(0, len(images), PREDICT_BATCH):
+                results = self._model.predict(
+                    [image.convert("RGB") for image in images[start : start + PREDICT_BATCH]],
+                    conf=MIN_CONFIDENCE,
+                    iou=0.5,
+                    classes=sorted(self._label_of),
+                    device="cpu",
+                    save=False,
+                    verbose=False,
+                )
+                outputs += [self._output(result) for result in results]
+        return outputs
+
+    def _output(self, result: Any) -> TeacherOutput:
+        height, width = result.orig_shape
+        edges = result.boxes.xyxy.clamp_min(0).tolist()
+        found = zip(edges, result.boxes.cls.tolist(), result.boxes.conf.tolist(), strict=True)
+        boxes = [
+            Box(x0, y0, min(x1, width), min(y1, height), self._label_of[int(index)], confidence)
+            for (x0, y0, x1, y1), index, confidence in found
+            if min(x1, width) > x0 and min(y1, height) > y0
+        ]
+        return TeacherOutput(tuple(sorted(boxes, key=lambda box: -box.confidence)))
+
+
+def train_yolo(
+    train_samples: Sequence[Sample],
+    val_samples: Sequence[Sample],
+    labels: Sequence[str],
+    out: Path,
+    *,
+    settings: YoloSettings | None = None,
+    on_epoch: Callable[[int, int, float], None] | None = None,
+) -> YoloReport:
+    """Train a small YOLO from scratch and save it as `out`/teacher.pt.
+
+    Model, loss and file format are those of Ultralytics, so its tools open the file. The loop is
+    ours: everything fits into memory, which on two cores saves more than half of the time of
+    Ultralytics' own trainer, and leaves its settings, callbacks and `runs/` folder alone.
+
+    Args:
+        train_samples: What it learns from; images of any size.
+        val_samples: What it is measured on at the end.
+        labels: Label set in the order of class indices.
+        out: Folder to write to; made if missing.
+        settings: How to train.
+        on_epoch: Called after each epoch with its number from 1, their count, and the mean loss.
+
+    Raises:
+        TeacherError: If Ultralytics is missing, there is too little to learn from, or a box bears
+            a label outside `labels`.
+    """
+    settings = settings or YoloSettings()
+    started = time.perf_counter()
+    _check(train_samples, val_samples, labels)
+    batch_size = min(settings.batch, len(train_samples))
+    data = _Images.of(train_samples, labels, settings.size)
+    rng = torch.Generator().manual_seed(settings.seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        model = _new_model(labels, settings)
+    average = copy.deepcopy(model).eval()
+    optimiser = torch.optim.AdamW(
+        [
+            {
+                "params": [p for p in model.parameters() if p.ndim > 1],
+                "weight_decay": settings.weight_decay,
+            },
+            {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+        ],
+        lr=settings.lr,
+    )
+    steps = settings.epochs * (len(train_samples) // batch_size)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _lr_share(step, steps))
+    step, loss = 0, math.nan
+    for epoch in range(1, settings.epochs + 1):
+        model.train()
+        order = torch.randperm(len(train_samples), generator=rng)
+        losses = []
+        # The rest that does not fill a batch is left out: it comes in another epoch.
+        for chosen in order[: len(order) // batch_size * batch_size].view(-1, batch_size):
+            batch = data.augmented(chosen, settings, rng)
+            total = model(batch)[0].sum() / batch_size
+            optimiser.zero_grad()
+            total.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+            optimiser.step()
+            schedule.step()
+            step += 1
+            _average(average, model, step)
+            losses.append(total.item())
+        loss = sum(losses) / len(losses)
+        if on_epoch:
+            on_epoch(epoch, settings.epochs, loss)
+    out.mkdir(parents=True, exist_ok=True)
+    _save(average, settings, out / FILE_NAME)
+    teacher = YoloTeacher.load(out / FILE_NAME, labels)
+    said = teacher.predict([sample.image for sample in val_samples])
+    f1, threshold = best_f1(
+        [output.boxes for output in said], [sample.answer.boxes for sample in val_samples]
+    )
+    return YoloReport(
+        f1=f1,
+        threshold=threshold,
+        loss=loss,
+        epochs=settings.epochs,
+        images=len(train_samples),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _check(
+    train_samples: Sequence[Sample], val_samples: Sequence[Sample], labels: Sequence[str]
+) -> None:
+    if len(train_samples) < 2 or not val_samples:
+        raise TeacherError(
+            "training a YOLO needs at least 2 training images and 1 validation image, "
+            f"got {len(train_samples)} and {len(val_samples)}: add samples"
+        )
+    for sample in (*train_samples, *val_samples):
+        for box in sample.answer.boxes:
+            if box.label not in labels:
+                raise TeacherError(
+                    f"sample {sample.id} has label {box.label!r}, which is none of "
+                    f"{', '.join(labels)}: correct the label or add it"
+                )
+    if not any(sample.answer.boxes for sample in train_samples):
+        raise TeacherError("no training image has a box: a YOLO has nothing to learn from")
+
+
+@dataclass(frozen=True, slots=True)
+class _Images:
+    """A labelled data set in memory, every image padded to a square.
+
+    Attributes:
+        pixels: (n, 3, size, size) uint8.
+        boxes: Per image (m, 4) float32, (x0, y0, x1, y1) in shares of the square.
+        classes: Per image (m, 1) float32 class indices.
+    """
+
+    pixels: Tensor
+    boxes: list[Tensor]
+    classes: list[Tensor]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], labels: Sequence[str], size: int) -> _Images:
+        pixels, boxes, classes = [], [], []
+        index_of = {label: index for index, label in enumerate(labels)}
+        for sample in samples:
+            squared = ImageOps.pad(sample.image, (size, size), color=GREY)
+            pixels.append(np.asarray(squared))
+            width, height = sample.image.size
+            side = max(width, height)
+            margin = torch.tensor([(side - width) / 2, (side - height) / 2]).repeat(2)
+            edges = torch.tensor([box.xyxy for box in sample.answer.boxes]).reshape(-1, 4)
+            boxes.append((edges + margin) / side)
+            indices = [index_of[box.label] for box in sample.answer.boxes]
+            classes.append(torch.tensor(indices, dtype=torch.float32).reshape(-1, 1))
+        stacked = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
+        return cls(stacked, boxes, classes)
+
+    def augmented(
+        self, chosen: Tensor, settings: YoloSettings, rng: torch.Generator
+    ) -> dict[str, Tensor]:
+        """A batch as Ultralytics' loss takes it: mirrored, scaled, shifted and recoloured."""
+        count = len(chosen)
+
+        def spread(*shape: int) -> Tensor:
+            return torch.rand(count, *shape, generator=rng) * 2 - 1
+
+        factor = torch.exp(spread(1) * math.log(1 + settings.scale))
+        factor = factor.repeat(1, 2)
+        factor[:, 0] *= torch.where(torch.rand(count, generator=rng) < 0.5, -1.0, 1.0)
+        shift = spread(2) * 2 * settings.shift
+        # A point p in [-1, 1]² goes to factor·p + shift; sampling wants the inverse.
+        inverse = torch.cat([torch.diag_embed(1 / factor), (-shift / factor)[..., None]], dim=-1)
+        shape = [count, 3, settings.size, settings.size]
+        grid = functional.affine_grid(inverse, shape, align_corners=False)
+        pixels = functional.grid_sample(
+            self.pixels[chosen].float() / 255, grid, padding_mode="border", align_corners=False
+        )
+        pixels = pixels * (1 + settings.jitter * spread(1, 1, 1))
+        pixels = pixels * (1 + settings.jitter / 2 * spread(3, 1, 1))
+        boxes, classes, places = [], [], []
+        for place, index in enumerate(chosen.tolist()):
+            corners = (self.boxes[index] * 2 - 1).reshape(-1, 2, 2) * factor[place] + shift[place]
+            low, high = corners.amin(1), corners.amax(1)
+            seen_low, seen_high = low.clamp(-1, 1), high.clamp(-1, 1)
+            share = (seen_high - seen_low).prod(1) / (high - low).prod(1)
+            kept = share > MIN_VISIBLE
+            centre_size = torch.cat([(seen_low + seen_high + 2) / 4, (seen_high - seen_low) / 2], 1)
+            boxes.append(centre_size[kept])
+            classes.append(self.classes[index][kept])
+            places.append(torch.full((int(kept.sum()),), float(place)))
+        return {
+            "img": pixels.clamp(0, 1),
+            "bboxes": torch.cat(boxes),
+            "cls": torch.cat(classes),
+            "batch_idx": torch.cat(places),
+        }
+
+
+def _lr_share(step: int, steps: int) -> float:
+    """Warm-up over the first tenth, then a cosine down to a fiftieth."""
+    warm = min(1.0, (step + 1) / (0.1 * steps))
+    return warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+
+
+@torch.no_grad()
+def _average(average: nn.Module, model: nn.Module, step: int) -> None:
+    """Let the averaged weights follow, faster in the beginning."""
+    keep = min(0.98, (1 + step) / (10 + step))
+    for old, new in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
+        if old.is_floating_point():
+            old.lerp_(new, 1 - keep)
+        else:
+            old.copy_(new)
+
+
+def _new_model(labels: Sequence[str], settings: YoloSettings) -> Any:
+    _ultralytics()
+    from ultralytics.cfg import get_cfg
+    from ultralytics.nn.tasks import DetectionModel
+
+    model = DetectionModel(_architecture(len(labels), settings.width), verbose=False)
+    model.names = dict(enumerate(labels))
+    model.args = get_cfg(overrides={"task": "detect", "imgsz": settings.size})
+    return model
+
+
+def _save(model: Any, settings: YoloSettings, path: Path) -> None:
+    import ultralytics
+
+    slim = copy.deepcopy(model).half()
+    slim.criterion = None
+    arguments = {"task": "detect", "imgsz": settings.size, "seed": settings.seed}
+    torch.save(
+        {
+            "epoch": -1,
+            "model": slim,
+            "ema": None,
+            "train_args": arguments,
+            "train_settings": asdict(settings),
+            "version": ultralytics.__version__,
+        },
+        path,
+    )
+
+
+@cache
+def _ultralytics() -> Any:
+    """Ultralytics, kept offline, quiet, and away from the user's settings.
+
+    Raises:
+        TeacherError: If it is not installed.
+    """
+    # It writes settings when imported; a folder of this process alone keeps the user's as they are.
+    settings_folder = tempfile.mkdtemp(prefix="valora-ultralytics-")
+    wanted = {
+        "YOLO_CONFIG_DIR": settings_folder,
+        "YOLO_OFFLINE": "1",
+        "YOLO_AUTOINSTALL": "0",
+        "YOLO_VERBOSE": "0",
+        # It would set 1 for every process that we start.
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }
+    added = [name for name in wanted if name not in os.environ]
+    os.environ.update({name: wanted[name] for name in added})
+    try:
+        import ultralytics
+    except ImportError as error:
+        raise TeacherError(
+            "Ultralytics is not installed (it is AGPL-3.0 and optional): "
+            "run pip install 'valora[yolo]'"
+        ) from error
+    finally:
+        for name in added:
+            if name != "YOLO_OFFLINE":  # read again on every use
+                del os.environ[name]
+    return ultralytics
+
+
+@contextmanager
+def _threads_kept() -> Iterator[None]:
+    """Restore torch's number of threads, which Ultralytics lowers when it picks the CPU."""
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _architecture(classes: int, width: float) -> dict[str, Any]:
+    """A YOLO11 without the 32-pixel level: nothing in a 96-pixel image needs so coarse a grid."""
+    return {
+        "nc": classes,
+        "depth_multiple": 0.5,
+        "width_multiple": width,
+        "backbone": [
+            [-1, 1, "Conv", [64, 3, 2]],
+            [-1, 1, "Conv", [128, 3, 2]],
+            [-1, 2, "C3k2", [256, False, 0.25]],
+            [-1, 1, "Conv", [256, 3, 2]],
+            [-1, 2, "C3k2", [512, False, 0.25]],
+            [-1, 1, "Conv", [512, 3, 2]],
+            [-1, 2, "C3k2", [512, True]],
+            [-1, 1, "SPPF", [512, 5]],
+        ],
+        "head": [
+            [-1, 1, "nn.Upsample", [None, 2, "nearest"]],
+            [[-1, 4], 1, "Concat", [1]],
+            [-1, 2, "C3k2", [256, False]],
+            [-1, 1, "Conv", [256, 3, 2]],
+            [[-1, 7], 1, "Concat", [1]],
+            [-1, 2, "C3k2", [512, False]],
+            [[10, 13], 1, "Detect", ["nc"]],
+        ],
+    }

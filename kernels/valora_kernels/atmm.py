@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,14 @@ def _has_dependent_launch(device: torch.device) -> bool:
 
 EXPAND_RANKS = 128
 """Rank rows that an expanding program holds at once."""
+
+
+def use_triton(tensor: torch.Tensor) -> bool:
+    """Whether the kernels can run on this tensor's device: a GPU, or Triton's CPU interpreter."""
+    if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        _say_no_gpu()
+        return False
+    return _kernels() is not None
 
 
 def _power_of_two(value: int) -> int:

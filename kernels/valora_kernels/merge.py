@@ -1,0 +1,226 @@
+"""One-shot merge: an adapter goes into the weights of all layers at once, and out without a trace.
+
+VaLoRA §4.4 switches modes by merging. Adding B·A to a 16-bit weight and subtracting it later
+leaves an error that grows with every switch (traps.md), so the base weights are kept: merging
+writes pristine + scaling · B · A, rounded once, and unmerging copies the pristine bits back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from valora_kernels.atmm import use_triton
+from valora_kernels.reference import merge_reference
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from valora_kernels.weights import LoraWeights
+
+ALIGNMENT = 128
+"""Elements at whose multiples every matrix starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergeTiling:
+    """Tile of the merge kernel: outputs × inputs, ranks at a time, warps."""
+
+    outputs: int = 128
+    inputs: int = 128
+    ranks: int = 64
+    warps: int = 8
+
+
+class MergeableWeights:
+    """The weights that adapters change, in one allocation beside a pristine copy.
+
+    The model's linears view `live`; whoever reads a weight sees the merge.
+
+    Args:
+        shapes: (outputs, inputs) of every matrix, in the order of the memory.
+        dtype: Of the weights and of the adapters.
+        device: Where they lie.
+
+    Attributes:
+        live: Flat memory that the model reads.
+        pristine: Flat memory of the base weights.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, int]],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        if not shapes:
+            raise ValueError("shapes: expected at least one matrix, got none")
+        self.shapes = dict(shapes)
+        self._starts: dict[str, int] = {}
+        size = 0
+        for name, (outputs, inputs) in self.shapes.items():
+            self._starts[name] = size
+            size += -(-outputs * inputs // ALIGNMENT) * ALIGNMENT
+        self.live = torch.zeros(size, dtype=dtype, device=device)
+        self.pristine = torch.zeros_like(self.live)
+        self._sources: dict[str, tuple[LoraWeights, int]] = {}
+        self._tables: dict[MergeTiling, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def weight(self, name: str) -> torch.Tensor:
+        """The matrix that the model reads: a view [outputs, inputs] of `live`."""
+        return self._view(self.live, name)
+
+    def _view(self, memory: torch.Tensor, name: str) -> torch.Tensor:
+        outputs, inputs = self.shapes[name]
+        start = self._starts[name]
+        return memory[start : start + outputs * inputs].view(outputs, inputs)
+
+    def adopt(self, linears: Mapping[str, torch.nn.Linear]) -> None:
+        """Take the weights of linears over: their `weight` becomes a view of `live`.
+
+        Raises:
+            ValueError: A name or shape that was not announced.
+        """
+        for name, linear in linears.items():
+            if self.shapes.get(name) != tuple(linear.weight.shape):
+                raise ValueError(
+                    f"{name}: expected shape {self.shapes.get(name)}, "
+                    f"got {tuple(linear.weight.shape)}"
+                )
+            with torch.no_grad():
+                self._view(self.pristine, name).copy_(linear.weight)
+                view = self.weight(name)
+                view.copy_(linear.weight)
+            linear.weight = torch.nn.Parameter(view, requires_grad=False)
+
+    def bind(self, sources: Mapping[str, tuple[LoraWeights, int]]) -> None:
+        """Say where each matrix's adapters are: weights of its projection group, and which one.
+
+        Matrices without a source are left as they are by every merge.
+
+        Raises:
+            ValueError: A name, shape, dtype or device that does not fit.
+        """
+        for name, (weights, projection) in sources.items():
+            want = self.shapes.get(name)
+            if want is None:
+                raise ValueError(f"{name}: expected one of {list(self.shapes)}")
+            got = (weights.out_features[projection], weights.in_features)
+            if got != want:
+                raise ValueError(f"{name}: expected adapters of shape {want}, got {got}")
+            if weights.a.dtype != self.live.dtype or weights.a.device != self.live.device:
+                raise ValueError(
+                    f"{name}: expected {self.live.dtype} on {self.live.device}, "
+                    f"got {weights.a.dtype} on {weights.a.device}"
+                )
+        kinds = {(weights.paged, weights.max_rank) for weights, _ in sources.values()}
+        if len(kinds) > 1:
+            raise ValueError(f"sources: expected all paged or none, of one max_rank, got {kinds}")
+        self._sources = dict(sources)
+        self._tables.clear()
+
+    def merge(
+        self, slot: int, rank: int, scaling: float, *, tiling: MergeTiling | None = None
+    ) -> None:
+        """live = pristine + scaling · B · A for all bound matrices, computed in fp32, rounded once.
+
+        From one adapter to another is one call: what was merged before does not matter. Nothing
+        waits for the device.
+
+        Args:
+            slot: Where the adapter lies in every source.
+            rank: Its rank.
+            scaling: Its scaling.
+            tiling: Tile of the kernel.
+
+        Raises:
+            ValueError: Nothing bound, or a slot or rank that the sources do not have.
+        """
+        if not self._sources:
+            raise ValueError("merge: expected bound adapters, got none: call bind first")
+        slots = min(weights.slots for weights, _ in self._sources.values())
+        ranks = min(weights.max_rank for weights, _ in self._sources.values())
+        if not 0 <= slot < slots:
+            raise ValueError(f"slot: expected 0 to {slots - 1}, got {slot}")
+        if not 1 <= rank <= ranks:
+            raise ValueError(f"rank: expected 1 to {ranks}, got {rank}")
+        aligned = all(n % 8 == 0 for shape in self.shapes.values() for n in shape)
+        if not (aligned and use_triton(self.live)):
+            for name, (weights, projection) in self._sources.items():
+                a, b = weights.rows_of(projection, slot, rank)
+                merged = merge_reference(self._view(self.pristine, name), a, b.T, scaling)
+                self.weight(name).copy_(merged)
+            return
+        from valora_kernels.merge_kernels import merge_kernel
+
+        tiling = tiling or MergeTiling()
+        tiles, matrices = self._table(tiling)
+        a_rows, b_rows = self._rows(slot)
+        first = next(iter(self._sources.values()))[0]
+        merge_kernel[(len(tiles),)](
+            self.live,
+            self.pristine,
+            first.a,
+            first.b,
+            a_rows,
+            b_rows,
+            tiles,
+            matrices,
+            scaling,
+            slot,
+            rank,
+            SLOT_RANKS=ranks,
+            PAGED=a_rows is not None,
+            BO=tiling.outputs,
+            BI=tiling.inputs,
+            BR=tiling.ranks,
+            PRECISION="ieee" if self.live.dtype == torch.float32 else "tf32",
+            num_warps=tiling.warps,
+        )
+
+    def unmerge(self) -> None:
+        """Put the base weights back, bit for bit."""
+        self.live.copy_(self.pristine)
+
+    def _table(self, tiling: MergeTiling) -> tuple[torch.Tensor, torch.Tensor]:
+        """[programs, 2] int32 matrix and tile of each program; [matrices, 7] int64, see the kernel.
+
+        Adapters' places count elements from the first source's memories: all share one address space.
+        """
+        if tiling not in self._tables:
+            device = self.live.device
+            size = self.live.element_size()
+            first = next(iter(self._sources.values()))[0]
+            matrices, tiles = [], []
+            for number, (name, (weights, p)) in enumerate(self._sources.items()):
+                outputs, inputs = self.shapes[name]
+                a_start = (weights.a.data_ptr() - first.a.data_ptr()) // size
+                b_start = (weights.b.data_ptr() - first.b.data_ptr()) // size
+                a_step = b_step = 0
+                if not weights.paged:
+                    a_step, b_step = weights.max_rank * inputs, weights.max_rank * outputs
+                    a_start += p * weights.slots * a_step
+                    b_start += weights.b_start(p)
+                matrices.append(
+                    [self._starts[name], outputs, inputs, a_start, a_step, b_start, b_step]
+                )
+                count = -(-outputs // tiling.outputs) * -(-inputs // tiling.inputs)
+                numbers = torch.arange(count, dtype=torch.int32)
+                tiles.append(torch.stack([torch.full_like(numbers, number), numbers], dim=1))
+            self._tables[tiling] = (
+                torch.cat(tiles).to(device),
+                torch.tensor(matrices, dtype=torch.int64).to(device),
+            )
+        return self._tables[tiling]
+
+    def _rows(self, slot: int) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """[matrices, ranks] int64 places of the slot's rows of A and of Bᵀ in paged memory."""
+        tables: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for weights, p in self._sources.values():
+            for table, rows in zip((weights.a_table, weights.b_table), tables, strict=True):
+                if table is not None:
+                    rows.append(table[p, slot])
+        return (torch.stack(tables[0]), torch.stack(tables[1])) if tables[0] else (None, None)

@@ -63,8 +63,8 @@ class Difficulty:
     min_visible: float = 0.65
     max_iou: float = 0.3
     blur: float = 0.7
-    noise: float = 9.0
-    jpeg: tuple[int, int] = (45, 95)
+    noise: float = 7.0
+    jpeg: tuple[int, int] = (55, 95)
     lighting: float = 0.28
     shadow: float = 0.45
     exposure: float = 0.22
@@ -75,7 +75,7 @@ MIN_SIDE = 8
 MASK_COVERAGE = 0.35
 """Coverage from which a pixel counts as part of a thing; thin tubes rarely cover half a pixel."""
 PLACEMENTS = 12
-MIN_CONTRAST = 34.0
+MIN_CONTRAST = 38.0
 """Least difference, of 255, in lightness and (weaker) hue between a thing and what it covers."""
 
 

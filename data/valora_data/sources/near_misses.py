@@ -139,7 +139,7 @@ def _box_like(rng: np.random.Generator) -> Drawing:
 
 
 def _plant_like(rng: np.random.Generator) -> Drawing:
-    """A rock, smooth green ball, tent or umbrella: a plant's colour or outline, no leaves."""
+    """A rock, shiny green ball, tent or umbrella: a plant's colour or outline, no leaves."""
     width = rng.uniform(22, 44)
     pen = Pen(width, width * rng.uniform(0.65, 1.0))
     kind = int(rng.integers(4))
@@ -153,9 +153,10 @@ def _plant_like(rng: np.random.Generator) -> Drawing:
         pen.polygon((top[4], top[5], (0.55, 1.0), (0.6, 0.5)), scaled(stone, 0.7))
     elif kind == 1:
         for step in range(6):
-            shift = 0.035 * step
-            pen.ellipse(0.5 - shift, 0.5 - shift, 0.5 - 0.07 * step, 0.5 - 0.07 * step,
-                        scaled(green, 0.7 + 0.12 * step))  # fmt: skip
+            shift, radius = 0.035 * step, 0.5 - 0.07 * step
+            shade = scaled(green, 0.7 + 0.12 * step)
+            pen.ellipse(0.5 - shift, 0.5 - shift, radius, radius, shade)
+        pen.ellipse(0.31, 0.29, 0.09, 0.09, WHITE)  # a glint: the surface is smooth
     elif kind == 2:
         pen.polygon(((0.5, 0.0), (1.0, 1.0), (0.0, 1.0)), green)
         pen.polygon(((0.5, 0.0), (0.62, 1.0), (0.38, 1.0)), scaled(green, 0.5))

@@ -346,28 +346,22 @@ def _cactus(rng: np.random.Generator) -> Pen:
     return pen
 
 
-def _grass_or_potted(rng: np.random.Generator) -> Pen:
-    height = rng.uniform(22, 40)
-    pen = Pen(height * rng.uniform(0.7, 1.0), height)
+def _tuft(rng: np.random.Generator) -> Pen:
+    height = rng.uniform(24, 42)
+    pen = Pen(height * rng.uniform(0.75, 1.05), height)
     leaf = pick(rng, LEAVES[:4])
-    potted = rng.random() < 0.5
-    foot = 0.66 if potted else 0.98
-    for _ in range(int(rng.integers(16, 24))):
+    for _ in range(int(rng.integers(18, 26))):
         lean = rng.uniform(-0.46, 0.46)
         tip = rng.uniform(0.02, 0.4) + abs(lean) * 0.3
         root = 0.5 + lean * 0.4
-        blade = ((root - 0.05, foot), (0.5 + lean, tip), (root + 0.05, foot))
+        blade = ((root - 0.06, 0.98), (0.5 + lean, tip), (root + 0.06, 0.98))
         pen.polygon(blade, varied(rng, leaf, 30))
-    if potted:
-        pot = pick(rng, ((176, 92, 60), (120, 120, 125), (220, 214, 200)))
-        pen.polygon(((0.26, 0.62), (0.74, 0.62), (0.66, 1), (0.34, 1)), pot)
-        pen.rectangle(0.22, 0.6, 0.78, 0.69, scaled(pot, 1.15))
     return pen
 
 
 def vegetation(rng: np.random.Generator) -> Drawing:
-    """A tree, conifer, bush, palm, cactus, tuft of grass or potted plant."""
-    painters = (_tree, _tree, _conifer, _bush, _palm, _cactus, _grass_or_potted)
+    """A tree, conifer, bush, palm, cactus or tuft of grass."""
+    painters = (_tree, _tree, _conifer, _bush, _bush, _palm, _cactus, _tuft)
     return Drawing(painters[int(rng.integers(len(painters)))](rng).layer())
 
 

@@ -104,7 +104,13 @@ class _Stages:
 def _hydra_main(config: DictConfig) -> None:
     from valora_train.settings import from_config
 
-    run(from_config(config), Display())
+    # Ends the process itself: Hydra would put its own chain before ours.
+    try:
+        run(from_config(config), Display())
+    except KeyboardInterrupt:
+        _stop("interrupted: run the same command again to continue", INTERRUPTED)
+    except ValoraError as error:
+        _stop(f"error: {error}")
 
 
 def config_folder() -> Path:
@@ -126,10 +132,6 @@ def main() -> None:
         hydra.main(config_path=str(config_folder()), config_name="config", version_base="1.3")(
             _hydra_main
         )()
-    except KeyboardInterrupt:
-        _stop("interrupted: run the same command again to continue", INTERRUPTED)
-    except ValoraError as error:
-        _stop(f"error: {error}")
     except (HydraException, OmegaConfBaseException) as error:
         _stop(f"error: {explain(error)}")
 

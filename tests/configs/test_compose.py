@@ -1,0 +1,98 @@
+"""Every yaml in conf/ composes and fits its dataclass; what does not exist is refused."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from valora_data.errors import ValoraError
+from valora_train.cli import config_folder
+from valora_train.errors import SettingsError
+from valora_train.settings import Settings, as_dict, from_config
+
+CONF = config_folder()
+OWN = [
+    "domains.cat.name=cat", "domains.cat.labels=[cat,kitten]", "domains.cat.source.path=x.json",
+]  # fmt: skip
+
+
+def settings(*overrides: str) -> Settings:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return from_config(compose("config", overrides=list(overrides)))
+
+
+def choices():
+    for file in sorted(CONF.rglob("*.yaml")):
+        group = file.parent.relative_to(CONF).as_posix()
+        name = file.stem
+        if group == "local":
+            continue
+        if group == ".":
+            yield pytest.param([], id=name)
+        elif group == "experiment":
+            yield pytest.param([f"experiment={name}"], id=f"{group}/{name}")
+        elif group != "domain":
+            own = ["+domain@domains.cat=coco", *OWN] if name == "own" else []
+            yield pytest.param([f"{group}={name}", *own], id=f"{group}/{name}")
+        elif name in ("coco", "yolo"):
+            yield pytest.param([f"+domain@domains.cat={name}", *OWN], id=f"{group}/{name}")
+        elif not name.startswith("_"):
+            yield pytest.param(["task.only=[" + name + "]"], id=f"{group}/{name}")
+
+
+@pytest.mark.parametrize("overrides", choices())
+def test_every_yaml_composes_and_fits(overrides):
+    found = settings(*overrides)
+    assert found.chosen()
+    # Nothing that a dataclass asks for is left to its default: the yaml files hold the values.
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        plain = OmegaConf.to_container(compose("config", overrides=overrides), resolve=True)
+    for group in ("task", "teacher", "model", "fusion", "heads", "train", "paths"):
+        assert set(plain[group]) == set(as_dict(getattr(found, group))), group
+
+
+def test_the_papers_requirements_are_the_default():
+    required = {name: domain.required for name, domain in settings().domains.items()}
+    assert required == {
+        "license_plate": 0.80,
+        "traffic_sign": 0.85,
+        "vehicle": 0.80,
+        "vegetation": 0.80,
+        "bicycle": 0.80,
+        "person": 0.80,
+    }
+    assert all(d.source.counts["val"] >= 300 for d in settings().domains.values())
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("domains.person.required=1.5", r"person must lie in \(0, 1\], got 1.5"),
+        ("domains.person.required=0", r"person must lie in \(0, 1\], got 0"),
+        ("+domains.person.colour=red", "bad setting domains.person.colour='red'"),
+        ("+nonsense=1", "bad setting nonsense=1"),
+        ("train.steps=many", "bad setting train.steps='many'"),
+        ("train.steps=0", "train.steps must be greater than 0, got 0"),
+        ("train.lora.rank=-4", "train.lora.rank must be greater than 0, got -4"),
+        ("fusion.strategy=best", "bad setting fusion.strategy='best'.*'paper'"),
+        ("train.rehearsal_share=1", r"rehearsal_share must lie in \[0, 1\), got 1.0"),
+        ("task.only=[person,dragon]", "unknown domain 'dragon' of task detection: choose from"),
+        ("domains.person.labels=[]", "domain person needs a list of distinct labels"),
+        ("domains.person.name=a-b", "domain name 'a-b' must be letters"),
+        ("task.type=poetry", "bad setting task.type='poetry'"),
+    ],
+)
+def test_bad_settings_are_one_sentence(override, message):
+    with pytest.raises(ValoraError, match=message) as caught:
+        settings(override)
+    assert "\n" not in str(caught.value)
+
+
+def test_own_task_without_domains_says_so():
+    with pytest.raises(SettingsError, match="has no domain left to fuse"):
+        settings("task=own")
+
+
+def test_config_is_what_a_wheel_carries():
+    assert (Path(CONF) / "config.yaml").is_file()

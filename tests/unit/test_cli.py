@@ -30,17 +30,17 @@ def valora_train(tmp_path, monkeypatch, capfd):
     return run
 
 
-def write_coco(folder: Path, change=None, count=40, broken=0):
+def write_coco(folder: Path, change=None, count=40, broken=0, colour="red", name="cat"):
     """A COCO data set on disk; `change` may spoil it."""
     folder.mkdir(exist_ok=True)
-    samples = coloured_squares(count, 1, "cat")
-    content = {"images": [], "annotations": [], "categories": [{"id": 17, "name": "cat"}]}
+    samples = coloured_squares(count, 1, name, colour)
+    content = {"images": [], "annotations": [], "categories": [{"id": 17, "name": name}]}
     for index, sample in enumerate(samples):
-        name = f"{index}.png"
-        sample.image.save(folder / name)
+        file = f"{index}.png"
+        sample.image.save(folder / file)
         if index < broken:
-            (folder / name).write_bytes(b"no image")
-        content["images"].append({"id": index, "file_name": name, "width": 48, "height": 48})
+            (folder / file).write_bytes(b"no image")
+        content["images"].append({"id": index, "file_name": file, "width": 48, "height": 48})
         for box in sample.answer.boxes:
             content["annotations"].append(
                 {

@@ -1,0 +1,189 @@
+"""The operator against row-by-row arithmetic; on the CPU through Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from tests.lora_cases import Case, assert_near, make_case
+from valora_kernels.atmm import atmm, launch
+from valora_kernels.metadata import LoraBatch
+from valora_kernels.reference import atmm_reference
+from valora_kernels.tiling import Kind, Tiling
+from valora_kernels.weights import LoraWeights
+
+pytest.importorskip("triton")
+
+TILINGS = [
+    pytest.param(Tiling(Kind.PAIR, 16, 32, 32, 32, 16), id="pair"),
+    pytest.param(Tiling(Kind.PAIR, 32, 64, 32, 128, 32), id="pair-unsplit"),
+    pytest.param(Tiling(Kind.PAIR, 1, 64, 64, 64, 16), id="pair-single-rows"),
+    pytest.param(Tiling(Kind.FLOW, 16, 32, 32, 64, 32), id="flow"),
+    pytest.param(Tiling(Kind.FLOW, 1, 64, 32, 64, 16), id="flow-single-rows"),
+    pytest.param(Tiling(Kind.ROWS, 16, 32, 32, parts=2), id="rows"),
+    pytest.param(Tiling(Kind.ROWS, 32, 64, 64), id="rows-large"),
+]
+DTYPES = [torch.float16, torch.float32]
+
+
+def check(case: Case, tiling: Tiling) -> None:
+    want = case.expected()
+    got = [y.clone() for y in case.ys]
+    launch(tiling, got, case.x, case.weights, case.batch)
+    for one, other in zip(got, want, strict=True):
+        assert_near(one, other)
+    poisoned = [torch.full_like(y, float("nan")) for y in case.ys]
+    launch(tiling, poisoned, case.x, case.weights, case.batch, add=False)
+    for one, other in zip(poisoned, case.expected(add=False), strict=True):
+        assert_near(one, other)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mixed_ranks_with_base_only_rows(tiling: Tiling, dtype: torch.dtype) -> None:
+    check(make_case(7, [8, 24, 40], 72, (64,), dtype=dtype), tiling)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("paged", [False, True])
+def test_three_projections_of_different_widths_and_two_terms(tiling: Tiling, paged: bool) -> None:
+    case = make_case(5, [8, 16], 72, (64, 24, 40), dtype=torch.float16, terms=2, paged=paged)
+    check(case, tiling)
+
+
+@pytest.mark.parametrize("popularity", ["distinct", "identical", "zipf", "skewed", "none"])
+@pytest.mark.parametrize("kind", list(Kind))
+def test_popularity(kind: Kind, popularity: str) -> None:
+    case = make_case(33, [16, 8, 24, 16], 40, (48,), dtype=torch.float16, popularity=popularity)
+    check(case, Tiling(kind, 16, 64, 64, 64, 32))
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("rows", [0, 1, 133])
+def test_row_counts(kind: Kind, rows: int) -> None:
+    case = make_case(rows, [8, 16, 32], 32, (32,), dtype=torch.float32, popularity="zipf")
+    check(case, Tiling(kind, 32, 32, 32, 32, 32))
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_large_ranks(kind: Kind) -> None:
+    case = make_case(9, [256, 8, 136], 64, (40, 24), dtype=torch.float16, terms=2)
+    check(case, Tiling(kind, 16, 64, 64, 64, 64))
+
+
+def test_reference_is_the_formula() -> None:
+    for paged in (False, True):
+        case = make_case(23, [8, 20, 3], 31, (17, 5), dtype=torch.float32, terms=2, paged=paged)
+        want = case.expected()
+        atmm_reference(case.ys, case.x, case.weights, case.batch)
+        for one, other in zip(case.ys, want, strict=True):
+            assert_near(one, other)
+
+
+def test_choice_of_the_table_computes_the_same() -> None:
+    case = make_case(19, [8, 16, 64], 64, (64, 32), dtype=torch.float16)
+    want = case.expected()
+    atmm(case.ys, case.x, case.weights, case.batch)
+    for one, other in zip(case.ys, want, strict=True):
+        assert_near(one, other)
+
+
+def test_next_batch_reuses_the_same_buffers() -> None:
+    """What a captured graph relies on: addresses stay, contents change."""
+    case = make_case(12, [8, 16, 24], 32, (32,), dtype=torch.float32)
+    case.batch = LoraBatch(12, 3, "cpu", fixed=True)
+    tiling = Tiling(Kind.FLOW, 16, 32, 32, 32, 16)
+    places = set()
+    for adapters in ([0] * 12, [2, 1, 0, -1] * 3, [-1] * 12, [1] * 11 + [2]):
+        case.batch.update(adapters, case.ranks, case.scalings)
+        case.adapters = case.batch_adapters = torch.tensor(adapters)[:, None].numpy()
+        want = case.expected()
+        got = [y.clone() for y in case.ys]
+        launch(tiling, got, case.x, case.weights, case.batch)
+        places.add(case.batch.tiles(16).buffer.data_ptr())
+        assert_near(got[0], want[0])
+    assert len(places) == 1
+
+
+def test_no_triton_for_the_cpu_means_the_reference(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from valora_kernels import atmm as module
+
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    module._say_no_gpu.cache_clear()
+    case = make_case(5, [8, 16], 32, (16,), dtype=torch.float32)
+    if case.x.is_cuda:
+        pytest.skip("a GPU is there")
+    want = case.expected()
+    with caplog.at_level("WARNING"):
+        atmm(case.ys, case.x, case.weights, case.batch)
+        atmm([torch.zeros_like(case.ys[0])], case.x, case.weights, case.batch)
+    assert_near(case.ys[0], want[0])
+    assert caplog.text.count("reference") == 1
+
+
+def bad_call(name: str) -> tuple[list[torch.Tensor], torch.Tensor, LoraWeights, LoraBatch]:
+    case = make_case(6, [8, 16], 32, (16, 24), dtype=torch.float16)
+    x, ys, weights, batch = case.x, case.ys, case.weights, case.batch
+    if name == "projections":
+        ys = ys[:1]
+    elif name == "width of x":
+        x = x[:, :24].contiguous()
+    elif name == "rows of x":
+        x = x[:5]
+    elif name == "width of y":
+        ys = [ys[0], ys[0]]
+    elif name == "dtype of x":
+        x = x.float()
+    elif name == "dtype of y":
+        ys = [ys[0], ys[1].float()]
+    elif name == "integers":
+        x = x.to(torch.int32)
+    elif name == "columns apart":
+        x = torch.randn(32, 6).half().T
+    elif name == "unaligned rows":
+        ys = [torch.randn(6, 19).half()[:, :16], ys[1]]
+    elif name == "rank above the weights'":
+        batch.update([0] * 6, [32, 16], [1.0, 1.0])
+    elif name == "adapter above the weights'":
+        batch.update([2] * 6, [8, 16, 8], [1.0] * 3)
+    return ys, x, weights, batch
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "projections", "width of x", "rows of x", "width of y", "dtype of x", "dtype of y",
+        "integers", "columns apart", "unaligned rows", "rank above the weights'",
+        "adapter above the weights'",
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_before_any_launch(name: str) -> None:
+    ys, x, weights, batch = bad_call(name)
+    before = [y.clone() for y in ys]
+    with pytest.raises(ValueError, match=r"expected .* got "):
+        atmm(ys, x, weights, batch)
+    assert all(torch.equal(a, b) for a, b in zip(ys, before, strict=True))
+
+
+def test_tensors_of_different_devices_are_refused() -> None:
+    case = make_case(6, [8, 16], 32, (16,), dtype=torch.float16)
+    with pytest.raises(ValueError, match="expected cpu, got meta"):
+        atmm(case.ys, case.x.to("meta"), case.weights, case.batch)
+
+
+def test_adapters_that_do_not_fit_their_slot_are_refused() -> None:
+    weights = LoraWeights.contiguous(2, 8, 16, (24,), dtype=torch.float32, device="cpu")
+    a, b = torch.zeros(4, 16), torch.zeros(24, 4)
+    for slot, one, two in (
+        (2, [a], [b]),
+        (0, [a, a], [b, b]),
+        (0, [a.T], [b]),
+        (0, [torch.zeros(9, 16)], [torch.zeros(24, 9)]),
+    ):
+        with pytest.raises(ValueError, match=r"expected .* got "):
+            weights.write(slot, one, two)

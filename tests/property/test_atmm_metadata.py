@@ -1,0 +1,123 @@
+"""Whatever the batch, its tiles hold every row with an adapter once, beside its own adapters only."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from valora_kernels.metadata import NONE, LoraBatch, group_rows, tile_capacity, tile_rows
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, list[int], list[float]]:
+    slots = draw(st.integers(1, 6))
+    terms = draw(st.integers(1, 2))
+    rows = draw(st.integers(0, 70))
+    seed = draw(st.integers(0, 2**31))
+    rng = np.random.default_rng(seed)
+    adapters = rng.integers(-1, slots, (rows, terms))
+    if draw(st.booleans()):
+        adapters = np.minimum(adapters, draw(st.integers(-1, slots - 1)))
+    coefficients = rng.choice([-1, 1], (rows, terms))
+    ranks = [int(r) for r in rng.choice([8, 16, 20, 64, 256], slots)]
+    return adapters, coefficients, ranks, [0.25 * (i + 1) for i in range(slots)]
+
+
+def total_of(adapters, coefficients, scalings):  # type: ignore[no-untyped-def]
+    """What each row asks for: {adapter: factor}, nothing that cancels out."""
+    found = []
+    for slots, factors in zip(adapters, coefficients, strict=True):
+        row: dict[int, float] = {}
+        for slot, factor in zip(slots, factors, strict=True):
+            if slot != NONE:
+                row[int(slot)] = row.get(int(slot), 0.0) + float(factor) * scalings[slot]
+        found.append({slot: factor for slot, factor in row.items() if factor})
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches(), st.sampled_from([1, 16, 32, 128]))
+def test_tiles_say_what_each_row_asked_for(batch, block: int) -> None:  # type: ignore[no-untyped-def]
+    adapters, coefficients, ranks, scalings = batch
+    grouping = group_rows(adapters, ranks, scalings, coefficients)
+    capacity = tile_capacity(len(adapters), grouping.segments, block)
+    tiles = tile_rows(grouping, block, capacity)
+    want = total_of(adapters, coefficients, scalings)
+    seen: dict[int, dict[int, float]] = {}
+    for t in range(tiles.total):
+        rows = tiles.rows[t * block : (t + 1) * block]
+        assert rows[0] != NONE
+        for i, row in enumerate(rows):
+            if row == NONE:
+                assert np.all(rows[i:] == NONE)
+                assert not tiles.scale[:, t * block + i].any()
+                continue
+            terms = {}
+            for term in range(2):
+                slot, rank = tiles.records[t, 2 * term : 2 * term + 2]
+                if slot != NONE:
+                    assert rank == ranks[slot]
+                    terms[int(slot)] = float(tiles.scale[term, t * block + i])
+                else:
+                    assert rank == 0
+            assert int(row) not in seen
+            assert bool(terms) == (t < tiles.count)
+            seen[int(row)] = terms
+    assert sorted(seen) == list(range(len(adapters)))
+    assert [seen[row] for row in range(len(adapters))] == want
+    assert np.all(tiles.records[tiles.count :, 1::2] == 0)
+    assert np.all(tiles.rows[tiles.total * block :] == NONE)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 400), st.integers(1, 40), st.sampled_from([1, 16, 64]), st.integers(0, 2**31))
+def test_capacity_is_enough_and_no_more(rows: int, slots: int, block: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    adapters = rng.integers(-1, slots, rows)
+    grouping = group_rows(adapters, [8] * slots, [1.0] * slots)
+    tile_rows(grouping, block, tile_capacity(rows, slots, block))
+    # The worst case: all segments but one have a single row.
+    segments = min(rows, slots + 1)
+    worst = np.maximum(np.arange(rows) - (rows - segments), 0) - 1
+    grouping = group_rows(worst, [8] * slots, [1.0] * slots)
+    tiles = tile_rows(grouping, block, tile_capacity(rows, slots, block))
+    slack = tile_capacity(rows, slots, block) - tiles.total
+    assert 0 <= slack <= 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 20))
+def test_effective_adapters(rows: int, slots: int) -> None:
+    even = group_rows(np.arange(rows * slots) % slots, [8] * slots, [1.0] * slots)
+    assert even.effective_adapters == pytest.approx(slots)
+    one = group_rows(np.zeros(rows, np.int64), [8] * slots, [1.0] * slots)
+    assert one.effective_adapters == 1
+
+
+@pytest.mark.parametrize(
+    ("adapters", "ranks", "scalings", "coefficients"),
+    [
+        ([2], [8, 8], [1.0, 1.0], None),
+        ([-2], [8, 8], [1.0, 1.0], None),
+        ([0], [0, 8], [1.0, 1.0], None),
+        ([0], [8, 8], [1.0], None),
+        ([0], [-8], [1.0], None),
+        ([[0, 0, 0]], [8], [1.0], None),
+        ([0, 0], [8], [1.0], [1]),
+    ],
+)
+def test_bad_batches_are_refused(adapters, ranks, scalings, coefficients) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=r"expected .* got "):
+        group_rows(adapters, ranks, scalings, coefficients)
+
+
+def test_batches_beyond_the_captured_size_are_refused() -> None:
+    batch = LoraBatch(4, 2, "cpu", fixed=True)
+    batch.update([0, 1, 1, 0], [8, 8, 8], [1.0] * 3)
+    batch.tiles(16)
+    with pytest.raises(ValueError, match="expected at most 4 rows, got 5"):
+        batch.update([0] * 5, [8] * 3, [1.0] * 3)
+    with pytest.raises(ValueError, match="expected at most 2 segments, got 3"):
+        batch.update([0, 1, 2, 0], [8] * 3, [1.0] * 3)
+    with pytest.raises(ValueError, match="expected one term"):
+        batch.update([[0, 1]] * 4, [8] * 3, [1.0] * 3)

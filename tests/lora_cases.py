@@ -37,7 +37,10 @@ class Case:
                     if slot >= 0:
                         a, b = self.a[slot][p].double(), self.b[slot][p].double()
                         total[m] += (
-                            float(coefficient) * self.scalings[slot] * (self.x[m].double() @ a.T) @ b.T
+                            float(coefficient)
+                            * self.scalings[slot]
+                            * (self.x[m].double() @ a.T)
+                            @ b.T
                         )
             found.append(total)
         return found

@@ -35,7 +35,7 @@ def _row_starts(
 
 @triton.jit
 def _times_a(x_tile, a_tile, h, BM: tl.constexpr, PRECISION: tl.constexpr):
-    """h + x Aᵀ. One row is a sum of products: tensor cores would compute 15 rows for nothing."""
+    """H + x Aᵀ. One row is a sum of products: tensor cores would compute 15 rows for nothing."""
     if BM == 1:
         return h + tl.sum(a_tile.to(tl.float32) * x_tile.to(tl.float32), axis=1)[None, :]
     else:
@@ -97,9 +97,8 @@ def _shrink_tile(
         layer = (split * P + projection) * TERMS + term
         to = part + (layer.to(tl.int64) * places + place)[:, None] * RANKS + r[None, :]
         tl.store(to, (h * factor[:, None]).to(part.dtype.element_ty), mask=valid[:, None])
-    else:
-        if PDL:
-            gdc_wait()
+    elif PDL:
+        gdc_wait()
 
 
 @triton.jit
@@ -136,7 +135,7 @@ def _load_h(
     P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
     SPLITS: tl.constexpr, RANKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """h [BM, BR] in fp32: the sum over the parts of the input width."""
+    """H [BM, BR] in fp32: the sum over the parts of the input width."""
     r = rank_block * BR + tl.arange(0, BR)
     layer = tl.cast(projection * TERMS + term, tl.int64)
     at = part + (layer * places + place)[:, None] * RANKS + r[None, :]
@@ -240,9 +239,8 @@ def _expand_tile(
         if ADD:
             delta += y_tile.to(tl.float32)
         tl.store(y_at, delta.to(y.dtype.element_ty), mask=y_mask)
-    else:
-        if PDL:
-            gdc_wait()
+    elif PDL:
+        gdc_wait()
 
 
 @triton.jit(do_not_specialize=["places", "slots", "max_rank"])

@@ -125,7 +125,7 @@ class MergeableWeights:
     def merge(
         self, slot: int, rank: int, scaling: float, *, tiling: MergeTiling | None = None
     ) -> None:
-        """live = pristine + scaling · B · A for all bound matrices, computed in fp32, rounded once.
+        """Live = pristine + scaling · B · A for all bound matrices, computed in fp32, rounded once.
 
         From one adapter to another is one call: what was merged before does not matter. Nothing
         waits for the device.
@@ -134,7 +134,7 @@ class MergeableWeights:
             slot: Where the adapter lies in every source.
             rank: Its rank.
             scaling: Its scaling.
-            tiling: Tile of the kernel.
+            tiling: Tile of the kernel; given, the kernel runs wherever the weights are.
 
         Raises:
             ValueError: Nothing bound, or a slot or rank that the sources do not have.
@@ -148,7 +148,7 @@ class MergeableWeights:
         if not 1 <= rank <= ranks:
             raise ValueError(f"rank: expected 1 to {ranks}, got {rank}")
         aligned = all(n % 8 == 0 for shape in self.shapes.values() for n in shape)
-        if not (aligned and use_triton(self.live)):
+        if tiling is None and not (use_triton(self.live) and aligned):
             for name, (weights, projection) in self._sources.items():
                 a, b = weights.rows_of(projection, slot, rank)
                 merged = merge_reference(self._view(self.pristine, name), a, b.T, scaling)

@@ -12,7 +12,7 @@ def merge_kernel(
     SLOT_RANKS: tl.constexpr, PAGED: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, BR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """live = pristine + scaling · B · A, one tile of one matrix a program.
+    """Live = pristine + scaling · B · A, one tile of one matrix a program.
 
     Args:
         live: Flat memory of the weights that the model reads.
@@ -38,7 +38,7 @@ def merge_kernel(
     matrix = tl.load(tiles + 2 * program).to(tl.int64)
     tile = tl.load(tiles + 2 * program + 1)
     start = tl.multiple_of(tl.load(matrices + 7 * matrix), 8)
-    outputs = tl.load(matrices + 7 * matrix + 1).to(tl.int32)
+    outputs = tl.multiple_of(tl.load(matrices + 7 * matrix + 1).to(tl.int32), 8)
     inputs = tl.multiple_of(tl.load(matrices + 7 * matrix + 2).to(tl.int32), 8)
     a_start = tl.load(matrices + 7 * matrix + 3) + slot * tl.load(matrices + 7 * matrix + 4)
     b_start = tl.load(matrices + 7 * matrix + 5) + slot * tl.load(matrices + 7 * matrix + 6)

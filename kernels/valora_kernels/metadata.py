@@ -92,7 +92,7 @@ def group_rows(
     Raises:
         ValueError: An adapter index outside the slots, shapes that differ, or an empty slot in use.
     """
-    index = np.asarray(adapters, dtype=np.int64)
+    index = np.array(adapters, dtype=np.int64)  # a copy, terms are reordered below
     rank = np.asarray(ranks, dtype=np.int32)
     scaling = np.asarray(scalings, dtype=np.float32)
     if index.ndim == 1:
@@ -293,14 +293,17 @@ class LoraBatch:
         self, max_rows: int, max_segments: int, device: torch.device | str, *, fixed: bool = False
     ) -> None:
         if max_rows < 0 or max_segments < 0:
-            raise ValueError(f"batch: expected sizes ≥ 0, got {max_rows} rows, {max_segments} segments")
+            raise ValueError(
+                f"batch: expected sizes ≥ 0, got {max_rows} rows, {max_segments} segments"
+            )
         self.max_rows = max_rows
         self.max_segments = max_segments
         self.device = torch.device(device)
         self.fixed = fixed
         self.grouping = group_rows(np.zeros(0, np.int64), [], [])
-        self.slots = 0
         self.max_rank = 0
+        self.last_adapter = NONE
+        self.effective_adapters = 1.0
         self.terms = 1
         self._tiles: dict[int, DeviceTiles] = {}
         self._scratch: dict[tuple[torch.dtype, bool], list[torch.Tensor]] = {}
@@ -324,10 +327,14 @@ class LoraBatch:
                 f"batch: expected at most {self.max_segments} segments, got {grouping.segments}"
             )
         if grouping.terms > self.terms and self._tiles and self.fixed:
-            raise ValueError("batch: expected one term a row, as when the graph was captured, got 2")
+            raise ValueError(
+                "batch: expected one term a row, as when the graph was captured, got 2"
+            )
         self.grouping = grouping
-        self.slots = len(ranks)
-        self.max_rank = max((int(rank) for rank in ranks), default=0)
+        # Kept here because every layer asks: the rank and adapter that the weights must have.
+        self.max_rank = int(grouping.ranks.max(initial=0))
+        self.last_adapter = int(grouping.adapters.max(initial=NONE))
+        self.effective_adapters = grouping.effective_adapters
         self.terms = max(self.terms, grouping.terms) if self.fixed else grouping.terms
         for table in self._tiles.values():
             table.refresh(tile_rows(grouping, table.block, table.capacity))

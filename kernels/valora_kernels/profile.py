@@ -29,7 +29,9 @@ class Inputs:
     weights: LoraWeights
 
 
-def spread(rows: int, adapters: int, popularity: str = "uniform", seed: int = 0) -> NDArray[np.int64]:
+def spread(
+    rows: int, adapters: int, popularity: str = "uniform", seed: int = 0
+) -> NDArray[np.int64]:
     """Adapter of each row, every adapter used at least once.
 
     Args:

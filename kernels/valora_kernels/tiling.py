@@ -1,9 +1,27 @@
-"""Which arrangement of the operator for which shape: torch-free look-up (VaLoRA §4.3.2)."""
+"""Which arrangement of the operator for which shape: torch-free look-up (VaLoRA §4.3.2).
+
+`search` measures the candidates on a GPU and writes the best of each shape into a JSON table.
+Look-up has three modes, and says which one it took: `exact` (this shape was measured), `nearest`
+(another shape was, the closest in the logarithms of all sizes) and `default` (nothing was measured
+on this GPU, so rules decide).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+TABLES = Path(__file__).parent / "tables"
+VERSION = 1
 
 
 class Kind(StrEnum):
@@ -41,3 +59,160 @@ class Tiling:
     warps: int = 4
     expand_warps: int = 4
     stages: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a choice depends on.
+
+    Attributes:
+        in_features: Width of x.
+        out_features: Width of all projections together.
+        projections: Number of projections that share x.
+        rank: Largest rank that the weights have room for.
+        rows: Rows of the batch that have an adapter.
+        adapters: Adapters that the rows share; `Grouping.effective_adapters` if unevenly.
+    """
+
+    in_features: int
+    out_features: int
+    projections: int
+    rank: int
+    rows: int
+    adapters: float
+
+
+class Mode(StrEnum):
+    """How a choice came about."""
+
+    EXACT = "exact"
+    NEAREST = "nearest"
+    DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A tiling and how it was found."""
+
+    tiling: Tiling
+    mode: Mode
+
+
+def refit(tiling: Tiling, measured: int, in_features: int) -> Tiling:
+    """Divide another input width into as many parts as the measured one was."""
+    if tiling.kind is Kind.ROWS or measured == in_features:
+        return tiling
+    parts = -(-measured // tiling.split)
+    share = -(-in_features // parts)
+    return replace(tiling, split=-(-share // tiling.inputs) * tiling.inputs)
+
+
+WEIGHTS = np.array([0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0])
+"""Of a factor of two in: inputs, outputs, projections, rank, rows, adapters, rows per adapter."""
+
+
+def _features(shape: Shape) -> np.ndarray:
+    return WEIGHTS * np.log2(
+        [
+            shape.in_features,
+            shape.out_features,
+            shape.projections,
+            max(shape.rank, 16),
+            max(shape.rows, 1),
+            max(shape.adapters, 1),
+            max(shape.rows / max(shape.adapters, 1), 1),
+        ]
+    )
+
+
+class Table:
+    """The best tilings that were measured on one GPU.
+
+    Args:
+        gpu: Its name.
+        entries: Shape and tiling of each measurement.
+    """
+
+    def __init__(self, gpu: str, entries: Iterable[tuple[Shape, Tiling]]) -> None:
+        self.gpu = gpu
+        self.entries = dict(entries)
+        self._shapes = list(self.entries)
+        self._places = np.array([_features(shape) for shape in self._shapes]).reshape(-1, 7)
+
+    def look_up(self, shape: Shape) -> Choice:
+        """The tiling of this shape, or of the nearest one, or what the rules say."""
+        found = self.entries.get(shape)
+        if found is not None:
+            return Choice(found, Mode.EXACT)
+        if not self._shapes:
+            return Choice(default_tiling(shape), Mode.DEFAULT)
+        nearest = self._shapes[int(np.square(self._places - _features(shape)).sum(axis=1).argmin())]
+        tiling = refit(self.entries[nearest], nearest.in_features, shape.in_features)
+        return Choice(tiling, Mode.NEAREST)
+
+    @classmethod
+    def load(cls, path: Path) -> Table:
+        """Read a table that `save` wrote.
+
+        Raises:
+            ValueError: Another version of the format.
+        """
+        data: Mapping[str, Any] = json.loads(path.read_text())
+        if data.get("version") != VERSION:
+            raise ValueError(f"{path}: expected version {VERSION}, got {data.get('version')}")
+        shapes, tilings = data["shapes"], data["tilings"]
+        return cls(
+            data["gpu"],
+            (
+                (
+                    Shape(**dict(zip(shapes["columns"], row[:-1], strict=True))),
+                    Tiling(**{**(t := tilings[row[-1]]), "kind": Kind(t["kind"])}),
+                )
+                for row in shapes["rows"]
+            ),
+        )
+
+    def save(self, path: Path, **about: object) -> None:
+        """Write the table as JSON, one shape a line: `about` says how it was measured."""
+        tilings = sorted(set(self.entries.values()), key=str)
+        number = {tiling: i for i, tiling in enumerate(tilings)}
+        columns = list(Shape.__dataclass_fields__)
+        rows = [[*asdict(shape).values(), number[t]] for shape, t in self.entries.items()]
+        head = {"version": VERSION, "gpu": self.gpu, **about}
+        text = json.dumps(head, indent=1)[:-2]
+        text += ',\n "tilings": [\n  ' + ",\n  ".join(json.dumps(asdict(t)) for t in tilings)
+        text += '\n ],\n "shapes": {"columns": ' + json.dumps(columns) + ', "rows": [\n  '
+        text += ",\n  ".join(json.dumps(row) for row in rows) + "\n ]}\n}\n"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def table_path(gpu: str) -> Path:
+    """Where the table of a GPU is shipped, e.g. `tables/nvidia_h200.json`."""
+    return TABLES / (gpu.lower().replace(" ", "_") + ".json")
+
+
+@cache
+def table_of(gpu: str) -> Table:
+    """The shipped table of a GPU; an empty one if none was measured."""
+    path = table_path(gpu)
+    return Table.load(path) if path.exists() else Table(gpu, [])
+
+
+@lru_cache(maxsize=65536)
+def choose(gpu: str, shape: Shape) -> Choice:
+    """The tiling for a shape on a GPU; remembered, because every layer of a batch asks again."""
+    return table_of(gpu).look_up(shape)
+
+
+def default_tiling(shape: Shape) -> Tiling:
+    """What usually does well: single rows for many adapters, larger tiles for longer segments."""
+    per = shape.rows / max(shape.adapters, 1)
+    if per <= 2 and shape.rows <= 128:
+        split = min(1024, shape.in_features)
+        return Tiling(Kind.FLOW, 1, 64, min(512, split), split, 16, 1, 4, 4, 2)
+    rows = 16 if per <= 64 else 32 if per <= 512 else 64
+    inputs = 128
+    parts = max(1, min(8, int(256 * rows * 1.0 // max(shape.rows, 1))))
+    split = -(-shape.in_features // parts // inputs) * inputs or inputs
+    return Tiling(Kind.PAIR, rows, 128 if rows > 16 else 64, inputs, split, 64, 1, 4, 4, 3)

@@ -122,7 +122,9 @@ class LoraWeights:
         if self.a_table is None or self.b_table is None:
             a = self.a.view(len(self.out_features), self.slots, self.max_rank, self.in_features)
             start = self.b_start(projection) + slot * self.max_rank * width
-            return a[projection, slot, :rank], self.b[start : start + rank * width].view(rank, width)
+            return a[projection, slot, :rank], self.b[start : start + rank * width].view(
+                rank, width
+            )
         found = []
         pairs = ((self.a, self.a_table, self.in_features), (self.b, self.b_table, width))
         for memory, table, length in pairs:

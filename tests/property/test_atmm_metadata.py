@@ -1,4 +1,4 @@
-"""Whatever the batch, its tiles hold every row with an adapter once, beside its own adapters only."""
+"""Tiles hold every row with an adapter once, beside rows of the same adapters only."""
 
 import numpy as np
 import pytest

@@ -58,10 +58,12 @@ class _Stages:
             domains.data_stage(domain), lambda folder, _: domains.build_data(domain, folder)
         )
         stage = distill.teach_stage(domain, teacher, data)
-        taught = stage and self._make(
-            stage,
-            lambda folder, step: distill.build_teacher(domain, teacher, data, folder, step),
-        )
+        taught = None
+        if stage is not None:
+            taught = self._make(
+                stage,
+                lambda folder, step: distill.build_teacher(domain, teacher, data, folder, step),
+            )
         if self._settings.command == "teach":
             return DomainInputs(domain, data, data)
         distilled = self._make(
@@ -80,7 +82,9 @@ class _Stages:
             lambda folder, _: build_fusion(self._settings, domains, stage, folder, self._display),
         )
 
-    def export(self, domains: list[DomainInputs], fused: Path, seconds: Callable[[], float]) -> None:
+    def export(
+        self, domains: list[DomainInputs], fused: Path, seconds: Callable[[], float]
+    ) -> None:
         """Write the bundle and say what it promises."""
         from valora_train.export import export_bundle
         from valora_train.report import print_report
@@ -92,11 +96,10 @@ class _Stages:
 
     def _make(self, stage: Stage, build: Callable[[Path, Step], None]) -> Path:
         verb, _, what = stage.name.partition("-")
-        with stopwatch() as took:
-            with self._display.work(verb, what) as on_step:
-                folder, reused = stage.run(
-                    Path(self._settings.paths.work), lambda folder: build(folder, on_step)
-                )
+        with stopwatch() as took, self._display.work(verb, what) as on_step:
+            folder, reused = stage.run(
+                Path(self._settings.paths.work), lambda folder: build(folder, on_step)
+            )
         self._display.done(verb, what, None if reused else took())
         return folder
 

@@ -35,7 +35,7 @@ def teach_stage(domain: DomainSettings, teacher: TeacherSettings, data: Path) ->
     """The stage that trains a domain's teacher, or takes over a trained one; None without one."""
     if domain.teacher == LABELS:
         return None
-    settings = {"labels": domain.labels, "kind": teacher.kind}
+    settings: dict[str, Any] = {"labels": domain.labels, "kind": teacher.kind}
     if domain.teacher == TRAIN:
         settings["options"] = teacher.options
         return Stage(f"teach-{domain.name}", 1, settings, {"data": digest(data)})

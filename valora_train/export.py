@@ -1,11 +1,11 @@
 """Stage `export`: a fusion becomes a bundle, once the gate has let it through.
 
-The bundle stands at ``bundles/<task>``; the one that stood there moves to ``bundles/<task>@<version>``.
+The bundle stands at ``bundles/<task>``; the one that stood there moves to
+``bundles/<task>@<version>``.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -266,5 +266,3 @@ def _card(manifest: dict[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
-
-

@@ -259,7 +259,9 @@ class _Fusion:
                     name: trainer.evaluate(adapter, name, Split.VAL) for name in attempt.domains
                 }
             decision = plan.tell({name: value.accuracy for name, value in results.items()})
-            if decision.verdict is Verdict.COMMITTED or adapter in plan.packing and not attempt.held:
+            if decision.verdict is Verdict.COMMITTED or (
+                adapter in plan.packing and not attempt.held
+            ):
                 self._keep(adapter, attempt.number)
             elif attempt.held:
                 trainer.restore(adapter, before)
@@ -400,7 +402,9 @@ class _Fusion:
         }
 
     def _write_adapter(self, adapter: str) -> None:
-        self._lmm.save_adapter(adapter, self._folder / "adapters" / adapter, self._settings.model.id)
+        self._lmm.save_adapter(
+            adapter, self._folder / "adapters" / adapter, self._settings.model.id
+        )
 
 
 def _first_head(base: str) -> Tensor | None:

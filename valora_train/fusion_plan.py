@@ -79,7 +79,10 @@ class Decision:
 class Strategy(Protocol):
     """Says which open adapters to try for a domain, before a new one is opened."""
 
-    rehearse: bool
+    @property
+    def rehearse(self) -> bool:
+        """Whether samples of the domains held are mixed in."""
+        ...
 
     def candidates(self, adapters: Mapping[str, tuple[str, ...]]) -> Sequence[str]:
         """Names of adapters to try in turn.
@@ -142,7 +145,9 @@ def order_domains(
         case "probe" if shortfall is not None:
             return sorted(names, key=lambda name: -shortfall[name])
         case "probe":
-            raise SettingsError("fusion.order=probe needs the head-only probe: set fusion.probe=true")
+            raise SettingsError(
+                "fusion.order=probe needs the head-only probe: set fusion.probe=true"
+            )
     raise SettingsError(f"unknown fusion.order {order!r}: choose given, random or probe")
 
 
@@ -250,9 +255,7 @@ class FusionPlan:
         self._waiting.pop(0)
         self._to_try = None
 
-    def _reason(
-        self, accuracy: Mapping[str, float], below: Sequence[str], verdict: Verdict
-    ) -> str:
+    def _reason(self, accuracy: Mapping[str, float], below: Sequence[str], verdict: Verdict) -> str:
         if not below:
             return "every domain keeps its requirement"
         misses = ", ".join(f"{name} {accuracy[name]:.3f} < {self._bar[name]:.3f}" for name in below)

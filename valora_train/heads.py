@@ -65,9 +65,12 @@ class DetectionHead(nn.Module):
         Returns:
             (n, tokens, 5 + classes) float32.
         """
-        return F.linear(hidden.float(), self.linear.weight, self.linear.bias)
+        raw: Tensor = self.linear(hidden.float())
+        return raw
 
-    def loss(self, raw: Tensor, targets: Sequence[DetectionTarget], weights: HeadSettings) -> Tensor:
+    def loss(
+        self, raw: Tensor, targets: Sequence[DetectionTarget], weights: HeadSettings
+    ) -> Tensor:
         """Training loss of a batch, per object.
 
         Binary cross entropy of the objectness, generalised IoU of the boxes (Rezatofighi et al.
@@ -95,7 +98,8 @@ class DetectionHead(nn.Module):
             classes = torch.stack([target.classes for target in targets]).to(raw.device)
             wrong = F.cross_entropy(raw[..., 5:][positive], classes[positive], reduction="none")
             total = total + weights.class_weight * (wrong * weight[positive]).sum()
-        return total / objects
+        loss: Tensor = total / objects
+        return loss
 
     def predict(
         self, raw: Tensor, size: tuple[int, int], settings: HeadSettings, min_score: float
@@ -156,7 +160,9 @@ class DetectionHead(nn.Module):
             head = cls(tensors["weight"].shape[1], labels, (grid[0], grid[1]))
             head.linear.load_state_dict({key: tensors[key] for key in ("weight", "bias")})
         except (OSError, KeyError, RuntimeError, ValueError, SafetensorError) as error:
-            raise BundleError(f"head {file} is damaged: {error}; export the bundle again") from error
+            raise BundleError(
+                f"head {file} is damaged: {error}; export the bundle again"
+            ) from error
         head.calibration.copy_(tensors["calibration"])
         head.threshold.copy_(tensors["threshold"][0])
         return head

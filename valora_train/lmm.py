@@ -108,7 +108,8 @@ class Lmm:
         embedded = self.model.get_input_embeddings()(ids)
         embedded = embedded.masked_scatter(visual[..., None].to(embedded.device), features)
         output = self.model.model.language_model(inputs_embeds=embedded, use_cache=False)
-        return output.last_hidden_state[visual].view(features.shape)
+        hidden: Tensor = output.last_hidden_state[visual].view(features.shape)
+        return hidden
 
     def _prompt(self, prompt: str) -> Tensor:
         """Token ids of a prompt with one image after it, up to the last visual token: (length,)."""

@@ -20,7 +20,9 @@ def print_report(bundle: Bundle, console: Console, seconds: float) -> None:
         console: Where to print.
         seconds: How long it all took.
     """
-    table = Table(title=f"{bundle.name}, version {bundle.version}: F1 at IoU 0.5", title_style="bold")
+    table = Table(
+        title=f"{bundle.name}, version {bundle.version}: F1 at IoU 0.5", title_style="bold"
+    )
     for column in ("domain", "teacher", "required", "validation", "test (95 %)", "head alone"):
         table.add_column(column, justify="left" if column == "domain" else "right")
     table.add_column("adapter")

@@ -254,7 +254,9 @@ class Settings:
                 )
         chosen = [self.domains[name] for name in self.task.only or self.domains]
         if not chosen:
-            raise SettingsError(f"task {self.task.name} has no domain left to fuse: list at least one")
+            raise SettingsError(
+                f"task {self.task.name} has no domain left to fuse: list at least one"
+            )
         return chosen
 
 

@@ -89,7 +89,8 @@ class Stage:
             if not self.resumable:
                 shutil.rmtree(partial, ignore_errors=True)
             raise StageError(
-                f"no space left on the disk for stage {self.name} in {work}: free some and run again"
+                f"no space left on the disk for stage {self.name} in {work}: free some and run "
+                "again"
             ) from error
         return done, False
 

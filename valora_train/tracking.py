@@ -53,7 +53,9 @@ class Tracker:
         self._uri = uri or mlflow.get_tracking_uri()
         self._client = MlflowClient(self._uri)
         found = self._client.get_experiment_by_name(experiment)
-        self._experiment = found.experiment_id if found else self._client.create_experiment(experiment)
+        self._experiment = (
+            found.experiment_id if found else self._client.create_experiment(experiment)
+        )
         self._fusion = fusion
         self.run_id = ""
         self._monitor: Any = None
@@ -94,7 +96,9 @@ class Tracker:
         flat = _flatten(config)
         params = [Param(key, str(value)[:MOST_PARAM]) for key, value in flat.items()]
         self._client.log_batch(self.run_id, params=params)
-        self._client.log_text(self.run_id, OmegaConf.to_yaml(OmegaConf.create(dict(config))), "config.yaml")
+        self._client.log_text(
+            self.run_id, OmegaConf.to_yaml(OmegaConf.create(dict(config))), "config.yaml"
+        )
 
     def _watch(self, resume: bool) -> None:
         """Log memory and processor use of the parent run while it lasts."""
@@ -126,7 +130,9 @@ class Tracker:
         mine = f"tags.`{PARENT}` = '{self.run_id}' and tags.`{ATTEMPT}` = '{attempt.number}'"
         for run in self._runs(mine):
             self._client.delete_run(run.info.run_id)
-        return AttemptRun(self._client, self._experiment, self.run_id, self._fusion, attempt, required)
+        return AttemptRun(
+            self._client, self._experiment, self.run_id, self._fusion, attempt, required
+        )
 
     def summary(
         self,
@@ -152,7 +158,10 @@ class Tracker:
         # `log_table` appends to what is there; a summary replaces it.
         self._client.log_dict(
             self.run_id,
-            {"columns": list(rows), "data": [list(row) for row in zip(*rows.values(), strict=True)]},
+            {
+                "columns": list(rows),
+                "data": [list(row) for row in zip(*rows.values(), strict=True)],
+            },
             "steps.json",
         )
         heat = pictures.heat_map(decisions, required)
@@ -218,7 +227,11 @@ class AttemptRun:
         self._losses.append((step, value))
 
     def decided(
-        self, decision: Decision, seconds: float, sheets: Mapping[str, Image], details: Mapping[str, float]
+        self,
+        decision: Decision,
+        seconds: float,
+        sheets: Mapping[str, Image],
+        details: Mapping[str, float],
     ) -> None:
         """Log what came out and end the run.
 
@@ -248,9 +261,7 @@ class AttemptRun:
         self._client.set_terminated(self._id, "KILLED")
 
 
-def register(
-    uri: str | None, run_id: str, name: str, bundle: Path, tags: Mapping[str, str]
-) -> int:
+def register(uri: str | None, run_id: str, name: str, bundle: Path, tags: Mapping[str, str]) -> int:
     """Put a bundle into the model registry, with the alias ``latest-fused``.
 
     Args:

@@ -214,7 +214,7 @@ class Trainer:
             batch = self._draw(bench.generator, domain, rehearsed)
             loss = self._loss(bench.heads, batch)
             bench.optimizer.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             parameters = [p for group in bench.optimizer.param_groups for p in group["params"]]
             nn.utils.clip_grad_norm_(parameters, self._settings.clip)
             bench.optimizer.step()
@@ -275,7 +275,7 @@ class Trainer:
             targets = [data.targets[row] for row in rows.tolist()]
             loss = head.loss(head(hidden[rows]), targets, self._head_settings)
             optimizer.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
         return head
 
@@ -346,7 +346,7 @@ class Trainer:
         state = {f"lora/{key}": p for key, p in self._lmm.lora_parameters(adapter).items()}
         for domain, head in bench.heads.items():
             state |= {f"head/{domain}/{key}": value for key, value in head.state_dict().items()}
-        named = list(state.items())
+        named: list[tuple[str, Tensor]] = list(state.items())
         for key, parameter in self._named_parameters(adapter):
             for item, value in bench.optimizer.state.get(parameter, {}).items():
                 named.append((f"optimizer/{item}/{key}", value))

@@ -113,7 +113,9 @@ class Domain:
                 f"domain name {self.name!r} must be letters, digits and underscores: rename it"
             )
         if not self.labels or len(set(self.labels)) != len(self.labels):
-            raise DataError(f"domain {self.name} needs a list of distinct labels, got {self.labels}")
+            raise DataError(
+                f"domain {self.name} needs a list of distinct labels, got {self.labels}"
+            )
         if not 0.0 < self.required <= 1.0:
             raise DataError(
                 f"required accuracy of domain {self.name} must lie in (0, 1], got {self.required}"

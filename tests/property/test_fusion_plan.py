@@ -151,5 +151,5 @@ def test_orders():
     assert len({tuple(order_domains(names, "random", seed)) for seed in range(20)}) > 5
     shortfall = {"a": 0.1, "b": 0.3, "c": -0.2, "d": 0.2}
     assert order_domains(names, "probe", 0, shortfall) == ["b", "d", "a", "c"]
-    with pytest.raises(SettingsError, match="unknown fusion.order 'up'"):
+    with pytest.raises(SettingsError, match=r"unknown fusion\.order 'up'"):
         order_domains(names, "up", 0)

@@ -26,7 +26,9 @@ def random_split(seed, images=60):
     found = []
     for boxes in truth:
         near = [
-            Box(b.x0 + rng.normal(0, 4), b.y0, b.x1 + rng.normal(0, 4), b.y1, b.label, rng.uniform())
+            Box(
+                b.x0 + rng.normal(0, 4), b.y0, b.x1 + rng.normal(0, 4), b.y1, b.label, rng.uniform()
+            )
             for b in boxes
         ]
         found.append(near + [box(rng.uniform(0, 0.7)) for _ in range(rng.integers(0, 3))])

@@ -101,7 +101,9 @@ def test_same_seed_same_weights(random_llava):
         train(trainer, "apple")
         states.append(trainer.snapshot("adapter-1"))
     assert same(states[0], states[1])
-    assert not torch.equal(states[0]["head/apple/linear.weight"], states[2]["head/apple/linear.weight"])
+    assert not torch.equal(
+        states[0]["head/apple/linear.weight"], states[2]["head/apple/linear.weight"]
+    )
 
 
 def test_adapters_do_not_touch_each_other(random_llava):
@@ -110,11 +112,11 @@ def test_adapters_do_not_touch_each_other(random_llava):
     train(trainer, "apple")
     before = trainer.snapshot("adapter-1")
     trainer.open("adapter-2", seed=9)
-    trainer.train(
-        "adapter-2", "sky", held=[], rehearse=False, seed=1, on_step=lambda *_: None
-    )
+    trainer.train("adapter-2", "sky", held=[], rehearse=False, seed=1, on_step=lambda *_: None)
     now = trainer.snapshot("adapter-1")
-    assert all(torch.equal(now[key], before[key]) for key in before if not key.startswith("random/torch"))
+    assert all(
+        torch.equal(now[key], before[key]) for key in before if not key.startswith("random/torch")
+    )
     trainer.close("adapter-2")
     assert trainer.evaluate("adapter-1", "apple", Split.VAL).boxes
 

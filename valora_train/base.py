@@ -23,7 +23,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -328,7 +327,10 @@ def train(out: Path, minutes: float, batch_size: int, rate: float, workers: int,
             stream.check()
             logged = now
             figures = " ".join(f"{name} {value:.3f}" for name, value in task.report().items())
-            print(f"{elapsed:4.0f} s  {steps} steps  {seen} seen  {stream.made} made  {figures}", flush=True)
+            print(
+                f"{elapsed:4.0f} s  {steps} steps  {seen} seen  {stream.made} made  {figures}",
+                flush=True,
+            )
         if now - saved > 120:
             saved = now
             save(model, head, processor, out)

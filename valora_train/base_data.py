@@ -19,7 +19,6 @@ import numpy.typing as npt
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from valora_data.sources.generic_questions import (
-    ORDINALS,
     TASKS,
     Question,
     ask_motion,
@@ -362,9 +361,7 @@ class Stream:
         self.queue: Queue[tuple[str, Chunk]] = context.Queue(maxsize=4 * workers)
         text = tokenizer.to_str()
         self.workers = [
-            context.Process(
-                target=_work, args=(seed + 1 + i, text, self.queue), daemon=True
-            )
+            context.Process(target=_work, args=(seed + 1 + i, text, self.queue), daemon=True)
             for i in range(workers)
         ]
         for worker in self.workers:
@@ -375,7 +372,9 @@ class Stream:
         """Raises if a worker has died."""
         dead = [worker.pid for worker in self.workers if not worker.is_alive()]
         if dead:
-            raise RuntimeError(f"{len(dead)} of the drawing processes died; see their messages above")
+            raise RuntimeError(
+                f"{len(dead)} of the drawing processes died; see their messages above"
+            )
 
     def close(self) -> None:
         """Ends the workers; what is pooled stays."""

@@ -13,6 +13,10 @@ Weights are read before `gdc_wait`, activations after it: a preceding kernel may
 never weights. Every program waits, so that the end of a grid implies the end of all grids before.
 """
 
+# Triton decides constant branches (`if P > 1:`) at compile time, so they stay apart from those on
+# values; its functions have no types that a checker could use.
+# ruff: noqa: PLR0912, PLR0915, SIM102, SIM108
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
 import triton
@@ -164,9 +168,10 @@ def _load_h(
 def _expand_tile(
     y0, y1, y2, s0, s1, s2, n0, n1, n2, b, b_table, records, rows, part, counters,
     places, slots, max_rank, tile, block,
-    P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, ER: tl.constexpr,
-    SPLITS: tl.constexpr, RANKS: tl.constexpr, PAGED: tl.constexpr, PDL: tl.constexpr,
-    FLOW: tl.constexpr, ADD: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+    ER: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr, PAGED: tl.constexpr,
+    PDL: tl.constexpr, FLOW: tl.constexpr, ADD: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows × one block of outputs: y += Σ_t h_t B_tᵀ, rounded once.
 
@@ -214,7 +219,8 @@ def _expand_tile(
                 tl.store(counter, 0)
                 tl.store(counter + 1, 0)
         h = _load_h(
-            part, places, place, valid, rank, projection, 0, 0, P, TERMS, BM, ER, SPLITS, RANKS, CHUNK
+            part, places, place, valid, rank, projection, 0, 0,
+            P, TERMS, BM, ER, SPLITS, RANKS, CHUNK,
         )  # fmt: skip
         delta = _times_b(h, b_tile, tl.zeros((BM, BN), tl.float32), BM, PRECISION)
         for term in tl.static_range(TERMS):
@@ -289,9 +295,9 @@ def flow_kernel(
     y0, y1, y2, s0, s1, s2, n0, n1, n2, x, x_stride, a, a_table, b, b_table,
     records, rows, scale, part, counters, places, slots, max_rank, k8, shrinks, blocks,
     P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
-    ER: tl.constexpr, BK: tl.constexpr, K_SPLIT: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr,
-    EVEN_K: tl.constexpr, PAGED: tl.constexpr, PDL: tl.constexpr, ADD: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    ER: tl.constexpr, BK: tl.constexpr, K_SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+    RANKS: tl.constexpr, EVEN_K: tl.constexpr, PAGED: tl.constexpr, PDL: tl.constexpr,
+    ADD: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: the programs of `shrink_kernel`, then those of `expand_kernel`.
 

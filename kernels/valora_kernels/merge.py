@@ -188,7 +188,8 @@ class MergeableWeights:
     def _table(self, tiling: MergeTiling) -> tuple[torch.Tensor, torch.Tensor]:
         """[programs, 2] int32 matrix and tile of each program; [matrices, 7] int64, see the kernel.
 
-        Adapters' places count elements from the first source's memories: all share one address space.
+        Adapters' places count elements from the first source's memories; all share one address
+        space.
         """
         if tiling not in self._tables:
             device = self.live.device

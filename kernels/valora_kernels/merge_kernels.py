@@ -1,5 +1,7 @@
 """The Triton kernel that merges one adapter into all adapted weights of a model."""
 
+# Triton's functions have no types that a checker could use.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
 import triton
@@ -9,8 +11,8 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["rank", "slot"])
 def merge_kernel(
     live, pristine, a, b, a_rows, b_rows, tiles, matrices, scaling, slot, rank,
-    SLOT_RANKS: tl.constexpr, PAGED: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, BR: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SLOT_RANKS: tl.constexpr, PAGED: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr,
+    BR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Live = pristine + scaling · B · A, one tile of one matrix a program.
 

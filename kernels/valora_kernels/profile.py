@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,7 +38,7 @@ def spread(
     Args:
         rows: Number of rows, at least `adapters`.
         adapters: Number of adapters.
-        popularity: `uniform`; `zipf` (weights 1 / place); `skewed` (one adapter has all other rows).
+        popularity: `uniform`; `zipf` (weights 1 / place); `skewed` (one has all other rows).
         seed: Of the draw.
 
     Returns:
@@ -142,5 +143,5 @@ def replay_times(
             graph.replay()
             event.record()
     stream.synchronize()
-    spans = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    spans = [a.elapsed_time(b) for a, b in pairwise(events)]
     return np.asarray(spans) * 1e3 / (rounds * len(calls))

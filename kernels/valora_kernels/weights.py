@@ -28,7 +28,8 @@ class LoraWeights:
         slots: Adapters that there is room for.
         max_rank: Rank rows of a slot.
         a: Memory of A. Contiguous: [P, slots, max_rank, in_features]. Paged: any contiguous shape.
-        b: Memory of Bᵀ. Contiguous: flat, for each p [slots, max_rank, out_features[p]]. Paged: any.
+        b: Memory of Bᵀ. Contiguous: flat, for each p [slots, max_rank, out_features[p]]. Paged:
+            any.
         a_table: [P, slots, max_rank] int64, first element of each row in `a`; None if contiguous.
         b_table: Likewise for `b`.
     """
@@ -50,7 +51,8 @@ class LoraWeights:
             )
         if self.a.dtype != self.b.dtype or self.a.device != self.b.device:
             raise ValueError(
-                f"b: expected {self.a.dtype} on {self.a.device}, got {self.b.dtype} on {self.b.device}"
+                f"b: expected {self.a.dtype} on {self.a.device}, "
+                f"got {self.b.dtype} on {self.b.device}"
             )
         if not (self.a.is_contiguous() and self.b.is_contiguous()):
             raise ValueError("weights: expected contiguous memory, got strides "

@@ -1,0 +1,472 @@
+"""ATMM beside the floor and what exists, in one run on one GPU: `make bench-kernels`.
+
+Every time is the median over replays of a CUDA graph that goes round input sets larger than the L2
+cache, so weights and activations are cold. The column `csv` is the best of fourteen published
+implementations as measured earlier on an H200 (`lora_kernels_h200.csv` beside this file); the
+others are rebuilt here from torch and run beside ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from valora_kernels.atmm import add_projection, atmm, chosen_tiling
+from valora_kernels.merge import MergeableWeights
+from valora_kernels.profile import Inputs, Workload, replay_times, spread
+from valora_kernels.weights import LoraWeights
+
+WIDTH = 4096
+ANCHORS = Path(__file__).with_name("lora_kernels_h200.csv")
+MIXED = (64, 32, 16, 8)
+
+
+@dataclass
+class Case:
+    """One row of the first table."""
+
+    group: str
+    rows: int
+    ranks: list[int]
+    popularity: str = "uniform"
+    in_features: int = WIDTH
+    out_features: tuple[int, ...] = (WIDTH,)
+    csv_us: float | None = None
+    csv_by: str = ""
+    base_csv_us: float | None = None
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+        ranks = str(self.ranks[0]) if len(set(self.ranks)) == 1 else "mixed"
+        widths = "" if (self.in_features, *self.out_features) == (WIDTH, WIDTH) else (
+            f" {self.in_features}→{'+'.join(map(str, self.out_features))}"
+        )  # fmt: skip
+        how = "" if self.popularity == "uniform" else f" {self.popularity}"
+        return f"{ranks} {self.rows}×{len(self.ranks)}{widths}{how}"
+
+
+@dataclass
+class Result:
+    """What was measured for a case, microseconds."""
+
+    case: Case
+    floor: float
+    ours: float
+    p95: float
+    eager: float
+    error: float
+    tiling: str
+    base: float
+    base_p95: float
+    peers: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def best(self) -> float:
+        """The best of what exists: of the csv where it has the case, of the rebuilt peers."""
+        known = [us for us in self.peers.values() if np.isfinite(us)]
+        return self.case.csv_us if self.case.csv_us is not None else min(known)
+
+
+def anchors() -> Iterator[Case]:
+    """The cases of the csv."""
+    with ANCHORS.open() as file:
+        for row in csv.DictReader(file):
+            count = int(row["adapters"])
+            ranks = MIXED if row["ranks"] == "mixed" else (int(row["ranks"]),)
+            yield Case(
+                "csv",
+                int(row["tokens"]),
+                [ranks[i % len(ranks)] for i in range(count)],
+                csv_us=float(row["best_us"]),
+                csv_by=row["best_by"],
+            )
+
+
+def off_grid() -> Iterator[Case]:
+    """Shapes between and beside the csv's."""
+    for rows, adapters in ((7, 3), (24, 8), (48, 32), (100, 10), (190, 24), (700, 6), (3000, 40)):
+        for ranks in ((8,), (32,), (64,), (128,), MIXED):
+            yield Case("between", rows, [ranks[i % len(ranks)] for i in range(adapters)])
+    for popularity in ("skewed", "zipf"):
+        for rows, adapters in ((64, 16), (256, 32), (1500, 16), (4096, 64)):
+            yield Case("popularity", rows, [64] * adapters, popularity)
+    for wide in (
+        (4096, (1024,)),
+        (4096, (11008,)),
+        (11008, (4096,)),
+        (3584, (3584,)),
+        (5120, (5120,)),
+    ):
+        for rows, adapters in ((16, 4), (64, 16), (512, 4), (2048, 16)):
+            yield Case("widths", rows, [64] * adapters, in_features=wide[0], out_features=wide[1])
+    for outs in ((4096, 4096, 4096), (4096, 1024, 1024)):
+        for rows, adapters in ((1, 1), (32, 16), (64, 64), (512, 4), (2048, 16)):
+            yield Case("q, k, v", rows, [64] * adapters, out_features=outs)
+
+
+def peers(work: Workload) -> dict[str, Callable[[Inputs], object]]:
+    """Existing ways to do it, rebuilt from torch; scalings are left out, in their favour."""
+    device = work.sets[0].x.device
+    slots, rank = len(work.ranks), max(work.ranks)
+    rows_of = torch.from_numpy(work.rows_of).to(device)
+    dtype = work.sets[0].x.dtype
+    places = [(rows_of == slot).nonzero()[:, 0] for slot in range(slots)]
+    counts = torch.bincount(rows_of, minlength=slots)
+    width = int(counts.max())
+    padded = torch.zeros(slots, width, dtype=torch.int64, device=device)
+    for slot, mine in enumerate(places):
+        padded[slot, : len(mine)] = mine
+    inside = (torch.arange(width, device=device)[None] < counts[:, None]).nonzero(as_tuple=True)
+    offsets = counts.cumsum(0).to(torch.int32)
+    mask = (torch.arange(slots, device=device)[None] == rows_of[:, None]).to(dtype)
+    wide_mask = mask.repeat_interleave(rank, dim=1)
+    grouped = getattr(torch.nn.functional, "grouped_mm", None)
+
+    def views(s: Inputs) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        weights = s.weights
+        for p, y in enumerate(s.ys):
+            start, n = weights.b_start(p), weights.out_features[p]
+            b = weights.b[start : start + slots * rank * n].view(slots, rank, n)
+            yield y, weights.a[p], b
+
+    def dense_mask(s: Inputs) -> None:
+        for y, a, b in views(s):
+            hidden = s.x @ a.flatten(0, 1).T
+            y.addmm_(hidden if slots == 1 else hidden * wide_mask, b.flatten(0, 1))
+
+    def loop(s: Inputs) -> None:
+        for y, a, b in views(s):
+            for slot, mine in enumerate(places):
+                if slots == 1:
+                    y.addmm_(s.x @ a[0].T, b[0])
+                else:
+                    y.index_add_(0, mine, s.x[mine] @ a[slot].T @ b[slot])
+
+    def peft(s: Inputs) -> None:
+        for y, a, b in views(s):
+            for slot, mine in enumerate(places):
+                y[mine] += (s.x[mine] @ a[slot].T) @ b[slot] * 0.5
+
+    def padded_bmm(s: Inputs) -> None:
+        for y, a, b in views(s):
+            out = torch.bmm(torch.bmm(s.x[padded], a.transpose(1, 2)), b)
+            y.index_add_(0, padded[inside], out[inside])
+
+    def einsum(s: Inputs) -> None:
+        for y, a, b in views(s):
+            hidden = torch.einsum("mk,srk->msr", s.x, a) * mask[:, :, None]
+            y.add_(torch.einsum("msr,srn->mn", hidden, b))
+
+    def grouped_mm(s: Inputs) -> None:
+        assert grouped is not None
+        for y, a, b in views(s):
+            y.add_(grouped(grouped(s.x, a.transpose(1, 2), offs=offsets), b, offs=offsets))
+
+    found: dict[str, Callable[[Inputs], object]] = {
+        "dense_mask": dense_mask,
+        "loop": loop,
+        "peft": peft,
+        "bmm": padded_bmm,
+        "einsum": einsum,
+    }
+    if grouped is not None:
+        found["grouped_mm"] = grouped_mm
+    return found
+
+
+def exact(work: Workload, s: Inputs, ys: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The result in fp32, per adapter."""
+    totals = [y.float() for y in ys]
+    rows_of = torch.from_numpy(work.rows_of).to(s.x.device)
+    for p, total in enumerate(totals):
+        for slot, rank in enumerate(work.ranks):
+            mine = (rows_of == slot).nonzero()[:, 0]
+            a, b = s.weights.rows_of(p, slot, rank)
+            hidden = s.x[mine].float() @ a.float().T
+            total[mine] += (hidden @ b.float()) * work.scalings[slot]
+    return totals
+
+
+def eager_time(call: Callable[[], object], repeats: int = 30) -> float:
+    """Microseconds a call takes when Python launches it, back to back."""
+    call()
+    torch.cuda.synchronize()
+    spans = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize()
+        spans.append((time.perf_counter() - start) / repeats * 1e6)
+    return float(np.median(spans))
+
+
+class Ceilings:
+    """Bandwidth and rate of this GPU, measured in this run."""
+
+    def __init__(self) -> None:
+        source = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_()
+        target = torch.empty_like(source)
+        us = np.median(replay_times([partial(target.copy_, source)], at_least=3))
+        self.bytes_per_us = 2 * source.nbytes / us
+        del source, target
+        torch.cuda.empty_cache()
+        a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in "ab")
+        us = np.median(replay_times([lambda: a @ b], at_least=3))
+        self.flops_per_us = 2 * 8192**3 / us
+
+    def floor(self, work: Workload) -> float:
+        """max(bytes / bandwidth, flops / rate), microseconds."""
+        return max(work.bytes / self.bytes_per_us, work.flops / self.flops_per_us)
+
+
+def measure(case: Case, ceilings: Ceilings, *, with_peers: bool, repeats: int) -> Result:
+    """One case: ours, the base GEMM and the peers on the same inputs."""
+    work = Workload(
+        spread(case.rows, len(case.ranks), case.popularity),
+        case.ranks,
+        case.in_features,
+        case.out_features,
+    )
+    calls = [partial(atmm, s.ys, s.x, s.weights, work.batch) for s in work.sets]
+    first = work.sets[0]
+    before = [y.clone() for y in first.ys]
+    poisoned = [y.clone() for y in first.ys]
+    atmm(poisoned, first.x, first.weights, work.batch)
+    want = exact(work, first, before)
+    error = max(
+        float((y.float() - w).norm() / w.norm()) for y, w in zip(poisoned, want, strict=True)
+    )
+    times = replay_times(calls, repeats=repeats)
+    bases = [
+        torch.randn(sum(case.out_features), case.in_features, device="cuda", dtype=first.x.dtype)
+        for _ in range(min(len(work.sets), 8))
+    ]
+    outs = torch.empty(case.rows, sum(case.out_features), device="cuda", dtype=first.x.dtype)
+    base = replay_times(
+        [
+            partial(torch.mm, work.sets[i % len(work.sets)].x, w.T, out=outs)
+            for i, w in enumerate(bases)
+        ],
+        repeats=repeats,
+    )
+    result = Result(
+        case=case,
+        floor=ceilings.floor(work),
+        ours=float(np.median(times)),
+        p95=float(np.percentile(times, 95)),
+        eager=eager_time(calls[0]),
+        error=error,
+        tiling=str(chosen_tiling(first.weights, work.batch)),
+        base=float(np.median(base)),
+        base_p95=float(np.percentile(base, 95)),
+    )
+    if with_peers:
+        for name, call in peers(work).items():
+            if name in ("loop", "peft") and len(case.ranks) > 16 and case.csv_us is not None:
+                continue  # a millisecond each; the csv has them
+            few = [partial(call, s) for s in work.sets[: max(2, 64 // len(case.ranks))]]
+            try:
+                result.peers[name] = float(np.median(replay_times(few, repeats=5, at_least=4)))
+            except (RuntimeError, NotImplementedError) as error_:
+                print(f"  {name}: {str(error_).splitlines()[0][:100]}", file=sys.stderr)
+                result.peers[name] = float("nan")
+            finally:
+                torch.cuda.synchronize()
+    return result
+
+
+def geometric_mean(values: list[float]) -> float:
+    """exp of the mean logarithm; NaN of nothing."""
+    return float(np.exp(np.mean(np.log(values)))) if values else float("nan")
+
+
+def report(results: list[Result], lines: list[str]) -> None:
+    """The first table as Markdown, and its summary."""
+    names = sorted({name for r in results for name in r.peers})
+    head = ["case", "floor", "base", "ours", "best", "ours/best", "by", "eager", "error", *names]
+    lines += ["", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for r in results:
+        known = {n: us for n, us in r.peers.items() if np.isfinite(us)}
+        by = r.case.csv_by or min(known, key=lambda n: known[n], default="")
+        cells = [
+            r.case.name, f"{r.floor:.2f}", f"{r.base:.2f}", f"**{r.ours:.2f}**", f"{r.best:.2f}",
+            f"{r.ours / r.best:.2f}", by, f"{r.eager:.0f}", f"{r.error:.1e}",
+            *(f"{r.peers.get(n, float('nan')):.1f}" for n in names),
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    groups = {"all": results}
+    for r in results:
+        groups.setdefault(r.case.group, []).append(r)
+        kind = "decode (rows ≤ 256)" if r.case.rows <= 256 else "prefill"
+        groups.setdefault(f"{r.case.group}, {kind}", []).append(r)
+    lines += ["", "| group | cases | geometric mean of ours / best | worst | ours / floor |"]
+    lines += ["|---|---|---|---|---|"]
+    for name, members in groups.items():
+        ratios = [r.ours / r.best for r in members]
+        over = geometric_mean([r.ours / r.floor for r in members])
+        lines.append(
+            f"| {name} | {len(members)} | {geometric_mean(ratios):.3f} | {max(ratios):.3f} "
+            f"| {over:.2f} |"
+        )
+    spreads = [r.p95 / r.ours for r in results]
+    base = [r.base_p95 / r.base for r in results]
+    lines += [
+        "",
+        f"Latency spread p95/p50: ours {np.median(spreads):.4f} (worst {max(spreads):.3f}), "
+        f"base GEMM {np.median(base):.4f} (worst {max(base):.3f}). "
+        f"Largest relative error {max(r.error for r in results):.1e}.",
+    ]
+
+
+def projection_totals(lines: list[str], repeats: int) -> list[dict[str, float]]:
+    """x·W + LoRA over x·W alone, rank 64, 16 adapters."""
+    found = []
+    lines += [
+        "",
+        "| tokens | x·W | x·W + LoRA | ratio | LoRA after x·W | ratio |",
+        "|---" * 6 + "|",
+    ]
+    for rows in (1, 16, 64, 256, 2048, 8192):
+        adapters = min(rows, 16)
+        work = Workload(spread(rows, adapters), [64] * adapters, WIDTH, [WIDTH], most=8)
+        sets = (work.sets * 8)[: max(8, len(work.sets))]
+        bases = [
+            torch.randn(WIDTH, WIDTH, device="cuda", dtype=torch.bfloat16) / 64 for _ in range(8)
+        ]
+
+        def separate(s: Inputs, w: torch.Tensor, work: Workload = work) -> None:
+            torch.mm(s.x, w.T, out=s.ys[0])
+            atmm(s.ys, s.x, s.weights, work.batch)
+
+        pairs = list(zip(sets, bases, strict=False))
+        alone = replay_times(
+            [partial(torch.mm, s.x, w.T, out=s.ys[0]) for s, w in pairs], repeats=repeats
+        )
+        total = replay_times(
+            [partial(add_projection, s.ys, s.x, [w], s.weights, work.batch) for s, w in pairs],
+            repeats=repeats,
+        )
+        after = replay_times([partial(separate, s, w) for s, w in pairs], repeats=repeats)
+        base, both, two = (float(np.median(t)) for t in (alone, total, after))
+        found.append({"rows": rows, "base": base, "total": both, "separate": two})
+        lines.append(
+            f"| {rows} | {base:.2f} | {both:.2f} | **{both / base:.3f}** | {two:.2f} "
+            f"| {two / base:.3f} |"
+        )
+    return found
+
+
+def merging(lines: list[str]) -> dict[str, float]:
+    """Merge of rank 64 into q, k, v, o of 32 layers of width 4096."""
+    layers, rank = 32, 64
+    shapes = {f"{layer}.{p}": (WIDTH, WIDTH) for layer in range(layers) for p in "qkvo"}
+    merged = MergeableWeights(shapes, dtype=torch.bfloat16, device="cuda")
+    merged.pristine.normal_(std=0.02)
+    merged.unmerge()
+    sources: dict[str, tuple[LoraWeights, int]] = {}
+    for layer in range(layers):
+        for names in ("qkv", "o"):
+            weights = LoraWeights.contiguous(
+                1, rank, WIDTH, (WIDTH,) * len(names), dtype=torch.bfloat16, device="cuda"
+            )
+            weights.a.normal_(std=0.02)
+            weights.b.normal_(std=0.02)
+            sources |= {f"{layer}.{name}": (weights, p) for p, name in enumerate(names)}
+    merged.bind(sources)
+    pairs = [
+        (merged.weight(name), *weights.rows_of(p, 0, rank))
+        for name, (weights, p) in sources.items()
+    ]
+
+    def per_layer() -> None:
+        for weight, a, b in pairs:
+            weight.addmm_(b.T, a, alpha=0.5)
+
+    def peft_merge() -> None:
+        for weight, a, b in pairs:
+            weight.data += (b.T @ a) * 0.5
+
+    def median(call: Callable[[], object]) -> float:
+        return float(np.median(replay_times([call], at_least=1, repeats=7)))
+
+    target = torch.empty_like(merged.live)
+    found = {
+        "copy": median(partial(target.copy_, merged.pristine)),
+        "merge": median(partial(merged.merge, 0, rank, 0.5)),
+        "unmerge": median(merged.unmerge),
+        "addmm a layer": median(per_layer),
+        "PEFT merge_adapter": median(peft_merge),
+    }
+    merged.merge(0, rank, 0.5)
+    differing = 0.0
+    for name in ("0.q", "15.k", "31.o"):
+        weights, p = sources[name]
+        a, b = weights.rows_of(p, 0, rank)
+        start = list(shapes).index(name) * WIDTH * WIDTH
+        base = merged.pristine[start : start + WIDTH * WIDTH].view(WIDTH, WIDTH)
+        once = torch.addmm(base.double(), b.T.double(), a.double(), alpha=0.5).to(base.dtype)
+        differing = max(differing, float((once != merged.weight(name)).double().mean()))
+    found["differing"] = differing
+    lines += ["", "| what | µs | over the copy |", "|---|---|---|"]
+    lines += [
+        f"| {name} | {us:.0f} | {us / found['copy']:.3f} |"
+        for name, us in found.items()
+        if name != "differing"
+    ]
+    lines.append(f"\nMerged weights that differ from one rounding of fp64: {differing:.1e}.")
+    return found
+
+
+def main() -> None:
+    """Run all tables; write Markdown and JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("outputs/bench-kernels"))
+    parser.add_argument("--no-peers", action="store_true", help="ours and the base GEMM only")
+    parser.add_argument("--repeats", type=int, default=11)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench_atmm needs a CUDA GPU")
+    started = time.time()
+    ceilings = Ceilings()
+    lines = [
+        f"GPU {torch.cuda.get_device_name()}, torch {torch.__version__}; copy "
+        f"{ceilings.bytes_per_us / 1e6:.2f} TB/s, matrix product "
+        f"{ceilings.flops_per_us / 1e6:.0f} TFLOP/s. Times in µs.",
+    ]
+    results = []
+    for case in [*anchors(), *off_grid()]:
+        result = measure(case, ceilings, with_peers=not args.no_peers, repeats=args.repeats)
+        results.append(result)
+        print(
+            f"{case.name:40s} {result.ours:8.2f} / {result.best if result.peers or case.csv_us else 0:8.2f}",
+            flush=True,
+        )
+        torch.cuda.empty_cache()
+    report([r for r in results if r.case.group == "csv"], lines)
+    if not args.no_peers:
+        report([r for r in results if r.case.group != "csv"], lines)
+    totals = projection_totals(lines, args.repeats)
+    torch.cuda.empty_cache()
+    merge = merging(lines)
+    lines.append(f"\nTook {time.time() - started:.0f} s.")
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "bench_atmm.md").write_text("\n".join(lines) + "\n")
+    data = {"cases": [asdict(r) for r in results], "projection": totals, "merge": merge}
+    (args.out / "bench_atmm.json").write_text(json.dumps(data))
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

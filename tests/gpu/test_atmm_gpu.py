@@ -1,0 +1,211 @@
+"""The kernels on a real GPU: bf16, the shipped table, CUDA graphs, no synchronisation."""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.lora_cases import Case, assert_near, make_case
+from valora_kernels.atmm import add_projection, atmm, launch
+from valora_kernels.merge import MergeableWeights
+from valora_kernels.metadata import LoraBatch
+from valora_kernels.tiling import Kind, Mode, Shape, Tiling, choose
+from valora_kernels.weights import LoraWeights
+
+pytestmark = pytest.mark.gpu
+
+TILINGS = [
+    pytest.param(None, id="table"),
+    pytest.param(Tiling(Kind.PAIR, 16, 64, 128, 512, 64), id="pair"),
+    pytest.param(Tiling(Kind.PAIR, 64, 128, 64, 4096, 64, stages=4), id="pair-large"),
+    pytest.param(Tiling(Kind.PAIR, 1, 64, 256, 512, 16), id="pair-single-rows"),
+    pytest.param(Tiling(Kind.FLOW, 16, 64, 256, 512, 64), id="flow"),
+    pytest.param(Tiling(Kind.FLOW, 64, 128, 64, 1024, 64), id="flow-large"),
+    pytest.param(Tiling(Kind.FLOW, 1, 64, 512, 1024, 16), id="flow-single-rows"),
+    pytest.param(Tiling(Kind.ROWS, 32, 128, 64, parts=2), id="rows"),
+]
+MIXED = [64, 8, 32, 16, 64, 48]
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def check(case: Case, tiling: Tiling | None) -> None:
+    want = case.expected()
+    got = [y.clone() for y in case.ys]
+    atmm(got, case.x, case.weights, case.batch, tiling=tiling)
+    for one, other in zip(got, want, strict=True):
+        assert_near(one, other)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [0, 1, 7, 133])
+def test_row_counts(tiling: Tiling | None, dtype: torch.dtype, rows: int) -> None:
+    check(make_case(rows, MIXED, 512, (768,), dtype=dtype, device="cuda"), tiling)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("popularity", ["distinct", "identical", "zipf", "skewed", "none"])
+def test_popularity(tiling: Tiling | None, popularity: str) -> None:
+    case = make_case(
+        200, MIXED, 1024, (1024,), dtype=torch.bfloat16, popularity=popularity, device="cuda"
+    )
+    check(case, tiling)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("terms", [1, 2])
+def test_three_projections_of_odd_widths(
+    tiling: Tiling | None, paged: bool, terms: int
+) -> None:
+    case = make_case(
+        37, MIXED, 1096, (1000, 264, 520), dtype=torch.bfloat16, terms=terms, paged=paged,
+        device="cuda",
+    )  # fmt: skip
+    check(case, tiling)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_ranks_up_to_256(tiling: Tiling | None) -> None:
+    case = make_case(
+        50, [256, 8, 128, 136], 1024, (512,), dtype=torch.bfloat16, terms=2, device="cuda"
+    )
+    check(case, tiling)
+
+
+@pytest.mark.parametrize(("rows", "slots"), [(1, 1), (64, 16), (64, 64), (700, 4)])
+def test_model_width(rows: int, slots: int) -> None:
+    ranks = [MIXED[i % len(MIXED)] for i in range(slots)]
+    case = make_case(rows, ranks, 4096, (4096,), dtype=torch.bfloat16, device="cuda")
+    check(case, None)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_one_graph_serves_any_mix(tiling: Tiling | None) -> None:
+    rows = 48
+    case = make_case(rows, MIXED, 512, (512, 256), dtype=torch.bfloat16, terms=2, device="cuda")
+    case.batch = LoraBatch(rows, rows, "cuda", fixed=True)
+    case.batch.update(case.adapters, case.ranks, case.scalings, case.coefficients)
+    out = [y.clone() for y in case.ys]
+    with no_synchronisation():
+        atmm(out, case.x, case.weights, case.batch, tiling=tiling)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            atmm(out, case.x, case.weights, case.batch, tiling=tiling)
+    rng = np.random.default_rng(1)
+    mixes = [rng.integers(-1, len(MIXED), (rows, 2)) for _ in range(4)]
+    mixes += [np.full((rows, 2), -1), np.full((rows, 2), 3), np.tile([[5, 0]], (rows, 1))]
+    for adapters in mixes:
+        case.adapters, case.coefficients = adapters, rng.choice([-1, 1], adapters.shape)
+        with no_synchronisation():
+            case.batch.update(adapters, case.ranks, case.scalings, case.coefficients)
+        for o, y in zip(out, case.ys, strict=True):
+            o.copy_(y)
+        graph.replay()
+        step = [w - y.double() for w, y in zip(case.expected(), case.ys, strict=True)]
+        for o, y, change in zip(out, case.ys, step, strict=True):
+            assert_near(o, y.double() + 3 * change)
+
+
+def test_results_repeat_bit_for_bit() -> None:
+    case = make_case(64, MIXED, 2048, (2048,), dtype=torch.bfloat16, device="cuda")
+    found = []
+    for _ in range(20):
+        out = [y.clone() for y in case.ys]
+        atmm(out, case.x, case.weights, case.batch)
+        found.append(out[0])
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("rows", [3, 64, 300])
+def test_projection_total(rows: int) -> None:
+    case = make_case(rows, MIXED, 512, (768, 256), dtype=torch.bfloat16, device="cuda")
+    bases = [torch.randn(n, 512, device="cuda").bfloat16() / 23 for n in (768, 256)]
+    want = [
+        change + case.x.double() @ base.double().T
+        for change, base in zip(case.expected(add=False), bases, strict=True)
+    ]
+    out = [torch.full_like(y, float("nan")) for y in case.ys]
+    add_projection(out, case.x, bases, case.weights, case.batch)
+    for one, other in zip(out, want, strict=True):
+        assert_near(one, other)
+
+
+def test_this_gpu_has_a_table() -> None:
+    name = torch.cuda.get_device_name()
+    if "H200" not in name:
+        pytest.skip(f"tables are shipped for the H200, this is {name}")
+    assert choose(name, Shape(4096, 4096, 1, 64, 64, 16.0)).mode is Mode.EXACT
+    assert choose(name, Shape(4096, 4096, 1, 64, 65, 16.0)).mode is Mode.NEAREST
+
+
+def test_merge_cycles_leave_the_base_weights_alone() -> None:
+    shapes = {"q": (1024, 1024), "k": (256, 1024), "o": (1024, 1024)}
+    merged = MergeableWeights(shapes, dtype=torch.bfloat16, device="cuda")
+    merged.pristine.normal_()
+    merged.unmerge()
+    weights = {
+        name: LoraWeights.contiguous(2, 64, i, (o,), dtype=torch.bfloat16, device="cuda")
+        for name, (o, i) in shapes.items()
+    }
+    for one in weights.values():
+        one.a.normal_()
+        one.b.normal_()
+    merged.bind({name: (one, 0) for name, one in weights.items()})
+
+    def digest() -> str:
+        return hashlib.sha256(merged.live.view(torch.int16).cpu().numpy().tobytes()).hexdigest()
+
+    before = digest()
+    for turn in range(1000):
+        merged.merge(turn % 2, 64, 0.5)
+        merged.unmerge()
+    assert digest() == before
+    merged.merge(1, 24, 0.5)
+    for name, one in weights.items():
+        a, b = one.rows_of(0, 1, 24)
+        o, i = shapes[name]
+        base = merged.pristine[merged.weight(name).storage_offset() :][: o * i].view(o, i)
+        once = (base.double() + 0.5 * b.double().T @ a.double()).bfloat16()
+        assert (merged.weight(name) != once).double().mean() < 1e-3  # fp32 sums at a boundary
+        assert_near(merged.weight(name), once.double())
+
+
+def test_sanitizer_finds_nothing() -> None:
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        pytest.skip("compute-sanitizer is not installed")
+    root = Path(__file__).parents[2]
+    script = Path(__file__).with_name("sanitize.py")
+    for check_name in ("memcheck", "racecheck"):
+        found = subprocess.run(
+            [tool, "--tool", check_name, "--error-exitcode", "9", sys.executable, str(script)],
+            cwd=root, capture_output=True, text=True, check=False, timeout=280,
+        )  # fmt: skip
+        assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-2000:]
+
+
+def test_overwriting_writes_every_row() -> None:
+    case = make_case(45, MIXED, 256, (384,), dtype=torch.bfloat16, device="cuda")
+    for kind in Kind:
+        out = [torch.full_like(y, float("nan")) for y in case.ys]
+        tiling = Tiling(kind, 16, 64, 64, 128)
+        launch(tiling, out, case.x, case.weights, case.batch, add=False)
+        assert_near(out[0], case.expected(add=False)[0])

@@ -7,6 +7,7 @@ used, so that no library that logs into "the active run" can touch ours.
 
 from __future__ import annotations
 
+import getpass
 import json
 import logging
 import time
@@ -54,7 +55,12 @@ class Tracker:
         self._client = MlflowClient(self._uri)
         found = self._client.get_experiment_by_name(experiment)
         self._experiment = (
-            found.experiment_id if found else self._client.create_experiment(experiment)
+            found.experiment_id
+            if found
+            # The kind that makes MLflow open on runs and metrics instead of chat traces.
+            else self._client.create_experiment(
+                experiment, tags={"mlflow.experimentKind": "custom_model_development"}
+            )
         )
         self._fusion = fusion
         self.run_id = ""
@@ -82,7 +88,13 @@ class Tracker:
             self.run_id = cut_off[0]
             self._client.update_run(self.run_id, status="RUNNING")
         else:
-            tags = {FUSION: self._fusion, NOTE: note}
+            tags = {
+                FUSION: self._fusion,
+                NOTE: note,
+                "mlflow.user": getpass.getuser(),
+                "mlflow.source.name": "valora-train",
+                "mlflow.source.type": "LOCAL",
+            }
             run = self._client.create_run(self._experiment, tags=tags, run_name=name)
             self.run_id = run.info.run_id
             self._log_config(config)

@@ -69,8 +69,8 @@ class YoloSettings:
     size: int = 96
     width: float = 0.25
     epochs: int = 18
-    batch: int = 32
-    lr: float = 4e-3
+    batch: int = 16
+    lr: float = 3e-3
     weight_decay: float = 0.01
     scale: float = 0.3
     shift: float = 0.15
@@ -253,7 +253,8 @@ def train_yolo(
     rng = torch.Generator().manual_seed(settings.seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        model = _new_model(labels, settings)
+        # With channels last, convolutions on a CPU take a sixth less time.
+        model = _new_model(labels, settings).to(memory_format=torch.channels_last)
     average = copy.deepcopy(model).eval()
     optimiser = torch.optim.AdamW(
         [
@@ -388,7 +389,7 @@ class _Images:
             classes.append(self.classes[index][kept])
             places.append(torch.full((int(kept.sum()),), float(place)))
         return {
-            "img": pixels.clamp(0, 1),
+            "img": pixels.clamp(0, 1).contiguous(memory_format=torch.channels_last),
             "bboxes": torch.cat(boxes),
             "cls": torch.cat(classes),
             "batch_idx": torch.cat(places),
@@ -426,7 +427,7 @@ def _new_model(labels: Sequence[str], settings: YoloSettings) -> Any:
 def _save(model: Any, settings: YoloSettings, path: Path) -> None:
     import ultralytics
 
-    slim = copy.deepcopy(model).half()
+    slim = copy.deepcopy(model).half().to(memory_format=torch.contiguous_format)
     slim.criterion = None
     arguments = {"task": "detect", "imgsz": settings.size, "seed": settings.seed}
     torch.save(

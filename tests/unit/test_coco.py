@@ -164,5 +164,5 @@ def test_some_images_that_do_not_decode_are_skipped_and_counted(
 def test_too_many_images_that_do_not_decode(tmp_path: Path) -> None:
     content = many(tmp_path, 40, broken=2)
     (tmp_path / "39.png").unlink()
-    with pytest.raises(DataError, match="3 of 40 images do not decode .* more than 5%"):
+    with pytest.raises(DataError, match=r"3 of 40 images do not decode .* more than 5%"):
         read(tmp_path, content)

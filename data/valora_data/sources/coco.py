@@ -35,9 +35,9 @@ def read_coco(json_path: Path, image_folder: Path, labels: Sequence[str]) -> Ite
     source = json_path.name
     images, annotations, categories = _parsed(json_path)
     names = {category["id"]: category["name"] for category in categories}
-    check_labels(source, names.values(), labels)
     _check_unique(source, "image", [image["id"] for image in images])
     _check_unique(source, "category", [category["id"] for category in categories])
+    check_labels(source, names.values(), labels)
     by_image = _by_image(source, annotations, {image["id"] for image in images}, names)
     reader = ImageReader(source, len(images))
     for entry in images:

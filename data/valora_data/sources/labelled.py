@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from valora_data.errors import DataError
 from valora_data.schema import Box
@@ -46,7 +46,8 @@ class ImageReader:
         try:
             with Image.open(path) as image:
                 return ImageOps.exif_transpose(image).convert("RGB")
-        except (OSError, UnidentifiedImageError, SyntaxError, ValueError) as error:
+        except (OSError, SyntaxError, ValueError, ImportError) as error:
+            # ImportError: Ultralytics, once imported, makes Pillow look for plugins here.
             log.warning("%s: skipped %s, which does not decode (%s)", self.source, path.name, error)
         self.skipped.append(path.name)
         if len(self.skipped) > MAX_SKIPPED * self.total:

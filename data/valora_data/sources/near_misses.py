@@ -139,11 +139,11 @@ def _box_like(rng: np.random.Generator) -> Drawing:
 
 
 def _plant_like(rng: np.random.Generator) -> Drawing:
-    """A rock, shiny green ball, tent or umbrella: a plant's colour or outline, no leaves."""
+    """A rock, banded green ball, tent or umbrella: a plant's colour or outline, no leaves."""
     width = rng.uniform(22, 44)
     pen = Pen(width, width * rng.uniform(0.65, 1.0))
     kind = int(rng.integers(4))
-    green = pick(rng, LEAVES)
+    green = pick(rng, LEAVES if rng.random() < 0.6 else PAINTS)
     if kind == 0:
         stone = varied(rng, (128, 122, 114), 35)
         left, right = (rng.uniform(0.2, 0.4), 0.1), (rng.uniform(0.5, 0.75), 0.02)
@@ -156,14 +156,14 @@ def _plant_like(rng: np.random.Generator) -> Drawing:
             shift, radius = 0.035 * step, 0.5 - 0.07 * step
             shade = scaled(green, 0.7 + 0.12 * step)
             pen.ellipse(0.5 - shift, 0.5 - shift, radius, radius, shade)
-        pen.ellipse(0.31, 0.29, 0.09, 0.09, WHITE)  # a glint: the surface is smooth
+        pen.polygon(((0.03, 0.58), (0.97, 0.38), (0.99, 0.56), (0.07, 0.76)), WHITE)
     elif kind == 2:
         pen.polygon(((0.5, 0.0), (1.0, 1.0), (0.0, 1.0)), green)
         pen.polygon(((0.5, 0.0), (0.62, 1.0), (0.38, 1.0)), scaled(green, 0.5))
     else:
         pen.line(((0.5, 0.4), (0.5, 0.94), (0.58, 0.98)), (70, 60, 55), 1.5)
         pen.polygon(arc(0.5, 0.5, 0.5, 0.48, start=pi), green)
-        pen.polygon(arc(0.5, 0.5, 0.18, 0.48, start=pi), scaled(green, 1.25))
+        pen.polygon(arc(0.5, 0.5, 0.18, 0.48, start=pi), WHITE)
     return Drawing(pen.layer())
 
 

@@ -311,10 +311,6 @@ def _bush(rng: np.random.Generator) -> Pen:
     for x in (0.28, 0.72, 0.5):
         radii = (0.29, rng.uniform(0.36, 0.48))
         _foliage(rng, pen, leaf, at=(x, rng.uniform(0.5, 0.6)), radii=radii)
-    if rng.random() < 0.3:
-        flower = pick(rng, ((220, 60, 80), (240, 230, 230), (230, 190, 60)))
-        for _ in range(9):
-            pen.disc(rng.uniform(0.2, 0.8), rng.uniform(0.25, 0.8), 1.0, flower)
     return pen
 
 

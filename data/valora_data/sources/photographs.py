@@ -99,9 +99,9 @@ def photograph_crop(
     x0, y0, x1, y1 = region_of(photograph, split)
     side = int(rng.integers(MIN_SIDE, min(x1 - x0, y1 - y0) + 1))
     left, top = int(rng.integers(x0, x1 - side + 1)), int(rng.integers(y0, y1 - side + 1))
-    crop = _pixels(photograph).resize(
-        (size, size), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side)
-    )
+    # Cropped first: resizing a box of an image blends in pixels from around the box.
+    crop = _pixels(photograph).crop((left, top, left + side, top + side))
+    crop = crop.resize((size, size), Image.Resampling.BILINEAR)
     if rng.random() < 0.5:
         crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     if rng.random() < 0.2:

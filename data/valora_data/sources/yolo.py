@@ -97,7 +97,7 @@ def write_yolo(
             (label_folder / f"{stem}.txt").write_text("".join(rows), encoding="utf-8")
     content = {
         "path": str(folder.resolve()),
-        **{split: f"images/{split}" for split in samples_by_split},
+        **{str(split): f"images/{split}" for split in samples_by_split},
         "names": dict(enumerate(labels)),
     }
     yaml_path = folder / "data.yaml"

@@ -38,7 +38,7 @@ def load_teacher(
     return YoloTeacher.load(weights, labels, (options or {}).get(NAMES))
 
 
-def train_teacher(  # noqa: PLR0917
+def train_teacher(
     kind: str,
     train: Sequence[Sample],
     val: Sequence[Sample],

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,9 +21,10 @@ from valora_data.errors import BundleError
 from valora_data.schema import Box
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from valora_data.schema import Sample
     from valora_train.evaluate import Matches
     from valora_train.settings import HeadSettings
 
@@ -68,9 +70,7 @@ class DetectionHead(nn.Module):
         raw: Tensor = self.linear(hidden.float())
         return raw
 
-    def loss(
-        self, raw: Tensor, targets: Sequence[DetectionTarget], weights: HeadSettings
-    ) -> Tensor:
+    def loss(self, raw: Tensor, targets: DetectionTargets, weights: HeadSettings) -> Tensor:
         """Training loss of a batch, per object.
 
         Binary cross entropy of the objectness, generalised IoU of the boxes (Rezatofighi et al.
@@ -78,25 +78,24 @@ class DetectionHead(nn.Module):
 
         Args:
             raw: (n, tokens, 5 + classes) from `forward`.
-            targets: One for each image.
+            targets: Of the same n images.
             weights: Of the three parts.
         """
         from torchvision.ops import generalized_box_iou_loss
 
-        positive = torch.stack([target.positive for target in targets]).to(raw.device)
-        weight = torch.stack([target.weight for target in targets]).to(raw.device)
-        truth = torch.stack([target.boxes for target in targets]).to(raw.device)
+        positive, weight = targets.positive, targets.weight
         objects = weight[positive].sum().clamp_min(1.0)
         objectness = F.binary_cross_entropy_with_logits(
             raw[..., 0], positive.float(), torch.where(positive, weight, 1.0), reduction="sum"
         )
         total = weights.objectness_weight * objectness
         found = box_code.decode(raw[..., 1:5], self.grid)[positive]
-        overlap = generalized_box_iou_loss(found, truth[positive])
+        overlap = generalized_box_iou_loss(found, targets.boxes[positive])
         total = total + weights.box_weight * (overlap * weight[positive]).sum()
         if len(self.labels) > 1:
-            classes = torch.stack([target.classes for target in targets]).to(raw.device)
-            wrong = F.cross_entropy(raw[..., 5:][positive], classes[positive], reduction="none")
+            wrong = F.cross_entropy(
+                raw[..., 5:][positive], targets.classes[positive], reduction="none"
+            )
             total = total + weights.class_weight * (wrong * weight[positive]).sum()
         loss: Tensor = total / objects
         return loss
@@ -115,7 +114,7 @@ class DetectionHead(nn.Module):
         found, scores, classes = box_code.read_detections(
             raw,
             self.grid,
-            self.calibration,
+            self.calibration.to(raw.device),
             nms_iou=settings.nms_iou,
             min_score=min_score,
             most=settings.most,
@@ -186,55 +185,87 @@ class DetectionHead(nn.Module):
             self.calibration.copy_(torch.tensor([slope, offset]))
 
 
-class DetectionTarget:
-    """What each visual token of one image should say.
+@dataclass(frozen=True)
+class DetectionTargets:
+    """What each visual token of each image should say.
 
     A box belongs to the cell of its centre and to cells around whose centres lie near it and
     inside the box; where two boxes claim a cell, the smaller one has it.
 
-    Args:
-        found: Boxes in pixels of the image, with the teacher's confidences.
-        size: Width and height of the image in pixels.
-        labels: Label set.
-        grid: Rows and columns of visual tokens.
-        mirror: Whether the image is mirrored left to right.
-
     Attributes:
-        positive: (tokens,) bool.
-        weight: (tokens,) float32, confidence of the box.
-        boxes: (tokens, 4) float32, in shares of the image.
-        classes: (tokens,) int64.
+        positive: (n, tokens) bool.
+        weight: (n, tokens) float32, confidence of the box.
+        boxes: (n, tokens, 4) float32, in shares of the image.
+        classes: (n, tokens) int64.
     """
 
-    REACH = 0.75  # in cells, from the box's centre to the centre of a cell around it
+    positive: Tensor
+    weight: Tensor
+    boxes: Tensor
+    classes: Tensor
 
-    def __init__(
-        self,
-        found: Sequence[Box],
-        size: tuple[int, int],
-        labels: Sequence[str],
-        grid: tuple[int, int],
-        mirror: bool = False,
-    ) -> None:
+    REACH: ClassVar[float] = 0.75  # in cells, from the box's centre to that of a cell around it
+
+    @classmethod
+    def of(
+        cls, samples: Sequence[Sample], labels: Sequence[str], grid: tuple[int, int], mirror: bool
+    ) -> DetectionTargets:
+        """Targets of samples.
+
+        Args:
+            samples: Images with boxes in pixels, and the teacher's confidences.
+            labels: Label set.
+            grid: Rows and columns of visual tokens.
+            mirror: Whether the images are mirrored left to right.
+        """
+        tokens = grid[0] * grid[1]
+        targets = cls(
+            torch.zeros(len(samples), tokens, dtype=torch.bool),
+            torch.zeros(len(samples), tokens),
+            torch.zeros(len(samples), tokens, 4),
+            torch.zeros(len(samples), tokens, dtype=torch.int64),
+        )
+        for row, sample in enumerate(samples):
+            for box in sorted(sample.answer.boxes, key=lambda box: -box.area):
+                edges, mine = cls._claim(box, sample.image.size, grid, mirror)
+                targets.positive[row, mine] = True
+                targets.weight[row, mine] = box.confidence
+                targets.boxes[row, mine] = edges
+                targets.classes[row, mine] = labels.index(box.label)
+        return targets
+
+    @classmethod
+    def _claim(
+        cls, box: Box, size: tuple[int, int], grid: tuple[int, int], mirror: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Edges of a box in shares of the image, and the (tokens,) bool of its cells."""
         rows, columns = grid
-        tokens = rows * columns
-        self.positive = torch.zeros(tokens, dtype=torch.bool)
-        self.weight = torch.zeros(tokens)
-        self.boxes = torch.zeros(tokens, 4)
-        self.classes = torch.zeros(tokens, dtype=torch.int64)
-        centres = box_code.cell_centres(grid)
+        x0, x1 = box.x0 / size[0], box.x1 / size[0]
+        if mirror:
+            x0, x1 = 1 - x1, 1 - x0
+        edges = torch.tensor([x0, box.y0 / size[1], x1, box.y1 / size[1]])
+        middle = (edges[:2] + edges[2:]) / 2
         shape = torch.tensor([columns, rows], dtype=torch.float32)
-        for box in sorted(found, key=lambda box: -box.area):
-            x0, x1 = box.x0 / size[0], box.x1 / size[0]
-            if mirror:
-                x0, x1 = 1 - x1, 1 - x0
-            edges = torch.tensor([x0, box.y0 / size[1], x1, box.y1 / size[1]])
-            middle = (edges[:2] + edges[2:]) / 2
-            near = ((centres - middle) * shape).abs().amax(-1) <= self.REACH
-            mine = near & (centres > edges[:2]).all(-1) & (centres < edges[2:]).all(-1)
-            column, row = (middle * shape).long().tolist()
-            mine[min(row, rows - 1) * columns + min(column, columns - 1)] = True
-            self.positive |= mine
-            self.weight[mine] = box.confidence
-            self.boxes[mine] = edges
-            self.classes[mine] = labels.index(box.label)
+        centres = box_code.cell_centres(grid)
+        near = ((centres - middle) * shape).abs().amax(-1) <= cls.REACH
+        mine = near & (centres > edges[:2]).all(-1) & (centres < edges[2:]).all(-1)
+        column, row = (middle * shape).long().tolist()
+        mine[min(row, rows - 1) * columns + min(column, columns - 1)] = True
+        return edges, mine
+
+    def to(self, device: torch.device) -> DetectionTargets:
+        """The same on another device."""
+        return self._each(lambda part: part.to(device))
+
+    def __getitem__(self, rows: Tensor) -> DetectionTargets:
+        """The targets of some of the images."""
+        return self._each(lambda part: part[rows.to(part.device)])
+
+    def __add__(self, other: DetectionTargets) -> DetectionTargets:
+        """These images and then the others."""
+        return DetectionTargets(
+            *(torch.cat([getattr(self, f.name), getattr(other, f.name)]) for f in fields(self))
+        )
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> DetectionTargets:
+        return DetectionTargets(*(change(getattr(self, f.name)) for f in fields(self)))

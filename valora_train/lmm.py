@@ -51,7 +51,7 @@ class Lmm:
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise BundleError(f"cannot load base model {settings.id}: {reason}") from error
-        self.model.requires_grad_(False).eval()
+        self.model.requires_grad_(False).eval().to(settings.device)
         self._batch_size = settings.batch_size
         self._adapts_vision = lora.vision_tower or lora.projector
         self._lora = lora
@@ -60,7 +60,7 @@ class Lmm:
         side = vision.image_size // vision.patch_size
         self.grid = (side, side)
         self.width = int(self.model.config.get_text_config().hidden_size)
-        self.device = self.model.device
+        self.device: torch.device = self.model.device
 
     def inputs(self, images: Sequence[Image]) -> Tensor:
         """What `hidden` wants to know of images.

@@ -105,11 +105,13 @@ class ModelSettings:
 
     Attributes:
         id: `tiny` (shipped), a local folder, or a name on the hub.
+        device: In torch's terms, such as `cpu` or `cuda`.
         dtype: Of the frozen weights.
         batch_size: Images per forward pass without gradients.
     """
 
     id: str = "tiny"
+    device: str = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     batch_size: int = 64
 

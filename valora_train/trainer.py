@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from valora_data.schema import Box, Domain, Sample, Split
 from valora_train.evaluate import Matches, match
-from valora_train.heads import DetectionHead, DetectionTarget
+from valora_train.heads import DetectionHead, DetectionTargets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,20 +59,19 @@ class DomainData:
         self.domain = domain
         images = [sample.image for sample in taught]
         self.inputs = lmm.inputs(images)
-        self.targets = [self._target(sample, lmm, mirror=False) for sample in taught]
+        self.targets = self._targets(taught, lmm, mirror=False)
         if flip:
             mirrored = lmm.inputs([ImageOps.mirror(image) for image in images])
             self.inputs = torch.cat([self.inputs, mirrored])
-            self.targets += [self._target(sample, lmm, mirror=True) for sample in taught]
+            self.targets += self._targets(taught, lmm, mirror=True)
         self.splits = {
             split: LabelledSplit(lmm.inputs([sample.image for sample in samples]), samples)
             for split, samples in labelled.items()
         }
 
-    def _target(self, sample: Sample, lmm: Lmm, mirror: bool) -> DetectionTarget:
-        return DetectionTarget(
-            sample.answer.boxes, sample.image.size, self.domain.labels, lmm.grid, mirror
-        )
+    def _targets(self, taught: Sequence[Sample], lmm: Lmm, mirror: bool) -> DetectionTargets:
+        targets = DetectionTargets.of(taught, self.domain.labels, lmm.grid, mirror)
+        return targets.to(lmm.device)
 
 
 @dataclass(frozen=True)
@@ -253,7 +252,7 @@ class Trainer:
         for (name, rows), part in zip(
             batch.items(), hidden.split([len(rows) for rows in batch.values()]), strict=True
         ):
-            targets = [self._data[name].targets[row] for row in rows.tolist()]
+            targets = self._data[name].targets[rows]
             loss = heads[name].loss(heads[name](part), targets, self._head_settings)
             total = total + loss * (len(rows) / len(inputs))
         return total
@@ -272,8 +271,7 @@ class Trainer:
         for step in range(steps):
             self._set_lr(optimizer, step / steps)
             rows = torch.randint(len(hidden), (64,), generator=generator)
-            targets = [data.targets[row] for row in rows.tolist()]
-            loss = head.loss(head(hidden[rows]), targets, self._head_settings)
+            loss = head.loss(head(hidden[rows]), data.targets[rows], self._head_settings)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
@@ -302,7 +300,7 @@ class Trainer:
             head = self._benches[adapter].heads[domain]
         part = self._data[domain].splits[split]
         with torch.no_grad():
-            raw = torch.cat([head(hidden) for hidden in self._hidden(domain, part.inputs)])
+            raw = torch.cat([head(hidden) for hidden in self._hidden(domain, part.inputs)]).cpu()
         if split is Split.VAL:
             head.calibrate(self._match(head, raw, domain, part)[1])
             matches = self._match(head, raw, domain, part)[1]

@@ -5,21 +5,29 @@ import math
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torchvision.ops import generalized_box_iou
 
 from valora_data import boxes as box_code
 from valora_data.errors import BundleError
-from valora_data.schema import Box
+from valora_data.schema import Answer, Box, Sample
 from valora_train.evaluate import Matches
-from valora_train.heads import DetectionHead, DetectionTarget
+from valora_train.heads import DetectionHead, DetectionTargets
 from valora_train.settings import HeadSettings
 
 GRID = (4, 4)
 LABELS = ("cat", "dog", "eel")
 
 
-def target(*found, mirror=False, labels=LABELS):
-    return DetectionTarget(found, (40, 80), labels, GRID, mirror)
+def targets(*images, mirror=False, labels=LABELS):
+    image = Image.new("RGB", (40, 80))
+    samples = [Sample(str(n), image, Answer(tuple(found))) for n, found in enumerate(images)]
+    return DetectionTargets.of(samples, labels, GRID, mirror)
+
+
+def target(*found, mirror=False):
+    """Of a single image."""
+    return targets(found, mirror=mirror)[torch.tensor(0)]
 
 
 def test_a_box_belongs_to_the_cell_of_its_centre_and_near_cells_inside():
@@ -51,8 +59,8 @@ def test_loss_in_closed_form():
     torch.manual_seed(3)
     head = DetectionHead(6, LABELS, GRID)
     raw = torch.randn(2, 16, 8)
-    targets = [target(Box(11, 22, 19, 38, "dog", 0.7), Box(21, 42, 29, 58, "eel", 0.4)), target()]
-    loss = head.loss(raw, targets, HeadSettings(2.0, 3.0, 0.5))
+    both = targets([Box(11, 22, 19, 38, "dog", 0.7), Box(21, 42, 29, 58, "eel", 0.4)], [])
+    loss = head.loss(raw, both, HeadSettings(2.0, 3.0, 0.5))
     cells = [(0, 5, 0.7, 1), (0, 10, 0.4, 2)]
     objectness = 0.0
     for image in range(2):
@@ -63,7 +71,7 @@ def test_loss_in_closed_form():
     box = classes = 0.0
     for image, cell, weight, label in cells:
         found = box_code.decode(raw[image, :, 1:5], GRID)[cell]
-        giou = generalized_box_iou(found[None], targets[image].boxes[cell][None])[0, 0]
+        giou = generalized_box_iou(found[None], both.boxes[image, cell][None])[0, 0]
         box += weight * (1 - float(giou))
         classes -= weight * float(raw[image, cell, 5:].log_softmax(0)[label])
     expected = (2.0 * objectness + 3.0 * box + 0.5 * classes) / (0.7 + 0.4)
@@ -74,7 +82,7 @@ def test_a_single_class_needs_no_class_logits():
     head = DetectionHead(6, ["cat"], GRID)
     raw = head(torch.randn(3, 16, 6))
     assert raw.shape == (3, 16, 5)
-    loss = head.loss(raw, [target(labels=["cat"])] * 3, HeadSettings())
+    loss = head.loss(raw, targets([], [], [], labels=["cat"]), HeadSettings())
     assert torch.isfinite(loss)
 
 

@@ -14,7 +14,7 @@ from valora_kernels.tiling import Kind, Shape, Tiling, choose
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from valora_kernels.metadata import LoraBatch
+    from valora_kernels.metadata import DeviceTiles, LoraBatch
     from valora_kernels.weights import LoraWeights
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def _say_no_gpu() -> None:
 
 
 @cache
-def _has_dependent_launch(device: torch.device) -> bool:
+def has_dependent_launch(device: torch.device) -> bool:
     """Programmatic dependent launch exists from compute capability 9.0 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
@@ -88,15 +88,16 @@ def atmm(
         ValueError: Shapes, dtypes, devices, strides, ranks or adapters that do not fit, before
             anything is launched.
     """
-    _check(ys, x, weights, batch)
+    check(ys, x, weights, batch)
     if tiling is None and not use_triton(x):
         atmm_reference(ys, x, weights, batch)
         return
     _check_alignment(ys, x, weights)
-    launch(tiling or _choice(weights, batch, x.device), ys, x, weights, batch)
+    launch(tiling or choice_of(weights, batch, x.device), ys, x, weights, batch)
 
 
-def _choice(weights: LoraWeights, batch: LoraBatch, device: torch.device) -> Tiling:
+def choice_of(weights: LoraWeights, batch: LoraBatch, device: torch.device) -> Tiling:
+    """What the table says for this call."""
     grouping = batch.grouping
     shape = Shape(
         in_features=weights.in_features,
@@ -114,7 +115,7 @@ def _gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
 
 
-def _check(
+def check(
     ys: Sequence[torch.Tensor], x: torch.Tensor, weights: LoraWeights, batch: LoraBatch
 ) -> None:
     """What every way to compute it relies on."""
@@ -160,6 +161,11 @@ def _check_alignment(ys: Sequence[torch.Tensor], x: torch.Tensor, weights: LoraW
             )
 
 
+def padded_ranks(weights: LoraWeights) -> int:
+    """Ranks that the kernels compute with: tiles are powers of two, of at least 16."""
+    return max(16, _power_of_two(weights.max_rank))
+
+
 def launch(
     tiling: Tiling,
     ys: Sequence[torch.Tensor],
@@ -181,18 +187,16 @@ def launch(
     """
     k = _kernels()
     table = batch.tiles(tiling.rows)
-    fixed = batch.fixed or (x.is_cuda and torch.cuda.is_current_stream_capturing())
-    tiles = table.capacity if fixed else table.count if add else table.total
+    tiles = tiles_to_launch(table, batch, x, add=add)
     if not tiles:
         return
     projections = len(ys)
     terms = batch.terms
-    ranks = max(16, _power_of_two(weights.max_rank))
-    rank_block = min(ranks, tiling.ranks)
+    ranks = padded_ranks(weights)
     expand_block = min(ranks, EXPAND_RANKS)
-    places = table.capacity * tiling.rows
+    places = max(table.capacity * tiling.rows, x.shape[0])
     width = weights.in_features
-    pdl = _has_dependent_launch(x.device)
+    pdl = has_dependent_launch(x.device)
     three = [*ys, ys[0], ys[0]][:3]
     outputs = (
         *three,
@@ -235,62 +239,101 @@ def launch(
             **common,
         )
         return
-    splits = -(-width // tiling.split)
-    blocks = sum(-(-y.shape[1] // tiling.outputs) for y in ys)
-    shrinks = tiles * projections * terms * (ranks // rank_block) * splits
-    part = batch.scratch(
-        splits * projections * terms * places * ranks,
-        x.dtype if splits == 1 else torch.float32,
-    )
-    shrink = {
-        "BR": rank_block,
-        "BK": tiling.inputs,
-        "K_SPLIT": tiling.split,
-        "SPLITS": splits,
-        "EVEN_K": width % tiling.split == 0,
-    }
-    # As many parts of h at once as 64 registers a thread hold.
-    chunk = min(
-        _power_of_two(splits), max(1, 64 * 32 * tiling.warps // (tiling.rows * expand_block))
-    )
-    if tiling.kind is Kind.FLOW:
-        counters = batch.scratch(2 * table.capacity * projections, torch.int32, zeroed=True)
-        k.flow_kernel[(shrinks + tiles * blocks,)](
-            *outputs,
-            *inputs,
-            *a,
-            *b,
-            *lists,
-            part,
-            counters,
-            *sizes,
-            width // ALIGNMENT,
-            shrinks,
-            blocks,
-            BN=tiling.outputs,
-            ER=expand_block,
-            CHUNK=chunk,
-            ADD=add,
-            **shrink,
-            **common,
-        )
-        return
-    k.shrink_kernel[(shrinks,)](
-        *inputs, *a, *lists, part, *sizes, width // ALIGNMENT, **shrink, **common
-    )
+    h, splits = shrink(tiling, x, weights, batch)
+    parts = 1 if tiling.gather else splits
+    groups = sum(-(-y.shape[1] // (tiling.outputs * tiling.loop)) for y in ys)
     common["num_warps"] = tiling.expand_warps
-    k.expand_kernel[(tiles * blocks,)](
+    common["num_stages"] = tiling.expand_stages
+    k.expand_kernel[(tiles * groups,)](
         *outputs,
         *b,
         table.records,
         table.rows,
-        part,
+        h,
         *sizes,
-        blocks,
+        groups,
         BN=tiling.outputs,
         ER=expand_block,
-        SPLITS=splits,
-        CHUNK=chunk,
+        SPLITS=parts,
         ADD=add,
+        LOOP=tiling.loop,
+        STAGES=tiling.expand_stages,
+        CHUNK=_chunk(parts, tiling.rows * expand_block, tiling.expand_warps),
         **common,
     )
+
+
+def _chunk(parts: int, elements: int, warps: int) -> int:
+    """As many parts of h at once as 64 registers a thread hold."""
+    return min(_power_of_two(parts), max(1, 64 * 32 * warps // elements))
+
+
+def shrink(
+    tiling: Tiling, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch, *, by_row: bool = False
+) -> tuple[torch.Tensor, int]:
+    """h = coefficient · scaling · x Aᵀ, the first of the two steps.
+
+    Returns:
+        h and the number of parts that each of the split sums has: if gathered or not split, h is
+        [P, terms, places or rows, ranks] in x's dtype, otherwise [parts, …] in fp32.
+    """
+    k = _kernels()
+    table = batch.tiles(tiling.rows)
+    projections, terms = len(weights.out_features), batch.terms
+    ranks = padded_ranks(weights)
+    block = min(ranks, tiling.ranks)
+    splits = -(-weights.in_features // tiling.split)
+    gather = tiling.gather and splits > 1
+    places = max(table.capacity * tiling.rows, x.shape[0])
+    size = projections * terms * places * ranks
+    parts = batch.scratch("parts", splits * size if splits > 1 else 1, torch.float32)
+    h = batch.scratch("h", size if gather or splits == 1 else 1, x.dtype)
+    counts = table.capacity * projections * terms * (ranks // block)
+    counters = batch.scratch("counters", counts if gather else 1, torch.int32)
+    tiles = tiles_to_launch(table, batch, x)
+    if tiles:
+        options: dict[str, object] = {"launch_pdl": True} if has_dependent_launch(x.device) else {}
+        k.shrink_kernel[(tiles * projections * terms * (ranks // block) * splits,)](
+            x,
+            x.stride(0) // ALIGNMENT,
+            weights.a,
+            weights.a_table,
+            table.records,
+            table.rows,
+            table.scale,
+            parts,
+            h,
+            counters,
+            places,
+            weights.slots,
+            weights.max_rank,
+            weights.in_features // ALIGNMENT,
+            P=projections,
+            TERMS=terms,
+            BM=tiling.rows,
+            BR=block,
+            BK=tiling.inputs,
+            K_SPLIT=tiling.split,
+            SPLITS=splits,
+            RANKS=ranks,
+            EVEN_K=weights.in_features % tiling.split == 0,
+            PAGED=weights.paged,
+            GATHER=gather,
+            CHUNK=_chunk(splits, tiling.rows * block, tiling.warps),
+            BY_ROW=by_row,
+            PDL=has_dependent_launch(x.device),
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
+            **options,
+        )
+    return (h if gather or splits == 1 else parts), splits
+
+
+def tiles_to_launch(
+    table: DeviceTiles, batch: LoraBatch, x: torch.Tensor, *, add: bool = True
+) -> int:
+    """Tiles in use; where a graph is captured, as many as any batch can need."""
+    if batch.fixed or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return table.capacity
+    return table.count if add else table.total

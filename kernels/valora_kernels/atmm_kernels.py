@@ -1,11 +1,9 @@
 """The Triton kernels of ATMM (VaLoRA §4.3): shrink h = scale · x Aᵀ, expand y += h Bᵀ.
 
-Three ways to arrange the two steps, which the tiling table chooses among:
+Two ways to arrange the two steps, which the tiling table chooses among:
 
 - `shrink_kernel` then `expand_kernel`: two launches, the second of which is in flight and has its
   weights loaded when the first ends (programmatic dependent launch).
-- `flow_kernel`: one launch. Its first programs shrink, the others load their part of B, wait for
-  the shrinks of their own tile only, and expand.
 - `rows_kernel`: one launch. Each program shrinks its rows over the whole input width, keeps h in
   registers and expands it over the outputs.
 
@@ -56,14 +54,47 @@ def _times_b(h, b_tile, delta, BM: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _load_h(
+    part, places, place, valid, rank, projection, term, rank_block,
+    P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
+    SPLITS: tl.constexpr, RANKS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """H [BM, BR] in fp32: the sum over the parts of the input width."""
+    r = rank_block * BR + tl.arange(0, BR)
+    layer = tl.cast(projection * TERMS + term, tl.int64)
+    at = part + (layer * places + place)[:, None] * RANKS + r[None, :]
+    # Ranks rounded up are zero there, and a mask in steps of 8 lets loads be 16 bytes wide.
+    present = valid[:, None] & (r < tl.cdiv(rank, 8) * 8)[None, :]
+    # Many parts at once: one after the other, each would wait for the one before. With the parts on
+    # the middle axis a thread holds all parts of its elements. A single part goes this way too: its
+    # sum fixes the layout, otherwise h is loaded in the tensor cores' layout, two bytes at a time.
+    step = tl.cast(places, tl.int64) * (P * TERMS * RANKS)
+    h = tl.zeros((BM, BR), dtype=tl.float32)
+    for first in tl.static_range(0, SPLITS, CHUNK):
+        i = first + tl.arange(0, CHUNK)
+        parts = tl.load(
+            at[:, None, :] + (i * step)[None, :, None],
+            mask=present[:, None, :] & (i < SPLITS)[None, :, None],
+            other=0.0,
+            cache_modifier=".cg",  # another SM has just written it
+        )
+        h += tl.sum(parts.to(tl.float32), axis=1)
+    return h
+
+
+@triton.jit
 def _shrink_tile(
-    x, x_stride, a, a_table, records, rows, scale, part,
+    x, x_stride, a, a_table, records, rows, scale, part, h_out, counters,
     places, slots, max_rank, K, tile, projection, term, rank_block, split,
     P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
-    K_SPLIT: tl.constexpr, RANKS: tl.constexpr, EVEN_K: tl.constexpr, PAGED: tl.constexpr,
+    K_SPLIT: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr, EVEN_K: tl.constexpr,
+    PAGED: tl.constexpr, GATHER: tl.constexpr, CHUNK: tl.constexpr, BY_ROW: tl.constexpr,
     PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows × one block of ranks × one part of the input width → partial sums."""
+    """One tile of rows × one block of ranks × one part of the input width → scale · x Aᵀ.
+
+    With GATHER the program that comes last sums the parts up, always in the same order.
+    """
     rank = tl.load(records + tile * 4 + 2 * term + 1)
     if rank > rank_block * BR:
         adapter = tl.load(records + tile * 4 + 2 * term)
@@ -98,11 +129,29 @@ def _shrink_tile(
                 a_tile = tl.load(a_at + i, mask=a_mask, other=0.0)
                 x_tile = tl.load(x_at + i, mask=x_mask, other=0.0)
                 h = _times_a(x_tile, a_tile, h, BM, PRECISION)
-        layer = (split * P + projection) * TERMS + term
-        to = part + (layer.to(tl.int64) * places + place)[:, None] * RANKS + r[None, :]
-        tl.store(to, (h * factor[:, None]).to(part.dtype.element_ty), mask=valid[:, None])
-    elif PDL:
-        gdc_wait()
+        h = h * factor[:, None]
+        layer = projection * TERMS + term
+        if SPLITS > 1:
+            layers = (split * P * TERMS + layer).to(tl.int64)
+            part_at = part + (layers * places + place)[:, None] * RANKS + r[None, :]
+            tl.store(part_at, h, mask=valid[:, None])
+        where = row if BY_ROW else place
+        h_at = h_out + (layer.to(tl.int64) * places + where)[:, None] * RANKS + r[None, :]
+        if SPLITS == 1:
+            tl.store(h_at, h.to(h_out.dtype.element_ty), mask=valid[:, None])
+        if GATHER:
+            tl.debug_barrier()  # all threads have stored before one of them says so
+            counter = counters + (tile * P * TERMS + layer) * (RANKS // BR) + rank_block
+            if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
+                tl.store(counter, 0)  # for the next call
+                total = _load_h(
+                    part, places, place, valid, rank, projection, term, rank_block,
+                    P, TERMS, BM, BR, SPLITS, RANKS, CHUNK,
+                )  # fmt: skip
+                tl.store(h_at, total.to(h_out.dtype.element_ty), mask=valid[:, None])
+    else:
+        if PDL:
+            gdc_wait()
 
 
 @triton.jit
@@ -134,130 +183,47 @@ def _output(block, y0, y1, y2, s0, s1, s2, n0, n1, n2, P: tl.constexpr, BN: tl.c
 
 
 @triton.jit
-def _load_h(
-    part, places, place, valid, rank, projection, term, rank_block,
-    P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
-    SPLITS: tl.constexpr, RANKS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """H [BM, BR] in fp32: the sum over the parts of the input width."""
-    r = rank_block * BR + tl.arange(0, BR)
-    layer = tl.cast(projection * TERMS + term, tl.int64)
-    at = part + (layer * places + place)[:, None] * RANKS + r[None, :]
-    present = valid[:, None] & (r < rank)[None, :]
-    if SPLITS == 1:
-        # .cg: another SM has just written this, it must not come out of this one's L1.
-        h = tl.load(at, mask=present, other=0.0, cache_modifier=".cg").to(tl.float32)
-    else:
-        # Many parts at once: one after the other, each would wait for the one before. With the
-        # parts on the middle axis a thread holds all parts of its elements.
-        step = tl.cast(places, tl.int64) * (P * TERMS * RANKS)
-        h = tl.zeros((BM, BR), dtype=tl.float32)
-        for first in tl.static_range(0, SPLITS, CHUNK):
-            i = first + tl.arange(0, CHUNK)
-            parts = tl.load(
-                at[:, None, :] + (i * step)[None, :, None],
-                mask=present[:, None, :] & (i < SPLITS)[None, :, None],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            h += tl.sum(parts.to(tl.float32), axis=1)
-    return h
-
-
-@triton.jit
-def _expand_tile(
-    y0, y1, y2, s0, s1, s2, n0, n1, n2, b, b_table, records, rows, part, counters,
-    places, slots, max_rank, tile, block,
-    P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
-    ER: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr, PAGED: tl.constexpr,
-    PDL: tl.constexpr, FLOW: tl.constexpr, ADD: tl.constexpr, CHUNK: tl.constexpr,
+def _more_ranks(
+    delta, part, b, b_table, adapter, rank, n, inside, place, valid, projection, term,
+    begin, places, slots, max_rank, width, base,
+    P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, ER: tl.constexpr,
+    SPLITS: tl.constexpr, RANKS: tl.constexpr, PAGED: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows × one block of outputs: y += Σ_t h_t B_tᵀ, rounded once.
-
-    Without ADD y is overwritten, also with the zeros of rows that have no adapter.
-    """
-    rank = tl.load(records + tile * 4 + 1)
-    if ADD:
-        busy = rank > 0
-    else:
-        busy = tl.load(rows + tile * BM) >= 0
-    if busy:
-        adapter = tl.load(records + tile * 4)
-        rank2 = 0
-        if TERMS > 1:
-            rank2 = tl.load(records + tile * 4 + 3)
-        projection, first, y, stride, width, before = _output(
-            block, y0, y1, y2, s0, s1, s2, n0, n1, n2, P, BN
-        )
-        stride = stride * 8
-        base = tl.cast(before, tl.int64) * slots * max_rank
-        place = tile * BM + tl.arange(0, BM)
-        row = tl.load(rows + place)
-        valid = row >= 0
-        n = first + tl.arange(0, BN)
-        inside = n < width
-        r = tl.arange(0, ER)
+    """Delta + h Bᵀ of one term's rank blocks from `begin` on."""
+    # Not pipelined: nearly always one turn, and its buffers would cost occupancy.
+    for rank_block in tl.range(begin, tl.cdiv(rank, ER), num_stages=1):
+        r = rank_block * ER + tl.arange(0, ER)
         starts = _row_starts(
             b_table, adapter, projection, r, r < rank, slots, max_rank, width, base, PAGED
         )  # fmt: skip
         b_mask = (r < rank)[:, None] & inside[None, :]
         b_tile = tl.load(b + starts[:, None] + n[None, :], mask=b_mask, other=0.0)
-        if PDL:
-            gdc_wait()
-        y_at = y + row.to(tl.int64)[:, None] * stride + n[None, :]
-        y_mask = valid[:, None] & inside[None, :]
-        if ADD:
-            y_tile = tl.load(y_at, mask=y_mask, other=0.0)
-        if FLOW:
-            counter = counters + 2 * (tile * P + projection)
-            expected = SPLITS * (tl.cdiv(rank, BR) + tl.cdiv(rank2, BR))
-            while tl.atomic_add(counter, 0, sem="acquire") < expected:
-                pass
-            # Whoever comes last leaves both counters at zero for the next call.
-            if tl.atomic_add(counter + 1, 1) == tl.cdiv(width, BN) - 1:
-                tl.store(counter, 0)
-                tl.store(counter + 1, 0)
         h = _load_h(
-            part, places, place, valid, rank, projection, 0, 0,
+            part, places, place, valid, rank, projection, term, rank_block,
             P, TERMS, BM, ER, SPLITS, RANKS, CHUNK,
         )  # fmt: skip
-        delta = _times_b(h, b_tile, tl.zeros((BM, BN), tl.float32), BM, PRECISION)
-        for term in tl.static_range(TERMS):
-            if RANKS > ER or term > 0:
-                if term > 0:
-                    adapter = tl.load(records + tile * 4 + 2)
-                    rank = rank2
-                # Not pipelined: nearly always one turn, and its buffers would cost occupancy.
-                for rank_block in tl.range(1 - term, tl.cdiv(rank, ER), num_stages=1):
-                    r = rank_block * ER + tl.arange(0, ER)
-                    starts = _row_starts(
-                        b_table, adapter, projection, r, r < rank, slots, max_rank, width, base,
-                        PAGED,
-                    )  # fmt: skip
-                    b_mask = (r < rank)[:, None] & inside[None, :]
-                    b_tile = tl.load(b + starts[:, None] + n[None, :], mask=b_mask, other=0.0)
-                    h = _load_h(
-                        part, places, place, valid, rank, projection, term, rank_block,
-                        P, TERMS, BM, ER, SPLITS, RANKS, CHUNK,
-                    )  # fmt: skip
-                    delta = _times_b(h, b_tile, delta, BM, PRECISION)
-        if ADD:
-            delta += y_tile.to(tl.float32)
-        tl.store(y_at, delta.to(y.dtype.element_ty), mask=y_mask)
-    elif PDL:
-        gdc_wait()
+        delta = _times_b(h, b_tile, delta, BM, PRECISION)
+    return delta
 
 
 @triton.jit(do_not_specialize=["places", "slots", "max_rank"])
 def shrink_kernel(
-    x, x_stride, a, a_table, records, rows, scale, part, places, slots, max_rank, k8,
+    x, x_stride, a, a_table, records, rows, scale, part, h_out, counters,
+    places, slots, max_rank, k8,
     P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
     K_SPLIT: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr, EVEN_K: tl.constexpr,
-    PAGED: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    PAGED: tl.constexpr, GATHER: tl.constexpr, CHUNK: tl.constexpr, BY_ROW: tl.constexpr,
+    PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles × P × TERMS × rank blocks × SPLITS, the last fastest."""
+    """Grid: tiles × P × TERMS × rank blocks × SPLITS, the last fastest.
+
+    With BY_ROW h lies in the order of the rows, and the next kernel may start only when all that
+    came before this one is done: it reads x, too.
+    """
     if PDL:
+        if BY_ROW:
+            gdc_wait()
         gdc_launch_dependents()
     item = tl.program_id(0)
     split = item % SPLITS
@@ -265,69 +231,96 @@ def shrink_kernel(
     rank_block = item % (RANKS // BR)
     item = item // (RANKS // BR)
     _shrink_tile(
-        x, x_stride * 8, a, a_table, records, rows, scale, part, places, slots, max_rank, k8 * 8,
+        x, x_stride * 8, a, a_table, records, rows, scale, part, h_out, counters,
+        places, slots, max_rank, k8 * 8,
         item // (P * TERMS), item // TERMS % P, item % TERMS, rank_block, split,
-        P, TERMS, BM, BR, BK, K_SPLIT, RANKS, EVEN_K, PAGED, PDL, PRECISION,
+        P, TERMS, BM, BR, BK, K_SPLIT, SPLITS, RANKS, EVEN_K, PAGED, GATHER, CHUNK, BY_ROW,
+        PDL, PRECISION,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["places", "slots", "max_rank", "blocks"])
+@triton.jit(do_not_specialize=["places", "slots", "max_rank", "groups"])
 def expand_kernel(
     y0, y1, y2, s0, s1, s2, n0, n1, n2, b, b_table, records, rows, part,
-    places, slots, max_rank, blocks,
+    places, slots, max_rank, groups,
     P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ER: tl.constexpr,
     SPLITS: tl.constexpr, RANKS: tl.constexpr, PAGED: tl.constexpr, PDL: tl.constexpr,
-    ADD: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    ADD: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles × output blocks of all projections, the last fastest."""
-    if PDL:
-        gdc_launch_dependents()
-    item = tl.program_id(0)
-    _expand_tile(
-        y0, y1, y2, s0, s1, s2, n0 * 8, n1 * 8, n2 * 8, b, b_table, records, rows, part, part,
-        places, slots, max_rank, item // blocks, item % blocks,
-        P, TERMS, BM, BN, ER, ER, SPLITS, RANKS, PAGED, PDL, False, ADD, CHUNK, PRECISION,
-    )  # fmt: skip
+    """y += Σ_t h_t B_tᵀ, rounded once. Grid: tiles × groups of LOOP output blocks.
 
-
-@triton.jit(do_not_specialize=["places", "slots", "max_rank", "shrinks", "blocks"])
-def flow_kernel(
-    y0, y1, y2, s0, s1, s2, n0, n1, n2, x, x_stride, a, a_table, b, b_table,
-    records, rows, scale, part, counters, places, slots, max_rank, k8, shrinks, blocks,
-    P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
-    ER: tl.constexpr, BK: tl.constexpr, K_SPLIT: tl.constexpr, SPLITS: tl.constexpr,
-    RANKS: tl.constexpr, EVEN_K: tl.constexpr, PAGED: tl.constexpr, PDL: tl.constexpr,
-    ADD: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Grid: the programs of `shrink_kernel`, then those of `expand_kernel`.
-
-    Programs start in the order of their numbers, so an expanding one can wait for a shrinking one.
+    Without ADD y is overwritten, also with the zeros of rows that have no adapter.
     """
     if PDL:
         gdc_launch_dependents()
-    item = tl.program_id(0)
-    if item < shrinks:
-        split = item % SPLITS
-        item = item // SPLITS
-        rank_block = item % (RANKS // BR)
-        item = item // (RANKS // BR)
-        tile = item // (P * TERMS)
-        projection = item // TERMS % P
-        _shrink_tile(
-            x, x_stride * 8, a, a_table, records, rows, scale, part, places, slots, max_rank,
-            k8 * 8, tile, projection, item % TERMS, rank_block, split,
-            P, TERMS, BM, BR, BK, K_SPLIT, RANKS, EVEN_K, PAGED, PDL, PRECISION,
-        )  # fmt: skip
-        if tl.load(records + tile * 4 + 2 * (item % TERMS) + 1) > rank_block * BR:
-            tl.debug_barrier()  # all threads have stored before one of them says so
-            tl.atomic_add(counters + 2 * (tile * P + projection), 1, sem="release")
+    tile = tl.program_id(0) // groups
+    group = tl.program_id(0) % groups
+    n0 = n0 * 8
+    n1 = n1 * 8
+    n2 = n2 * 8
+    rank = tl.load(records + tile * 4 + 1)
+    if ADD:
+        busy = rank > 0
     else:
-        item -= shrinks
-        _expand_tile(
-            y0, y1, y2, s0, s1, s2, n0 * 8, n1 * 8, n2 * 8, b, b_table, records, rows, part,
-            counters, places, slots, max_rank, item // blocks, item % blocks,
-            P, TERMS, BM, BN, BR, ER, SPLITS, RANKS, PAGED, PDL, True, ADD, CHUNK, PRECISION,
+        busy = tl.load(rows + tile * BM) >= 0
+    if busy:
+        adapter = tl.load(records + tile * 4)
+        projection, first, y, stride, width, before = _output(
+            group, y0, y1, y2, s0, s1, s2, n0, n1, n2, P, BN * LOOP
+        )
+        stride = stride * 8
+        base = tl.cast(before, tl.int64) * slots * max_rank
+        place = tile * BM + tl.arange(0, BM)
+        row = tl.load(rows + place)
+        valid = row >= 0
+        r = tl.arange(0, ER)
+        starts = _row_starts(
+            b_table, adapter, projection, r, r < rank, slots, max_rank, width, base, PAGED
         )  # fmt: skip
+        n = first + tl.arange(0, BN)
+        if LOOP == 1:
+            b_mask = (r < rank)[:, None] & (n < width)[None, :]
+            b_tile = tl.load(b + starts[:, None] + n[None, :], mask=b_mask, other=0.0)
+        if PDL:
+            gdc_wait()
+        h = _load_h(
+            part, places, place, valid, rank, projection, 0, 0,
+            P, TERMS, BM, ER, SPLITS, RANKS, CHUNK,
+        )  # fmt: skip
+        if BM > 1:
+            h = h.to(b.dtype.element_ty)
+        y_row = y + row.to(tl.int64)[:, None] * stride
+        for i in tl.range(0, LOOP, num_stages=STAGES):
+            n = first + i * BN + tl.arange(0, BN)
+            inside = n < width
+            if LOOP > 1:
+                b_mask = (r < rank)[:, None] & inside[None, :]
+                b_tile = tl.load(b + starts[:, None] + n[None, :], mask=b_mask, other=0.0)
+            y_at = y_row + n[None, :]
+            y_mask = valid[:, None] & inside[None, :]
+            if ADD:
+                y_tile = tl.load(y_at, mask=y_mask, other=0.0)
+            delta = _times_b(h, b_tile, tl.zeros((BM, BN), tl.float32), BM, PRECISION)
+            if RANKS > ER:
+                delta = _more_ranks(
+                    delta, part, b, b_table, adapter, rank, n, inside, place, valid, projection, 0,
+                    1, places, slots, max_rank, width, base,
+                    P, TERMS, BM, ER, SPLITS, RANKS, PAGED, CHUNK, PRECISION,
+                )  # fmt: skip
+            if TERMS > 1:
+                delta = _more_ranks(
+                    delta, part, b, b_table, tl.load(records + tile * 4 + 2),
+                    tl.load(records + tile * 4 + 3), n, inside, place, valid, projection, 1,
+                    0, places, slots, max_rank, width, base,
+                    P, TERMS, BM, ER, SPLITS, RANKS, PAGED, CHUNK, PRECISION,
+                )  # fmt: skip
+            if ADD:
+                delta += y_tile.to(tl.float32)
+            tl.store(y_at, delta.to(y.dtype.element_ty), mask=y_mask)
+    else:
+        if PDL:
+            gdc_wait()
 
 
 @triton.jit(do_not_specialize=["places", "slots", "max_rank"])

@@ -221,6 +221,39 @@ def tile_rows(grouping: Grouping, block: int, capacity: int) -> Tiles:
     return Tiles(count=count, total=total, records=records, rows=rows, scale=scale)
 
 
+class Copier:
+    """Refreshes a device buffer from the host, in stream order and without waiting for the device.
+
+    Args:
+        size: Elements.
+        device: Where the buffer lies.
+
+    Attributes:
+        buffer: [size] int32.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.buffer = torch.empty(size, dtype=torch.int32, device=device)
+        self._staging: list[torch.Tensor] = []
+        self._copied: list[torch.cuda.Event] = []
+        self._turn = 0
+
+    def copy(self, values: NDArray[np.int32]) -> None:
+        """Fill the buffer."""
+        if self.buffer.device.type != "cuda":
+            self.buffer.copy_(torch.from_numpy(values))
+            return
+        if not self._staging:
+            self._staging = [torch.empty(values.size, dtype=torch.int32).pin_memory() for _ in "ab"]
+            self._copied = [torch.cuda.Event() for _ in "ab"]
+        self._turn ^= 1
+        # Two staging buffers in turn: this one's copy was enqueued two batches ago.
+        self._copied[self._turn].synchronize()
+        self._staging[self._turn].numpy()[:] = values
+        self.buffer.copy_(self._staging[self._turn], non_blocking=True)
+        self._copied[self._turn].record()
+
+
 @dataclass(slots=True)
 class DeviceTiles:
     """`Tiles` on the device: views of one buffer, which one copy refreshes.
@@ -228,9 +261,9 @@ class DeviceTiles:
     Attributes:
         block: Rows a tile.
         capacity: Tiles that there is room for.
+        copier: Refreshes all of the below: [capacity · (4 + 3 · block)] int32.
         count: Tiles of rows with an adapter, as the host knows it.
         total: Tiles of any rows, likewise.
-        buffer: [capacity · (4 + 3 · block)] int32, all of the below.
         records: [capacity, 4] int32.
         rows: [capacity · block] int32.
         scale: [2, capacity · block] float32.
@@ -238,41 +271,78 @@ class DeviceTiles:
 
     block: int
     capacity: int
-    count: int
-    total: int
-    buffer: torch.Tensor
+    copier: Copier
+    count: int = 0
+    total: int = 0
     records: torch.Tensor = field(init=False)
     rows: torch.Tensor = field(init=False)
     scale: torch.Tensor = field(init=False)
-    _staging: list[torch.Tensor] = field(init=False, default_factory=list)
-    _copied: list[torch.cuda.Event] = field(init=False, default_factory=list)
-    _turn: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         places = self.capacity * self.block
         split = 2 * MAX_TERMS * self.capacity
-        self.records = self.buffer[:split].view(self.capacity, 2 * MAX_TERMS)
-        self.rows = self.buffer[split : split + places]
-        self.scale = self.buffer[split + places :].view(torch.float32).view(MAX_TERMS, places)
+        buffer = self.copier.buffer
+        self.records = buffer[:split].view(self.capacity, 2 * MAX_TERMS)
+        self.rows = buffer[split : split + places]
+        self.scale = buffer[split + places :].view(torch.float32).view(MAX_TERMS, places)
 
     def refresh(self, tiles: Tiles) -> None:
-        """Copy `tiles` into the buffer, in stream order and without waiting for the device."""
+        """Copy `tiles` to the device."""
         self.count, self.total = tiles.count, tiles.total
-        packed = np.concatenate(
-            [tiles.records.ravel(), tiles.rows, tiles.scale.view(np.int32).ravel()]
+        self.copier.copy(
+            np.concatenate([tiles.records.ravel(), tiles.rows, tiles.scale.view(np.int32).ravel()])
         )
-        if self.buffer.device.type != "cuda":
-            self.buffer.copy_(torch.from_numpy(packed))
-            return
-        if not self._staging:
-            self._staging = [torch.empty(packed.size, dtype=torch.int32).pin_memory() for _ in "ab"]
-            self._copied = [torch.cuda.Event() for _ in "ab"]
-        self._turn ^= 1
-        # Two staging buffers in turn: this one's copy was enqueued two batches ago.
-        self._copied[self._turn].synchronize()
-        self._staging[self._turn].numpy()[:] = packed
-        self.buffer.copy_(self._staging[self._turn], non_blocking=True)
-        self._copied[self._turn].record()
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlocks:
+    """Which adapters each block of neighbouring rows has, for projections that fold LoRA in.
+
+    Attributes:
+        slot_of_row: [rows] int32, adapter of each row, `NONE` without one.
+        counts: [blocks] int32, adapters of each block.
+        lists: [blocks, capacity, 2] int32, adapter and rank of each.
+    """
+
+    slot_of_row: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    lists: NDArray[np.int32]
+
+
+def block_rows(grouping: Grouping, block: int, rows: int, capacity: int) -> RowBlocks:
+    """List the adapters of each block of rows.
+
+    Args:
+        grouping: What `group_rows` returned, of one term a row.
+        block: Rows a block.
+        rows: Rows that the result has room for.
+        capacity: Adapters a block that the result has room for.
+    """
+    slot_of_row = np.full(rows, NONE, dtype=np.int32)
+    owner = np.repeat(np.arange(grouping.segments), np.diff(grouping.starts))
+    slot_of_row[grouping.order] = grouping.adapters[owner, 0]
+    blocks = -(-rows // block)
+    counts = np.zeros(blocks, dtype=np.int32)
+    lists = np.zeros((blocks, capacity, 2), dtype=np.int32)
+    if grouping.active:
+        pairs = np.unique(np.stack([grouping.order // block, owner]), axis=1)
+        counts[:] = np.bincount(pairs[0], minlength=blocks)
+        place = np.arange(pairs.shape[1]) - (np.cumsum(counts) - counts)[pairs[0]]
+        lists[pairs[0], place, 0] = grouping.adapters[pairs[1], 0]
+        lists[pairs[0], place, 1] = grouping.ranks[pairs[1], 0]
+    return RowBlocks(slot_of_row=slot_of_row, counts=counts, lists=lists)
+
+
+@dataclass(slots=True)
+class DeviceBlocks:
+    """`RowBlocks` on the device, views of one buffer."""
+
+    block: int
+    capacity: int
+    copier: Copier
+    slot_of_row: torch.Tensor
+    counts: torch.Tensor
+    lists: torch.Tensor
 
 
 class LoraBatch:
@@ -306,7 +376,8 @@ class LoraBatch:
         self.effective_adapters = 1.0
         self.terms = 1
         self._tiles: dict[int, DeviceTiles] = {}
-        self._scratch: dict[tuple[torch.dtype, bool], list[torch.Tensor]] = {}
+        self._blocks: dict[int, DeviceBlocks] = {}
+        self._scratch: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
 
     def update(
         self,
@@ -338,6 +409,8 @@ class LoraBatch:
         self.terms = max(self.terms, grouping.terms) if self.fixed else grouping.terms
         for table in self._tiles.values():
             table.refresh(tile_rows(grouping, table.block, table.capacity))
+        for blocks in self._blocks.values():
+            self._refresh(blocks)
 
     def tiles(self, block: int) -> DeviceTiles:
         """The batch cut into tiles of `block` rows; made at the first request, then kept fresh."""
@@ -345,20 +418,37 @@ class LoraBatch:
         if table is None:
             capacity = tile_capacity(self.max_rows, self.max_segments, block)
             size = capacity * (2 * MAX_TERMS + (1 + MAX_TERMS) * block)
-            buffer = torch.empty(size, dtype=torch.int32, device=self.device)
-            table = DeviceTiles(block=block, capacity=capacity, count=0, total=0, buffer=buffer)
+            table = DeviceTiles(block, capacity, Copier(size, self.device))
             table.refresh(tile_rows(self.grouping, block, capacity))
             self._tiles[block] = table
         return table
 
-    def scratch(self, elements: int, dtype: torch.dtype, *, zeroed: bool = False) -> torch.Tensor:
+    def blocks(self, block: int) -> DeviceBlocks:
+        """The adapters of each block of rows; made at the first request, then kept fresh."""
+        table = self._blocks.get(block)
+        if table is None:
+            capacity = max(1, min(block, self.max_segments))
+            count = -(-self.max_rows // block)
+            copier = Copier(self.max_rows + count * (1 + 2 * capacity), self.device)
+            slot_of_row, counts, lists = copier.buffer.split(
+                [self.max_rows, count, 2 * count * capacity]
+            )
+            table = DeviceBlocks(block, capacity, copier, slot_of_row, counts, lists)
+            self._refresh(table)
+            self._blocks[block] = table
+        return table
+
+    def _refresh(self, table: DeviceBlocks) -> None:
+        found = block_rows(self.grouping, table.block, self.max_rows, table.capacity)
+        table.copier.copy(np.concatenate([found.slot_of_row, found.counts, found.lists.ravel()]))
+
+    def scratch(self, use: str, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Working memory that the batch's calls share one after the other in stream order.
 
-        `zeroed` memory starts at zero; whoever uses it leaves it so.
+        It starts at zero, and who relies on that leaves it so.
         """
-        kept = self._scratch.setdefault((dtype, zeroed), [])
+        kept = self._scratch.setdefault((use, dtype), [])
         if not kept or kept[-1].numel() < elements:
-            make = torch.zeros if zeroed else torch.empty
             # The smaller ones stay: a captured graph may hold their addresses.
-            kept.append(make(max(elements, 1), dtype=dtype, device=self.device))
+            kept.append(torch.zeros(max(elements, 1), dtype=dtype, device=self.device))
         return kept[-1]

@@ -28,7 +28,6 @@ class Kind(StrEnum):
     """How the operator is computed; see `atmm_kernels`."""
 
     PAIR = "pair"
-    FLOW = "flow"
     ROWS = "rows"
 
 
@@ -43,10 +42,14 @@ class Tiling:
         inputs: Input columns that a shrinking program loads at a time.
         split: Input columns a shrinking program; `rows` takes all and ignores it.
         ranks: Rank rows a shrinking program at most; `rows` takes all and ignores it.
+        gather: Whether the last shrinking program of a tile sums the parts up; if not, every
+            expanding one does.
+        loop: Output tiles an expanding program, one after the other (`pair` only).
         parts: Programs that share the outputs of a tile (`rows` only).
         warps: Warps a program; of the shrink if there are two kernels.
         expand_warps: Warps a program of the second kernel (`pair` only).
         stages: Loads in flight in a program's loop.
+        expand_stages: Likewise in the second kernel (`pair` only).
     """
 
     kind: Kind
@@ -55,10 +58,13 @@ class Tiling:
     inputs: int = 128
     split: int = 256
     ranks: int = 64
+    gather: bool = False
+    loop: int = 1
     parts: int = 1
     warps: int = 4
     expand_warps: int = 4
     stages: int = 3
+    expand_stages: int = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +215,9 @@ def default_tiling(shape: Shape) -> Tiling:
     """What usually does well: single rows for many adapters, larger tiles for longer segments."""
     per = shape.rows / max(shape.adapters, 1)
     if per <= 2 and shape.rows <= 128:
-        split = min(1024, shape.in_features)
-        return Tiling(Kind.FLOW, 1, 64, min(512, split), split, 16, 1, 4, 4, 2)
+        return Tiling(Kind.PAIR, 1, 64, 256, 1024, 16)
     rows = 16 if per <= 64 else 32 if per <= 512 else 64
     inputs = 128
-    parts = max(1, min(8, int(256 * rows * 1.0 // max(shape.rows, 1))))
-    split = -(-shape.in_features // parts // inputs) * inputs or inputs
-    return Tiling(Kind.PAIR, rows, 128 if rows > 16 else 64, inputs, split, 64, 1, 4, 4, 3)
+    parts = max(1, min(8, 256 * rows // max(shape.rows, 1)))
+    split = -(-shape.in_features // parts // inputs) * inputs
+    return Tiling(Kind.PAIR, rows, 128, inputs, split, 64, gather=parts > 1)

@@ -16,8 +16,8 @@ TILINGS = [
     pytest.param(Tiling(Kind.PAIR, 16, 32, 32, 32, 16), id="pair"),
     pytest.param(Tiling(Kind.PAIR, 32, 64, 32, 128, 32), id="pair-unsplit"),
     pytest.param(Tiling(Kind.PAIR, 1, 64, 64, 64, 16), id="pair-single-rows"),
-    pytest.param(Tiling(Kind.FLOW, 16, 32, 32, 64, 32), id="flow"),
-    pytest.param(Tiling(Kind.FLOW, 1, 64, 32, 64, 16), id="flow-single-rows"),
+    pytest.param(Tiling(Kind.PAIR, 16, 32, 32, 32, 32, gather=True, loop=2), id="pair-gathered"),
+    pytest.param(Tiling(Kind.PAIR, 1, 64, 32, 32, 16, gather=True), id="pair-single-rows-gathered"),
     pytest.param(Tiling(Kind.ROWS, 16, 32, 32, parts=2), id="rows"),
     pytest.param(Tiling(Kind.ROWS, 32, 64, 64), id="rows-large"),
 ]
@@ -81,7 +81,7 @@ def test_reference_is_the_formula() -> None:
 def test_operator_runs_the_tiling_it_is_given() -> None:
     case = make_case(19, [8, 16, 64], 64, (64, 32), dtype=torch.float16)
     want = case.expected()
-    atmm(case.ys, case.x, case.weights, case.batch, tiling=Tiling(Kind.FLOW, 16, 64, 64, 64))
+    atmm(case.ys, case.x, case.weights, case.batch, tiling=Tiling(Kind.PAIR, 16, 64, 64, 64))
     for one, other in zip(case.ys, want, strict=True):
         assert_near(one, other)
 
@@ -90,7 +90,7 @@ def test_next_batch_reuses_the_same_buffers() -> None:
     """What a captured graph relies on: addresses stay, contents change."""
     case = make_case(12, [8, 16, 24], 32, (32,), dtype=torch.float32)
     case.batch = LoraBatch(12, 3, "cpu", fixed=True)
-    tiling = Tiling(Kind.FLOW, 16, 32, 32, 32, 16)
+    tiling = Tiling(Kind.PAIR, 16, 32, 32, 32, 16, gather=True)
     places = set()
     for adapters in ([0] * 12, [2, 1, 0, -1] * 3, [-1] * 12, [1] * 11 + [2]):
         case.batch.update(adapters, case.ranks, case.scalings)

@@ -1,0 +1,205 @@
+"""Base projection and LoRA together: y = x·Wᵀ + Σ_t coefficient_t · scaling · (x Aᵀ) Bᵀ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from valora_kernels import atmm as operator
+from valora_kernels.tiling import Kind, Tiling
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from valora_kernels.metadata import LoraBatch
+    from valora_kernels.weights import LoraWeights
+
+FEW_ROWS = 128
+"""Up to here one program holds all rows of a column block; W is read once."""
+
+MANY_ROWS = 1024
+"""From here on the persistent kernel keeps up with the vendor's library."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectTiling:
+    """Tile of a projection kernel: rows × outputs × inputs, warps, loads in flight."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+    lora_stages: int = 3
+    halves: bool = False
+
+
+def few_rows_tiling(rows: int) -> ProjectTiling:
+    """Fast on an H200 for up to 128 rows: many loads of W in flight, few columns a program."""
+    tile = max(16, 1 << (rows - 1).bit_length())
+    return ProjectTiling(tile, 32, 128, 4, 6 if tile <= 64 else 4)
+
+
+MANY_ROWS_TILING = ProjectTiling(128, 256, 64, 8, 4, halves=True)
+
+
+def add_projection(
+    ys: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    bases: Sequence[torch.Tensor],
+    weights: LoraWeights,
+    batch: LoraBatch,
+    *,
+    tiling: ProjectTiling | None = None,
+) -> None:
+    """y = x·Wᵀ + LoRA for each projection that shares x, each y written once where that is faster.
+
+    Args:
+        ys: [P] tensors [rows, out_features[p]], overwritten.
+        x: [rows, in_features].
+        bases: [P] base weights W [out_features[p], in_features].
+        weights: A and B of every adapter.
+        batch: Which rows have which adapters.
+        tiling: Of the folding kernels, wherever x is; by default what suits the number of rows.
+
+    Raises:
+        ValueError: As `atmm`; also base weights that do not fit.
+    """
+    operator.check(ys, x, weights, batch)
+    if len(bases) != len(ys):
+        raise ValueError(f"bases: expected {len(ys)} weights, got {len(bases)}")
+    for base, width in zip(bases, weights.out_features, strict=True):
+        if tuple(base.shape) != (width, weights.in_features) or base.dtype != x.dtype:
+            raise ValueError(
+                f"base: expected {x.dtype} [{width}, {weights.in_features}], "
+                f"got {base.dtype} {list(base.shape)}"
+            )
+    rows = x.shape[0]
+    if tiling is None and operator.use_triton(x) and _foldable(x, ys, bases, weights, batch):
+        if rows <= FEW_ROWS:
+            tiling = few_rows_tiling(rows)
+        elif rows >= MANY_ROWS:
+            tiling = MANY_ROWS_TILING
+    if tiling is None or not rows:
+        for y, base in zip(ys, bases, strict=True):
+            torch.mm(x, base.T, out=y)
+        operator.atmm(ys, x, weights, batch)
+        return
+    _fold(ys, x, bases, weights, batch, tiling)
+
+
+def _foldable(
+    x: torch.Tensor,
+    ys: Sequence[torch.Tensor],
+    bases: Sequence[torch.Tensor],
+    weights: LoraWeights,
+    batch: LoraBatch,
+) -> bool:
+    """Folding serves one term a row, ranks up to 128 and tensors with aligned, dense rows."""
+    aligned = all(
+        t.stride(1) == 1 and t.stride(0) % operator.ALIGNMENT == 0 and t.data_ptr() % 16 == 0
+        for t in (x, *ys, *bases)
+    )
+    return aligned and batch.terms == 1 and weights.max_rank <= 128 and x.dtype != torch.float32
+
+
+def shrink_tiling(choice: Tiling, in_features: int) -> Tiling:
+    """A shrink that leaves h in one piece, whatever the table's choice for the whole was."""
+    if choice.kind is Kind.ROWS:
+        return Tiling(Kind.PAIR, max(choice.rows, 16), inputs=128, split=-(-in_features // 128) * 128)
+    return replace(choice, gather=True)
+
+
+def _fold(
+    ys: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    bases: Sequence[torch.Tensor],
+    weights: LoraWeights,
+    batch: LoraBatch,
+    tiling: ProjectTiling,
+) -> None:
+    from valora_kernels import project_kernels as k
+
+    rows = x.shape[0]
+    width = weights.in_features
+    shrink = shrink_tiling(operator.choice_of(weights, batch, x.device), width)
+    h, _ = operator.shrink(shrink, x, weights, batch, by_row=True)
+    places = max(batch.tiles(shrink.rows).capacity * shrink.rows, rows)
+    blocks = batch.blocks(tiling.rows)
+    pdl = operator.has_dependent_launch(x.device)
+    started = pdl and operator.tiles_to_launch(batch.tiles(shrink.rows), batch, x) > 0
+    lists = (blocks.slot_of_row, blocks.counts, blocks.lists)
+    sizes = (places, weights.slots, weights.max_rank)
+    common = {
+        "BM": tiling.rows,
+        "BN": tiling.outputs,
+        "BK": tiling.inputs,
+        "CAPACITY": blocks.capacity,
+        "RANKS": operator.padded_ranks(weights),
+        "PAGED": weights.paged,
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "num_warps": tiling.warps,
+        "num_stages": tiling.stages,
+    }
+    # Only the first of several projections directly follows the shrink; the others wait for it.
+    for p, (y, base) in enumerate(zip(ys, bases, strict=True)):
+        n = weights.out_features[p]
+        before = sum(weights.out_features[:p]) // operator.ALIGNMENT
+        last = (n // operator.ALIGNMENT, width // operator.ALIGNMENT)
+        if rows <= tiling.rows:
+            early = started and p == 0
+            k.few_rows_kernel[(-(-n // tiling.outputs),)](
+                y,
+                y.stride(0) // operator.ALIGNMENT,
+                x,
+                x.stride(0) // operator.ALIGNMENT,
+                base,
+                base.stride(0) // operator.ALIGNMENT,
+                h,
+                weights.b,
+                weights.b_table,
+                *lists,
+                p,
+                before,
+                *sizes,
+                rows,
+                *last,
+                EVEN_K=width % tiling.inputs == 0,
+                STAGES=tiling.stages,
+                LORA_STAGES=tiling.lora_stages,
+                PDL=early,
+                **common,
+                **({"launch_pdl": True} if early else {}),
+            )
+            continue
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        programs = _processors(x.device)
+        store = tiling.outputs // 2 if tiling.halves else tiling.outputs
+        k.many_rows_kernel[(programs,)](
+            TensorDescriptor.from_tensor(y, [tiling.rows, store]),
+            TensorDescriptor.from_tensor(x, [tiling.rows, tiling.inputs]),
+            TensorDescriptor.from_tensor(base, [tiling.outputs, tiling.inputs]),
+            h,
+            weights.b,
+            weights.b_table,
+            *lists,
+            p,
+            before,
+            *sizes,
+            rows,
+            *last,
+            GROUP=8,
+            PROGRAMS=programs,
+            HALVES=tiling.halves,
+            PDL=False,
+            **common,
+        )
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count

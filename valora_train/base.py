@@ -15,14 +15,18 @@ import argparse
 import json
 import math
 import os
+import queue
 import shlex
 import sys
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -30,7 +34,8 @@ from torch.nn import functional as F
 from torchvision.ops import generalized_box_iou_loss
 
 from valora_data.boxes import cell_centres, decode, encode
-from valora_data.sources.generic_scenes import SIZE
+from valora_data.sources.generic_scenes import COLORS, PATTERNS, SIZE
+from valora_data.sources.generic_shapes import SHAPES
 from valora_train.base_data import (
     LOGGED,
     PATCH,
@@ -130,7 +135,9 @@ def assign(boxes: Tensor, n_boxes: Tensor) -> tuple[Tensor, Tensor]:
     return answers.any(1), nearest
 
 
-def detection_loss(logits: Tensor, codes: Tensor, boxes: Tensor, n_boxes: Tensor) -> Tensor:
+def detection_loss(
+    logits: Tensor, codes: Tensor, boxes: Tensor, n_boxes: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropy of objectness plus distance and GIoU of boxes, per answering cell.
 
     Args:
@@ -138,39 +145,91 @@ def detection_loss(logits: Tensor, codes: Tensor, boxes: Tensor, n_boxes: Tensor
         codes: (b, cells, 4) float32.
         boxes: (b, n, 4) float32, (x0, y0, x1, y1) in shares of the image.
         n_boxes: (b,) int64, how many of them count.
+
+    Returns:
+        The loss, and what `assign` says.
     """
     answers, which = assign(boxes, n_boxes)
     count = answers.sum().clamp_min(1)
     objectness = F.binary_cross_entropy_with_logits(logits, answers.float(), reduction="sum")
-    row, cell = torch.nonzero(answers, as_tuple=True)
-    truth = boxes[row, which[row, cell]]
-    code = F.smooth_l1_loss(codes[row, cell], encode(truth, cell, GRID), reduction="sum", beta=0.1)
-    overlap = generalized_box_iou_loss(decode(codes, GRID)[row, cell], truth, reduction="sum")
-    return (objectness + 0.5 * code + 2.0 * overlap) / count
+    # Dense and masked instead of indexed: the GPU never waits for a count. Cells that answer for
+    # nothing get the whole image as a harmless truth.
+    truth = boxes.gather(1, which[..., None].expand(-1, -1, 4))
+    truth = torch.where(answers[..., None], truth, truth.new_tensor([0.0, 0.0, 1.0, 1.0]))
+    cells = torch.arange(which.shape[1], device=which.device).repeat(len(which))
+    goal = encode(truth.flatten(0, 1), cells, GRID).view_as(codes)
+    code = F.smooth_l1_loss(codes, goal, reduction="none", beta=0.1).sum(-1)
+    overlap = generalized_box_iou_loss(decode(codes, GRID), truth)
+    boxed = ((0.5 * code + 2.0 * overlap) * answers).sum()
+    return (objectness + boxed) / count, answers, which
 
 
-@dataclass(frozen=True, slots=True)
+class Tutor(nn.Module):
+    """Dense help for the vision tower, thrown away after training.
+
+    One linear layer over the projected visual features, which no prompt has touched, says for
+    every cell whether a thing is there, its box, shape, colour and pattern. Without it the tower
+    learns from a few answer tokens per image only, and several times slower.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.detection = DetectionHead()
+        self.kinds = [len(SHAPES), len(COLORS), len(PATTERNS)]
+        self.naming = nn.Linear(HIDDEN, sum(self.kinds))
+
+    def forward(self, features: Tensor, things: Tensor, n_things: Tensor) -> Tensor:
+        """Loss of features (u, cells, 192) for the things of each image; see `Chunk`."""
+        features = features.float()
+        loss, answers, which = detection_loss(
+            *self.detection(features), things[..., :4], n_things
+        )
+        names = things[..., 4:].long().gather(1, which[..., None].expand(-1, -1, 3))
+        for i, logits in enumerate(self.naming(features).split(self.kinds, dim=-1)):
+            wrong = F.cross_entropy(
+                logits.flatten(0, 1), names[..., i].flatten(), reduction="none"
+            )
+            loss = loss + (wrong * answers.flatten()).sum() / answers.sum().clamp_min(1)
+        return loss
+
+
 class Batch:
-    """A `Chunk` on the device; see there for the fields."""
+    """A `Chunk` on the device, and where answers stand in it.
 
-    pixels: Tensor
-    pick: Tensor
-    ids: Tensor
-    span: Tensor
-    boxes: Tensor
-    n_boxes: Tensor
-    task: Tensor
+    Attributes:
+        pixels, things, n_things, pick, ids, boxes, n_boxes, task: As in `Chunk`.
+        row: (a,) int64, the sample of each answer token.
+        column: (a,) int64, its place in the sample.
+        wanted: (d,) int64, the samples that ask for detection.
+    """
 
-    @staticmethod
-    def of(chunk: Chunk, device: torch.device) -> Batch:
-        """Copies without waiting where the device allows it."""
-        pin = device.type == "cuda"
+    def __init__(self, chunk: Chunk, device: torch.device) -> None:
+        at = np.arange(chunk.ids.shape[1])
+        row, column = np.nonzero((at >= chunk.span[:, :1]) & (at < chunk.span[:, 1:]))
 
-        def move(array: Any) -> Tensor:
+        def move(array: npt.NDArray[Any]) -> Tensor:
             tensor = torch.from_numpy(array)
-            return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=True)
+            pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+            return pinned.to(device, non_blocking=True)
 
-        return Batch(*(move(getattr(chunk, name)) for name in Chunk.__slots__))
+        self.pixels, self.pick, self.ids = map(move, (chunk.pixels, chunk.pick, chunk.ids))
+        self.things, self.n_things = move(chunk.things), move(chunk.n_things)
+        self.boxes, self.n_boxes, self.task = map(move, (chunk.boxes, chunk.n_boxes, chunk.task))
+        self.row, self.column = move(row), move(column)
+        self.wanted = move(np.flatnonzero(chunk.n_boxes >= 0))
+
+
+def prefetch(stream: Stream, size: int, device: torch.device) -> Iterator[Batch]:
+    """Batches of about `size` samples, made ready by a thread while the last one is learned."""
+    ready: queue.Queue[Batch] = queue.Queue(maxsize=4)
+
+    def prepare() -> None:
+        while True:
+            ready.put(Batch(stream.batch(size), device))
+
+    threading.Thread(target=prepare, daemon=True).start()
+    while True:
+        yield ready.get()
 
 
 def augment(pixels: Tensor) -> Tensor:
@@ -183,17 +242,22 @@ def augment(pixels: Tensor) -> Tensor:
     return (image * gain + shift + torch.randn_like(image) * grain).clamp(-1.0, 1.0)
 
 
-def forward(model: Any, batch: Batch, image_token: int) -> Tensor:
-    """Last hidden states after the final norm, (b, length, 192); each image is encoded once."""
+def forward(model: Any, batch: Batch, image_token: int) -> tuple[Tensor, Tensor]:
+    """The hidden states of samples and the features of images; each image is encoded once.
+
+    Returns:
+        Last hidden states after the final norm, (b, length, 192), and projected visual features,
+        (u, cells, 192).
+    """
     core = model.model
-    features = core.get_image_features(pixel_values=augment(batch.pixels), return_dict=True)
-    visual = torch.stack(list(features.pooler_output))
+    tower = core.vision_tower(pixel_values=augment(batch.pixels)).last_hidden_state
+    visual = core.multi_modal_projector(tower[:, 1:])
     embeddings = core.get_input_embeddings()(batch.ids)
     mask = (batch.ids == image_token)[..., None]
     embeddings = embeddings.masked_scatter(mask, visual[batch.pick].to(embeddings.dtype))
     # Padding stands on the right, where causal attention never looks.
     hidden: Tensor = core.language_model(inputs_embeds=embeddings, use_cache=False)[0]
-    return hidden
+    return hidden, visual
 
 
 class Pretraining:
@@ -215,15 +279,19 @@ class Pretraining:
         self.silent = silent
         self.right = torch.zeros(len(LOGGED), device=device)
         self.asked = torch.zeros(len(LOGGED), device=device)
-        self.losses = torch.zeros(2, device=device)
+        self.tutor = Tutor().to(device)
+        self.losses = torch.zeros(3, device=device)
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """All that learns, with names."""
+        parts: tuple[Any, ...] = (self.model, self.head, self.tutor)
+        return [item for part in parts for item in part.named_parameters()]
 
     def loss(self, batch: Batch) -> Tensor:
-        """Mean cross-entropy of answer tokens plus the detection loss."""
+        """Mean cross-entropy of answer tokens plus the losses of detection and of the tutor."""
+        row, column = batch.row, batch.column
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            hidden = forward(self.model, batch, self.image_token)
-            at = torch.arange(batch.ids.shape[1], device=self.device)
-            said = (at >= batch.span[:, :1]) & (at < batch.span[:, 1:])
-            row, column = torch.nonzero(said, as_tuple=True)
+            hidden, visual = forward(self.model, batch, self.image_token)
             logits = self.model.lm_head(hidden[row, column - 1]).float() + self.silent
         target = batch.ids[row, column]
         words = F.cross_entropy(logits, target)
@@ -232,22 +300,23 @@ class Pretraining:
             wrong.index_add_(0, row, (logits.argmax(-1) != target).float())
             self.right.index_add_(0, batch.task, (wrong == 0).float())
             self.asked.index_add_(0, batch.task, torch.ones_like(wrong))
-        total = words
-        boxes = torch.zeros((), device=self.device)
-        wanted = torch.nonzero(batch.n_boxes >= 0).flatten()
-        if len(wanted):
-            visual = hidden[wanted][batch.ids[wanted] == self.image_token]
-            scores, codes = self.head(visual.float().view(len(wanted), -1, HIDDEN))
-            boxes = detection_loss(scores, codes, batch.boxes[wanted], batch.n_boxes[wanted])
-            total = total + 0.5 * boxes
-        self.losses.lerp_(torch.stack([words.detach(), boxes.detach()]), 0.05)
-        return total
+        tutor = self.tutor(visual, batch.things, batch.n_things)
+        boxes = torch.zeros_like(words)
+        if len(batch.wanted):
+            # The image is one run of tokens; it starts after the prompt.
+            start = (batch.ids[batch.wanted] == self.image_token).int().argmax(1)
+            cells = start[:, None] + torch.arange(GRID[0] * GRID[1], device=self.device)
+            scores, codes = self.head(hidden[batch.wanted[:, None], cells].float())
+            boxes, _, _ = detection_loss(
+                scores, codes, batch.boxes[batch.wanted], batch.n_boxes[batch.wanted]
+            )
+        self.losses.lerp_(torch.stack([words, boxes, tutor]).detach(), 0.05)
+        return words + 0.5 * boxes + 0.3 * tutor
 
     def report(self) -> dict[str, float]:
         """Losses, and shares of answers that were right to the last token since the last call."""
         shares = (self.right / self.asked.clamp_min(1)).tolist()
-        words, boxes = self.losses.tolist()
-        figures = {"words": words, "boxes": boxes}
+        figures = dict(zip(("words", "boxes", "tutor"), self.losses.tolist(), strict=True))
         seen = self.asked.tolist()
         figures |= {
             task: shares[i] for i, task in enumerate(LOGGED) if seen[i] and task != "detect"
@@ -257,9 +326,10 @@ class Pretraining:
         return figures
 
 
-def make_optimizer(model: Any, head: nn.Module, rate: float, device: torch.device) -> Any:
+def make_optimizer(
+    named: list[tuple[str, nn.Parameter]], rate: float, device: torch.device
+) -> torch.optim.Optimizer:
     """AdamW that decays matrices but neither embeddings nor biases and norms."""
-    named = [*model.named_parameters(), *head.named_parameters()]
     decayed = [p for name, p in named if p.ndim > 1 and "embed" not in name]
     rest = [p for name, p in named if p.ndim <= 1 or "embed" in name]
     return torch.optim.AdamW(
@@ -305,23 +375,24 @@ def train(out: Path, minutes: float, batch_size: int, rate: float, workers: int,
     size = sum(p.numel() for p in model.parameters())
     print(f"{size / 1e6:.2f} M parameters on {device}, {workers} workers", flush=True)
     task = Pretraining(model, head, processor, device)
-    optimizer = make_optimizer(model, head, rate, device)
+    optimizer = make_optimizer(task.parameters(), rate, device)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     while min(len(chunks) for chunks in stream.pool.values()) < 8:
         stream.check()
         time.sleep(0.5)
+    batches = prefetch(stream, batch_size, device)
     start = logged = saved = time.monotonic()
     steps = seen = 0
     while (elapsed := time.monotonic() - start) < 60 * minutes:
         progress = elapsed / 60 / minutes
         for group in optimizer.param_groups:
             group["lr"] = rate * schedule(progress)
-        _, chunk = stream.batch(batch_size)
+        batch = next(batches)
         optimizer.zero_grad(set_to_none=True)
-        task.loss(Batch.of(chunk, device)).backward()
+        task.loss(batch).backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        steps, seen = steps + 1, seen + len(chunk.task)
+        steps, seen = steps + 1, seen + len(batch.task)
         now = time.monotonic()
         if now - logged > 10:
             stream.check()

@@ -26,21 +26,22 @@ from valora_data.sources.generic_questions import (
     vocabulary,
 )
 from valora_data.sources.generic_scenes import (
+    COLORS,
+    MOST_THINGS,
+    PATTERNS,
     SIZE,
     Scene,
     domain_words_in,
     draw_clip,
     draw_scene,
 )
+from valora_data.sources.generic_shapes import SHAPES
 
 VOCABULARY = 2048
 PATCH = 12
 VISUAL_TOKENS = (SIZE // PATCH) ** 2
 SPECIALS = ("<pad>", "<s>", "</s>", "<image>", "<|system|>", "<|user|>", "<|assistant|>")
 MARKUP = ("<ref>", "</ref>", "<box>", "</box>")
-MOST_BOXES = 8
-"""Boxes of one detection sample: one more than things in a scene."""
-
 TRAINING_SEEDS = 1_000_000_000
 """Scenes for training have this seed or a larger one; smaller seeds are for evaluation."""
 
@@ -172,17 +173,22 @@ class Bucket:
 
 
 BUCKETS = {
-    "short": Bucket(1, VISUAL_TOKENS + 26, 0.56),
-    "long": Bucket(1, VISUAL_TOKENS + 66, 0.28),
-    "two": Bucket(2, 2 * VISUAL_TOKENS + 18, 0.06, 0.5),
-    "three": Bucket(3, 3 * VISUAL_TOKENS + 18, 0.05, 0.5),
-    "four": Bucket(4, 4 * VISUAL_TOKENS + 18, 0.05, 0.5),
+    "short": Bucket(1, VISUAL_TOKENS + 26, 0.58),
+    "long": Bucket(1, VISUAL_TOKENS + 56, 0.29),
+    "two": Bucket(2, 2 * VISUAL_TOKENS + 18, 0.05, 0.5),
+    "three": Bucket(3, 3 * VISUAL_TOKENS + 18, 0.04, 0.5),
+    "four": Bucket(4, 4 * VISUAL_TOKENS + 18, 0.04, 0.5),
 }
 SHORT_TASKS = (
     ["detect"] * 8 + ["count"] * 3 + ["where"] * 2 + ["color"] * 3 + ["pattern"] * 2 + ["size"]
-    + ["yes_no"] * 5 + ["relation"] * 2 + ["classify"] * 3 + ["repeat"]
+    + ["yes_no"] * 5 + ["relation"] * 3 + ["classify"] * 3 + ["repeat"]
 )  # fmt: skip
 """What short samples ask, in these proportions."""
+
+INDEX = {
+    name: i for names in (tuple(SHAPES), tuple(COLORS), PATTERNS) for i, name in enumerate(names)
+}
+"""Index of each shape, colour and pattern among its kind."""
 
 LOGGED = [*TASKS, "which_image", "motion", "repeat"]
 CHUNK = 32
@@ -195,15 +201,20 @@ class Chunk:
 
     Attributes:
         pixels: (u, 96, 96, 3) uint8.
+        things: (u, MOST_THINGS, 7) float32, all that is in the images: (x0, y0, x1, y1) in shares
+            of the image, and the indices of shape, colour and pattern.
+        n_things: (u,) int64, how many of them count.
         pick: (b, images) int64, which images each sample shows, in order.
         ids: (b, length) int64, padded on the right.
         span: (b, 2) int64, where the answer begins and where what follows it begins.
-        boxes: (b, MOST_BOXES, 4) float32, (x0, y0, x1, y1) in shares of the image.
+        boxes: (b, MOST_THINGS, 4) float32, (x0, y0, x1, y1) in shares of the image.
         n_boxes: (b,) int64, how many of them count; −1 where nothing is to be detected.
         task: (b,) int64, index into `LOGGED`.
     """
 
     pixels: npt.NDArray[np.uint8]
+    things: npt.NDArray[np.float32]
+    n_things: npt.NDArray[np.int64]
     pick: npt.NDArray[np.int64]
     ids: npt.NDArray[np.int64]
     span: npt.NDArray[np.int64]
@@ -219,6 +230,8 @@ class Chunk:
         rest = ("ids", "span", "boxes", "n_boxes", "task")
         return Chunk(
             np.concatenate([c.pixels for c in chunks]),
+            np.concatenate([c.things for c in chunks]),
+            np.concatenate([c.n_things for c in chunks]),
             np.concatenate(picks),
             *(np.concatenate([getattr(c, name) for c in chunks]) for name in rest),
         )
@@ -249,17 +262,24 @@ class SampleMaker:
             if bucket.images > 1:
                 asked = self._ask_series(bucket.images, images)
             else:
-                scene = draw_scene(self._seed(), 1 if self.rng.random() < 0.2 else 7)
+                scene = draw_scene(self._seed(), 1 if self.rng.random() < 0.2 else MOST_THINGS)
                 images.append(scene)
                 asked = [(q, [before]) for q in self._ask(scene, name)]
             samples += asked
         encoded = [self._encode(q, bucket) for q, _ in samples[:CHUNK]]
-        boxes = np.zeros((CHUNK, MOST_BOXES, 4), dtype=np.float32)
+        boxes = np.zeros((CHUNK, MOST_THINGS, 4), dtype=np.float32)
         for i, (question, _) in enumerate(samples[:CHUNK]):
             if question.boxes:
                 boxes[i, : len(question.boxes)] = np.array(question.boxes) / SIZE
+        things = np.zeros((len(images), MOST_THINGS, 7), dtype=np.float32)
+        for i, scene in enumerate(images):
+            for j, thing in enumerate(scene.things):
+                things[i, j, :4] = np.array(thing.box) / SIZE
+                things[i, j, 4:] = INDEX[thing.shape], INDEX[thing.color], INDEX[thing.pattern]
         return Chunk(
             pixels=np.stack([scene.pixels for scene in images]),
+            things=things,
+            n_things=np.array([len(scene.things) for scene in images]),
             pick=np.array([pick for _, pick in samples[:CHUNK]]),
             ids=np.stack([ids for ids, _ in encoded]),
             span=np.array([span for _, span in encoded]),
@@ -274,12 +294,12 @@ class SampleMaker:
         return int(self.rng.integers(TRAINING_SEEDS, 2**62))
 
     def _ask(self, scene: Scene, bucket: str) -> list[Question]:
-        """Four questions about one scene, or what it allows of them."""
+        """Several questions about one scene, or what it allows of them."""
         rng = self.rng
         tasks = (
             ["caption", "box", "box"]
             if bucket == "long"
-            else [SHORT_TASKS[i] for i in rng.integers(len(SHORT_TASKS), size=5)]
+            else [SHORT_TASKS[i] for i in rng.integers(len(SHORT_TASKS), size=7)]
         )
         if bucket == "short" and len(scene.things) == 1:
             tasks[0] = "classify"
@@ -392,10 +412,10 @@ class Stream:
                 chunks[int(rng.integers(self.most))] = chunk
             self.made += len(chunk.task)
 
-    def batch(self, size: int) -> tuple[str, Chunk]:
-        """Name of a bucket, drawn by its share, and about `size` samples of it."""
+    def batch(self, size: int) -> Chunk:
+        """About `size` samples of one bucket, which is drawn by its share."""
         names = list(BUCKETS)
         name = str(self.rng.choice(names, p=[bucket.share for bucket in BUCKETS.values()]))
         chunks = self.pool[name]
         wanted = max(1, round(size * BUCKETS[name].batch / CHUNK))
-        return name, Chunk.join([chunks[i] for i in self.rng.integers(len(chunks), size=wanted)])
+        return Chunk.join([chunks[i] for i in self.rng.integers(len(chunks), size=wanted)])

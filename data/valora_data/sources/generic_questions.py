@@ -25,7 +25,7 @@ GRID = 1000
 GRID_STEP = 10
 """Boxes as text are rounded to this many grid units, about a pixel of a scene."""
 
-_NUMBERS = ("no", "a", "two", "three", "four", "five", "six", "seven")
+_NUMBERS = ("no", "a", "two", "three", "four", "five", "six")
 _SAME_PLURAL = frozenset({"glasses", "scissors", "dice"})
 
 

@@ -1,7 +1,7 @@
 """Varied generic scenes for pretraining the base model: things, textures, light and clutter.
 
-A scene is a function of its seed alone. It is 96 pixels square, holds one to seven named things of
-about 11 to 60 pixels on a background with the statistics of photographs (multi-octave noise with
+A scene is a function of its seed alone. It is 96 pixels square, holds one to six named things of
+about 15 to 60 pixels on a background with the statistics of photographs (multi-octave noise with
 edges, tilings, gradients) among unnamed clutter, and is blurred, lit and grainy.
 """
 
@@ -22,8 +22,11 @@ Pixels = npt.NDArray[np.uint8]
 SIZE = 96
 """Width and height of a scene in pixels."""
 
-SMALLEST = 13.0
-"""Shortest long side of a named thing in pixels, about one visual token."""
+MOST_THINGS = 6
+"""Named things in a scene."""
+
+SMALLEST = 15.0
+"""Shortest long side of a named thing in pixels, little more than a visual token."""
 
 OVERSAMPLING = 3
 """Things are drawn this many times larger and averaged down, so that their edges are smooth."""
@@ -204,7 +207,7 @@ def _draw_clutter(image: Floats, rng: np.random.Generator) -> Floats:
     """Adds unnamed scraps, threads and blots, which resemble no thing."""
     canvas = Image.fromarray((image * 255).astype(np.uint8))
     pen = ImageDraw.Draw(canvas, "RGBA")
-    for _ in range(int(rng.integers(0, 12))):
+    for _ in range(int(rng.integers(0, 9))):
         x, y = rng.uniform(0, SIZE, 2)
         ink = (*(int(c) for c in rng.integers(0, 256, 3)), int(rng.integers(60, 230)))
         steps = rng.normal(0, np.exp(rng.uniform(0.7, 2.1)), (int(rng.integers(3, 7)), 2))
@@ -385,7 +388,7 @@ def finish(image: Floats, rng: np.random.Generator) -> Pixels:
 
 
 def draw_sprites(
-    rng: np.random.Generator, most: int = 7, *, novel: bool = False
+    rng: np.random.Generator, most: int = MOST_THINGS, *, novel: bool = False
 ) -> list[Sprite]:
     """One to `most` things of few kinds, so that counting and confusing them is possible.
 
@@ -411,7 +414,7 @@ def draw_sprites(
     return sprites
 
 
-def draw_scene(seed: int, most: int = 7, *, novel: bool = False) -> Scene:
+def draw_scene(seed: int, most: int = MOST_THINGS, *, novel: bool = False) -> Scene:
     """Draws the scene of a seed with one to `most` things.
 
     Args:

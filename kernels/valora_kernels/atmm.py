@@ -185,115 +185,63 @@ def launch(
         batch: As in `atmm`.
         add: Add to y; otherwise overwrite it, with zeros where a row has no adapter.
     """
-    k = _kernels()
+    if tiling.kind is Kind.PAIR:
+        h, parts = shrink(tiling, x, weights, batch)
+        expand(tiling, ys, h, parts, weights, batch, add=add)
+        return
     table = batch.tiles(tiling.rows)
     tiles = tiles_to_launch(table, batch, x, add=add)
     if not tiles:
         return
-    projections = len(ys)
-    terms = batch.terms
-    ranks = padded_ranks(weights)
-    expand_block = min(ranks, EXPAND_RANKS)
-    places = max(table.capacity * tiling.rows, x.shape[0])
-    width = weights.in_features
-    pdl = has_dependent_launch(x.device)
-    three = [*ys, ys[0], ys[0]][:3]
-    outputs = (
-        *three,
-        *(y.stride(0) // ALIGNMENT for y in three),
-        *(y.shape[1] // ALIGNMENT for y in three),
-    )
-    inputs = (x, x.stride(0) // ALIGNMENT)
-    a = (weights.a, weights.a_table)
-    b = (weights.b, weights.b_table)
-    lists = (table.records, table.rows, table.scale)
-    common = {
-        "P": projections,
-        "TERMS": terms,
-        "BM": tiling.rows,
-        "RANKS": ranks,
-        "PAGED": weights.paged,
-        "PDL": pdl,
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
-        "num_warps": tiling.warps,
-        "num_stages": tiling.stages,
-    }
-    if pdl:
-        common["launch_pdl"] = True
-    sizes = (places, weights.slots, weights.max_rank)
-    if tiling.kind is Kind.ROWS:
-        k.rows_kernel[(tiles * projections * tiling.parts,)](
-            *outputs,
-            *inputs,
-            *a,
-            *b,
-            *lists,
-            *sizes,
-            width // ALIGNMENT,
-            BN=tiling.outputs,
-            BK=tiling.inputs,
-            PARTS=tiling.parts,
-            EVEN_K=width % tiling.inputs == 0,
-            STAGES=tiling.stages,
-            ADD=add,
-            **common,
-        )
-        return
-    h, splits = shrink(tiling, x, weights, batch)
-    parts = 1 if tiling.gather else splits
-    groups = sum(-(-y.shape[1] // (tiling.outputs * tiling.loop)) for y in ys)
-    common["num_warps"] = tiling.expand_warps
-    common["num_stages"] = tiling.expand_stages
-    k.expand_kernel[(tiles * groups,)](
-        *outputs,
-        *b,
+    _kernels().rows_kernel[(tiles * len(ys) * tiling.parts,)](
+        *_outputs(ys),
+        x,
+        x.stride(0) // ALIGNMENT,
+        weights.a,
+        weights.a_table,
+        weights.b,
+        weights.b_table,
         table.records,
         table.rows,
-        h,
-        *sizes,
-        groups,
+        table.scale,
+        *_sizes(table, x, weights),
+        weights.in_features // ALIGNMENT,
         BN=tiling.outputs,
-        ER=expand_block,
-        SPLITS=parts,
+        BK=tiling.inputs,
+        PARTS=tiling.parts,
+        EVEN_K=weights.in_features % tiling.inputs == 0,
+        STAGES=tiling.stages,
         ADD=add,
-        LOOP=tiling.loop,
-        STAGES=tiling.expand_stages,
-        CHUNK=_chunk(parts, tiling.rows * expand_block, tiling.expand_warps),
-        **common,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        **_common(tiling, x, weights, batch),
     )
-
-
-def _chunk(parts: int, elements: int, warps: int) -> int:
-    """As many parts of h at once as 64 registers a thread hold."""
-    return min(_power_of_two(parts), max(1, 64 * 32 * warps // elements))
 
 
 def shrink(
     tiling: Tiling, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch, *, by_row: bool = False
 ) -> tuple[torch.Tensor, int]:
-    """h = coefficient · scaling · x Aᵀ, the first of the two steps.
+    """H = coefficient · scaling · x Aᵀ, the first of the two steps.
 
     Returns:
-        h and the number of parts that each of the split sums has: if gathered or not split, h is
-        [P, terms, places or rows, ranks] in x's dtype, otherwise [parts, …] in fp32.
+        h and the number of parts that it consists of: one part is [P, terms, places or rows, ranks]
+        in x's dtype, several are [parts, P, terms, places, ranks] in fp32, to be summed.
     """
-    k = _kernels()
     table = batch.tiles(tiling.rows)
     projections, terms = len(weights.out_features), batch.terms
     ranks = padded_ranks(weights)
     block = min(ranks, tiling.ranks)
     splits = -(-weights.in_features // tiling.split)
     gather = tiling.gather and splits > 1
-    places = max(table.capacity * tiling.rows, x.shape[0])
-    size = projections * terms * places * ranks
+    sizes = _sizes(table, x, weights)
+    size = projections * terms * sizes[0] * ranks
     parts = batch.scratch("parts", splits * size if splits > 1 else 1, torch.float32)
     h = batch.scratch("h", size if gather or splits == 1 else 1, x.dtype)
     counts = table.capacity * projections * terms * (ranks // block)
     counters = batch.scratch("counters", counts if gather else 1, torch.int32)
     tiles = tiles_to_launch(table, batch, x)
     if tiles:
-        options: dict[str, object] = {"launch_pdl": True} if has_dependent_launch(x.device) else {}
-        k.shrink_kernel[(tiles * projections * terms * (ranks // block) * splits,)](
+        _kernels().shrink_kernel[(tiles * projections * terms * (ranks // block) * splits,)](
             x,
             x.stride(0) // ALIGNMENT,
             weights.a,
@@ -304,36 +252,101 @@ def shrink(
             parts,
             h,
             counters,
-            places,
-            weights.slots,
-            weights.max_rank,
+            *sizes,
             weights.in_features // ALIGNMENT,
-            P=projections,
-            TERMS=terms,
-            BM=tiling.rows,
             BR=block,
             BK=tiling.inputs,
             K_SPLIT=tiling.split,
             SPLITS=splits,
-            RANKS=ranks,
             EVEN_K=weights.in_features % tiling.split == 0,
-            PAGED=weights.paged,
             GATHER=gather,
             CHUNK=_chunk(splits, tiling.rows * block, tiling.warps),
             BY_ROW=by_row,
-            PDL=has_dependent_launch(x.device),
-            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             num_warps=tiling.warps,
             num_stages=tiling.stages,
-            **options,
+            **_common(tiling, x, weights, batch),
         )
-    return (h if gather or splits == 1 else parts), splits
+    return (h, 1) if gather or splits == 1 else (parts, splits)
+
+
+def expand(
+    tiling: Tiling,
+    ys: Sequence[torch.Tensor],
+    h: torch.Tensor,
+    parts: int,
+    weights: LoraWeights,
+    batch: LoraBatch,
+    *,
+    add: bool = True,
+) -> None:
+    """Y += h Bᵀ, the second step; `h` and `parts` are what `shrink` returned."""
+    table = batch.tiles(tiling.rows)
+    tiles = tiles_to_launch(table, batch, ys[0], add=add)
+    if not tiles:
+        return
+    block = min(padded_ranks(weights), EXPAND_RANKS)
+    groups = sum(-(-y.shape[1] // (tiling.outputs * tiling.loop)) for y in ys)
+    _kernels().expand_kernel[(tiles * groups,)](
+        *_outputs(ys),
+        weights.b,
+        weights.b_table,
+        table.records,
+        table.rows,
+        h,
+        *_sizes(table, ys[0], weights),
+        groups,
+        BN=tiling.outputs,
+        ER=block,
+        SPLITS=parts,
+        ADD=add,
+        LOOP=tiling.loop,
+        STAGES=tiling.expand_stages,
+        CHUNK=_chunk(parts, tiling.rows * block, tiling.expand_warps),
+        num_warps=tiling.expand_warps,
+        num_stages=tiling.expand_stages,
+        **_common(tiling, ys[0], weights, batch),
+    )
+
+
+def _common(
+    tiling: Tiling, tensor: torch.Tensor, weights: LoraWeights, batch: LoraBatch
+) -> dict[str, object]:
+    """What all three kernels are compiled for."""
+    common: dict[str, object] = {
+        "P": len(weights.out_features),
+        "TERMS": batch.terms,
+        "BM": tiling.rows,
+        "RANKS": padded_ranks(weights),
+        "PAGED": weights.paged,
+        "PDL": has_dependent_launch(tensor.device),
+        "PRECISION": "ieee" if tensor.dtype == torch.float32 else "tf32",
+    }
+    if common["PDL"]:
+        common["launch_pdl"] = True
+    return common
+
+
+def _sizes(table: DeviceTiles, tensor: torch.Tensor, weights: LoraWeights) -> tuple[int, int, int]:
+    """Places of h, slots and rank rows of the weights."""
+    return max(table.capacity * table.block, tensor.shape[0]), weights.slots, weights.max_rank
+
+
+def _outputs(ys: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Three tensors with their row strides and widths; with fewer projections the first again."""
+    three = [*ys, ys[0], ys[0]][:3]
+    strides = [y.stride(0) // ALIGNMENT for y in three]
+    return (*three, *strides, *(y.shape[1] // ALIGNMENT for y in three))
+
+
+def _chunk(parts: int, elements: int, warps: int) -> int:
+    """As many parts of h at once as 64 registers a thread hold."""
+    return min(_power_of_two(parts), max(1, 64 * 32 * warps // elements))
 
 
 def tiles_to_launch(
-    table: DeviceTiles, batch: LoraBatch, x: torch.Tensor, *, add: bool = True
+    table: DeviceTiles, batch: LoraBatch, tensor: torch.Tensor, *, add: bool = True
 ) -> int:
     """Tiles in use; where a graph is captured, as many as any batch can need."""
-    if batch.fixed or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if batch.fixed or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return table.capacity
     return table.count if add else table.total

@@ -149,9 +149,8 @@ def _shrink_tile(
                     P, TERMS, BM, BR, SPLITS, RANKS, CHUNK,
                 )  # fmt: skip
                 tl.store(h_at, total.to(h_out.dtype.element_ty), mask=valid[:, None])
-    else:
-        if PDL:
-            gdc_wait()
+    elif PDL:
+        gdc_wait()
 
 
 @triton.jit
@@ -248,7 +247,7 @@ def expand_kernel(
     ADD: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y += Σ_t h_t B_tᵀ, rounded once. Grid: tiles × groups of LOOP output blocks.
+    """Y += Σ_t h_t B_tᵀ, rounded once. Grid: tiles × groups of LOOP output blocks.
 
     Without ADD y is overwritten, also with the zeros of rows that have no adapter.
     """
@@ -318,9 +317,8 @@ def expand_kernel(
             if ADD:
                 delta += y_tile.to(tl.float32)
             tl.store(y_at, delta.to(y.dtype.element_ty), mask=y_mask)
-    else:
-        if PDL:
-            gdc_wait()
+    elif PDL:
+        gdc_wait()
 
 
 @triton.jit(do_not_specialize=["places", "slots", "max_rank"])

@@ -54,7 +54,7 @@ def add_projection(
     *,
     tiling: ProjectTiling | None = None,
 ) -> None:
-    """y = x·Wᵀ + LoRA for each projection that shares x, each y written once where that is faster.
+    """Y = x·Wᵀ + LoRA for each projection that shares x, each y written once where that is faster.
 
     Args:
         ys: [P] tensors [rows, out_features[p]], overwritten.
@@ -108,7 +108,9 @@ def _foldable(
 def shrink_tiling(choice: Tiling, in_features: int) -> Tiling:
     """A shrink that leaves h in one piece, whatever the table's choice for the whole was."""
     if choice.kind is Kind.ROWS:
-        return Tiling(Kind.PAIR, max(choice.rows, 16), inputs=128, split=-(-in_features // 128) * 128)
+        return Tiling(
+            Kind.PAIR, max(choice.rows, 16), inputs=128, split=-(-in_features // 128) * 128
+        )
     return replace(choice, gather=True)
 
 

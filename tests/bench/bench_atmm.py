@@ -21,14 +21,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from valora_kernels.atmm import add_projection, atmm, chosen_tiling
+from valora_kernels.atmm import atmm, choice_of
 from valora_kernels.merge import MergeableWeights
 from valora_kernels.profile import Inputs, Workload, replay_times, spread
+from valora_kernels.project import add_projection
 from valora_kernels.weights import LoraWeights
 
 WIDTH = 4096
 ANCHORS = Path(__file__).with_name("lora_kernels_h200.csv")
 MIXED = (64, 32, 16, 8)
+SECTIONS = ("csv", "off", "projection", "merge")
 
 
 @dataclass
@@ -268,7 +270,7 @@ def measure(case: Case, ceilings: Ceilings, *, with_peers: bool, repeats: int) -
         p95=float(np.percentile(times, 95)),
         eager=eager_time(calls[0]),
         error=error,
-        tiling=str(chosen_tiling(first.weights, work.batch)),
+        tiling=str(choice_of(first.weights, work.batch, first.x.device)),
         base=float(np.median(base)),
         base_p95=float(np.percentile(base, 95)),
     )
@@ -435,6 +437,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("outputs/bench-kernels"))
     parser.add_argument("--no-peers", action="store_true", help="ours and the base GEMM only")
     parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument(
+        "--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="tables to run"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_atmm needs a CUDA GPU")
@@ -446,24 +451,29 @@ def main() -> None:
         f"{ceilings.flops_per_us / 1e6:.0f} TFLOP/s. Times in µs.",
     ]
     results = []
-    for case in [*anchors(), *off_grid()]:
+    cases = [
+        *(anchors() if "csv" in args.only else ()),
+        *(off_grid() if "off" in args.only else ()),
+    ]
+    for case in cases:
         result = measure(case, ceilings, with_peers=not args.no_peers, repeats=args.repeats)
         results.append(result)
-        print(
-            f"{case.name:40s} {result.ours:8.2f} / {result.best if result.peers or case.csv_us else 0:8.2f}",
-            flush=True,
-        )
+        best = result.best if result.peers or case.csv_us else float("nan")
+        print(f"{case.name:40s} {result.ours:8.2f} / {best:8.2f}", flush=True)
         torch.cuda.empty_cache()
-    report([r for r in results if r.case.group == "csv"], lines)
-    if not args.no_peers:
-        report([r for r in results if r.case.group != "csv"], lines)
-    totals = projection_totals(lines, args.repeats)
-    torch.cuda.empty_cache()
-    merge = merging(lines)
+    data: dict[str, object] = {"cases": [asdict(r) for r in results]}
+    for on_grid in (True, False):
+        some = [r for r in results if (r.case.group == "csv") == on_grid]
+        if some and (on_grid or not args.no_peers):
+            report(some, lines)
+    if "projection" in args.only:
+        data["projection"] = projection_totals(lines, args.repeats)
+        torch.cuda.empty_cache()
+    if "merge" in args.only:
+        data["merge"] = merging(lines)
     lines.append(f"\nTook {time.time() - started:.0f} s.")
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "bench_atmm.md").write_text("\n".join(lines) + "\n")
-    data = {"cases": [asdict(r) for r in results], "projection": totals, "merge": merge}
     (args.out / "bench_atmm.json").write_text(json.dumps(data))
     print("\n".join(lines))
 

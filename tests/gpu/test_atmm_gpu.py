@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from tests.lora_cases import Case, assert_near, make_case
-from valora_kernels.atmm import add_projection, atmm, launch
+from valora_kernels.atmm import atmm, launch
 from valora_kernels.merge import MergeableWeights
 from valora_kernels.metadata import LoraBatch
+from valora_kernels.project import ProjectTiling, add_projection
 from valora_kernels.tiling import Kind, Mode, Shape, Tiling, choose
 from valora_kernels.weights import LoraWeights
 
@@ -26,9 +27,11 @@ TILINGS = [
     pytest.param(Tiling(Kind.PAIR, 16, 64, 128, 512, 64), id="pair"),
     pytest.param(Tiling(Kind.PAIR, 64, 128, 64, 4096, 64, stages=4), id="pair-large"),
     pytest.param(Tiling(Kind.PAIR, 1, 64, 256, 512, 16), id="pair-single-rows"),
-    pytest.param(Tiling(Kind.FLOW, 16, 64, 256, 512, 64), id="flow"),
-    pytest.param(Tiling(Kind.FLOW, 64, 128, 64, 1024, 64), id="flow-large"),
-    pytest.param(Tiling(Kind.FLOW, 1, 64, 512, 1024, 16), id="flow-single-rows"),
+    pytest.param(Tiling(Kind.PAIR, 16, 64, 128, 256, 16, gather=True, loop=4), id="pair-gathered"),
+    pytest.param(
+        Tiling(Kind.PAIR, 64, 128, 64, 512, 64, gather=True, loop=2), id="pair-large-gather"
+    ),
+    pytest.param(Tiling(Kind.PAIR, 1, 64, 512, 512, 16, gather=True), id="pair-single-gathered"),
     pytest.param(Tiling(Kind.ROWS, 32, 128, 64, parts=2), id="rows"),
 ]
 MIXED = [64, 8, 32, 16, 64, 48]
@@ -70,9 +73,7 @@ def test_popularity(tiling: Tiling | None, popularity: str) -> None:
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("terms", [1, 2])
-def test_three_projections_of_odd_widths(
-    tiling: Tiling | None, paged: bool, terms: int
-) -> None:
+def test_three_projections_of_odd_widths(tiling: Tiling | None, paged: bool, terms: int) -> None:
     case = make_case(
         37, MIXED, 1096, (1000, 264, 520), dtype=torch.bfloat16, terms=terms, paged=paged,
         device="cuda",
@@ -134,18 +135,26 @@ def test_results_repeat_bit_for_bit() -> None:
     assert all(torch.equal(one, found[0]) for one in found)
 
 
-@pytest.mark.parametrize("rows", [3, 64, 300])
-def test_projection_total(rows: int) -> None:
-    case = make_case(rows, MIXED, 512, (768, 256), dtype=torch.bfloat16, device="cuda")
-    bases = [torch.randn(n, 512, device="cuda").bfloat16() / 23 for n in (768, 256)]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "tiling"),
+    [
+        (3, None), (64, None), (100, None), (300, None), (1100, None),
+        (300, ProjectTiling(128, 256, 64, 8, 3)),
+    ],
+)  # fmt: skip
+def test_projection_total(rows: int, tiling: ProjectTiling | None, dtype: torch.dtype) -> None:
+    case = make_case(rows, MIXED, 520, (768, 264), dtype=dtype, device="cuda")
+    bases = [torch.randn(n, 520, device="cuda").to(dtype) / 23 for n in (768, 264)]
     want = [
         change + case.x.double() @ base.double().T
         for change, base in zip(case.expected(add=False), bases, strict=True)
     ]
-    out = [torch.full_like(y, float("nan")) for y in case.ys]
-    add_projection(out, case.x, bases, case.weights, case.batch)
-    for one, other in zip(out, want, strict=True):
-        assert_near(one, other)
+    for _ in range(3):  # the second follows the first without a gap
+        out = [torch.full_like(y, float("nan")) for y in case.ys]
+        add_projection(out, case.x, bases, case.weights, case.batch, tiling=tiling)
+        for one, other in zip(out, want, strict=True):
+            assert_near(one, other)
 
 
 def test_this_gpu_has_a_table() -> None:

@@ -26,12 +26,23 @@ ALIGNMENT = 128
 
 @dataclass(frozen=True, slots=True)
 class MergeTiling:
-    """Tile of the merge kernel: outputs × inputs, ranks at a time, warps."""
+    """How the merge kernel goes over a matrix.
+
+    Attributes:
+        outputs: Rows a strip.
+        inputs: Columns a step.
+        span: Columns a strip.
+        ranks: Ranks at a time.
+        warps: Warps a program.
+        stages: Steps whose loads are in flight.
+    """
 
     outputs: int = 128
-    inputs: int = 128
+    inputs: int = 64
+    span: int = 4096
     ranks: int = 64
     warps: int = 8
+    stages: int = 3
 
 
 class MergeableWeights:
@@ -177,8 +188,12 @@ class MergeableWeights:
             BO=tiling.outputs,
             BI=tiling.inputs,
             BR=tiling.ranks,
+            SPAN=tiling.span,
+            STAGES=tiling.stages,
+            MORE=rank > tiling.ranks,
             PRECISION="ieee" if self.live.dtype == torch.float32 else "tf32",
             num_warps=tiling.warps,
+            num_stages=tiling.stages,
         )
 
     def unmerge(self) -> None:
@@ -208,7 +223,7 @@ class MergeableWeights:
                 matrices.append(
                     [self._starts[name], outputs, inputs, a_start, a_step, b_start, b_step]
                 )
-                count = -(-outputs // tiling.outputs) * -(-inputs // tiling.inputs)
+                count = -(-outputs // tiling.outputs) * -(-inputs // tiling.span)
                 numbers = torch.arange(count, dtype=torch.int32)
                 tiles.append(torch.stack([torch.full_like(numbers, number), numbers], dim=1))
             self._tables[tiling] = (

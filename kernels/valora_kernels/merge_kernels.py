@@ -12,9 +12,10 @@ import triton.language as tl
 def merge_kernel(
     live, pristine, a, b, a_rows, b_rows, tiles, matrices, scaling, slot, rank,
     SLOT_RANKS: tl.constexpr, PAGED: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr,
-    BR: tl.constexpr, PRECISION: tl.constexpr,
+    BR: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr, MORE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Live = pristine + scaling · B · A, one tile of one matrix a program.
+    """Live = pristine + scaling · B · A, one strip of one matrix a program.
 
     Args:
         live: Flat memory of the weights that the model reads.
@@ -23,7 +24,7 @@ def merge_kernel(
         b: Where offsets of rows of Bᵀ count from.
         a_rows: [matrices, SLOT_RANKS] int64, place of every row of the adapter's A; if PAGED.
         b_rows: Likewise of Bᵀ.
-        tiles: [programs, 2] int32, matrix and tile number within it.
+        tiles: [programs, 2] int32, matrix and number of the strip within it.
         matrices: [matrices, 7] int64: first element, outputs and inputs of the matrix; start of its
             A and elements a slot; the same of its Bᵀ.
         scaling: The adapter's.
@@ -33,6 +34,9 @@ def merge_kernel(
         PAGED: Whether `a_rows` and `b_rows` say where rows are.
         BO: Outputs a tile.
         BI: Inputs a tile.
+        SPAN: Inputs a strip.
+        STAGES: Tiles whose loads are in flight.
+        MORE: Whether the rank is above BR.
         BR: Ranks at a time.
         PRECISION: Of products of fp32 weights.
     """
@@ -44,30 +48,44 @@ def merge_kernel(
     inputs = tl.multiple_of(tl.load(matrices + 7 * matrix + 2).to(tl.int32), 8)
     a_start = tl.load(matrices + 7 * matrix + 3) + slot * tl.load(matrices + 7 * matrix + 4)
     b_start = tl.load(matrices + 7 * matrix + 5) + slot * tl.load(matrices + 7 * matrix + 6)
-    across = tl.cdiv(inputs, BI)
+    # A strip of BO rows is SPAN columns long; the next columns load while these are computed.
+    across = tl.cdiv(inputs, SPAN)
     o = tile // across * BO + tl.arange(0, BO)
-    i = tile % across * BI + tl.arange(0, BI)
-    inside = (o < outputs)[:, None] & (i < inputs)[None, :]
-    place = start + o.to(tl.int64)[:, None] * inputs + i[None, :]
-    weight = tl.load(pristine + place, mask=inside, other=0.0, eviction_policy="evict_first")
-    delta = tl.zeros((BO, BI), dtype=tl.float32)
-    for first in tl.range(0, rank, BR, num_stages=1):
-        r = first + tl.arange(0, BR)
-        real = (r < rank)[:, None]
-        if PAGED:
-            a_at = a_start + tl.load(a_rows + matrix * SLOT_RANKS + r, mask=r < rank, other=0)
-            b_at = b_start + tl.load(b_rows + matrix * SLOT_RANKS + r, mask=r < rank, other=0)
-        else:
-            a_at = a_start + r * inputs
-            b_at = b_start + r * outputs
-        a_at = tl.multiple_of(a_at, 8)
-        b_at = tl.multiple_of(b_at, 8)
-        a_tile = tl.load(
-            a + a_at[:, None] + i[None, :], mask=real & (i < inputs)[None, :], other=0.0
-        )
-        b_tile = tl.load(
-            b + b_at[:, None] + o[None, :], mask=real & (o < outputs)[None, :], other=0.0
-        )
-        delta = tl.dot(tl.trans(b_tile), a_tile, delta, input_precision=PRECISION)
-    merged = weight.to(tl.float32) + scaling * delta
-    tl.store(live + place, merged.to(weight.dtype), mask=inside, eviction_policy="evict_first")
+    begin = tile % across * SPAN
+    row_at = start + o.to(tl.int64)[:, None] * inputs
+    r = tl.arange(0, BR)
+    b_at = _rank_rows(b_rows, b_start, matrix, r, rank, outputs, SLOT_RANKS, PAGED)
+    b_tile = tl.load(
+        b + b_at[:, None] + o[None, :], mask=(r < rank)[:, None] & (o < outputs)[None, :], other=0.0
+    )
+    a_at = _rank_rows(a_rows, a_start, matrix, r, rank, inputs, SLOT_RANKS, PAGED)
+    for first in tl.range(begin, tl.minimum(begin + SPAN, inputs), BI, num_stages=STAGES):
+        i = first + tl.arange(0, BI)
+        inside = (o < outputs)[:, None] & (i < inputs)[None, :]
+        place = row_at + i[None, :]
+        weight = tl.load(pristine + place, mask=inside, other=0.0)
+        a_mask = (r < rank)[:, None] & (i < inputs)[None, :]
+        a_tile = tl.load(a + a_at[:, None] + i[None, :], mask=a_mask, other=0.0)
+        delta = tl.dot(tl.trans(b_tile), a_tile, input_precision=PRECISION)
+        if MORE:  # a loop in here keeps the outer one from loading ahead
+            for block in tl.range(1, tl.cdiv(rank, BR), num_stages=1):
+                more = block * BR + r
+                at = _rank_rows(b_rows, b_start, matrix, more, rank, outputs, SLOT_RANKS, PAGED)
+                b_mask = (more < rank)[:, None] & (o < outputs)[None, :]
+                b_more = tl.load(b + at[:, None] + o[None, :], mask=b_mask, other=0.0)
+                at = _rank_rows(a_rows, a_start, matrix, more, rank, inputs, SLOT_RANKS, PAGED)
+                a_mask = (more < rank)[:, None] & (i < inputs)[None, :]
+                a_more = tl.load(a + at[:, None] + i[None, :], mask=a_mask, other=0.0)
+                delta = tl.dot(tl.trans(b_more), a_more, delta, input_precision=PRECISION)
+        merged = weight.to(tl.float32) + scaling * delta
+        tl.store(live + place, merged.to(weight.dtype), mask=inside)
+
+
+@triton.jit
+def _rank_rows(table, start, matrix, r, rank, width, SLOT_RANKS: tl.constexpr, PAGED: tl.constexpr):
+    """Where rank rows `r` of one matrix of the adapter begin."""
+    if PAGED:
+        at = start + tl.load(table + matrix * SLOT_RANKS + r, mask=r < rank, other=0)
+    else:
+        at = start + r * width
+    return tl.multiple_of(at, 8)

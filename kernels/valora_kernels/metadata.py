@@ -368,7 +368,7 @@ class LoraBatch:
             )
         self.max_rows = max_rows
         self.max_segments = max_segments
-        self.device = torch.device(device)
+        self.device = torch.empty(0, device=device).device  # with the index of a GPU
         self.fixed = fixed
         self.grouping = group_rows(np.zeros(0, np.int64), [], [])
         self.max_rank = 0

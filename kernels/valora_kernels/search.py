@@ -421,12 +421,12 @@ def main() -> None:
             search.derived(Group(*others, rank), first, some, bar)
         torch.cuda.empty_cache()
     known = Table.load(output).entries if output.exists() else {}
-    best = {shape: finalists[0][1] for shape, finalists in search.found.items()}
+    best = {shape: finalists[0][1] for shape, finalists in search.found.items() if finalists}
     Table(gpu, {**known, **best}.items()).save(
         output, torch=torch.__version__, seconds=round(time.time() - started)
     )
     print(f"\n{output}: {len(best)} shapes in {time.time() - started:.0f} s")
-    search.journal.unlink()
+    search.journal.rename(output.with_suffix(".measured.jsonl"))
 
 
 if __name__ == "__main__":

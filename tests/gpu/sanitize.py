@@ -41,6 +41,6 @@ for rows, tiling in (
 merged = MergeableWeights({"q": (136, 264), "k": (72, 264)}, dtype=torch.bfloat16, device="cuda")
 weights = LoraWeights.contiguous(1, 24, 264, (136, 72), dtype=torch.bfloat16, device="cuda")
 merged.bind({"q": (weights, 0), "k": (weights, 1)})
-merged.merge(0, 20, 0.5, tiling=MergeTiling(64, 64, 32, 4))
+merged.merge(0, 20, 0.5, tiling=MergeTiling(64, 64, 128, 32, 4))
 merged.unmerge()
 torch.cuda.synchronize()

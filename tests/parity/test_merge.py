@@ -44,7 +44,7 @@ def make(
     return merged, linears, base, adapters
 
 
-TILING = MergeTiling(32, 64, 16, 4)
+TILING = MergeTiling(32, 32, 64, 16, 4)
 
 
 @pytest.mark.parametrize("tiling", [TILING, None], ids=["kernel", "reference"])
@@ -84,7 +84,7 @@ def test_a_thousand_switches_leave_no_trace() -> None:
 
 
 def test_linears_see_the_merge() -> None:
-    merged, linears, base, adapters = make(torch.float32)
+    merged, linears, _, adapters = make(torch.float32)
     x = torch.randn(3, 72)
     before = linears["q"](x)
     merged.merge(0, 24, 0.5, tiling=TILING)

@@ -3,10 +3,11 @@
 A LLaVA of about 4 M parameters in plain transformers classes is pretrained from scratch on
 generic scenes: detection by one linear layer over the visual tokens, and language for everything
 else. The schedule runs on the clock, so that the recipe fits whatever time there is; the shipped
-checkpoint took minutes on one GPU.
+checkpoint took minutes on one GPU. A second run may go on from a checkpoint (`--start`).
 
     python -m valora_train.base --out data/valora_data/tiny --minutes 9
-    python -m valora_train.base --out data/valora_data/tiny --evaluate
+    python -m valora_train.base --start data/valora_data/tiny --rate 8e-4 --minutes 9
+    python -m valora_train.base --evaluate
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ import json
 import math
 import os
 import queue
-import shlex
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.ops import generalized_box_iou_loss
@@ -181,14 +180,11 @@ class Tutor(nn.Module):
     def forward(self, features: Tensor, things: Tensor, n_things: Tensor) -> Tensor:
         """Loss of features (u, cells, 192) for the things of each image; see `Chunk`."""
         features = features.float()
-        loss, answers, which = detection_loss(
-            *self.detection(features), things[..., :4], n_things
-        )
+        logits, codes = self.detection(features)
+        loss, answers, which = detection_loss(logits, codes, things[..., :4], n_things)
         names = things[..., 4:].long().gather(1, which[..., None].expand(-1, -1, 3))
-        for i, logits in enumerate(self.naming(features).split(self.kinds, dim=-1)):
-            wrong = F.cross_entropy(
-                logits.flatten(0, 1), names[..., i].flatten(), reduction="none"
-            )
+        for i, named in enumerate(self.naming(features).split(self.kinds, dim=-1)):
+            wrong = F.cross_entropy(named.flatten(0, 1), names[..., i].flatten(), reduction="none")
             loss = loss + (wrong * answers.flatten()).sum() / answers.sum().clamp_min(1)
         return loss
 
@@ -208,13 +204,15 @@ class Batch:
         row, column = np.nonzero((at >= chunk.span[:, :1]) & (at < chunk.span[:, 1:]))
 
         def move(array: npt.NDArray[Any]) -> Tensor:
+            """Copies without waiting where the device allows it."""
             tensor = torch.from_numpy(array)
             pinned = tensor.pin_memory() if device.type == "cuda" else tensor
             return pinned.to(device, non_blocking=True)
 
-        self.pixels, self.pick, self.ids = map(move, (chunk.pixels, chunk.pick, chunk.ids))
+        self.pixels = move(chunk.pixels)
         self.things, self.n_things = move(chunk.things), move(chunk.n_things)
-        self.boxes, self.n_boxes, self.task = map(move, (chunk.boxes, chunk.n_boxes, chunk.task))
+        self.pick, self.ids, self.task = move(chunk.pick), move(chunk.ids), move(chunk.task)
+        self.boxes, self.n_boxes = move(chunk.boxes), move(chunk.n_boxes)
         self.row, self.column = move(row), move(column)
         self.wanted = move(np.flatnonzero(chunk.n_boxes >= 0))
 
@@ -311,12 +309,15 @@ class Pretraining:
                 scores, codes, batch.boxes[batch.wanted], batch.n_boxes[batch.wanted]
             )
         self.losses.lerp_(torch.stack([words, boxes, tutor]).detach(), 0.05)
-        return words + 0.5 * boxes + 0.3 * tutor
+        total: Tensor = words + 0.5 * boxes + 0.3 * tutor
+        return total
 
     def report(self) -> dict[str, float]:
         """Losses, and shares of answers that were right to the last token since the last call."""
         shares = (self.right / self.asked.clamp_min(1)).tolist()
-        figures = dict(zip(("words", "boxes", "tutor"), self.losses.tolist(), strict=True))
+        figures: dict[str, float] = dict(
+            zip(("words", "boxes", "tutor"), self.losses.tolist(), strict=True)
+        )
         seen = self.asked.tolist()
         figures |= {
             task: shares[i] for i, task in enumerate(LOGGED) if seen[i] and task != "detect"
@@ -364,14 +365,45 @@ def save(model: Any, head: nn.Module, processor: Any, out: Path) -> None:
         path.chmod(0o644)
 
 
-def train(out: Path, minutes: float, batch_size: int, rate: float, workers: int, seed: int) -> None:
-    """Pretrains from scratch and writes the checkpoint to `out`, also every two minutes."""
+def load(folder: Path) -> tuple[Any, DetectionHead, Any]:
+    """Model, detection head and processor of a checkpoint, to learn on from there in float32."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    head = DetectionHead()
+    head.load_state_dict(load_file(folder / "detection_head.safetensors"))
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    return model, head, AutoProcessor.from_pretrained(folder)
+
+
+def train(
+    out: Path,
+    minutes: float,
+    batch_size: int,
+    rate: float,
+    workers: int,
+    seed: int,
+    start_from: Path | None = None,
+) -> None:
+    """Pretrains and writes the checkpoint to `out`, also every two minutes.
+
+    Args:
+        out: Folder of the checkpoint.
+        minutes: How long; the learning rate follows the share of it that has passed.
+        batch_size: Samples per step.
+        rate: Highest learning rate.
+        workers: Processes that draw scenes.
+        seed: Seed of weights and scenes.
+        start_from: A checkpoint to go on from with a fresh schedule; None starts from scratch.
+    """
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    processor = build_processor()
+    if start_from is None:
+        processor = build_processor()
+        model, head = build_model(processor), DetectionHead()
+    else:
+        model, head, processor = load(start_from)
     stream = Stream(seed, processor.tokenizer.backend_tokenizer, workers)
-    model, head = build_model(processor), DetectionHead()
     size = sum(p.numel() for p in model.parameters())
     print(f"{size / 1e6:.2f} M parameters on {device}, {workers} workers", flush=True)
     task = Pretraining(model, head, processor, device)
@@ -407,21 +439,22 @@ def train(out: Path, minutes: float, batch_size: int, rate: float, workers: int,
             save(model, head, processor, out)
     stream.close()
     save(model, head, processor, out)
-    write_figures(out, {
+    before = json.loads((start_from / "figures.json").read_text()) if start_from else {}
+    legs = before.get("training", [])
+    legs.append({
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "torch": torch.__version__.split("+")[0],
-        "command": shlex.join(["python", "-m", "valora_train.base", *sys.argv[1:]]),
+        "rate": rate,
+        "batch": batch_size,
+        "seed": seed,
         "minutes": minutes,
         "steps": steps,
         "samples_seen": seen,
         "samples_drawn": stream.made,
         "parameters": size,
     })  # fmt: skip
-
-
-def write_figures(out: Path, training: dict[str, Any]) -> None:
-    (out / "figures.json").write_text(json.dumps({"training": training}, indent=2) + "\n")
+    (out / "figures.json").write_text(json.dumps({"training": legs}, indent=2) + "\n")
 
 
 def main() -> None:
@@ -433,11 +466,12 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1.5e-3)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=Path, help="checkpoint to go on from")
     parser.add_argument("--evaluate", action="store_true", help="only measure what is there")
     parser.add_argument("--questions", type=int, default=600, help="held-out questions per ability")
     args = parser.parse_args()
     if not args.evaluate:
-        train(args.out, args.minutes, args.batch, args.rate, args.workers, args.seed)
+        train(args.out, args.minutes, args.batch, args.rate, args.workers, args.seed, args.start)
     from valora_train.base_evaluation import evaluate
 
     evaluate(args.out, args.questions)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from valora_data.sources.generic_questions import (
+    CAPTIONED,
     TASKS,
     Question,
     ask_motion,
@@ -64,20 +65,24 @@ CHAT_TEMPLATE = """\
 DOMAIN_NAMES = ("license plate", "traffic sign", "vehicle", "vegetation", "bicycle", "person")
 """What the built-in domains detect: known to the tokenizer, never seen by the model."""
 
-LATER_WORDS = """object image images video frame frames picture photo question answer option options choose following caption
- short sentence word words describe scene category class label type kind action activity doing
- happens moving running walking jumping sitting standing playing holding eating drinking opening
- closing turning throwing catching pushing pulling cat dog bird horse sheep cow elephant bear zebra
- animal food fruit water sky ground grass building room kitchen street indoor outdoor day night
- summer winter weather sunny rain snow old young new dark bright light many few all none both other
- another between behind front near far next inside outside on in at of to for with from by and or
- not is are was has have does do can it its this that there their they he she we you your my who
- when why which whose how much long tall high low wide round flat empty full open closed clean
- wood metal glass plastic paper stone fabric texture shape size material surface part side corner
- edge middle upper lower same different more less than most least only very number count text read
- written says true false correct wrong maybe unknown positive negative man woman child hand head
- shirt car truck bus tree flower road one eight nine ten zero crop land forest river sea residential
- repeat airplane boat bridge field desert mountain beach airport harbor storage tank court pool ship"""
+LATER_WORDS = """
+object image images video frame frames picture photo question answer option options choose
+following caption short sentence word words describe scene category class label type kind
+action activity doing happens moving running walking jumping sitting standing playing
+holding eating drinking opening closing turning throwing catching pushing pulling cat dog
+bird horse sheep cow elephant bear zebra animal food fruit water sky ground grass building
+room kitchen street indoor outdoor day night summer winter weather sunny rain snow old young
+new dark bright light many few all none both other another between behind front near far
+next inside outside on in at of to for with from by and or not is are was has have does do
+can it its this that there their they he she we you your my who when why which whose how
+much long tall high low wide round flat empty full open closed clean wood metal glass
+plastic paper stone fabric texture shape size material surface part side corner edge middle
+upper lower same different more less than most least only very number count text read
+written says true false correct wrong maybe unknown positive negative man woman child hand
+head shirt car truck bus tree flower road one eight nine ten zero crop land forest river sea
+residential repeat airplane boat bridge field desert mountain beach airport harbor storage
+tank court pool ship
+"""
 
 
 def build_tokenizer() -> Tokenizer:
@@ -173,15 +178,15 @@ class Bucket:
 
 
 BUCKETS = {
-    "short": Bucket(1, VISUAL_TOKENS + 26, 0.58),
-    "long": Bucket(1, VISUAL_TOKENS + 56, 0.29),
-    "two": Bucket(2, 2 * VISUAL_TOKENS + 18, 0.05, 0.5),
-    "three": Bucket(3, 3 * VISUAL_TOKENS + 18, 0.04, 0.5),
-    "four": Bucket(4, 4 * VISUAL_TOKENS + 18, 0.04, 0.5),
+    "short": Bucket(1, VISUAL_TOKENS + 26, 0.50),
+    "long": Bucket(1, VISUAL_TOKENS + 56, 0.40),
+    "two": Bucket(2, 2 * VISUAL_TOKENS + 18, 0.04, 0.5),
+    "three": Bucket(3, 3 * VISUAL_TOKENS + 18, 0.03, 0.5),
+    "four": Bucket(4, 4 * VISUAL_TOKENS + 18, 0.03, 0.5),
 }
 SHORT_TASKS = (
-    ["detect"] * 8 + ["count"] * 3 + ["where"] * 2 + ["color"] * 3 + ["pattern"] * 2 + ["size"]
-    + ["yes_no"] * 5 + ["relation"] * 3 + ["classify"] * 3 + ["repeat"]
+    ["detect"] * 8 + ["count"] * 5 + ["where"] * 2 + ["color"] * 3 + ["pattern"] * 2 + ["size"]
+    + ["yes_no"] * 4 + ["relation"] * 3 + ["classify"] * 3 + ["repeat"]
 )  # fmt: skip
 """What short samples ask, in these proportions."""
 
@@ -191,6 +196,9 @@ INDEX = {
 """Index of each shape, colour and pattern among its kind."""
 
 LOGGED = [*TASKS, "which_image", "motion", "repeat"]
+SHARE_OF_FEW = {"short": 0.2, "long": 0.75}
+"""Share of scenes with a single thing (short), or few enough things for a caption (long)."""
+
 CHUNK = 32
 """Samples that are made and travel together."""
 
@@ -262,7 +270,9 @@ class SampleMaker:
             if bucket.images > 1:
                 asked = self._ask_series(bucket.images, images)
             else:
-                scene = draw_scene(self._seed(), 1 if self.rng.random() < 0.2 else MOST_THINGS)
+                few = 1 if name == "short" else CAPTIONED
+                most = few if self.rng.random() < SHARE_OF_FEW[name] else MOST_THINGS
+                scene = draw_scene(self._seed(), most)
                 images.append(scene)
                 asked = [(q, [before]) for q in self._ask(scene, name)]
             samples += asked
@@ -297,7 +307,7 @@ class SampleMaker:
         """Several questions about one scene, or what it allows of them."""
         rng = self.rng
         tasks = (
-            ["caption", "box", "box"]
+            ["caption", "box"]
             if bucket == "long"
             else [SHORT_TASKS[i] for i in rng.integers(len(SHORT_TASKS), size=7)]
         )

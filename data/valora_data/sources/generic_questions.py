@@ -19,13 +19,15 @@ from valora_data.sources.generic_shapes import SHAPES
 ORDINALS = ("first", "second", "third", "fourth")
 """How answers name one of several images."""
 
+CAPTIONED = 4
+"""Scenes with more things have no caption."""
+
 GRID = 1000
 """Boxes as text are whole numbers from 0 to `GRID` across the image, as Qwen-VL writes them."""
 
 GRID_STEP = 10
 """Boxes as text are rounded to this many grid units, about a pixel of a scene."""
 
-_NUMBERS = ("no", "a", "two", "three", "four", "five", "six")
 _SAME_PLURAL = frozenset({"glasses", "scissors", "dice"})
 
 
@@ -66,9 +68,7 @@ def _unique(scene: Scene) -> list[tuple[Thing, str]]:
     shapes = Counter(t.shape for t in scene.things)
     names = Counter(t.name for t in scene.things)
     return [
-        (t, t.shape if shapes[t.shape] == 1 else t.name)
-        for t in scene.things
-        if names[t.name] == 1
+        (t, t.shape if shapes[t.shape] == 1 else t.name) for t in scene.things if names[t.name] == 1
     ]
 
 
@@ -206,17 +206,13 @@ def _classify(scene: Scene, rng: np.random.Generator) -> Question | None:
 
 
 def _caption(scene: Scene, rng: np.random.Generator) -> Question | None:
-    """Names all things with their colour, kinds in the order of their leftmost one."""
+    """Names every thing with its colour, from left to right."""
     del rng
-    if len(scene.things) > 4:
+    if len(scene.things) > CAPTIONED:
         return None
-    ordered = sorted(scene.things, key=lambda t: t.center)
-    counts = Counter((t.color, t.shape) for t in ordered)
-    phrases = []
-    for (color, shape), n in counts.items():
-        article = "an" if n == 1 and color[0] in "aeiou" else _NUMBERS[n]
-        phrases.append(f"{article} {color} {shape if n == 1 else plural(shape)}")
-    text = ", ".join(phrases[:-1]) + (" and " if len(phrases) > 1 else "") + phrases[-1]
+    ordered = sorted(scene.things, key=lambda thing: thing.center)
+    phrases = [f"{'an' if t.color[0] in 'aeiou' else 'a'} {t.name}" for t in ordered]
+    text = " and ".join([", ".join(phrases[:-1]), phrases[-1]] if phrases[1:] else phrases)
     return Question("caption", "describe the image.", text)
 
 
@@ -291,7 +287,7 @@ def caption_phrases(text: str) -> Counter[str]:
 
 
 def vocabulary() -> list[str]:
-    """Phrases that together hold every word that questions and answers use."""
+    """Phrases that together hold the words that questions and answers use."""
     names = [f"{color} {shape}" for color in COLORS for shape in SHAPES]
     return [
         *(f"detect {name}" for name in names),
@@ -303,5 +299,6 @@ def vocabulary() -> list[str]:
         "is the star left of the ring? right of above below big or small? yes no things",
         "top left, top right, bottom left, bottom right, center, up, down",
         "describe the image. locate a star, two rings and three keys. what is this: a star?",
-        " ".join((*_NUMBERS, *ORDINALS)),
+        "no, a, two, three, four, five, six",
+        " ".join(ORDINALS),
     ]

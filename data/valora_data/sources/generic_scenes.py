@@ -32,7 +32,14 @@ OVERSAMPLING = 3
 """Things are drawn this many times larger and averaged down, so that their edges are smooth."""
 
 DOMAIN_WORDS = frozenset(
-    ["license", "licence", "plate", "plates", "number", "traffic", "sign", "signs", "vehicle", "vehicles", "car", "cars", "truck", "trucks", "bus", "buses", "van", "vans", "vegetation", "tree", "trees", "plant", "plants", "leaf", "leaves", "grass", "bush", "bushes", "flower", "flowers", "forest", "bicycle", "bicycles", "bike", "bikes", "cycle", "wheel", "wheels", "person", "persons", "people", "man", "men", "woman", "women", "child", "children", "human", "humans", "pedestrian", "pedestrians", "rider", "face", "street", "road"]
+    re.findall(
+        "[a-z]+",
+        """license licence plate plates number traffic sign signs vehicle vehicles car cars truck
+        trucks bus buses van vans vegetation tree trees plant plants leaf leaves grass bush bushes
+        flower flowers forest bicycle bicycles bike bikes cycle wheel wheels person persons people
+        man men woman women child children human humans pedestrian pedestrians rider face street
+        road""",
+    )
 )
 """Words of the built-in detection domains, which the base model must never have seen."""
 
@@ -229,9 +236,8 @@ def _draw_masks(
     shear = rng.normal(0, 0.02 if shape in KEEP_ASPECT else 0.08)
     mirror = -1.0 if shape not in KEEP_SIDE and rng.random() < 0.5 else 1.0
     cos, sin = np.cos(turn), np.sin(turn)
-    matrix = (
-        np.array([[cos, -sin], [sin, cos]])
-        @ np.array([[mirror * np.exp(stretch), shear], [0.0, np.exp(-stretch)]])
+    matrix = np.array([[cos, -sin], [sin, cos]]) @ np.array(
+        [[mirror * np.exp(stretch), shear], [0.0, np.exp(-stretch)]]
     )
     phase, bend = rng.uniform(0, 6, 2), rng.uniform(0, 0.06)
     thickness = rng.uniform(0.85, 1.25)
@@ -251,7 +257,8 @@ def _draw_masks(
     # One more pixel at random: specimens do not sit on the pixel grid.
     shift = margin - low * scale + rng.uniform(0, OVERSAMPLING, 2)
     side = (np.ceil((high - low) * scale / OVERSAMPLING).astype(int) + 5) * OVERSAMPLING
-    masks = {role: Image.new("L", (int(side[0]), int(side[1]))) for role in ("fill", "dark", "light")}
+    canvas = (int(side[0]), int(side[1]))
+    masks = {role: Image.new("L", canvas) for role in ("fill", "dark", "light")}
     pens = {role: ImageDraw.Draw(mask) for role, mask in masks.items()}
     # Holes cut what was drawn before them, so strokes may cross them later.
     for points, part in zip(moved, parts, strict=True):
@@ -333,7 +340,7 @@ def _covered(a: Thing, b: Thing) -> float:
 
 
 def place(sprite: Sprite, others: list[Sprite], rng: np.random.Generator) -> Sprite | None:
-    """Moves a sprite to a random place where it hides and is hidden little; None if there is none."""
+    """Moves a sprite to a random place where it hides little; None if none is found."""
     x0, y0, x1, y1 = (int(edge) for edge in sprite.thing.box)
     if x1 - x0 > SIZE or y1 - y0 > SIZE:
         return None
@@ -368,7 +375,8 @@ def compose(background: Floats, sprites: list[Sprite], rng: np.random.Generator)
                 ),
                 dtype=np.float32,
             )[:, :, None] / 255.0  # fmt: skip
-            under = under + np.clip(2.0 * halo, 0, 1) * ((0.0 if ink.mean() > 0.45 else 1.0) - under)
+            tone = 0.0 if ink.mean() > 0.45 else 1.0
+            under = under + np.clip(2.0 * halo, 0, 1) * (tone - under)
         elif shadow:
             under = under * (1 - shadow * np.roll(alpha, (1, 1), (0, 1)))
         image[window] = under + alpha * (rgb - under)

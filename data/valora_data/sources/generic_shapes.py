@@ -1,3 +1,4 @@
+# ruff: noqa: E501  the table of outlines reads better in long lines
 """Outlines of the generic things that the base model is pretrained on.
 
 Every thing is a handful of polygons and strokes in a square of [-1, 1] × [-1, 1] (x to the right,
@@ -330,11 +331,33 @@ SHAPES: dict[str, Callable[[np.random.Generator], tuple[Part, ...]]] = {
 """Name to a function that draws one specimen's parts with the given random generator."""
 
 FREE_TURN = frozenset(
-    ["circle", "oval", "bar", "star", "ring", "gear", "sun", "snowflake", "spiral", "key", "arrow", "fish", "spoon", "crescent", "scissors", "bone", "hammer", "dumbbell", "butterfly"]
+    [
+        "circle",
+        "oval",
+        "bar",
+        "star",
+        "ring",
+        "gear",
+        "sun",
+        "snowflake",
+        "spiral",
+        "key",
+        "arrow",
+        "fish",
+        "spoon",
+        "crescent",
+        "scissors",
+        "bone",
+        "hammer",
+        "dumbbell",
+        "butterfly",
+    ]
 )
 """Things that are themselves at any angle; the others are turned by some degrees only."""
 
-KEEP_ASPECT = frozenset(["circle", "oval", "square", "bar", "ring", "hexagon", "pentagon", "diamond"])
+KEEP_ASPECT = frozenset(
+    ["circle", "oval", "square", "bar", "ring", "hexagon", "pentagon", "diamond"]
+)
 """Things whose name depends on their proportions: they are hardly stretched."""
 
 KEEP_SIDE = frozenset(["letter k", "letter e", "letter s"])

@@ -445,9 +445,8 @@ def train(
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "torch": torch.__version__.split("+")[0],
-        "rate": rate,
-        "batch": batch_size,
-        "seed": seed,
+        "command": f"python -m valora_train.base --minutes {minutes} --batch {batch_size}"
+        f" --rate {rate} --seed {seed}" + (" --start" if start_from else ""),
         "minutes": minutes,
         "steps": steps,
         "samples_seen": seen,

@@ -9,10 +9,12 @@ trust, on the machine where you train; bundles contain none.
 
 from __future__ import annotations
 
+import atexit
 import copy
 import math
 import os
 import pickle
+import shutil
 import tempfile
 import time
 from contextlib import contextmanager
@@ -452,6 +454,7 @@ def _ultralytics() -> Any:
     """
     # It writes settings when imported; a folder of this process alone keeps the user's as they are.
     settings_folder = tempfile.mkdtemp(prefix="valora-ultralytics-")
+    atexit.register(shutil.rmtree, settings_folder, ignore_errors=True)
     wanted = {
         "YOLO_CONFIG_DIR": settings_folder,
         "YOLO_OFFLINE": "1",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from valora_kernels.reference import atmm_reference
-from valora_kernels.tiling import Kind, Shape, Tiling, choose
+from valora_kernels.tiling import EXPAND_RANKS, Kind, Shape, Tiling, choose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,10 +44,6 @@ def _say_no_gpu() -> None:
 def has_dependent_launch(device: torch.device) -> bool:
     """Programmatic dependent launch exists from compute capability 9.0 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-EXPAND_RANKS = 128
-"""Rank rows that an expanding program holds at once."""
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
@@ -103,7 +99,7 @@ def choice_of(weights: LoraWeights, batch: LoraBatch, device: torch.device) -> T
         in_features=weights.in_features,
         out_features=sum(weights.out_features),
         projections=len(weights.out_features),
-        rank=weights.max_rank,
+        rank=padded_ranks(weights),
         rows=grouping.active,
         adapters=batch.effective_adapters,
     )

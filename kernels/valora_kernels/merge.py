@@ -37,8 +37,8 @@ class MergeTiling:
         stages: Steps whose loads are in flight.
     """
 
-    outputs: int = 128
-    inputs: int = 64
+    outputs: int = 64
+    inputs: int = 128
     span: int = 4096
     ranks: int = 64
     warps: int = 8

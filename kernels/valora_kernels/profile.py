@@ -95,21 +95,30 @@ class Workload:
         self.flops = 2 * int(np.asarray(ranks)[rows_of].sum()) * width
         random = torch.Generator(device).manual_seed(0)
 
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device).normal_(generator=random)
-
+        slot_rows = slots * max(ranks)
+        sizes = [slot_rows * len(out_features) * in_features, slot_rows * sum(out_features)]
+        sizes += [rows * in_features, *(rows * n for n in out_features)]
+        sizes = [-(-size // 128) * 128 for size in sizes]
+        # One allocation: scattered small ones cost address translation, and differ from run to run.
+        memory = torch.empty(copies, sum(sizes), dtype=dtype, device=device)
+        memory.normal_(generator=random)
+        memory[:, : sizes[0]] *= in_features**-0.5
+        memory[:, sizes[0] : sizes[0] + sizes[1]] *= 0.1
         self.sets = []
-        for _ in range(copies):
+        for copy in memory:
+            a, b, x, *ys = copy.split(sizes)
             weights = LoraWeights(
                 in_features,
                 tuple(out_features),
                 slots,
                 max(ranks),
-                normal(len(out_features), slots, max(ranks), in_features).mul_(in_features**-0.5),
-                normal(slots * max(ranks) * sum(out_features)).mul_(0.1),
+                a[: slot_rows * len(out_features) * in_features].view(
+                    len(out_features), slots, max(ranks), in_features
+                ),
+                b[: slot_rows * sum(out_features)],
             )
-            ys = [normal(rows, n) for n in out_features]
-            self.sets.append(Inputs(ys, normal(rows, in_features), weights))
+            outs = [y[: rows * n].view(rows, n) for y, n in zip(ys, out_features, strict=True)]
+            self.sets.append(Inputs(outs, x[: rows * in_features].view(rows, in_features), weights))
         self.batch = LoraBatch(rows, len(np.unique(rows_of)), device, fixed=True)
         self.batch.update(rows_of, self.ranks, self.scalings)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from valora_kernels.metadata import LoraBatch
     from valora_kernels.weights import LoraWeights
 
-FEW_ROWS = 128
+FEW_ROWS = 64
 """Up to here one program holds all rows of a column block; W is read once."""
 
 MANY_ROWS = 1024
@@ -32,17 +32,15 @@ class ProjectTiling:
     inputs: int
     warps: int
     stages: int
-    lora_stages: int = 3
     halves: bool = False
 
 
 def few_rows_tiling(rows: int) -> ProjectTiling:
-    """Fast on an H200 for up to 128 rows: many loads of W in flight, few columns a program."""
-    tile = max(16, 1 << (rows - 1).bit_length())
-    return ProjectTiling(tile, 32, 128, 4, 6 if tile <= 64 else 4)
+    """Fast on an H200: many loads of W in flight, few columns a program."""
+    return ProjectTiling(max(16, 1 << (rows - 1).bit_length()), 32, 128, 4, 6)
 
 
-MANY_ROWS_TILING = ProjectTiling(128, 256, 64, 8, 4, halves=True)
+MANY_ROWS_TILING = ProjectTiling(128, 256, 64, 8, 3)
 
 
 def add_projection(
@@ -138,7 +136,6 @@ def _fold(
         "BM": tiling.rows,
         "BN": tiling.outputs,
         "BK": tiling.inputs,
-        "CAPACITY": blocks.capacity,
         "RANKS": operator.padded_ranks(weights),
         "PAGED": weights.paged,
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
@@ -147,11 +144,14 @@ def _fold(
     }
     # Only the first of several projections directly follows the shrink; the others wait for it.
     for p, (y, base) in enumerate(zip(ys, bases, strict=True)):
+        early = started and p == 0
+        common["PDL"] = early
+        if pdl:
+            common["launch_pdl"] = early
         n = weights.out_features[p]
         before = sum(weights.out_features[:p]) // operator.ALIGNMENT
         last = (n // operator.ALIGNMENT, width // operator.ALIGNMENT)
         if rows <= tiling.rows:
-            early = started and p == 0
             k.few_rows_kernel[(-(-n // tiling.outputs),)](
                 y,
                 y.stride(0) // operator.ALIGNMENT,
@@ -170,10 +170,8 @@ def _fold(
                 *last,
                 EVEN_K=width % tiling.inputs == 0,
                 STAGES=tiling.stages,
-                LORA_STAGES=tiling.lora_stages,
-                PDL=early,
+                TOGETHER=max(1, 256 // operator.padded_ranks(weights)),
                 **common,
-                **({"launch_pdl": True} if early else {}),
             )
             continue
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -196,7 +194,7 @@ def _fold(
             GROUP=8,
             PROGRAMS=programs,
             HALVES=tiling.halves,
-            PDL=False,
+            CAPACITY=blocks.capacity,
             **common,
         )
 

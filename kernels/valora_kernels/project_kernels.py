@@ -19,14 +19,14 @@ from valora_kernels.atmm_kernels import _row_starts
 def _add_adapters(
     acc, h, b, b_table, slot_of_row, counts, lists, block, rows, count_rows, n, inside,
     projection, places, slots, max_rank, width, base, CAPACITY: tl.constexpr,
-    RANKS: tl.constexpr, PAGED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    RANKS: tl.constexpr, PAGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Acc + h Bᵀ for every adapter of a block of rows; each sees its own rows' h only."""
     slot = tl.load(slot_of_row + rows, mask=rows < count_rows, other=-1)
     r = tl.arange(0, RANKS)
     at = h + (tl.cast(projection, tl.int64) * places + rows)[:, None] * RANKS + r[None, :]
     hidden = tl.load(at, mask=(slot >= 0)[:, None], other=0.0)
-    for i in tl.range(0, tl.load(counts + block), num_stages=STAGES):
+    for i in tl.range(0, tl.load(counts + block), num_stages=1):
         adapter = tl.load(lists + (block * CAPACITY + i) * 2)
         rank = tl.load(lists + (block * CAPACITY + i) * 2 + 1)
         starts = _row_starts(
@@ -39,13 +39,72 @@ def _add_adapters(
     return acc
 
 
+@triton.jit
+def _rows_of_b(
+    b_table, lists, i, r, count, slots, max_rank, width, base, projection,
+    TOGETHER: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    """From list place i on: adapters [TOGETHER], their ranks, first elements of their Bᵀ rows."""
+    j = i + tl.arange(0, TOGETHER)
+    adapter = tl.load(lists + j * 2, mask=j < count, other=-1)
+    rank = tl.load(lists + j * 2 + 1, mask=j < count, other=0)
+    if PAGED:
+        slot = (projection * slots + adapter)[:, None].to(tl.int64) * max_rank
+        real = r[None, :] < rank[:, None]
+        starts = tl.multiple_of(tl.load(b_table + slot + r[None, :], mask=real, other=0), [8, 8])
+    else:
+        starts = base + (adapter[:, None].to(tl.int64) * max_rank + r[None, :]) * width
+    return adapter, rank, starts
+
+
+@triton.jit
+def _add_adapters_together(
+    acc, h, b, b_table, slot, count, lists, rows, n, inside, projection, places, slots, max_rank,
+    width, base, BM: tl.constexpr, BN: tl.constexpr, RANKS: tl.constexpr,
+    TOGETHER: tl.constexpr, PAGED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Acc + h Bᵀ, TOGETHER adapters in one product, with zeros where a row is not theirs."""
+    r = tl.arange(0, RANKS)
+    h_row = h + (tl.cast(projection, tl.int64) * places + rows)[:, None, None] * RANKS
+    for i in tl.range(0, count, TOGETHER, num_stages=1):
+        adapter, rank, starts = _rows_of_b(
+            b_table, lists, i, r, count, slots, max_rank, width, base, projection, TOGETHER, PAGED
+        )  # fmt: skip
+        b_mask = (r[None, :] < rank[:, None])[:, :, None] & inside[None, None, :]
+        b_tile = tl.load(b + starts[:, :, None] + n[None, None, :], mask=b_mask, other=0.0)
+        whole = tl.cdiv(rank, 8) * 8  # h is zero there, and 16 bytes load at once
+        mine = (slot[:, None] == adapter[None, :])[:, :, None] & (slot >= 0)[:, None, None]
+        mine = mine & (r[None, :] < whole[:, None])[None, :, :]
+        hidden = tl.load(h_row + r[None, None, :], mask=mine, other=0.0)
+        acc = tl.dot(
+            tl.reshape(hidden, (BM, TOGETHER * RANKS)),
+            tl.reshape(b_tile, (TOGETHER * RANKS, BN)),
+            acc,
+            input_precision=PRECISION,
+        )
+    return acc
+
+
+@triton.jit
+def _prefetch(pointers):
+    """Ask for cache lines without waiting for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @triton.jit(do_not_specialize=["places", "slots", "max_rank", "count_rows", "projection"])
 def few_rows_kernel(
     y, y_stride, x, x_stride, w, w_stride, h, b, b_table, slot_of_row, counts, lists,
     projection, before, places, slots, max_rank, count_rows, n8, k8,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CAPACITY: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TOGETHER: tl.constexpr,
     RANKS: tl.constexpr, EVEN_K: tl.constexpr, PAGED: tl.constexpr, STAGES: tl.constexpr,
-    LORA_STAGES: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Few rows (a decode step): the grid goes over the outputs, W streams by once.
 
@@ -61,6 +120,16 @@ def few_rows_kernel(
     k = tl.arange(0, BK)
     there = (m < count_rows)[:, None]
     inside = n < N
+    count = tl.load(counts)
+    base = tl.cast(before, tl.int64) * 8 * slots * max_rank
+    if PDL:  # B's part of these columns comes to the cache meanwhile
+        r = tl.arange(0, RANKS)
+        for i in tl.range(0, count, TOGETHER, num_stages=1):
+            _, rank, starts = _rows_of_b(
+                b_table, lists, i, r, count, slots, max_rank, N, base, projection, TOGETHER, PAGED
+            )  # fmt: skip
+            real = r[None, :] < rank[:, None]
+            _prefetch(b + tl.where(real, starts, 0) + tl.program_id(0) * BN)
     x_at = x + m[:, None].to(tl.int64) * (x_stride * 8) + k[None, :]
     w_at = w + n[:, None].to(tl.int64) * (w_stride * 8) + k[None, :]
     acc = tl.zeros((BM, BN), dtype=tl.float32)
@@ -72,10 +141,10 @@ def few_rows_kernel(
         acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision=PRECISION)
     if PDL:
         gdc_wait()
-    acc = _add_adapters(
-        acc, h, b, b_table, slot_of_row, counts, lists, 0, m, count_rows, n, inside,
-        projection, places, slots, max_rank, N, tl.cast(before, tl.int64) * 8 * slots * max_rank,
-        CAPACITY, RANKS, PAGED, LORA_STAGES, PRECISION,
+    slot = tl.load(slot_of_row + m, mask=m < count_rows, other=-1)
+    acc = _add_adapters_together(
+        acc, h, b, b_table, slot, count, lists, m, n, inside, projection, places, slots, max_rank,
+        N, base, BM, BN, RANKS, TOGETHER, PAGED, PRECISION,
     )  # fmt: skip
     y_at = y + m[:, None].to(tl.int64) * (y_stride * 8) + n[None, :]
     tl.store(y_at, acc.to(y.dtype.element_ty), mask=there & inside[None, :])
@@ -89,10 +158,12 @@ def many_rows_kernel(
     PROGRAMS: tl.constexpr, CAPACITY: tl.constexpr, RANKS: tl.constexpr, PAGED: tl.constexpr,
     HALVES: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Many rows (a prefill): persistent programs, tiles through the bulk copy engine."""
+    """Many rows (a prefill): persistent programs, tiles through the bulk copy engine.
+
+    Like `few_rows_kernel` it starts while the shrink still runs.
+    """
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     N = n8 * 8
     K = k8 * 8
     down = tl.cdiv(M, BM)
@@ -109,11 +180,13 @@ def many_rows_kernel(
             w_tile = w_desc.load([column, k])
             acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision=PRECISION)
         n = column + tl.arange(0, BN)
+        if PDL:
+            gdc_wait()
         acc = _add_adapters(
             acc, h, b, b_table, slot_of_row, counts, lists, block, block * BM + tl.arange(0, BM),
             M, n, n < N, projection, places, slots, max_rank, N,
             tl.cast(before, tl.int64) * 8 * slots * max_rank,
-            CAPACITY, RANKS, PAGED, 1, PRECISION,
+            CAPACITY, RANKS, PAGED, PRECISION,
         )  # fmt: skip
         if HALVES:
             # Two stores of half the width need half the staging memory, which buys a load stage.

@@ -38,7 +38,18 @@ if TYPE_CHECKING:
     from valora_kernels.profile import Inputs
 
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-FEWER_ROWS = (1, 16, 64, 256, 1024, 4096)
+FEWER = (
+    (1, 1),
+    (16, 1),
+    (16, 16),
+    (128, 1),
+    (128, 16),
+    (1024, 1),
+    (1024, 16),
+    (4096, 1),
+    (4096, 16),
+)
+"""(rows, adapters) that the further projections of a model are measured for."""
 ADAPTERS = (1, 4, 16, 64)
 RANKS = (16, 32, 64, 128)
 SHARED_MEMORY = 200 << 10
@@ -411,7 +422,7 @@ def main() -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     search = Search(output.with_suffix(".partial.jsonl"), args.compilers)
     started = time.time()
-    every, some = cases_of(ROWS), cases_of(FEWER_ROWS)
+    every, some = cases_of(ROWS), list(FEWER)
     bar = Progress(len(args.ranks) * (len(every) + (len(widths) - 1) * len(some)))
     bar.done = len(search.found)
     for rank in args.ranks:

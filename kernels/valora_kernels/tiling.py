@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 TABLES = Path(__file__).parent / "tables"
 VERSION = 1
+SHARED_MEMORY = 216 << 10
+"""Bytes that a program may use, with room for what the compiler adds; a Hopper GPU has 227 KB."""
+
+EXPAND_RANKS = 128
+"""Rank rows that an expanding program holds at once."""
 
 
 class Kind(StrEnum):
@@ -75,7 +80,7 @@ class Shape:
         in_features: Width of x.
         out_features: Width of all projections together.
         projections: Number of projections that share x.
-        rank: Largest rank that the weights have room for.
+        rank: Largest rank that the weights have room for, rounded up as the kernels do.
         rows: Rows of the batch that have an adapter.
         adapters: Adapters that the rows share; `Grouping.effective_adapters` if unevenly.
     """
@@ -111,6 +116,17 @@ def refit(tiling: Tiling, measured: int, in_features: int) -> Tiling:
     parts = -(-measured // tiling.split)
     share = -(-in_features // parts)
     return replace(tiling, split=-(-share // tiling.inputs) * tiling.inputs)
+
+
+def shared_memory(tiling: Tiling, rank: int) -> int:
+    """Bytes that a program of the hungriest kernel needs for 16-bit tiles, at most."""
+    if tiling.kind is Kind.ROWS:
+        first = (tiling.rows + rank) * tiling.inputs
+        return 2 * tiling.stages * max(first, (tiling.rows + rank) * tiling.outputs)
+    stages = tiling.stages if tiling.split > tiling.inputs else 1
+    ahead = tiling.expand_stages if tiling.loop > 1 else 1
+    first = stages * (tiling.rows + min(rank, tiling.ranks)) * tiling.inputs
+    return 2 * max(first, ahead * (tiling.rows + min(rank, EXPAND_RANKS)) * tiling.outputs)
 
 
 WEIGHTS = np.array([0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0])
@@ -152,9 +168,13 @@ class Table:
             return Choice(found, Mode.EXACT)
         if not self._shapes:
             return Choice(default_tiling(shape), Mode.DEFAULT)
-        nearest = self._shapes[int(np.square(self._places - _features(shape)).sum(axis=1).argmin())]
-        tiling = refit(self.entries[nearest], nearest.in_features, shape.in_features)
-        return Choice(tiling, Mode.NEAREST)
+        distances = np.square(self._places - _features(shape)).sum(axis=1)
+        for place in np.argsort(distances, kind="stable")[:200]:
+            near = self._shapes[int(place)]
+            tiling = refit(self.entries[near], near.in_features, shape.in_features)
+            if shared_memory(tiling, shape.rank) <= SHARED_MEMORY:
+                return Choice(tiling, Mode.NEAREST)
+        return Choice(default_tiling(shape), Mode.DEFAULT)
 
     @classmethod
     def load(cls, path: Path) -> Table:

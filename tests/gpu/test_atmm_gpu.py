@@ -32,7 +32,7 @@ TILINGS = [
         Tiling(Kind.PAIR, 64, 128, 64, 512, 64, gather=True, loop=2), id="pair-large-gather"
     ),
     pytest.param(Tiling(Kind.PAIR, 1, 64, 512, 512, 16, gather=True), id="pair-single-gathered"),
-    pytest.param(Tiling(Kind.ROWS, 32, 128, 64, parts=2), id="rows"),
+    pytest.param(Tiling(Kind.ROWS, 32, 64, 64, parts=2), id="rows"),
 ]
 MIXED = [64, 8, 32, 16, 64, 48]
 

@@ -36,24 +36,6 @@ def _row_starts(
 
 
 @triton.jit
-def _times_a(x_tile, a_tile, h, BM: tl.constexpr, PRECISION: tl.constexpr):
-    """H + x Aᵀ. One row is a sum of products: tensor cores would compute 15 rows for nothing."""
-    if BM == 1:
-        return h + tl.sum(a_tile.to(tl.float32) * x_tile.to(tl.float32), axis=1)[None, :]
-    else:
-        return tl.dot(x_tile, tl.trans(a_tile), h, input_precision=PRECISION)
-
-
-@triton.jit
-def _times_b(h, b_tile, delta, BM: tl.constexpr, PRECISION: tl.constexpr):
-    """Delta + h Bᵀ, with h rounded to the weights' type where tensor cores need that."""
-    if BM == 1:
-        return delta + tl.sum(tl.trans(h) * b_tile.to(tl.float32), axis=0)[None, :]
-    else:
-        return tl.dot(h.to(b_tile.dtype), b_tile, delta, input_precision=PRECISION)
-
-
-@triton.jit
 def _load_h(
     part, places, place, valid, rank, projection, term, rank_block,
     P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
@@ -118,7 +100,7 @@ def _shrink_tile(
             if PDL:
                 gdc_wait()
             x_tile = tl.load(x_at, mask=x_mask, other=0.0)
-            h = _times_a(x_tile, a_tile, tl.zeros((BM, BR), tl.float32), BM, PRECISION)
+            h = tl.dot(x_tile, tl.trans(a_tile), input_precision=PRECISION)
         else:
             if PDL:
                 gdc_wait()
@@ -128,7 +110,7 @@ def _shrink_tile(
                 x_mask = valid[:, None] if EVEN_K else valid[:, None] & (k[None, :] + i < K)
                 a_tile = tl.load(a_at + i, mask=a_mask, other=0.0)
                 x_tile = tl.load(x_at + i, mask=x_mask, other=0.0)
-                h = _times_a(x_tile, a_tile, h, BM, PRECISION)
+                h = tl.dot(x_tile, tl.trans(a_tile), h, input_precision=PRECISION)
         h = h * factor[:, None]
         layer = projection * TERMS + term
         if SPLITS > 1:
@@ -202,7 +184,7 @@ def _more_ranks(
             part, places, place, valid, rank, projection, term, rank_block,
             P, TERMS, BM, ER, SPLITS, RANKS, CHUNK,
         )  # fmt: skip
-        delta = _times_b(h, b_tile, delta, BM, PRECISION)
+        delta = tl.dot(h.to(b_tile.dtype), b_tile, delta, input_precision=PRECISION)
     return delta
 
 
@@ -286,9 +268,7 @@ def expand_kernel(
         h = _load_h(
             part, places, place, valid, rank, projection, 0, 0,
             P, TERMS, BM, ER, SPLITS, RANKS, CHUNK,
-        )  # fmt: skip
-        if BM > 1:
-            h = h.to(b.dtype.element_ty)
+        ).to(b.dtype.element_ty)  # fmt: skip
         y_row = y + row.to(tl.int64)[:, None] * stride
         for i in tl.range(0, LOOP, num_stages=STAGES):
             n = first + i * BN + tl.arange(0, BN)
@@ -300,7 +280,7 @@ def expand_kernel(
             y_mask = valid[:, None] & inside[None, :]
             if ADD:
                 y_tile = tl.load(y_at, mask=y_mask, other=0.0)
-            delta = _times_b(h, b_tile, tl.zeros((BM, BN), tl.float32), BM, PRECISION)
+            delta = tl.dot(h, b_tile, input_precision=PRECISION)
             if RANKS > ER:
                 delta = _more_ranks(
                     delta, part, b, b_table, adapter, rank, n, inside, place, valid, projection, 0,

@@ -74,6 +74,8 @@ def add_projection(
                 f"base: expected {x.dtype} [{width}, {weights.in_features}], "
                 f"got {base.dtype} {list(base.shape)}"
             )
+    if tiling is not None and batch.terms > 1:
+        raise ValueError(f"batch: folding expected one term a row, got {batch.terms}")
     rows = x.shape[0]
     if tiling is None and operator.use_triton(x) and _foldable(x, ys, bases, weights, batch):
         if rows <= FEW_ROWS:

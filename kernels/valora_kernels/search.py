@@ -5,10 +5,10 @@ writes `tables/<gpu>.json`. The paper's search takes 30 minutes for a model; thi
 than ten, because
 
 - sizes grow geometrically, and look-up takes the nearest (the paper: every 32 rows);
-- tiles are powers of two of at least 16, or single rows, that fit the shared memory, and candidates
-  that would leave most processors idle or start far too many programs are dropped;
+- tiles are powers of two of at least 16 that fit the shared memory, and candidates that would leave
+  most processors idle or start far too many programs are dropped;
 - shrink and expand are timed apart, and only the best of each together: a sum instead of a product;
-- further projections of a model try the finalists of the first one only;
+- further projections of a model try what did best around the same batch in the first one only;
 - kernels are compiled beforehand on all cores.
 """
 
@@ -30,7 +30,16 @@ import torch
 
 from valora_kernels.atmm import expand, launch, shrink
 from valora_kernels.profile import Workload, replay_times, spread
-from valora_kernels.tiling import Kind, Shape, Table, Tiling, refit, table_path
+from valora_kernels.tiling import (
+    SHARED_MEMORY,
+    Kind,
+    Shape,
+    Table,
+    Tiling,
+    refit,
+    shared_memory,
+    table_path,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -38,21 +47,10 @@ if TYPE_CHECKING:
     from valora_kernels.profile import Inputs
 
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-FEWER = (
-    (1, 1),
-    (16, 1),
-    (16, 16),
-    (128, 1),
-    (128, 16),
-    (1024, 1),
-    (1024, 16),
-    (4096, 1),
-    (4096, 16),
-)
+FEWER = ((1, 1), (16, 16), (128, 4), (1024, 4), (4096, 16))
 """(rows, adapters) that the further projections of a model are measured for."""
 ADAPTERS = (1, 4, 16, 64)
 RANKS = (16, 32, 64, 128)
-SHARED_MEMORY = 200 << 10
 PROGRAMS = (40, 2300)
 """Fewest programs that keep 132 processors busy enough, and most that are worth starting."""
 
@@ -116,8 +114,7 @@ def groups_of_model(config: dict[str, Any]) -> list[tuple[int, tuple[int, ...]]]
 def row_tiles(rows: int, adapters: int) -> list[int]:
     """Tiles that waste little on short segments and repeat little on long ones."""
     per = rows / adapters
-    found = [1] if rows <= 64 and per <= 4 else []
-    found += [16] if per <= 256 else []
+    found = [16] if per <= 256 else []
     found += [tile for tile, least in ((32, 24), (64, 48), (128, 500)) if per >= least]
     return found
 
@@ -132,7 +129,7 @@ def shrinks(group: Group, rows: int, adapters: int) -> list[Tiling]:
     ranks = max(16, group.rank)
     for tile in row_tiles(rows, adapters):
         blocks = sorted({16, min(ranks, 64)}) if tile <= 32 else [min(ranks, 64)]
-        steps = (256, 512) if tile == 1 else (128, 256) if tile == 16 else (64, 128)
+        steps = (128, 256) if tile == 16 else (64, 128)
         for block, splits, step in product(blocks, (1, 2, 4, 8, 16), steps):
             split = -(-group.in_features // splits // step) * step
             count = len(group.out_features) * ranks // block * splits
@@ -160,20 +157,18 @@ def shrinks(group: Group, rows: int, adapters: int) -> list[Tiling]:
                             stages=stages,
                         )
                     )
-    return found
+    return list(dict.fromkeys(found))
 
 
 def expands(first: Tiling, group: Group, rows: int, adapters: int) -> list[Tiling]:
     """Candidates of the second step for a given first one."""
     found = []
     tiles = _tile_count(rows, adapters, first.rows)
-    for outputs, loop, warps in product((32, 64, 128, 256), (1, 2, 4, 8), (4, 8)):
+    for outputs, loop, warps in product((64, 128, 256), (1, 2, 4, 8), (4, 8)):
         programs = tiles * sum(-(-n // (outputs * loop)) for n in group.out_features)
         if not 24 <= programs <= 4800 and (outputs, loop) != (64, 1):
             continue
-        if first.rows == 1 and (loop > 1 or (warps == 8) != (outputs == 256)):
-            continue
-        if first.rows > 1 and (outputs == 32 or (warps == 8) != (first.rows * outputs > 8192)):
+        if (warps == 8) != (first.rows * outputs > 8192):
             continue
         if first.rows * outputs > 128 * 256:
             continue
@@ -364,10 +359,13 @@ class Search:
     ) -> None:
         """Try what did best in another group."""
         cases = [case for case in cases if group.shape(*case) not in self.found]
+        table = Table("", ((shape, best[0][1]) for shape, best in self.found.items() if best))
         plans = {}
         for case in cases:
-            tilings = [t for _, t in self.found[like.shape(*case)][:3]]
+            near = table.neighbours(like.shape(*case), 6)
+            tilings = dict.fromkeys(self.found[shape][0][1] for shape in near)
             plans[case] = [refit(t, like.in_features, group.in_features) for t in tilings]
+            plans[case] = [t for t in plans[case] if shared_memory(t, group.rank) <= SHARED_MEMORY]
         self.compile((group, "all", t) for case in cases for t in plans[case])
         for case in cases:
             work = workload(group, *case)

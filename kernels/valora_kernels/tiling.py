@@ -168,13 +168,17 @@ class Table:
             return Choice(found, Mode.EXACT)
         if not self._shapes:
             return Choice(default_tiling(shape), Mode.DEFAULT)
-        distances = np.square(self._places - _features(shape)).sum(axis=1)
-        for place in np.argsort(distances, kind="stable")[:200]:
-            near = self._shapes[int(place)]
+        for near in self.neighbours(shape, 200):
             tiling = refit(self.entries[near], near.in_features, shape.in_features)
             if shared_memory(tiling, shape.rank) <= SHARED_MEMORY:
                 return Choice(tiling, Mode.NEAREST)
         return Choice(default_tiling(shape), Mode.DEFAULT)
+
+    def neighbours(self, shape: Shape, count: int) -> list[Shape]:
+        """The measured shapes that are nearest to a shape, the nearest first."""
+        distances = np.square(self._places - _features(shape)).sum(axis=1)
+        order = np.argsort(distances, kind="stable")[:count]
+        return [self._shapes[int(place)] for place in order]
 
     @classmethod
     def load(cls, path: Path) -> Table:
@@ -232,10 +236,8 @@ def choose(gpu: str, shape: Shape) -> Choice:
 
 
 def default_tiling(shape: Shape) -> Tiling:
-    """What usually does well: single rows for many adapters, larger tiles for longer segments."""
+    """What usually does well: larger tiles for longer segments, more parts for fewer rows."""
     per = shape.rows / max(shape.adapters, 1)
-    if per <= 2 and shape.rows <= 128:
-        return Tiling(Kind.PAIR, 1, 64, 256, 1024, 16)
     rows = 16 if per <= 64 else 32 if per <= 512 else 64
     inputs = 128
     parts = max(1, min(8, 256 * rows // max(shape.rows, 1)))

@@ -19,9 +19,7 @@ from valora_kernels.weights import LoraWeights
 for tiling in (
     Tiling(Kind.PAIR, 16, 64, 64, 128, 32),
     Tiling(Kind.PAIR, 64, 128, 64, 256, 64),
-    Tiling(Kind.PAIR, 1, 64, 128, 128, 16),
     Tiling(Kind.PAIR, 16, 64, 64, 128, 32, gather=True, loop=2),
-    Tiling(Kind.PAIR, 1, 64, 128, 128, 16, gather=True),
     Tiling(Kind.ROWS, 32, 64, 64, parts=2),
 ):
     for paged in (False, True):

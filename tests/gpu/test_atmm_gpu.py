@@ -26,12 +26,10 @@ TILINGS = [
     pytest.param(None, id="table"),
     pytest.param(Tiling(Kind.PAIR, 16, 64, 128, 512, 64), id="pair"),
     pytest.param(Tiling(Kind.PAIR, 64, 128, 64, 4096, 64, stages=4), id="pair-large"),
-    pytest.param(Tiling(Kind.PAIR, 1, 64, 256, 512, 16), id="pair-single-rows"),
     pytest.param(Tiling(Kind.PAIR, 16, 64, 128, 256, 16, gather=True, loop=4), id="pair-gathered"),
     pytest.param(
         Tiling(Kind.PAIR, 64, 128, 64, 512, 64, gather=True, loop=2), id="pair-large-gather"
     ),
-    pytest.param(Tiling(Kind.PAIR, 1, 64, 512, 512, 16, gather=True), id="pair-single-gathered"),
     pytest.param(Tiling(Kind.ROWS, 32, 64, 64, parts=2), id="rows"),
 ]
 MIXED = [64, 8, 32, 16, 64, 48]

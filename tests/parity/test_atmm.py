@@ -15,9 +15,7 @@ pytest.importorskip("triton")
 TILINGS = [
     pytest.param(Tiling(Kind.PAIR, 16, 32, 32, 32, 16), id="pair"),
     pytest.param(Tiling(Kind.PAIR, 32, 64, 32, 128, 32), id="pair-unsplit"),
-    pytest.param(Tiling(Kind.PAIR, 1, 64, 64, 64, 16), id="pair-single-rows"),
     pytest.param(Tiling(Kind.PAIR, 16, 32, 32, 32, 32, gather=True, loop=2), id="pair-gathered"),
-    pytest.param(Tiling(Kind.PAIR, 1, 64, 32, 32, 16, gather=True), id="pair-single-rows-gathered"),
     pytest.param(Tiling(Kind.ROWS, 16, 32, 32, parts=2), id="rows"),
     pytest.param(Tiling(Kind.ROWS, 32, 64, 64), id="rows-large"),
 ]

@@ -1,0 +1,62 @@
+"""Base projection and LoRA in one: folded kernels against row-by-row arithmetic."""
+
+import pytest
+import torch
+
+from tests.lora_cases import assert_near, make_case
+from valora_kernels.metadata import LoraBatch
+from valora_kernels.project import ProjectTiling, add_projection
+
+pytest.importorskip("triton")
+
+TILINGS = [
+    pytest.param(ProjectTiling(64, 32, 32, 4, 2), id="few-rows"),
+    pytest.param(ProjectTiling(16, 32, 32, 4, 2), id="many-rows"),
+    pytest.param(ProjectTiling(16, 32, 32, 4, 2, halves=True), id="many-rows-halves"),
+    pytest.param(None, id="separate"),
+]
+WIDTHS = (64, 24)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("popularity", ["uniform", "distinct", "skewed", "none"])
+def test_projection(tiling: ProjectTiling | None, dtype: torch.dtype, popularity: str) -> None:
+    case = make_case(37, [8, 16, 24], 72, WIDTHS, dtype=dtype, popularity=popularity)
+    bases = [torch.randn(n, 72).to(dtype) / 8 for n in WIDTHS]
+    want = [
+        change + case.x.double() @ base.double().T
+        for change, base in zip(case.expected(add=False), bases, strict=True)
+    ]
+    out = [torch.full_like(y, float("nan")) for y in case.ys]
+    add_projection(out, case.x, bases, case.weights, case.batch, tiling=tiling)
+    for one, other in zip(out, want, strict=True):
+        assert_near(one, other)
+
+
+@pytest.mark.parametrize("tiling", TILINGS[:2])
+def test_paged_adapters_and_changing_batches(tiling: ProjectTiling) -> None:
+    case = make_case(21, [8, 16, 24], 40, WIDTHS, dtype=torch.float32, paged=True)
+    case.batch = LoraBatch(21, 3, "cpu", fixed=True)
+    bases = [torch.randn(n, 40) / 6 for n in WIDTHS]
+    for adapters in ([2, 1, 0] * 7, [-1] * 21, [1] * 20 + [2]):
+        case.batch.update(adapters, case.ranks, case.scalings)
+        case.adapters = torch.tensor(adapters)[:, None].numpy()
+        out = [torch.full_like(y, float("nan")) for y in case.ys]
+        add_projection(out, case.x, bases, case.weights, case.batch, tiling=tiling)
+        changes = case.expected(add=False)
+        for one, change, base in zip(out, changes, bases, strict=True):
+            assert_near(one, change + case.x.double() @ base.double().T)
+
+
+def test_bad_base_weights_are_refused() -> None:
+    case = make_case(5, [8], 32, (16,), dtype=torch.float16)
+    for bases in ([], [torch.zeros(16, 24).half()], [torch.zeros(16, 32)]):
+        with pytest.raises(ValueError, match=r"expected .* got "):
+            add_projection(case.ys, case.x, bases, case.weights, case.batch)
+    two = make_case(5, [8, 16], 32, (16,), dtype=torch.float16, terms=2)
+    with pytest.raises(ValueError, match="folding expected one term a row, got 2"):
+        add_projection(
+            two.ys, two.x, [torch.zeros(16, 32).half()], two.weights, two.batch,
+            tiling=ProjectTiling(16, 32, 32, 4, 2),
+        )  # fmt: skip

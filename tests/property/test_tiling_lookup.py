@@ -1,0 +1,86 @@
+"""Whatever is asked, look-up answers with something that runs, and near shapes get near answers."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from valora_kernels.tiling import (
+    SHARED_MEMORY,
+    Kind,
+    Mode,
+    Shape,
+    Table,
+    Tiling,
+    default_tiling,
+    shared_memory,
+    table_of,
+)
+
+shapes = st.builds(
+    Shape,
+    in_features=st.integers(1, 4000).map(lambda n: 8 * n),
+    out_features=st.integers(1, 8000).map(lambda n: 8 * n),
+    projections=st.integers(1, 3),
+    rank=st.sampled_from([16, 32, 64, 128, 256]),
+    rows=st.integers(0, 20000),
+    adapters=st.floats(1, 500),
+)
+
+
+def power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+def check(tiling: Tiling, shape: Shape) -> None:
+    for size in (tiling.rows, tiling.outputs, tiling.inputs, tiling.ranks, tiling.warps):
+        assert power_of_two(size)
+    assert shared_memory(tiling, shape.rank) <= SHARED_MEMORY
+    if tiling.kind is Kind.PAIR:
+        assert tiling.split % tiling.inputs == 0
+        assert tiling.split >= tiling.inputs
+        assert -(-shape.in_features // tiling.split) <= 64
+    else:
+        assert tiling.rows >= 16
+
+
+@settings(max_examples=300, deadline=None)
+@given(shapes)
+def test_shipped_table_always_answers(shape: Shape) -> None:
+    choice = table_of("NVIDIA H200").look_up(shape)
+    assert choice.mode in (Mode.EXACT, Mode.NEAREST)
+    check(choice.tiling, shape)
+
+
+@settings(max_examples=300, deadline=None)
+@given(shapes)
+def test_rules_always_answer(shape: Shape) -> None:
+    check(default_tiling(shape), shape)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(shapes, min_size=1, max_size=30, unique=True), st.data())
+def test_measured_shapes_are_found_exactly(known: list[Shape], data: st.DataObject) -> None:
+    tilings = [Tiling(Kind.PAIR, outputs=2 ** (4 + i % 4)) for i in range(len(known))]
+    table = Table("some GPU", zip(known, tilings, strict=True))
+    place = data.draw(st.integers(0, len(known) - 1))
+    choice = table.look_up(known[place])
+    assert (choice.tiling, choice.mode) == (tilings[place], Mode.EXACT)
+
+
+@settings(max_examples=100, deadline=None)
+@given(shapes, st.integers(0, 2**31))
+def test_a_little_more_of_anything_changes_little(shape: Shape, seed: int) -> None:
+    """The nearest entry of a slightly larger shape is about as near to the shape itself."""
+    table = table_of("NVIDIA H200")
+    rng = np.random.default_rng(seed)
+    more = Shape(
+        shape.in_features,
+        shape.out_features,
+        shape.projections,
+        shape.rank,
+        shape.rows + int(rng.integers(0, 1 + shape.rows // 50)),
+        shape.adapters,
+    )
+    one, other = table.look_up(shape).tiling, table.look_up(more).tiling
+    assert one.rows <= 8 * other.rows
+    assert other.rows <= 8 * one.rows or one.rows == 1

@@ -57,14 +57,14 @@ class Difficulty:
     """
 
     target_counts: tuple[float, ...] = (0.12, 0.36, 0.30, 0.16, 0.06)
-    distractors: tuple[int, int] = (1, 3)
-    near_miss: float = 0.5
+    distractors: tuple[int, int] = (1, 4)
+    near_miss: float = 0.65
     overlap: float = 0.25
     min_visible: float = 0.65
     max_iou: float = 0.3
-    blur: float = 0.7
-    noise: float = 7.0
-    jpeg: tuple[int, int] = (55, 95)
+    blur: float = 0.8
+    noise: float = 9.0
+    jpeg: tuple[int, int] = (45, 95)
     lighting: float = 0.28
     shadow: float = 0.45
     exposure: float = 0.22

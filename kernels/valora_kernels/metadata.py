@@ -356,7 +356,7 @@ class LoraBatch:
         max_rows: Most rows of a batch; a captured graph has exactly these.
         max_segments: Most different (adapter, second adapter) pairs of a batch.
         device: Where `atmm` runs.
-        fixed: Launch for the worst case also outside of a capture; needed only to warm up a graph.
+        fixed: For CUDA graphs: rows and terms stay, and launches cover the worst case.
     """
 
     def __init__(

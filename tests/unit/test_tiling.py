@@ -93,11 +93,13 @@ def test_shipped_tables_hold_up(path: Path) -> None:
 
 def test_h200_table_covers_the_models() -> None:
     table = Table.load(table_path("NVIDIA H200"))
-    widths = {(shape.in_features, shape.out_features) for shape in table.entries}
     for preset in PRESETS.values():
         for before, after in groups_of_model(preset):
-            assert (before, sum(after)) in widths
-    assert {shape.rank for shape in table.entries} >= {16, 64, 128}
+            for rank in (16, 32, 64, 128):
+                shape = Shape(before, sum(after), len(after), rank, 64, 16.0)
+                choice = table.look_up(shape)
+                assert choice.mode is not Mode.DEFAULT
+                assert shared_memory(choice.tiling, rank) <= SHARED_MEMORY
 
 
 def test_look_up_needs_no_torch() -> None:
@@ -130,6 +132,35 @@ def test_projections_of_a_model() -> None:
     assert groups_of_model(config) == [
         (64, (64,)), (64, (32,)), (64, (64, 32, 32)), (64, (96,)), (64, (96, 96)), (96, (64,)),
     ]  # fmt: skip
+
+
+def test_search_finds_the_fastest_and_passes_it_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a made-up clock, by which tiles of 32 rows and 128 columns are the fastest."""
+    from valora_kernels import search as module
+
+    def clock(calls: list[tuple[str, Tiling]], **_: object) -> list[float]:
+        _, tiling = calls[0]
+        slow = (tiling.rows != 32) + 0.1 * (tiling.outputs != 128) + 0.01 * tiling.gather
+        return [10.0 + slow + 0.001 * (tiling.split != 1024)]
+
+    monkeypatch.setattr(module, "replay_times", clock)
+    monkeypatch.setattr(module, "call_of", lambda step, tiling, work, one: (step, tiling))
+    monkeypatch.setattr(module, "_compile", lambda job: None)
+    monkeypatch.setattr(module, "workload", lambda *_: type("Work", (), {"sets": [None]}))
+    search = Search(tmp_path / "journal", compilers=1)
+    first, other = Group(4096, (4096,), 64), Group(11008, (4096,), 64)
+    cases = [(64, 1), (1024, 16), (4096, 4)]
+    bar = module.Progress(2 * len(cases))
+    search.full(first, cases, bar)
+    search.derived(other, first, cases, bar)
+    for case in cases:
+        best = search.found[first.shape(*case)][0][1]
+        assert (best.rows, best.outputs) == (32, 128)
+        assert search.found[other.shape(*case)][0][1] == refit(best, 4096, 11008)
+    assert Search(tmp_path / "journal", compilers=1).found == search.found
+    assert bar.done == bar.total
 
 
 def test_search_continues_where_it_stopped(tmp_path: Path) -> None:

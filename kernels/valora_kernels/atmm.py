@@ -66,7 +66,7 @@ def atmm(
     *,
     tiling: Tiling | None = None,
 ) -> None:
-    """y[m] += Σ_t coefficient_t · scaling(a_t) · (x[m] Aᵀ) Bᵀ, for each projection that shares x.
+    """Add y[m] += Σ_t coefficient_t · scaling(a_t) · (x[m] Aᵀ) Bᵀ, for each projection that shares x.
 
     Sums are in fp32 and y is rounded once. Nothing waits for the device, and after one call to warm
     up, everything can be captured in a CUDA graph (see `LoraBatch`). Where there is no GPU or no
@@ -217,7 +217,7 @@ def launch(
 def shrink(
     tiling: Tiling, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch, *, by_row: bool = False
 ) -> tuple[torch.Tensor, int]:
-    """H = coefficient · scaling · x Aᵀ, the first of the two steps.
+    """Compute h = coefficient · scaling · x Aᵀ, the first of the two steps.
 
     Returns:
         h and the number of parts that it consists of: one part is [P, terms, places or rows, ranks]
@@ -275,7 +275,7 @@ def expand(
     *,
     add: bool = True,
 ) -> None:
-    """Y += h Bᵀ, the second step; `h` and `parts` are what `shrink` returned."""
+    """Add h Bᵀ to y, the second step; `h` and `parts` are what `shrink` returned."""
     table = batch.tiles(tiling.rows)
     tiles = tiles_to_launch(table, batch, ys[0], add=add)
     if not tiles:

@@ -229,7 +229,7 @@ def expand_kernel(
     ADD: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Y += Σ_t h_t B_tᵀ, rounded once. Grid: tiles × groups of LOOP output blocks.
+    """Add to y: y += Σ_t h_t B_tᵀ, rounded once. Grid: tiles × groups of LOOP output blocks.
 
     Without ADD y is overwritten, also with the zeros of rows that have no adapter.
     """

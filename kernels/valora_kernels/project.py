@@ -1,4 +1,4 @@
-"""Base projection and LoRA together: y = x·Wᵀ + Σ_t coefficient_t · scaling · (x Aᵀ) Bᵀ."""
+"""Base projection and LoRA together: y = x·Wᵀ + bias + Σ coefficient · scaling · (x Aᵀ) Bᵀ."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ def add_projection(
     weights: LoraWeights,
     batch: LoraBatch,
     *,
+    biases: Sequence[torch.Tensor | None] | None = None,
     tiling: ProjectTiling | None = None,
 ) -> None:
-    """Y = x·Wᵀ + LoRA for each projection that shares x, each y written once where that is faster.
+    """Compute y = x·Wᵀ + bias + LoRA for each projection that shares x, in one pass where faster.
 
     Args:
         ys: [P] tensors [rows, out_features[p]], overwritten.
@@ -60,20 +61,15 @@ def add_projection(
         bases: [P] base weights W [out_features[p], in_features].
         weights: A and B of every adapter.
         batch: Which rows have which adapters.
+        biases: [P] biases [out_features[p]] or None; none by default.
         tiling: Of the folding kernels, wherever x is; by default what suits the number of rows.
 
     Raises:
-        ValueError: As `atmm`; also base weights that do not fit.
+        ValueError: As `atmm`; also base weights or biases that do not fit.
     """
     operator.check(ys, x, weights, batch)
-    if len(bases) != len(ys):
-        raise ValueError(f"bases: expected {len(ys)} weights, got {len(bases)}")
-    for base, width in zip(bases, weights.out_features, strict=True):
-        if tuple(base.shape) != (width, weights.in_features) or base.dtype != x.dtype:
-            raise ValueError(
-                f"base: expected {x.dtype} [{width}, {weights.in_features}], "
-                f"got {base.dtype} {list(base.shape)}"
-            )
+    biases = biases or [None] * len(bases)
+    _check_bases(ys, x, bases, biases)
     if tiling is not None and batch.terms > 1:
         raise ValueError(f"batch: folding expected one term a row, got {batch.terms}")
     rows = x.shape[0]
@@ -82,12 +78,37 @@ def add_projection(
             tiling = few_rows_tiling(rows)
         elif rows >= MANY_ROWS:
             tiling = MANY_ROWS_TILING
-    if tiling is None or not rows:
-        for y, base in zip(ys, bases, strict=True):
-            torch.mm(x, base.T, out=y)
-        operator.atmm(ys, x, weights, batch)
+    if tiling is not None and rows:
+        _fold(ys, x, bases, biases, weights, batch, tiling)
         return
-    _fold(ys, x, bases, weights, batch, tiling)
+    for y, base, bias in zip(ys, bases, biases, strict=True):
+        if bias is None:
+            torch.mm(x, base.T, out=y)
+        else:
+            torch.addmm(bias, x, base.T, out=y)
+    operator.atmm(ys, x, weights, batch)
+
+
+def _check_bases(
+    ys: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    bases: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+) -> None:
+    """Base weights and biases must fit x and the outputs."""
+    if len(bases) != len(ys) or len(biases) != len(ys):
+        raise ValueError(
+            f"bases and biases: expected {len(ys)}, got {len(bases)} and {len(biases)}"
+        )
+    for y, base, bias in zip(ys, bases, biases, strict=True):
+        named = [("base", base, [y.shape[1], x.shape[1]])]
+        named += [("bias", bias, [y.shape[1]])] if bias is not None else []
+        for name, tensor, shape in named:
+            if list(tensor.shape) != shape or tensor.dtype != x.dtype or tensor.device != x.device:
+                raise ValueError(
+                    f"{name}: expected {x.dtype} {shape} on {x.device}, "
+                    f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+                )
 
 
 def _foldable(
@@ -118,6 +139,7 @@ def _fold(
     ys: Sequence[torch.Tensor],
     x: torch.Tensor,
     bases: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
     weights: LoraWeights,
     batch: LoraBatch,
     tiling: ProjectTiling,
@@ -145,7 +167,7 @@ def _fold(
         "num_stages": tiling.stages,
     }
     # Only the first of several projections directly follows the shrink; the others wait for it.
-    for p, (y, base) in enumerate(zip(ys, bases, strict=True)):
+    for p, (y, base, bias) in enumerate(zip(ys, bases, biases, strict=True)):
         early = started and p == 0
         common["PDL"] = early
         if pdl:
@@ -161,6 +183,7 @@ def _fold(
                 x.stride(0) // operator.ALIGNMENT,
                 base,
                 base.stride(0) // operator.ALIGNMENT,
+                bias,
                 h,
                 weights.b,
                 weights.b_table,
@@ -184,6 +207,7 @@ def _fold(
             TensorDescriptor.from_tensor(y, [tiling.rows, store]),
             TensorDescriptor.from_tensor(x, [tiling.rows, tiling.inputs]),
             TensorDescriptor.from_tensor(base, [tiling.outputs, tiling.inputs]),
+            bias,
             h,
             weights.b,
             weights.b_table,

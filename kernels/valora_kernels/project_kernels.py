@@ -16,6 +16,15 @@ from valora_kernels.atmm_kernels import _row_starts
 
 
 @triton.jit
+def _start(bias, n, inside, BM: tl.constexpr, BN: tl.constexpr):
+    """Where the sum of a tile starts: at the bias, or at zero."""
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    if bias is not None:
+        acc += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
 def _add_adapters(
     acc, h, b, b_table, slot_of_row, counts, lists, block, rows, count_rows, n, inside,
     projection, places, slots, max_rank, width, base, CAPACITY: tl.constexpr,
@@ -100,7 +109,7 @@ def _prefetch(pointers):
 
 @triton.jit(do_not_specialize=["places", "slots", "max_rank", "count_rows", "projection"])
 def few_rows_kernel(
-    y, y_stride, x, x_stride, w, w_stride, h, b, b_table, slot_of_row, counts, lists,
+    y, y_stride, x, x_stride, w, w_stride, bias, h, b, b_table, slot_of_row, counts, lists,
     projection, before, places, slots, max_rank, count_rows, n8, k8,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TOGETHER: tl.constexpr,
     RANKS: tl.constexpr, EVEN_K: tl.constexpr, PAGED: tl.constexpr, STAGES: tl.constexpr,
@@ -132,7 +141,7 @@ def few_rows_kernel(
             _prefetch(b + tl.where(real, starts, 0) + tl.program_id(0) * BN)
     x_at = x + m[:, None].to(tl.int64) * (x_stride * 8) + k[None, :]
     w_at = w + n[:, None].to(tl.int64) * (w_stride * 8) + k[None, :]
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    acc = _start(bias, n, inside, BM, BN)
     for i in tl.range(0, K, BK, num_stages=STAGES):
         x_mask = there if EVEN_K else there & (k[None, :] + i < K)
         w_mask = inside[:, None] if EVEN_K else inside[:, None] & (k[None, :] + i < K)
@@ -152,7 +161,7 @@ def few_rows_kernel(
 
 @triton.jit(do_not_specialize=["places", "slots", "max_rank", "M", "projection"])
 def many_rows_kernel(
-    y_desc, x_desc, w_desc, h, b, b_table, slot_of_row, counts, lists,
+    y_desc, x_desc, w_desc, bias, h, b, b_table, slot_of_row, counts, lists,
     projection, before, places, slots, max_rank, M, n8, k8,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr, CAPACITY: tl.constexpr, RANKS: tl.constexpr, PAGED: tl.constexpr,
@@ -174,12 +183,12 @@ def many_rows_kernel(
         size = tl.minimum(down - first, GROUP)
         block = first + tile % (GROUP * across) % size
         column = tile % (GROUP * across) // size * BN
-        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        n = column + tl.arange(0, BN)
+        acc = _start(bias, n, n < N, BM, BN)
         for k in range(0, K, BK):
             x_tile = x_desc.load([block * BM, k])
             w_tile = w_desc.load([column, k])
             acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision=PRECISION)
-        n = column + tl.arange(0, BN)
         if PDL:
             gdc_wait()
         acc = _add_adapters(

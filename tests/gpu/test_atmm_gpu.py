@@ -155,6 +155,49 @@ def test_projection_total(rows: int, tiling: ProjectTiling | None, dtype: torch.
             assert_near(one, other)
 
 
+@pytest.mark.parametrize("rows", [1, 40, 300, 1100])
+@pytest.mark.parametrize("folded", [False, True])
+def test_layers_follow_each_other_without_a_gap(rows: int, folded: bool) -> None:
+    """Kernels start before their predecessors end; each must still see what those wrote."""
+    width, depth = 512, 6
+    cases = [
+        make_case(rows, MIXED, width, (width,), dtype=torch.bfloat16, device="cuda", seed=seed)
+        for seed in range(depth)
+    ]
+    batch = LoraBatch(rows, len(MIXED), "cuda", fixed=True)
+    batch.update(cases[0].adapters, cases[0].ranks, cases[0].scalings)
+    bases = [torch.randn(width, width, device="cuda").bfloat16() / 23 for _ in cases]
+    first = cases[0].x.clone()
+    states = [torch.empty_like(first) for _ in range(depth + 1)]
+
+    def forward() -> None:
+        states[0].copy_(first)
+        for case, base, x, y in zip(cases, bases, states, states[1:], strict=False):
+            if folded:
+                add_projection([y], x, [base], case.weights, batch)
+            else:
+                torch.mm(x, base.T, out=y)
+                atmm([y], x, case.weights, batch)
+
+    forward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        forward()
+    for turn in range(5):
+        first.normal_()
+        for state in states:
+            state.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        for case, base, x, y in zip(cases, bases, states, states[1:], strict=False):
+            case.x, case.ys = x, [torch.zeros_like(y)]
+            case.adapters, case.scalings = cases[0].adapters, cases[0].scalings
+            assert_near(y, case.expected()[0] + x.double() @ base.double().T)
+            if turn and rows > 100:
+                break  # the slow check by row once, later the first layer
+
+
 def test_this_gpu_has_a_table() -> None:
     name = torch.cuda.get_device_name()
     if "H200" not in name:

@@ -24,12 +24,14 @@ WIDTHS = (64, 24)
 def test_projection(tiling: ProjectTiling | None, dtype: torch.dtype, popularity: str) -> None:
     case = make_case(37, [8, 16, 24], 72, WIDTHS, dtype=dtype, popularity=popularity)
     bases = [torch.randn(n, 72).to(dtype) / 8 for n in WIDTHS]
+    bias = torch.randn(WIDTHS[0]).to(dtype)  # of the first projection only
     want = [
         change + case.x.double() @ base.double().T
         for change, base in zip(case.expected(add=False), bases, strict=True)
     ]
+    want[0] += bias.double()
     out = [torch.full_like(y, float("nan")) for y in case.ys]
-    add_projection(out, case.x, bases, case.weights, case.batch, tiling=tiling)
+    add_projection(out, case.x, bases, case.weights, case.batch, biases=[bias, None], tiling=tiling)
     for one, other in zip(out, want, strict=True):
         assert_near(one, other)
 
@@ -54,6 +56,10 @@ def test_bad_base_weights_are_refused() -> None:
     for bases in ([], [torch.zeros(16, 24).half()], [torch.zeros(16, 32)]):
         with pytest.raises(ValueError, match=r"expected .* got "):
             add_projection(case.ys, case.x, bases, case.weights, case.batch)
+    base = [torch.zeros(16, 32).half()]
+    for biases in ([torch.zeros(8).half()], [torch.zeros(16)], [None, None]):
+        with pytest.raises(ValueError, match=r"expected .* got "):
+            add_projection(case.ys, case.x, base, case.weights, case.batch, biases=biases)
     two = make_case(5, [8, 16], 32, (16,), dtype=torch.float16, terms=2)
     with pytest.raises(ValueError, match="folding expected one term a row, got 2"):
         add_projection(

@@ -66,7 +66,7 @@ def atmm(
     *,
     tiling: Tiling | None = None,
 ) -> None:
-    """Add y[m] += Σ_t coefficient_t · scaling(a_t) · (x[m] Aᵀ) Bᵀ, for each projection that shares x.
+    """y[m] += Σ_t coefficient_t · scaling(a_t) · (x[m] Aᵀ) Bᵀ, for each projection that shares x.
 
     Sums are in fp32 and y is rounded once. Nothing waits for the device, and after one call to warm
     up, everything can be captured in a CUDA graph (see `LoraBatch`). Where there is no GPU or no

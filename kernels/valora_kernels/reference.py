@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def atmm_reference(
     ys: Sequence[torch.Tensor], x: torch.Tensor, weights: LoraWeights, batch: LoraBatch
 ) -> None:
-    """Add y[m] += Σ_t coefficient_t · scaling(a_t) · (x[m] Aᵀ) Bᵀ for each projection (VaLoRA §4.3).
+    """y[m] += Σ_t coefficient_t · scaling(a_t) · (x[m] Aᵀ) Bᵀ for each projection (VaLoRA §4.3).
 
     All arithmetic is in fp32, and y is rounded once, whatever the number of terms.
 

@@ -1,12 +1,23 @@
 """LoRA batches for the kernels' tests: neighbouring rows differ in adapter, rank and scaling."""
 
+import os
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 
 from valora_kernels.metadata import LoraBatch
 from valora_kernels.weights import LoraWeights
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
+"""Where the parity tests run: in Triton's interpreter, or compiled on a GPU."""
+
+needs_triton = pytest.mark.skipif(
+    not (INTERPRETED or torch.cuda.is_available()),
+    reason="needs a GPU, or TRITON_INTERPRET=1 set before anything imports Triton",
+)
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 """Relative Frobenius error that a result of each type may have against fp32."""
@@ -88,7 +99,7 @@ def make_case(
     popularity: str = "uniform",
     terms: int = 1,
     paged: bool = False,
-    device: str = "cpu",
+    device: str = DEVICE,
     seed: int = 0,
 ) -> Case:
     """Random inputs; memory that no adapter owns is NaN."""

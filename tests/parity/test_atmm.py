@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.lora_cases import Case, assert_near, make_case
+from tests.lora_cases import DEVICE, Case, assert_near, make_case, needs_triton
 from valora_kernels.atmm import atmm, launch
 from valora_kernels.metadata import LoraBatch
 from valora_kernels.reference import atmm_reference
@@ -11,6 +11,7 @@ from valora_kernels.tiling import Kind, Tiling
 from valora_kernels.weights import LoraWeights
 
 pytest.importorskip("triton")
+pytestmark = needs_triton
 
 TILINGS = [
     pytest.param(Tiling(Kind.PAIR, 16, 32, 32, 32, 16), id="pair"),
@@ -69,7 +70,9 @@ def test_large_ranks(kind: Kind) -> None:
 
 def test_reference_is_the_formula() -> None:
     for paged in (False, True):
-        case = make_case(23, [8, 20, 3], 31, (17, 5), dtype=torch.float32, terms=2, paged=paged)
+        case = make_case(
+            23, [8, 20, 3], 31, (17, 5), dtype=torch.float32, terms=2, paged=paged, device="cpu"
+        )
         want = case.expected()
         atmm_reference(case.ys, case.x, case.weights, case.batch)
         for one, other in zip(case.ys, want, strict=True):
@@ -87,7 +90,7 @@ def test_operator_runs_the_tiling_it_is_given() -> None:
 def test_next_batch_reuses_the_same_buffers() -> None:
     """What a captured graph relies on: addresses stay, contents change."""
     case = make_case(12, [8, 16, 24], 32, (32,), dtype=torch.float32)
-    case.batch = LoraBatch(12, 3, "cpu", fixed=True)
+    case.batch = LoraBatch(12, 3, DEVICE, fixed=True)
     tiling = Tiling(Kind.PAIR, 16, 32, 32, 32, 16, gather=True)
     places = set()
     for adapters in ([0] * 12, [2, 1, 0, -1] * 3, [-1] * 12, [1] * 11 + [2]):
@@ -105,9 +108,7 @@ def test_without_a_gpu_the_reference_runs(caplog: pytest.LogCaptureFixture) -> N
     from valora_kernels import atmm as module
 
     module._say_no_gpu.cache_clear()
-    case = make_case(5, [8, 16], 32, (16,), dtype=torch.float32)
-    if case.x.is_cuda:
-        pytest.skip("a GPU is there")
+    case = make_case(5, [8, 16], 32, (16,), dtype=torch.float32, device="cpu")
     want = case.expected()
     with caplog.at_level("WARNING"):
         atmm(case.ys, case.x, case.weights, case.batch)
@@ -117,7 +118,7 @@ def test_without_a_gpu_the_reference_runs(caplog: pytest.LogCaptureFixture) -> N
 
 
 def bad_call(name: str) -> tuple[list[torch.Tensor], torch.Tensor, LoraWeights, LoraBatch]:
-    case = make_case(6, [8, 16], 32, (16, 24), dtype=torch.float16)
+    case = make_case(6, [8, 16], 32, (16, 24), dtype=torch.float16, device="cpu")
     x, ys, weights, batch = case.x, case.ys, case.weights, case.batch
     if name == "projections":
         ys = ys[:1]
@@ -161,7 +162,7 @@ def test_bad_input_is_refused_before_any_launch(name: str) -> None:
 
 
 def test_tensors_of_different_devices_are_refused() -> None:
-    case = make_case(6, [8, 16], 32, (16,), dtype=torch.float16)
+    case = make_case(6, [8, 16], 32, (16,), dtype=torch.float16, device="cpu")
     with pytest.raises(ValueError, match="expected cpu, got meta"):
         atmm(case.ys, case.x.to("meta"), case.weights, case.batch)
 

@@ -5,7 +5,7 @@ import hashlib
 import pytest
 import torch
 
-from tests.lora_cases import paged_weights
+from tests.lora_cases import DEVICE, needs_triton, paged_weights
 from valora_kernels.merge import MergeableWeights, MergeTiling
 from valora_kernels.weights import LoraWeights
 
@@ -21,17 +21,19 @@ def make(
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
 
-    linears = {n: torch.nn.Linear(i, o, bias=False).to(dtype) for n, (o, i) in SHAPES.items()}
+    linears = {
+        n: torch.nn.Linear(i, o, bias=False).to(DEVICE, dtype) for n, (o, i) in SHAPES.items()
+    }
     base = {name: linear.weight.detach().clone() for name, linear in linears.items()}
-    merged = MergeableWeights(SHAPES, dtype=dtype, device="cpu")
+    merged = MergeableWeights(SHAPES, dtype=dtype, device=DEVICE)
     merged.adopt(linears)
 
     def room(in_features: int, out_features: tuple[int, ...]) -> LoraWeights:
         if paged:
-            return paged_weights(2, 24, in_features, out_features, dtype, "cpu", generator)
-        return LoraWeights.contiguous(2, 24, in_features, out_features, dtype=dtype, device="cpu")
+            return paged_weights(2, 24, in_features, out_features, dtype, DEVICE, generator)
+        return LoraWeights.contiguous(2, 24, in_features, out_features, dtype=dtype, device=DEVICE)
 
     inputs, output = room(72, (40, 24)), room(40, (72,))
     adapters: Adapters = []
@@ -47,7 +49,10 @@ def make(
 TILING = MergeTiling(32, 32, 64, 16, 4)
 
 
-@pytest.mark.parametrize("tiling", [TILING, None], ids=["kernel", "reference"])
+@pytest.mark.parametrize(
+    "tiling",
+    [pytest.param(TILING, marks=needs_triton, id="kernel"), pytest.param(None, id="default")],
+)
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_every_weight_is_rounded_once(
@@ -66,11 +71,12 @@ def test_every_weight_is_rounded_once(
             assert once > 0.99 or dtype == torch.float32
 
 
+@needs_triton
 def test_a_thousand_switches_leave_no_trace() -> None:
     merged, linears, base, _ = make(torch.float16)
 
     def digest() -> str:
-        return hashlib.sha256(merged.live.numpy().tobytes()).hexdigest()
+        return hashlib.sha256(merged.live.cpu().numpy().tobytes()).hexdigest()
 
     before = digest()
     for turn in range(1000):
@@ -83,9 +89,10 @@ def test_a_thousand_switches_leave_no_trace() -> None:
     assert all(torch.equal(linears[name].weight, base[name]) for name in linears)
 
 
+@needs_triton
 def test_linears_see_the_merge() -> None:
     merged, linears, _, adapters = make(torch.float32)
-    x = torch.randn(3, 72)
+    x = torch.randn(3, 72, device=DEVICE)
     before = linears["q"](x)
     merged.merge(0, 24, 0.5, tiling=TILING)
     a, b = adapters[0]["q"]
@@ -100,11 +107,11 @@ def test_bad_input_is_refused() -> None:
             merged.merge(slot, rank, 1.0)
     with pytest.raises(ValueError, match=r"expected .* got "):
         merged.adopt({"q": torch.nn.Linear(8, 8)})
-    weights = LoraWeights.contiguous(1, 8, 72, (24,), dtype=torch.float32, device="cpu")
+    weights = LoraWeights.contiguous(1, 8, 72, (24,), dtype=torch.float32, device=DEVICE)
     for sources in ({"v": (weights, 0)}, {"q": (weights, 0)}):
         with pytest.raises(ValueError, match="expected"):
             merged.bind(sources)
-    half = LoraWeights.contiguous(1, 8, 72, (24,), dtype=torch.float16, device="cpu")
+    half = LoraWeights.contiguous(1, 8, 72, (24,), dtype=torch.float16, device=DEVICE)
     with pytest.raises(ValueError, match=r"expected torch\.float32"):
         merged.bind({"k": (half, 0)})
     with pytest.raises(ValueError, match="call bind"):

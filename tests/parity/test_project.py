@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from tests.lora_cases import assert_near, make_case
+from tests.lora_cases import DEVICE, assert_near, make_case, needs_triton
 from valora_kernels.metadata import LoraBatch
 from valora_kernels.project import ProjectTiling, add_projection
 
 pytest.importorskip("triton")
+pytestmark = needs_triton
 
 TILINGS = [
     pytest.param(ProjectTiling(64, 32, 32, 4, 2), id="few-rows"),
@@ -23,8 +24,8 @@ WIDTHS = (64, 24)
 @pytest.mark.parametrize("popularity", ["uniform", "distinct", "skewed", "none"])
 def test_projection(tiling: ProjectTiling | None, dtype: torch.dtype, popularity: str) -> None:
     case = make_case(37, [8, 16, 24], 72, WIDTHS, dtype=dtype, popularity=popularity)
-    bases = [torch.randn(n, 72).to(dtype) / 8 for n in WIDTHS]
-    bias = torch.randn(WIDTHS[0]).to(dtype)  # of the first projection only
+    bases = [torch.randn(n, 72, device=DEVICE).to(dtype) / 8 for n in WIDTHS]
+    bias = torch.randn(WIDTHS[0], device=DEVICE).to(dtype)  # of the first projection only
     want = [
         change + case.x.double() @ base.double().T
         for change, base in zip(case.expected(add=False), bases, strict=True)
@@ -39,8 +40,8 @@ def test_projection(tiling: ProjectTiling | None, dtype: torch.dtype, popularity
 @pytest.mark.parametrize("tiling", TILINGS[:2])
 def test_paged_adapters_and_changing_batches(tiling: ProjectTiling) -> None:
     case = make_case(21, [8, 16, 24], 40, WIDTHS, dtype=torch.float32, paged=True)
-    case.batch = LoraBatch(21, 3, "cpu", fixed=True)
-    bases = [torch.randn(n, 40) / 6 for n in WIDTHS]
+    case.batch = LoraBatch(21, 3, DEVICE, fixed=True)
+    bases = [torch.randn(n, 40, device=DEVICE) / 6 for n in WIDTHS]
     for adapters in ([2, 1, 0] * 7, [-1] * 21, [1] * 20 + [2]):
         case.batch.update(adapters, case.ranks, case.scalings)
         case.adapters = torch.tensor(adapters)[:, None].numpy()
@@ -52,7 +53,7 @@ def test_paged_adapters_and_changing_batches(tiling: ProjectTiling) -> None:
 
 
 def test_bad_base_weights_are_refused() -> None:
-    case = make_case(5, [8], 32, (16,), dtype=torch.float16)
+    case = make_case(5, [8], 32, (16,), dtype=torch.float16, device="cpu")
     for bases in ([], [torch.zeros(16, 24).half()], [torch.zeros(16, 32)]):
         with pytest.raises(ValueError, match=r"expected .* got "):
             add_projection(case.ys, case.x, bases, case.weights, case.batch)
@@ -60,7 +61,7 @@ def test_bad_base_weights_are_refused() -> None:
     for biases in ([torch.zeros(8).half()], [torch.zeros(16)], [None, None]):
         with pytest.raises(ValueError, match=r"expected .* got "):
             add_projection(case.ys, case.x, base, case.weights, case.batch, biases=biases)
-    two = make_case(5, [8, 16], 32, (16,), dtype=torch.float16, terms=2)
+    two = make_case(5, [8, 16], 32, (16,), dtype=torch.float16, terms=2, device="cpu")
     with pytest.raises(ValueError, match="folding expected one term a row, got 2"):
         add_projection(
             two.ys, two.x, [torch.zeros(16, 32).half()], two.weights, two.batch,

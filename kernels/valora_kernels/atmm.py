@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from valora_kernels.reference import atmm_reference
-from valora_kernels.tiling import EXPAND_RANKS, Kind, Shape, Tiling, choose
+from valora_kernels.tiling import EXPAND_RANKS, Kind, Shape, Tiling, choose, default_tiling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,21 +89,46 @@ def atmm(
         atmm_reference(ys, x, weights, batch)
         return
     _check_alignment(ys, x, weights)
-    launch(tiling or choice_of(weights, batch, x.device), ys, x, weights, batch)
+    if tiling is not None:
+        launch(tiling, ys, x, weights, batch)
+        return
+    shape = shape_of(weights, batch)
+    chosen = _instead.get(shape) or choose(_gpu_name(x.device), shape).tiling
+    try:
+        launch(chosen, ys, x, weights, batch)
+    except _out_of_resources() as error:  # raised before anything is added to y
+        _instead[shape] = smaller = default_tiling(shape)
+        log.warning("%s does not fit (%s): taking %s for %s", chosen, error, smaller, shape)
+        launch(smaller, ys, x, weights, batch)
 
 
-def choice_of(weights: LoraWeights, batch: LoraBatch, device: torch.device) -> Tiling:
-    """What the table says for this call."""
-    grouping = batch.grouping
-    shape = Shape(
+_instead: dict[Shape, Tiling] = {}
+"""Shapes whose tiling, measured for another shape, turned out not to fit this GPU."""
+
+
+@cache
+def _out_of_resources() -> type[Exception]:
+    from triton.runtime.errors import OutOfResources
+
+    found: type[Exception] = OutOfResources
+    return found
+
+
+def shape_of(weights: LoraWeights, batch: LoraBatch) -> Shape:
+    """What the table is asked for."""
+    return Shape(
         in_features=weights.in_features,
         out_features=sum(weights.out_features),
         projections=len(weights.out_features),
         rank=padded_ranks(weights),
-        rows=grouping.active,
+        rows=batch.grouping.active,
         adapters=batch.effective_adapters,
     )
-    return choose(_gpu_name(device), shape).tiling
+
+
+def choice_of(weights: LoraWeights, batch: LoraBatch, device: torch.device) -> Tiling:
+    """What the table says for this call."""
+    return choose(_gpu_name(device), shape_of(weights, batch)).tiling
 
 
 @cache

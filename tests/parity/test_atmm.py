@@ -7,7 +7,7 @@ from tests.lora_cases import DEVICE, Case, assert_near, make_case, needs_triton
 from valora_kernels.atmm import atmm, launch
 from valora_kernels.metadata import LoraBatch
 from valora_kernels.reference import atmm_reference
-from valora_kernels.tiling import Kind, Tiling
+from valora_kernels.tiling import Choice, Kind, Mode, Tiling
 from valora_kernels.weights import LoraWeights
 
 pytest.importorskip("triton")
@@ -85,6 +85,38 @@ def test_operator_runs_the_tiling_it_is_given() -> None:
     atmm(case.ys, case.x, case.weights, case.batch, tiling=Tiling(Kind.PAIR, 16, 64, 64, 64))
     for one, other in zip(case.ys, want, strict=True):
         assert_near(one, other)
+
+
+def test_a_tiling_that_does_not_fit_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    from valora_kernels import atmm as module
+
+    case = make_case(19, [8, 16, 64], 64, (64, 32), dtype=torch.float16)
+    tried: list[Tiling] = []
+    small = module.default_tiling(module.shape_of(case.weights, case.batch))
+
+    def fits_only_small(tiling: Tiling, *args: object) -> None:
+        tried.append(tiling)
+        if tiling != small:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        launch(tiling, *args)
+
+    monkeypatch.setattr(module, "use_triton", lambda _: True)
+    monkeypatch.setattr(module, "launch", fits_only_small)
+    large = Tiling(Kind.ROWS, 128, 128, 128, 0)
+    monkeypatch.setattr(module, "choose", lambda *_: Choice(large, Mode.NEAREST))
+    monkeypatch.setattr(module, "_instead", {})
+    want = case.expected()
+    with caplog.at_level("WARNING"):
+        atmm(case.ys, case.x, case.weights, case.batch)
+    for one, other in zip(case.ys, want, strict=True):
+        assert_near(one, other)
+    atmm(case.ys, case.x, case.weights, case.batch)
+    assert tried == [large, small, small]
+    assert "does not fit" in caplog.text
 
 
 def test_next_batch_reuses_the_same_buffers() -> None:

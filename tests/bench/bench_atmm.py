@@ -194,7 +194,7 @@ def peers(work: Workload) -> dict[str, Callable[[Inputs], object]]:
 
 def exact(work: Workload, s: Inputs, ys: list[torch.Tensor]) -> list[torch.Tensor]:
     """The result in fp32, per adapter."""
-    totals = [y.float() for y in ys]
+    totals = [y.float().clone() for y in ys]
     rows_of = torch.from_numpy(work.rows_of).to(s.x.device)
     for p, total in enumerate(totals):
         for slot, rank in enumerate(work.ranks):

@@ -262,11 +262,14 @@ class Search:
     Args:
         journal: File of finished shapes; a search that finds one continues it.
         compilers: Processes that compile.
+        known: Shapes that need no search any more.
     """
 
-    def __init__(self, journal: Path, compilers: int) -> None:
+    def __init__(
+        self, journal: Path, compilers: int, known: dict[Shape, Tiling] | None = None
+    ) -> None:
         self.journal = journal
-        self.found: dict[Shape, list[tuple[float, Tiling]]] = {}
+        self.found = {shape: [(0.0, tiling)] for shape, tiling in (known or {}).items()}
         self.failed: set[Job] = set()
         self.compiled: set[Job] = set()
         if journal.exists():
@@ -399,6 +402,7 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--output", type=Path, help="table; by default the package's for this GPU")
+    parser.add_argument("--again", action="store_true", help="also what the table has already")
     parser.add_argument("--compilers", type=int, default=max(1, multiprocessing.cpu_count() - 1))
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -418,24 +422,32 @@ def main() -> None:
     gpu = torch.cuda.get_device_name()
     output = args.output or table_path(gpu)
     output.parent.mkdir(parents=True, exist_ok=True)
-    search = Search(output.with_suffix(".partial.jsonl"), args.compilers)
+    known = Table.load(output).entries if output.exists() else {}
+    search = Search(
+        output.with_suffix(".partial.jsonl"), args.compilers, None if args.again else known
+    )
     started = time.time()
     every, some = cases_of(ROWS), list(FEWER)
-    bar = Progress(len(args.ranks) * (len(every) + (len(widths) - 1) * len(some)))
-    bar.done = len(search.found)
+    plan = [
+        (Group(*width, rank), every if width == widths[0] else some)
+        for rank, width in product(args.ranks, widths)
+    ]
+    open_shapes = [group.shape(*case) for group, cases in plan for case in cases]
+    bar = Progress(sum(shape not in search.found for shape in open_shapes))
     for rank in args.ranks:
         first = Group(*widths[0], rank)
         search.full(first, every, bar)
         for others in widths[1:]:
             search.derived(Group(*others, rank), first, some, bar)
         torch.cuda.empty_cache()
-    known = Table.load(output).entries if output.exists() else {}
     best = {shape: finalists[0][1] for shape, finalists in search.found.items() if finalists}
-    Table(gpu, {**known, **best}.items()).save(
-        output, torch=torch.__version__, seconds=round(time.time() - started)
+    entries = {**known, **best}
+    times = [round(search.found.get(shape, [(0.0,)])[0][0], 2) or None for shape in entries]
+    Table(gpu, entries.items()).save(
+        output, torch=torch.__version__, seconds=round(time.time() - started), microseconds=times
     )
-    print(f"\n{output}: {len(best)} shapes in {time.time() - started:.0f} s")
-    search.journal.rename(output.with_suffix(".measured.jsonl"))
+    print(f"\n{output}: {bar.total} shapes in {time.time() - started:.0f} s, {len(entries)} in all")
+    search.journal.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -209,7 +209,7 @@ class Table:
         columns = list(Shape.__dataclass_fields__)
         rows = [[*asdict(shape).values(), number[t]] for shape, t in self.entries.items()]
         head = {"version": VERSION, "gpu": self.gpu, **about}
-        text = json.dumps(head, indent=1)[:-2]
+        text = "{\n " + ",\n ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items())
         text += ',\n "tilings": [\n  ' + ",\n  ".join(json.dumps(asdict(t)) for t in tilings)
         text += '\n ],\n "shapes": {"columns": ' + json.dumps(columns) + ', "rows": [\n  '
         text += ",\n  ".join(json.dumps(row) for row in rows) + "\n ]}\n}\n"

@@ -168,3 +168,5 @@ def test_search_continues_where_it_stopped(tmp_path: Path) -> None:
     first = Search(journal, compilers=1)
     first.keep(SHAPE, [(7.5, FEW), (9.0, MANY)])
     assert Search(journal, compilers=1).found == {SHAPE: [(7.5, FEW), (9.0, MANY)]}
+    again = Search(journal, compilers=1, known={LARGE: MANY, SHAPE: MANY})
+    assert again.found == {LARGE: [(0.0, MANY)], SHAPE: [(7.5, FEW), (9.0, MANY)]}

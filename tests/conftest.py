@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # before anything imports Triton
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from tests.helpers import save_random_llava
 
 

@@ -232,8 +232,8 @@ def train_yolo(
     """Train a small YOLO from scratch and save it as `out`/teacher.pt.
 
     Model, loss and file format are those of Ultralytics, so its tools open the file. The loop is
-    ours: everything fits into memory, which on two cores saves more than half of the time of
-    Ultralytics' own trainer, and leaves its settings, callbacks and `runs/` folder alone.
+    ours: the images stay in memory, and Ultralytics' settings, callbacks and `runs/` folder are
+    left alone.
 
     Args:
         train_samples: What it learns from; images of any size.

@@ -158,6 +158,13 @@ def test_an_interrupt_says_how_to_go_on(valora_train, tmp_path, monkeypatch):
     assert "run the same command again" in said
 
 
+def test_several_runs_by_multirun(valora_train, tmp_path):
+    overrides = write_coco(tmp_path / "cats")
+    status, said = valora_train("-m", *overrides, "domains.cat.source.seed=1,2", "command=distill")
+    assert status == 0, said
+    assert len(list((tmp_path / ".valora").glob("distill-cat-*[0-9a-f]"))) == 2
+
+
 def test_help_lists_the_choices(valora_train, capfd, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["valora-train", "--help"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -69,6 +70,7 @@ class _Stages:
         distilled = self._make(
             distill.distill_stage(domain, teacher, data, taught),
             lambda folder, _: distill.build_distilled(domain, teacher, data, taught, folder),
+            distill.describe,
         )
         return DomainInputs(domain, data, distilled)
 
@@ -94,13 +96,18 @@ class _Stages:
         self._display.done("export", str(bundle.folder), None if reused else took())
         print_report(bundle, self._display.console, seconds())
 
-    def _make(self, stage: Stage, build: Callable[[Path, Step], None]) -> Path:
+    def _make(
+        self,
+        stage: Stage,
+        build: Callable[[Path, Step], None],
+        describe: Callable[[Path], str] = lambda _: "",
+    ) -> Path:
         verb, _, what = stage.name.partition("-")
         with stopwatch() as took, self._display.work(verb, what) as on_step:
             folder, reused = stage.run(
                 Path(self._settings.paths.work), lambda folder: build(folder, on_step)
             )
-        self._display.done(verb, what, None if reused else took())
+        self._display.done(verb, what + describe(folder), None if reused else took())
         return folder
 
 
@@ -114,6 +121,10 @@ def _hydra_main(config: DictConfig) -> None:
         _stop("interrupted: run the same command again to continue", INTERRUPTED)
     except ValoraError as error:
         _stop(f"error: {error}")
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _stop("error: no space left on the disk: free some and run the same command again")
 
 
 def config_folder() -> Path:

@@ -170,7 +170,19 @@ def summary(matches: Matches, threshold: float) -> dict[str, Any]:
     }
 
 
+def describe(distilled: Path) -> str:
+    """What the teacher said, and how well it agrees with the truth, for the terminal."""
+    report = read_json(distilled / REPORT)
+    if "accuracy" not in report:
+        return f": {report['samples']} labelled images"
+    agreement = report["accuracy"][Split.UNLABELLED]["f1"]
+    return (
+        f": {report['boxes']} boxes from confidence {report['threshold']:.2f} on "
+        f"{report['samples']} images, F1 {agreement:.3f} against the truth"
+    )
+
+
 def teacher_accuracy(distilled: Path, split: Split) -> float | None:
-    """What the teacher reaches on a split; None where labels stand in for one."""
+    """F1 that the teacher reaches on a split; None where labels stand in for one."""
     accuracy = read_json(distilled / REPORT).get("accuracy")
     return float(accuracy[split]["f1"]) if accuracy else None

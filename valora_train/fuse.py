@@ -127,6 +127,7 @@ def _make_deterministic(threads: int) -> None:
     """Make the same seed give the same packing: sums depend on how many threads share them."""
     torch.set_num_threads(threads or os.cpu_count() or 1)
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes nothing
 
 
 class _Fusion:
@@ -188,6 +189,14 @@ class _Fusion:
         """Probe, pack, measure, write."""
         probes = self._probe()
         tracker.metrics({f"head_only/{name}": value for name, value in probes.items()})
+        tracker.metrics(
+            {
+                f"{what}/{name}": accuracy
+                for name, item in self._inputs.items()
+                for what, split in (("teacher", Split.TEST), ("agreement", Split.UNLABELLED))
+                if (accuracy := teacher_accuracy(item.distilled, split)) is not None
+            }
+        )
         plan = self._plan(probes)
         self._resume(plan)
         while (attempt := plan.next()) is not None:

@@ -291,6 +291,9 @@ def register(uri: str | None, run_id: str, name: str, bundle: Path, tags: Mappin
     from mlflow.exceptions import MlflowException
 
     client = MlflowClient(uri or mlflow.get_tracking_uri())
+    for known in client.search_model_versions(f"run_id = '{run_id}'"):
+        if known.name == name:  # a process that was killed got this far
+            return int(known.version)
     client.log_artifacts(run_id, str(bundle), "bundle")
     try:
         client.create_registered_model(name, description="VaLoRA bundle: LoRA adapters and heads")

@@ -13,8 +13,8 @@ from valora_train.trainer import DomainData, Trainer
 COLOURS = {"apple": "red", "sky": "blue"}
 
 
-def make(random_llava, steps=6, count=16):
-    lora = LoraSettings(rank=4, alpha=8)
+def make(random_llava, steps=6, count=16, vision=False):
+    lora = LoraSettings(rank=4, alpha=8, vision_tower=vision, projector=vision)
     train = TrainSettings(steps=steps, steps_per_held=3, batch_size=6, probe_steps=5, lora=lora)
     lmm = Lmm(ModelSettings(id=str(random_llava)), lora)
     data = {}
@@ -43,9 +43,9 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-@pytest.mark.parametrize("rehearse", [False, True])
-def test_rollback_is_bit_for_bit(random_llava, rehearse):
-    trainer, lmm = make(random_llava)
+@pytest.mark.parametrize(("rehearse", "vision"), [(False, False), (True, False), (True, True)])
+def test_rollback_is_bit_for_bit(random_llava, rehearse, vision):
+    trainer, lmm = make(random_llava, vision=vision)
     base = {k: v.clone() for k, v in lmm.model.state_dict().items() if "lora" not in k}
     trainer.open("adapter-1", seed=3)
     train(trainer, "apple")

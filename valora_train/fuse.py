@@ -127,7 +127,6 @@ def _make_deterministic(threads: int) -> None:
     """Make the same seed give the same packing: sums depend on how many threads share them."""
     torch.set_num_threads(threads or os.cpu_count() or 1)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes nothing
 
 
 class _Fusion:

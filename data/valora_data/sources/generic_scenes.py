@@ -129,7 +129,7 @@ class Sprite:
         return replace(self, thing=thing, corner=(self.corner[0] + dx, self.corner[1] + dy))
 
 
-def domain_words_in(text: str) -> set[str]:
+def domain_words_in(text: str) -> frozenset[str]:
     """Words of `text` that belong to the built-in detection domains."""
     return DOMAIN_WORDS & set(re.findall(r"[a-z]+", text.lower()))
 
@@ -207,7 +207,8 @@ def draw_background(rng: np.random.Generator) -> Floats:
         sharpness = np.exp(rng.uniform(0.5, 3.5))
         share = 1 / (1 + np.exp(-np.clip(sharpness * (border - rng.normal(0, 0.5)), -30, 30)))
         image += (_surface(rng) - image) * share[:, :, None]
-    return np.clip(image, 0.0, 1.0, dtype=np.float32)
+    clipped: Floats = np.clip(image, 0.0, 1.0, dtype=np.float32)
+    return clipped
 
 
 def _draw_clutter(image: Floats, rng: np.random.Generator) -> Floats:

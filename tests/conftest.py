@@ -22,6 +22,7 @@ from tests.helpers import save_random_llava
 def _few_threads() -> None:
     torch.set_num_threads(2)
     # torch.empty gives NaN, so that a value that nobody wrote fails loudly.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
 
 

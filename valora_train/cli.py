@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +164,8 @@ def explain(error: Exception) -> str:
 
 def _be_quiet() -> None:
     """Keep libraries from talking over our display, and from looking for the network."""
+    # PEFT asks every model for a property that transformers is about to rename.
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
     defaults: dict[str, Any] = {
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",

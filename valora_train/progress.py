@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     Step = Callable[[int, int, float], None]
 
 
+WIDTH = 120  # of a log file
+
+
 class Display:
     """The terminal; where there is none, only finished lines are written.
 
@@ -31,6 +34,8 @@ class Display:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
+        if not self.console.is_terminal:
+            self.console.width = WIDTH
         self._live = Progress(
             TextColumn("[bold]{task.fields[stage]:>8}[/] {task.description}"),
             BarColumn(bar_width=24),
@@ -72,7 +77,8 @@ class Display:
             seconds: How long it took; None if it was there already.
         """
         took = "[dim]up to date[/]" if seconds is None else f"[dim]{seconds:.1f} s[/]"
-        self.console.print(f"[bold]{stage:>8}[/] {what}  {took}", highlight=False)
+        line = f"[bold]{stage:>8}[/] {what}  {took}"
+        self.console.print(line, highlight=False, soft_wrap=True)
 
 
 @contextmanager

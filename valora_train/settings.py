@@ -157,7 +157,7 @@ class TrainSettings:
         seed: Seed of everything that is drawn.
     """
 
-    steps: int = 150
+    steps: int = 220
     steps_per_held: int = 60
     batch_size: int = 16
     rehearsal_share: float = 0.5

@@ -70,7 +70,7 @@ class YoloSettings:
 
     size: int = 96
     width: float = 0.25
-    epochs: int = 14
+    epochs: int = 18
     batch: int = 16
     lr: float = 3e-3
     weight_decay: float = 0.01

@@ -57,13 +57,13 @@ class Difficulty:
     """
 
     target_counts: tuple[float, ...] = (0.12, 0.36, 0.30, 0.16, 0.06)
-    distractors: tuple[int, int] = (1, 5)
-    near_miss: float = 0.75
-    overlap: float = 0.35
+    distractors: tuple[int, int] = (1, 4)
+    near_miss: float = 0.7
+    overlap: float = 0.3
     min_visible: float = 0.65
     max_iou: float = 0.3
-    blur: float = 1.0
-    noise: float = 12.0
+    blur: float = 0.9
+    noise: float = 10.0
     jpeg: tuple[int, int] = (45, 95)
     lighting: float = 0.28
     shadow: float = 0.45

@@ -20,6 +20,7 @@ from valora_data.schema import Split
 from valora_train.errors import GateError
 from valora_train.fuse import FUSION
 from valora_train.gate import GOLDEN, BundleModel, golden_rows
+from valora_train.report import counted
 from valora_train.settings import as_dict
 from valora_train.stage import read_json, versions, write_json
 from valora_train.tracking import register
@@ -214,16 +215,16 @@ def _card(manifest: dict[str, Any]) -> str:
         "---",
         f"# {manifest['name']}, version {manifest['version']}",
         "",
-        f"{len(manifest['domains'])} domains in {len(manifest['adapters'])} LoRA adapters of "
+        f"{counted(len(manifest['domains']), 'domain')} in "
+        f"{counted(len(manifest['adapters']), 'LoRA adapter')} of "
         f"`{manifest['base']['id']}` (strategy `{manifest['strategy']}`, "
-        f"{manifest['attempts']} attempts).",
+        f"{counted(manifest['attempts'], 'attempt')}).",
         "",
         "| adapter | rank | domains |",
         "|---|---|---|",
     ]
-    for name, facts in manifest["adapters"].items():
+    for facts in manifest["adapters"].values():
         lines.append(f"| `{facts['path']}` | {facts['rank']} | {', '.join(facts['domains'])} |")
-        del name
     lines += [
         "",
         "Accuracy on the test split, which no decision has seen (95 % interval), beside what was "

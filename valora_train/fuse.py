@@ -24,6 +24,7 @@ from valora_train.errors import UnreachableError
 from valora_train.fusion_plan import STRATEGIES, Decision, FusionPlan, Verdict, order_domains
 from valora_train.lmm import Lmm
 from valora_train.progress import stopwatch
+from valora_train.report import counted
 from valora_train.settings import as_dict
 from valora_train.stage import Stage, digest, read_json, write_json
 from valora_train.tracking import Tracker
@@ -445,8 +446,9 @@ def _plain(decision: Decision) -> dict[str, Any]:
 def _note(result: Mapping[str, Any]) -> str:
     """What the parent run's page says: the packing and the promises, in markdown."""
     lines = [
-        f"**{len(result['domains'])} domains in {len(result['packing'])} adapters** after "
-        f"{len(result['attempts'])} attempts (strategy `{result['strategy']}`).",
+        f"**{counted(len(result['domains']), 'domain')} in "
+        f"{counted(len(result['packing']), 'adapter')}** after "
+        f"{counted(len(result['attempts']), 'attempt')} (strategy `{result['strategy']}`).",
         "",
         "| domain | adapter | required | validation | test | head alone | teacher |",
         "|---|---|---|---|---|---|---|",

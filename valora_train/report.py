@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from valora_data.bundle import Bundle
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, in the plural where it needs one."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def print_report(bundle: Bundle, console: Console, seconds: float) -> None:
     """Print what a bundle promises.
 
@@ -43,8 +48,9 @@ def print_report(bundle: Bundle, console: Console, seconds: float) -> None:
     console.print(table)
     met = sum(facts["status"] == "met" for facts in bundle.domains.values())
     console.print(
-        f"{met} of {len(bundle.domains)} domains at their requirement on test, in "
-        f"{len(bundle.adapters)} adapters after {bundle.manifest['attempts']} attempts "
+        f"{met} of {counted(len(bundle.domains), 'domain')} at their requirement on test, in "
+        f"{counted(len(bundle.adapters), 'adapter')} after "
+        f"{counted(bundle.manifest['attempts'], 'attempt')} "
         f"({seconds:.0f} s).\n"
         f"Bundle: {bundle.folder}/README.md    Every step: mlflow ui, then "
         f"experiment valora/{bundle.name}",

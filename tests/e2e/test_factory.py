@@ -221,7 +221,7 @@ def test_what_is_out_of_reach_is_reported_with_what_was_reached(data, tmp_path):
     assert "apple (reached 0." in said
     assert not (tmp_path / "bundles").exists()
     kept = finish(valora_train(tmp_path, [*arguments, "fusion.unreachable=keep"]))
-    assert "0 of 1 domains at their requirement" in kept.replace("\n", " ")
+    assert "0 of 1 domain at their requirement" in kept.replace("\n", " ")
     bundle = read_bundle(tmp_path / "bundles" / "own")
     assert bundle.domains["apple"]["status"] == "missed"
 

@@ -65,7 +65,6 @@ def build_teacher(
     report = train_teacher(
         teacher.kind,
         shards.read(data / Split.TRAIN),
-        shards.read(data / Split.VAL),
         domain.labels,
         folder,
         teacher.options,

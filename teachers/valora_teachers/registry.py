@@ -41,7 +41,6 @@ def load_teacher(
 def train_teacher(
     kind: str,
     train: Sequence[Sample],
-    val: Sequence[Sample],
     labels: Sequence[str],
     folder: Path,
     options: Mapping[str, Any] | None = None,
@@ -52,7 +51,6 @@ def train_teacher(
     Args:
         kind: One of `KINDS`.
         train: What it learns from.
-        val: What it is measured on.
         labels: Label set in the order of class indices.
         folder: Where to save; made if missing.
         options: Settings of the kind's training.
@@ -75,7 +73,7 @@ def train_teacher(
             f"expected {', '.join(YoloSettings.__slots__)}"
         )
     settings = YoloSettings(**chosen)
-    report = train_yolo(train, val, labels, folder, settings=settings, on_epoch=on_epoch)
+    report = train_yolo(train, labels, folder, settings=settings, on_epoch=on_epoch)
     return asdict(report)
 
 

@@ -30,7 +30,6 @@ from torch.nn import functional
 
 from valora_data.schema import Box, Task
 from valora_teachers.base import TeacherError, TeacherOutput
-from valora_teachers.scoring import best_f1
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,16 +93,12 @@ class YoloReport:
     """How a training went.
 
     Attributes:
-        f1: F1 at IoU 0.5 on the validation samples, at the best confidence threshold.
-        threshold: That threshold.
         loss: Mean training loss of the last epoch.
         epochs: Passes over the training images.
         images: Number of training images.
         seconds: Wall time.
     """
 
-    f1: float
-    threshold: float
     loss: float
     epochs: int
     images: int
@@ -222,7 +217,6 @@ class YoloTeacher:
 
 def train_yolo(
     train_samples: Sequence[Sample],
-    val_samples: Sequence[Sample],
     labels: Sequence[str],
     out: Path,
     *,
@@ -237,7 +231,6 @@ def train_yolo(
 
     Args:
         train_samples: What it learns from; images of any size.
-        val_samples: What it is measured on at the end.
         labels: Label set in the order of class indices.
         out: Folder to write to; made if missing.
         settings: How to train.
@@ -249,7 +242,7 @@ def train_yolo(
     """
     settings = settings or YoloSettings()
     started = time.perf_counter()
-    _check(train_samples, val_samples, labels)
+    _check(train_samples, labels)
     batch_size = min(settings.batch, len(train_samples))
     data = _Images.of(train_samples, labels, settings.size)
     rng = torch.Generator().manual_seed(settings.seed)
@@ -292,14 +285,7 @@ def train_yolo(
             on_epoch(epoch, settings.epochs, loss)
     out.mkdir(parents=True, exist_ok=True)
     _save(average, settings, out / FILE_NAME)
-    teacher = YoloTeacher.load(out / FILE_NAME, labels)
-    said = teacher.predict([sample.image for sample in val_samples])
-    f1, threshold = best_f1(
-        [output.boxes for output in said], [sample.answer.boxes for sample in val_samples]
-    )
     return YoloReport(
-        f1=f1,
-        threshold=threshold,
         loss=loss,
         epochs=settings.epochs,
         images=len(train_samples),
@@ -307,15 +293,13 @@ def train_yolo(
     )
 
 
-def _check(
-    train_samples: Sequence[Sample], val_samples: Sequence[Sample], labels: Sequence[str]
-) -> None:
-    if len(train_samples) < 2 or not val_samples:
+def _check(train_samples: Sequence[Sample], labels: Sequence[str]) -> None:
+    if len(train_samples) < 2:
         raise TeacherError(
-            "training a YOLO needs at least 2 training images and 1 validation image, "
-            f"got {len(train_samples)} and {len(val_samples)}: add samples"
+            "training a YOLO needs at least 2 training images, "
+            f"got {len(train_samples)}: add samples"
         )
-    for sample in (*train_samples, *val_samples):
+    for sample in train_samples:
         for box in sample.answer.boxes:
             if box.label not in labels:
                 raise TeacherError(

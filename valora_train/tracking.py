@@ -157,7 +157,6 @@ class Tracker:
             "step": [decision.attempt.number for decision in decisions],
             "domain": [decision.attempt.domain for decision in decisions],
             "adapter": [decision.attempt.adapter for decision in decisions],
-            "held": [", ".join(decision.attempt.held) for decision in decisions],
             "decision": [str(decision.verdict) for decision in decisions],
             "reason": [decision.reason for decision in decisions],
             "seconds": [round(value, 1) for value in seconds],
@@ -167,6 +166,7 @@ class Tracker:
                 f"{decision.accuracy[name]:.3f}" if name in decision.accuracy else ""
                 for decision in decisions
             ]
+        rows["held before"] = [", ".join(decision.attempt.held) for decision in decisions]
         # `log_table` appends to what is there; a summary replaces it.
         self._client.log_dict(
             self.run_id,

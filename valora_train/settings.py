@@ -205,7 +205,7 @@ class FusionSettings:
 
     strategy: Literal["paper", "first_fit", "rehearsal"] = "rehearsal"
     order: Literal["given", "random", "probe"] = "given"
-    margin: float = 0.0
+    margin: float = 0.02
     unreachable: Literal["fail", "keep"] = "fail"
 
 

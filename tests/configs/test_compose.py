@@ -52,6 +52,11 @@ def test_every_yaml_composes_and_fits(overrides):
         assert set(plain[group]) == set(as_dict(getattr(found, group))), group
 
 
+@pytest.mark.parametrize("group", ["model", "heads", "train", "fusion", "paths"])
+def test_there_is_one_set_of_defaults(group):
+    assert getattr(settings(), group) == getattr(Settings(), group)
+
+
 def test_the_papers_requirements_are_the_default():
     required = {name: domain.required for name, domain in settings().domains.items()}
     assert required == {

@@ -40,7 +40,7 @@ class RequestView:
             request those of its whole prompt and first token, for a running one those of its
             next token (mostly 0).
         held: Pages that come free if it is preempted.
-        adapter_pages: Pages that its adapter takes if it has to be loaded, else 0.
+        adapter_pages: Pages that its adapter takes on the device, 0 for the base model.
         images: Images still to be encoded.
         deadline: When it must be answered, seconds on the engine's clock; None for no limit.
         domain: Domain that was asked for, if any.
@@ -75,8 +75,11 @@ class Limits:
     Attributes:
         max_requests: Most requests that hold pages at a time, hence in a step.
         max_tokens: Most tokens computed in a step.
-        free_pages: Pages that are free or can be freed right away (unused cached prefixes,
-            adapters that no request in the view names).
+        free_pages: Pages that are free or can be freed right away: all but those of running
+            requests, of their adapters, of the merged adapter and of loading ones. Idle adapters
+            and unused cached prefixes count as free; the engine evicts the least recently used,
+            first those that no request in the view names. A policy that takes in a waiting
+            request therefore also counts its adapter's pages, unless they are counted already.
         max_adapters: Most distinct adapters in a step, the merged one included.
         chunk: Most prompt tokens of one request in a step.
     """

@@ -38,6 +38,7 @@ class PagePool:
     Attributes:
         pages: The same.
         on_evict: Told of a cached page before it is given to somebody else.
+        on_short: Told how many pages are lacking, so that it may give some back (idle adapters).
     """
 
     def __init__(self, pages: int) -> None:
@@ -45,6 +46,7 @@ class PagePool:
             raise ValueError(f"pages: expected at least 1, got {pages}")
         self.pages = pages
         self.on_evict: Callable[[int], None] = lambda _: None
+        self.on_short: Callable[[int], None] = lambda _: None
         self._free = list(range(pages - 1, -1, -1))
         self._cached: dict[int, None] = {}  # in order of last use
         self._users = [0] * pages
@@ -79,7 +81,9 @@ class PagePool:
             The pages, each with one user, or None if fewer are free.
         """
         if count > self.free:
-            return None
+            self.on_short(count - self.free)
+            if count > self.free:
+                return None
         free, cached = self._free, self._cached
         taken = []
         for _ in range(count):
@@ -192,11 +196,11 @@ class BlockManager:
 
     @property
     def free_pages(self) -> int:
-        """Pages that can be had, cached ones included."""
+        """Pages that can be had, cached ones included, those of idle adapters not."""
         return self.pool.free
 
     def fits(self, pages: int) -> bool:
-        """Whether so many pages can be had now."""
+        """Whether so many pages can be had now without evicting an adapter."""
         return pages <= self.pool.free
 
     def match(

@@ -96,16 +96,27 @@ class MergeableWeights:
             ValueError: A name or shape that was not announced.
         """
         for name, linear in linears.items():
-            if self.shapes.get(name) != tuple(linear.weight.shape):
-                raise ValueError(
-                    f"{name}: expected shape {self.shapes.get(name)}, "
-                    f"got {tuple(linear.weight.shape)}"
-                )
-            with torch.no_grad():
-                self._view(self.pristine, name).copy_(linear.weight)
-                view = self.weight(name)
-                view.copy_(linear.weight)
+            view = self.set(name, linear.weight)
             linear.weight = torch.nn.Parameter(view, requires_grad=False)
+
+    def set(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Fill a matrix and its pristine copy.
+
+        Returns:
+            The view [outputs, inputs] of `live` that the model shall read.
+
+        Raises:
+            ValueError: A name or shape that was not announced.
+        """
+        if self.shapes.get(name) != tuple(weight.shape):
+            raise ValueError(
+                f"{name}: expected shape {self.shapes.get(name)}, got {tuple(weight.shape)}"
+            )
+        with torch.no_grad():
+            self._view(self.pristine, name).copy_(weight)
+            view = self.weight(name)
+            view.copy_(weight)
+        return view
 
     def bind(self, sources: Mapping[str, tuple[LoraWeights, int]]) -> None:
         """Say where each matrix's adapters are: weights of its projection group, and which one.

@@ -1,0 +1,274 @@
+"""The model's linears, replaced by ones that share inputs, take LoRA terms and can be merged into.
+
+transformers' modules go on calling ``self.q_proj(x)``, ``self.k_proj(x)``, ``self.v_proj(x)``; the
+first call computes all three in one product over stacked weights, with one shrink for their
+adapters (VaLoRA §4.3), the others pick their part up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from valora_kernels.atmm import ALIGNMENT, atmm
+from valora_kernels.merge import MergeableWeights
+from valora_kernels.reference import atmm_reference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from valora_kernels.metadata import LoraBatch
+    from valora_kernels.weights import LoraWeights
+
+SHARING = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linears of one module that read the same input."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """Linears that share their input.
+
+    Attributes:
+        name: Of the group: the first module's.
+        modules: Full names of the linears in the model, in the order of their outputs.
+        in_features: Width of the input.
+        out_features: Widths of the outputs.
+        part: ``text`` for the language model, ``vision`` for tower and projector.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    in_features: int
+    out_features: tuple[int, ...]
+    part: str
+
+
+@dataclass(slots=True)
+class LoraContext:
+    """Which adapters the rows of the present forward pass have; None where none has any.
+
+    Transformers' modules pass nothing through to their linears, so this is where these look.
+
+    Attributes:
+        text: Rows of the language model.
+        vision: For a number of rows of the tower or projector, theirs.
+    """
+
+    text: LoraBatch | None = None
+    vision: Callable[[int], LoraBatch | None] | None = None
+
+
+class LinearGroup:
+    """Stacked weights of linears that share their input.
+
+    Args:
+        spec: Which ones.
+        linears: The model's own modules.
+        context: Where the present batch is found.
+
+    Attributes:
+        spec: The same.
+        weights: One [sum of outputs, inputs], or one a linear where they cannot be stacked.
+        bias: [sum of outputs] or None.
+        lora: Adapters of these linears; None while no adapter has any.
+    """
+
+    def __init__(self, spec: GroupSpec, linears: Sequence[nn.Linear], context: LoraContext) -> None:
+        self.spec = spec
+        self.lora: LoraWeights | None = None
+        self._context = context
+        with torch.no_grad():
+            weights = [linear.weight.detach() for linear in linears]
+            self.weights: tuple[Tensor, ...] = (
+                weights[0] if len(weights) == 1 else torch.cat(weights),
+            )
+            biases = [linear.bias for linear in linears]
+            self.bias: Tensor | None = None
+            if any(bias is not None for bias in biases):
+                parts = [
+                    bias if bias is not None else weight.new_zeros(len(weight))
+                    for bias, weight in zip(biases, weights, strict=True)
+                ]
+                self.bias = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self._aligned = all(n % ALIGNMENT == 0 for n in (spec.in_features, *spec.out_features))
+        self._input: Tensor | None = None
+        self._outputs: Sequence[Tensor] = ()
+
+    def matrix(self, index: int) -> Tensor:
+        """Weight of linear `index`: [outputs, inputs]."""
+        if len(self.weights) > 1:
+            return self.weights[index]
+        return self.weights[0].split(self.spec.out_features)[index]
+
+    def output(self, index: int, x: Tensor) -> Tensor:
+        """What linear `index` says of x [..., inputs]: [..., outputs of that linear]."""
+        if index == 0 or self._input is not x:
+            self._outputs = self._compute(x)
+            self._input = x if len(self._outputs) > 1 else None
+        y = self._outputs[index]
+        if index == len(self._outputs) - 1:
+            self._input, self._outputs = None, ()
+        return y
+
+    def _compute(self, x: Tensor) -> Sequence[Tensor]:
+        if len(self.weights) == 1:
+            y = F.linear(x, self.weights[0], self.bias)
+        else:
+            y = torch.cat([F.linear(x, weight) for weight in self.weights], dim=-1)
+            y = y if self.bias is None else y + self.bias
+        context = self._context
+        rows = y.view(-1, y.shape[-1])
+        if self.lora is not None:
+            batch = context.text
+            if self.spec.part == "vision":
+                batch = context.vision(len(rows)) if context.vision else None
+            if batch is not None:
+                run = atmm if self._aligned else atmm_reference
+                ys = rows.split(self.spec.out_features, dim=1)
+                run(ys, x.reshape(-1, x.shape[-1]), self.lora, batch)
+        return y.split(self.spec.out_features, dim=-1) if len(self.spec.out_features) > 1 else (y,)
+
+
+class GroupedLinear(nn.Module):
+    """Stands where one of a group's linears stood."""
+
+    def __init__(self, group: LinearGroup, index: int) -> None:
+        super().__init__()
+        self._group = group
+        self._index = index
+
+    @property
+    def in_features(self) -> int:
+        """Width of the input."""
+        return self._group.spec.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Width of the output."""
+        return self._group.spec.out_features[self._index]
+
+    def _slice(self) -> slice:
+        start = sum(self._group.spec.out_features[: self._index])
+        return slice(start, start + self.out_features)
+
+    @property
+    def weight(self) -> Tensor:
+        """[outputs, inputs], the merge included."""
+        return self._group.matrix(self._index)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[outputs] or None."""
+        bias = self._group.bias
+        return None if bias is None else bias[self._slice()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs] → [..., outputs]."""
+        return self._group.output(self._index, x)
+
+
+@dataclass(slots=True)
+class Linears:
+    """All linears that adapters can change.
+
+    Attributes:
+        groups: By name.
+        group_of: Group and place in it, by module name.
+        context: What the groups read.
+        merged: Memory of the weights that adapters are merged into; several if targets were added
+            later.
+    """
+
+    groups: dict[str, LinearGroup]
+    group_of: dict[str, tuple[LinearGroup, int]]
+    context: LoraContext
+    merged: list[MergeableWeights] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: nn.Module, parts: Mapping[str, str]) -> Linears:
+        """Replace a model's linears in place.
+
+        Args:
+            model: The model.
+            parts: Which modules' linears, by name, and which part they are: ``text`` or
+                ``vision``.
+        """
+        context = LoraContext()
+        found = cls({}, {}, context)
+        linears = {
+            name: (module, part)
+            for prefix, part in parts.items()
+            for name, module in model.get_submodule(prefix).named_modules(prefix=prefix)
+            if isinstance(module, nn.Linear)
+        }
+        taken: set[str] = set()
+        for name, (module, part) in linears.items():
+            if name in taken:
+                continue
+            members = _members(name, linears)
+            taken.update(members)
+            parts_of = [linears[member][0] for member in members]
+            spec = GroupSpec(
+                members[0],
+                tuple(members),
+                module.in_features,
+                tuple(linear.out_features for linear in parts_of),
+                part,
+            )
+            group = LinearGroup(spec, parts_of, context)
+            found.groups[spec.name] = group
+            for index, member in enumerate(members):
+                parent, _, leaf = member.rpartition(".")
+                setattr(model.get_submodule(parent), leaf, GroupedLinear(group, index))
+                found.group_of[member] = (group, index)
+        return found
+
+    def make_mergeable(self, names: Iterable[str]) -> None:
+        """Move the weights of groups into memory that one launch can merge an adapter into.
+
+        Args:
+            names: Groups of the language model; those that are there already are left alone.
+        """
+        held = {name for memory in self.merged for name in memory.shapes}
+        groups = [self.groups[name] for name in names if name not in held]
+        if not groups:
+            return
+        shapes = {
+            module: (width, group.spec.in_features)
+            for group in groups
+            for module, width in zip(group.spec.modules, group.spec.out_features, strict=True)
+        }
+        weight = groups[0].weights[0]
+        memory = MergeableWeights(shapes, dtype=weight.dtype, device=weight.device)
+        for group in groups:
+            names_of = group.spec.modules
+            views = [memory.set(name, group.matrix(i)) for i, name in enumerate(names_of)]
+            group.weights = _stacked(views)
+        self.merged.append(memory)
+
+
+def _members(name: str, linears: Mapping[str, tuple[nn.Linear, str]]) -> list[str]:
+    """The linears that share the input of this one, itself included."""
+    parent, _, leaf = name.rpartition(".")
+    for names in SHARING:
+        if leaf in names:
+            members = [f"{parent}.{other}" for other in names]
+            if all(member in linears for member in members):
+                return members
+    return [name]
+
+
+def _stacked(views: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """One view over matrices that lie one after the other, or themselves if they do not."""
+    first = views[0]
+    offset = first.storage_offset()
+    for view in views:
+        if view.storage_offset() != offset:
+            return tuple(views)
+        offset += view.numel()
+    rows = sum(len(view) for view in views)
+    return (first.as_strided((rows, first.shape[1]), (first.shape[1], 1)),)

@@ -1,0 +1,134 @@
+"""From logits to tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from valora_serve.types import SamplingParams
+
+
+@dataclass(slots=True)
+class Choice:
+    """How one row's token is chosen.
+
+    Attributes:
+        params: What the request asks for.
+        generator: Its own source of randomness, so that a seed repeats whatever runs beside it;
+            None for a greedy choice.
+        forbidden: Tokens that may not come now (ends, before `min_tokens`).
+    """
+
+    params: SamplingParams
+    generator: torch.Generator | None = None
+    forbidden: Sequence[int] = ()
+
+    @property
+    def plain(self) -> bool:
+        """Whether the likeliest token is the answer."""
+        params = self.params
+        return params.temperature == 0 and not self.forbidden and params.constraint is None
+
+
+def make_generator(params: SamplingParams, device: torch.device) -> torch.Generator | None:
+    """Randomness of a request: seeded, or from the machine."""
+    if params.temperature == 0:
+        return None
+    generator = torch.Generator(device=device)
+    if params.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(params.seed & (2**63 - 1))
+    return generator
+
+
+def sample(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
+    """Choose a token for every row.
+
+    Args:
+        logits: [rows, vocabulary] float32, left as they are.
+        choices: For each row.
+
+    Returns:
+        [rows] int64.
+    """
+    if all(choice.plain for choice in choices):
+        return logits.argmax(-1)
+    logits = _restrict(logits, choices)
+    tokens = logits.argmax(-1)
+    random = [row for row, choice in enumerate(choices) if choice.params.temperature > 0]
+    if random:
+        rows = torch.tensor(random, device=logits.device)
+        tokens[rows] = _draw(logits[rows], [choices[row] for row in random])
+    return tokens
+
+
+def _restrict(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
+    """Take away the tokens that may not come."""
+    logits = logits.clone()
+    for row, choice in enumerate(choices):
+        if choice.forbidden:
+            logits[row, list(choice.forbidden)] = -torch.inf
+        if choice.params.constraint is not None:
+            allowed = np.ones(logits.shape[1], dtype=np.bool_)
+            choice.params.constraint.mask(allowed)
+            logits[row].masked_fill_(~torch.from_numpy(allowed).to(logits.device), -torch.inf)
+    return logits
+
+
+def _draw(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
+    """Draw from what temperature, top-k, top-p and min-p leave: [rows, vocabulary] → [rows]."""
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, device=logits.device)[:, None]
+
+    params = [choice.params for choice in choices]
+    logits = logits / column([p.temperature for p in params])
+    probabilities, order = logits.softmax(-1).sort(-1, descending=True)
+    place = torch.arange(logits.shape[1], device=logits.device)
+    top_k = column([p.top_k or logits.shape[1] for p in params])
+    before = probabilities.cumsum(-1) - probabilities
+    kept = (place < top_k) & (before < column([p.top_p for p in params]))
+    kept &= probabilities >= column([p.min_p for p in params]) * probabilities[:, :1]
+    kept[:, 0] = True
+    # The largest of p / e with exponential e is a draw from p; one stream of e for each request.
+    noise = torch.empty_like(probabilities)
+    for row, choice in enumerate(choices):
+        noise[row].exponential_(generator=choice.generator)
+    best = (probabilities.masked_fill(~kept, 0) / noise).argmax(-1, keepdim=True)
+    return order.gather(-1, best)[:, 0]
+
+
+@dataclass(frozen=True, slots=True)
+class Likely:
+    """Log probabilities of a step, on the device until they are asked for.
+
+    Attributes:
+        chosen: [rows] float32, of the chosen tokens.
+        tokens: [rows, n] int64, the likeliest.
+        values: [rows, n] float32, theirs.
+    """
+
+    chosen: Tensor
+    tokens: Tensor
+    values: Tensor
+
+
+def likely(logits: Tensor, tokens: Tensor, most: int) -> Likely:
+    """Log probabilities before temperature and restrictions.
+
+    Args:
+        logits: [rows, vocabulary] float32.
+        tokens: [rows] int64, the chosen ones.
+        most: How many of the likeliest.
+    """
+    scores = logits.log_softmax(-1)
+    values, ids = scores.topk(max(most, 1), -1)
+    return Likely(scores.gather(-1, tokens[:, None])[:, 0], ids, values)

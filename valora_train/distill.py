@@ -87,7 +87,7 @@ def distill_stage(
     inputs = {"data": digest(data)} | ({"teacher": digest(taught)} if taught else {})
     settings = as_dict(teacher) | {"labels": domain.labels, "teacher": domain.teacher}
     settings.pop("options")
-    return Stage(f"distill-{domain.name}", 1, settings, inputs)
+    return Stage(f"distill-{domain.name}", 2, settings, inputs)
 
 
 def build_distilled(

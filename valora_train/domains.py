@@ -33,7 +33,7 @@ def data_stage(domain: DomainSettings) -> Stage:
                 raise DataError(f"data of domain {domain.name} not found: {path} does not exist")
             inputs[path] = digest(Path(path))
     settings = {"labels": domain.labels, "name": domain.name, "source": as_dict(source)}
-    return Stage(f"data-{domain.name}", 1, settings, inputs)
+    return Stage(f"data-{domain.name}", 2, settings, inputs)
 
 
 def build_data(domain: DomainSettings, folder: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
+from math import isclose
 from typing import TYPE_CHECKING
 
 from valora_data.errors import DataError
@@ -13,12 +15,34 @@ if TYPE_CHECKING:
 
 
 class Task(StrEnum):
-    """The task types of VaLoRA §6.1; each has one standard metric (`METRICS`)."""
+    """The task types of VaLoRA §6.1, and counting; each has one standard metric (`METRICS`)."""
 
+    CLASSIFICATION = "classification"
     DETECTION = "detection"
+    VIDEO = "video"
+    VQA = "vqa"
+    CAPTION = "caption"
+    GROUNDING = "grounding"
+    COUNTING = "counting"
 
 
-METRICS = {Task.DETECTION: "f1@0.5"}
+METRICS = {
+    Task.CLASSIFICATION: "top1",
+    Task.DETECTION: "f1@0.5",
+    Task.VIDEO: "top1",
+    Task.VQA: "vqa",
+    Task.CAPTION: "cider",
+    Task.GROUNDING: "acc@iou0.5",
+    Task.COUNTING: "exact",
+}
+LARGEST = {Task.CAPTION: 10.0}
+"""Largest value of a task's metric where that is not 1."""
+CLOSED_TASKS = frozenset({Task.CLASSIFICATION, Task.DETECTION, Task.VIDEO, Task.COUNTING})
+"""Tasks whose domains list their answers; a head can give them in one pass."""
+OPEN_TASKS = frozenset({Task.CAPTION, Task.GROUNDING})
+"""Tasks whose answers are language; visual question answering may be either."""
+CHOICE_TASKS = frozenset({Task.CLASSIFICATION, Task.VIDEO, Task.VQA, Task.COUNTING})
+"""Tasks that choose one of the labels, where there are labels."""
 
 
 class Split(StrEnum):
@@ -42,7 +66,7 @@ class Box:
         y0: Top edge.
         x1: Right edge, greater than `x0`.
         y1: Bottom edge, greater than `y0`.
-        label: Name of the class, one of the domain's labels.
+        label: Name of the class, one of the domain's labels; for grounding the phrase.
         confidence: 1 for a label made by people, the teacher's score otherwise.
     """
 
@@ -66,24 +90,68 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is known about one sample; a task fills the fields that it needs."""
+    """What is known about one sample; a task fills the fields that it needs.
+
+    Attributes:
+        boxes: Objects (detection), or what a phrase refers to (grounding).
+        label: One of the domain's labels (classification, video).
+        soft: A probability for each of the domain's labels, in their order; empty if unknown.
+        answers: What annotators answered to the sample's question, equal ones repeated (VQA).
+        captions: Reference captions.
+        count: How many there are (counting).
+    """
 
     boxes: tuple[Box, ...] = ()
+    label: str | None = None
+    soft: tuple[float, ...] = ()
+    answers: tuple[str, ...] = ()
+    captions: tuple[str, ...] = ()
+    count: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.soft and (min(self.soft) < 0 or not isclose(sum(self.soft), 1.0, abs_tol=1e-3)):
+            raise DataError(
+                "soft labels must be probabilities that add up to 1, got a sum of "
+                f"{sum(self.soft):g} and a least one of {min(self.soft):g}: apply a softmax"
+            )
+        if self.count is not None and self.count < 0:
+            raise DataError(f"a count must not be negative, got {self.count}: fix the data set")
+
+    @property
+    def choice(self) -> str | None:
+        """The answer as one of a closed set: label, count as digits, or commonest VQA answer.
+
+        Of equally common answers the first counts. None if nothing of this is known.
+        """
+        if self.label is not None:
+            return self.label
+        if self.count is not None:
+            return str(self.count)
+        return Counter(self.answers).most_common(1)[0][0] if self.answers else None
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One image with what is known about it.
+    """One image, several images or the frames of a video, with what is known about them.
 
     Attributes:
         id: Unique and stable within the domain and split, e.g. ``person/val/00012``.
-        image: RGB image.
+        image: RGB image; the first one if there are several.
         answer: The truth, or what a teacher says.
+        prompt: This sample's own question or phrase; None where the domain's prompt asks for all.
+        rest: The images or frames after the first, in order.
     """
 
     id: str
     image: Image
     answer: Answer
+    prompt: str | None = None
+    rest: tuple[Image, ...] = ()
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """All images or frames in order, at least one."""
+        return (self.image, *self.rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +161,11 @@ class Domain:
     Attributes:
         name: Identifier, e.g. ``license_plate``; file, adapter and API names are made of it.
         task: Its task type.
-        labels: The label set, in the order of class indices.
-        prompt: What the LMM is asked, without the image.
-        required: Accuracy to keep, in (0, 1]; of the truth, or a share of the teacher's accuracy
-            if `relative`.
+        labels: The label set, in the order of class indices; empty where answers are language.
+            Counts are labels in digits.
+        prompt: What the LMM is asked, without the image; a sample's own prompt comes before it.
+        required: Accuracy to keep, in (0, 1], of CIDEr in (0, 10]; of the truth, or a share in
+            (0, 1] of the teacher's accuracy if `relative`.
         relative: Whether `required` is a share of what the teacher reaches.
     """
 
@@ -112,16 +181,39 @@ class Domain:
             raise DataError(
                 f"domain name {self.name!r} must be letters, digits and underscores: rename it"
             )
-        if not self.labels or len(set(self.labels)) != len(self.labels):
+        self._check_labels()
+        most = 1.0 if self.relative else LARGEST.get(self.task, 1.0)
+        if not 0.0 < self.required <= most:
             raise DataError(
-                f"domain {self.name} needs a list of distinct labels, got {self.labels}"
+                f"required accuracy of domain {self.name} must lie in (0, {most:g}], "
+                f"got {self.required}"
             )
-        if not 0.0 < self.required <= 1.0:
+
+    def _check_labels(self) -> None:
+        labels = self.labels
+        if len(set(labels)) != len(labels) or (self.task in CLOSED_TASKS and not labels):
+            raise DataError(f"domain {self.name} needs a list of distinct labels, got {labels}")
+        if self.task in OPEN_TASKS and labels:
             raise DataError(
-                f"required accuracy of domain {self.name} must lie in (0, 1], got {self.required}"
+                f"domain {self.name} is of task {self.task}, which answers in language: "
+                "leave its labels empty"
+            )
+        if self.task in CHOICE_TASKS and len(labels) == 1:
+            raise DataError(
+                f"domain {self.name} has one class, {labels[0]!r}, so that there is nothing to "
+                "choose: add a label"
+            )
+        words = [label for label in labels if not label.isdecimal()]
+        if self.task is Task.COUNTING and words:
+            raise DataError(
+                f"domain {self.name} counts, so that its labels must be digits, got {words[0]!r}"
             )
 
     @property
     def metric(self) -> str:
         """Name of the task's standard metric."""
         return METRICS[self.task]
+
+    def question(self, sample: Sample) -> str:
+        """What the LMM is asked about a sample."""
+        return self.prompt if sample.prompt is None else sample.prompt

@@ -1,81 +1,233 @@
 """Samples of one domain and split on disk: a Hugging Face data set that any tool can open.
 
-Columns: `id` (string), `image` (PNG), `objects` = {`bbox`: COCO's (x, y, width, height) in pixels,
-`category`: class index, `score`: confidence}. The label names travel as the data set's features.
+Columns: `id` (string), `images` (PNGs: one, several, or the frames of a video in order), `prompt`
+(the sample's own question, or null), `label` (class index, or null), `soft` (a probability per
+label), `answers` and `captions` (strings), `count` (or null), `objects` = {`bbox`: COCO's (x, y,
+width, height) in pixels, `category`: class index, `score`: confidence}. The label names travel as
+the data set's features; where a domain has no label set, `label` and `category` are strings.
+
+Samples are written as they come and read from a memory map, so that a set may be larger than the
+memory.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import shutil
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self, overload
 
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
+    from pathlib import Path
+    from types import TracebackType
 
     import datasets
+
+BUFFERED = 64
+"""Samples that are held in memory while writing."""
 
 
 def _features(labels: Sequence[str]) -> datasets.Features:
     from datasets import ClassLabel, Features, Image, List, Value
 
+    name = ClassLabel(names=list(labels)) if labels else Value("string")
     return Features(
         {
             "id": Value("string"),
-            "image": Image(),
+            "images": List(Image()),
+            "prompt": Value("string"),
+            "label": name,
+            "soft": List(Value("float32")),
+            "answers": List(Value("string")),
+            "captions": List(Value("string")),
+            "count": Value("int32"),
             "objects": {
                 "bbox": List(List(Value("float32"), length=4)),
-                "category": List(ClassLabel(names=list(labels))),
+                "category": List(name),
                 "score": List(Value("float32")),
             },
         }
     )
 
 
-def _row(sample: Sample, index_of: dict[str, int]) -> dict[str, Any]:
-    boxes = sample.answer.boxes
+def _row(sample: Sample) -> dict[str, Any]:
+    answer = sample.answer
+    boxes = answer.boxes
     return {
         "id": sample.id,
-        "image": sample.image,
+        "images": list(sample.images),
+        "prompt": sample.prompt,
+        "label": answer.label,
+        "soft": list(answer.soft),
+        "answers": list(answer.answers),
+        "captions": list(answer.captions),
+        "count": answer.count,
         "objects": {
             "bbox": [[b.x0, b.y0, b.x1 - b.x0, b.y1 - b.y0] for b in boxes],
-            "category": [index_of[b.label] for b in boxes],
+            "category": [b.label for b in boxes],
             "score": [b.confidence for b in boxes],
         },
     }
+
+
+class ShardWriter:
+    """Writes samples one by one; the folder appears when the `with` block ends without an error.
+
+    Args:
+        labels: Label set in the order of class indices; empty where answers are language.
+        folder: A folder that does not exist yet.
+
+    Attributes:
+        count: Samples written so far.
+    """
+
+    def __init__(self, labels: Sequence[str], folder: Path) -> None:
+        from datasets.arrow_writer import ArrowWriter
+
+        self._labels = tuple(labels)
+        self._folder = folder
+        self._table = folder.with_name(f"{folder.name}.arrow.partial")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self._writer: Any = ArrowWriter(
+            features=_features(labels), path=str(self._table), writer_batch_size=BUFFERED
+        )
+        self.count = 0
+
+    def add(self, sample: Sample) -> None:
+        """Write a sample.
+
+        Raises:
+            DataError: If it bears a label outside the label set, or not one soft label for each.
+        """
+        self._check(sample)
+        self._writer.write(_row(sample))
+        self.count += 1
+
+    def _check(self, sample: Sample) -> None:
+        answer, labels = sample.answer, self._labels
+        if labels:
+            used = [box.label for box in answer.boxes]
+            used += [answer.label] if answer.label is not None else []
+            for label in used:
+                if label not in labels:
+                    raise DataError(
+                        f"sample {sample.id}: label {label!r} is not one of {', '.join(labels)}: "
+                        "add it to the domain's labels or leave the sample out"
+                    )
+        if answer.soft and len(answer.soft) != len(labels):
+            raise DataError(
+                f"sample {sample.id} has {len(answer.soft)} soft labels, expected {len(labels)}: "
+                "give one probability for each label of the domain"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                self._publish()
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        finally:
+            self._writer.close()
+            self._table.unlink(missing_ok=True)
+
+    def _publish(self) -> None:
+        from datasets import Dataset
+
+        if not self.count:
+            raise DataError(f"no samples to write to {self._folder.name}: the source is empty")
+        self._writer.finalize()
+        Dataset.from_file(str(self._table)).save_to_disk(self._folder)
 
 
 def write(samples: Iterable[Sample], labels: Sequence[str], folder: Path) -> int:
     """Write samples as a Hugging Face data set.
 
     Args:
-        samples: What to write; consumed once.
-        labels: Label set in the order of class indices.
+        samples: What to write; consumed once, a sample at a time.
+        labels: Label set in the order of class indices; empty where answers are language.
         folder: A folder that does not exist yet.
 
     Returns:
         How many samples were written.
 
     Raises:
-        DataError: If there is no sample, or a box bears a label outside `labels`.
+        DataError: If there is no sample, or one bears a label outside `labels`.
     """
-    from datasets import Dataset
-
-    index_of = {label: index for index, label in enumerate(labels)}
-    try:
-        rows = [_row(sample, index_of) for sample in samples]
-    except KeyError as error:
-        raise DataError(f"label {error.args[0]!r} is not one of {', '.join(labels)}") from error
-    if not rows:
-        raise DataError(f"no samples to write to {folder.name}: the source is empty")
-    Dataset.from_list(rows, features=_features(labels)).save_to_disk(folder)
-    return len(rows)
+    with ShardWriter(labels, folder) as shard:
+        for sample in samples:
+            shard.add(sample)
+    return shard.count
 
 
-def read(folder: Path) -> list[Sample]:
-    """Read what `write` wrote.
+class Shard(Sequence[Sample]):
+    """What `write` wrote, decoded sample by sample from a memory map.
+
+    Attributes:
+        labels: The label set; empty where answers are language.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        """Wrap a data set; use `open_shard` for a folder."""
+        self._dataset = dataset
+        self.labels: tuple[str, ...] = tuple(getattr(dataset.features["label"], "names", ()))
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        return self._sample(self._dataset[index])
+
+    def _sample(self, row: dict[str, Any]) -> Sample:
+        answer = self._answer(row)
+        first, *rest = (image.convert("RGB") for image in row["images"])
+        return Sample(row["id"], first, answer, row["prompt"], tuple(rest))
+
+    def _answer(self, row: dict[str, Any]) -> Answer:
+        objects = row["objects"]
+        boxes = tuple(
+            Box(x, y, x + w, y + h, self._name(category), score)
+            for (x, y, w, h), category, score in zip(
+                objects["bbox"], objects["category"], objects["score"], strict=True
+            )
+        )
+        label = row["label"]
+        return Answer(
+            boxes=boxes,
+            label=None if label is None else self._name(label),
+            soft=tuple(row["soft"]),
+            answers=tuple(row["answers"]),
+            captions=tuple(row["captions"]),
+            count=row["count"],
+        )
+
+    def _name(self, label: int | str) -> str:
+        return label if isinstance(label, str) else self.labels[label]
+
+    def answers(self) -> list[Answer]:
+        """The answers alone, in order; no image is decoded."""
+        return [self._answer(row) for row in self._dataset.remove_columns("images")]
+
+
+def open_shard(folder: Path) -> Shard:
+    """Open what `write` wrote; samples are decoded when they are asked for.
 
     Raises:
         DataError: If the folder is missing or is not such a data set.
@@ -83,19 +235,25 @@ def read(folder: Path) -> list[Sample]:
     from datasets import load_from_disk
 
     try:
-        dataset = load_from_disk(str(folder), keep_in_memory=True)
-        names = dataset.features["objects"]["category"].feature.names
-        return [_sample(row, names) for row in dataset]
+        dataset = load_from_disk(str(folder))
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{folder} is not a readable data set ({error}): make it again") from error
-
-
-def _sample(row: dict[str, Any], names: Sequence[str]) -> Sample:
-    objects = row["objects"]
-    boxes = tuple(
-        Box(x, y, x + w, y + h, names[category], score)
-        for (x, y, w, h), category, score in zip(
-            objects["bbox"], objects["category"], objects["score"], strict=True
+    missing = sorted(set(_features(())) - set(getattr(dataset, "features", ())))
+    if missing:
+        raise DataError(
+            f"{folder} is not a readable data set (no column {', '.join(missing)}): make it again"
         )
-    )
-    return Sample(row["id"], row["image"].convert("RGB"), Answer(boxes))
+    return Shard(dataset)
+
+
+def read(folder: Path) -> list[Sample]:
+    """Read what `write` wrote into memory.
+
+    Raises:
+        DataError: If the folder is missing or is not such a data set.
+    """
+    shard = open_shard(folder)
+    try:
+        return list(shard)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{folder} is not a readable data set ({error}): make it again") from error

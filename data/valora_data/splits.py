@@ -17,10 +17,12 @@ EXAMPLES = 3
 
 
 def content_hash(sample: Sample) -> str:
-    """SHA-256 of an image's mode, size and pixels, whatever file it came from."""
-    image = sample.image
-    head = f"{image.mode} {image.width}x{image.height} ".encode()
-    return sha256(head + image.tobytes()).hexdigest()
+    """SHA-256 of modes, sizes and pixels of a sample's images, whatever file they came from."""
+    digest = sha256()
+    for image in sample.images:
+        digest.update(f"{image.mode} {image.width}x{image.height} ".encode())
+        digest.update(image.tobytes())
+    return digest.hexdigest()
 
 
 def check_no_leak(splits: Mapping[Split, Iterable[Sample]]) -> None:
@@ -51,10 +53,36 @@ def check_no_leak(splits: Mapping[Split, Iterable[Sample]]) -> None:
         )
 
 
+def split_of(sample_id: str, fractions: Mapping[Split, float], seed: int = 0) -> Split:
+    """The split of a sample, by a hash of its id: it stays where it is as a set grows.
+
+    What stands before ``#`` in an id names the image: all questions about it go together.
+
+    Args:
+        sample_id: Id of the sample.
+        fractions: Share of each split, adding up to 1.
+        seed: Another seed gives another division.
+
+    Raises:
+        DataError: If the fractions are no shares of 1.
+    """
+    if any(share < 0 for share in fractions.values()) or not isclose(sum(fractions.values()), 1.0):
+        shown = ", ".join(f"{split} {share:g}" for split, share in fractions.items())
+        raise DataError(f"fractions of the splits must add up to 1, got {shown}")
+    digest = sha256(f"{seed}/{sample_id.split('#', 1)[0]}".encode()).digest()
+    place = int.from_bytes(digest[:8], "big") / 2**64
+    used = [(split, share) for split, share in fractions.items() if share > 0]
+    for split, share in used[:-1]:
+        if place < share:
+            return split
+        place -= share
+    return used[-1][0]
+
+
 def split_samples(
     samples: Iterable[Sample], fractions: Mapping[Split, float], seed: int = 0
 ) -> dict[Split, list[Sample]]:
-    """Divide samples by a hash of their ids, so that a sample stays where it is as a set grows.
+    """Divide samples as `split_of` does.
 
     Args:
         samples: What to divide; order is kept.
@@ -68,22 +96,10 @@ def split_samples(
         DataError: If the fractions are no shares of 1, or a split that should get samples gets
             none.
     """
-    if any(share < 0 for share in fractions.values()) or not isclose(sum(fractions.values()), 1.0):
-        shown = ", ".join(f"{split} {share:g}" for split, share in fractions.items())
-        raise DataError(f"fractions of the splits must add up to 1, got {shown}")
     divided: dict[Split, list[Sample]] = {split: [] for split in fractions}
-    used = [(split, share) for split, share in fractions.items() if share > 0]
     for sample in samples:
-        digest = sha256(f"{seed}/{sample.id}".encode()).digest()
-        place = int.from_bytes(digest[:8], "big") / 2**64
-        chosen = used[-1][0]
-        for split, share in used[:-1]:
-            if place < share:
-                chosen = split
-                break
-            place -= share
-        divided[chosen].append(sample)
-    empty = [split for split, _ in used if not divided[split]]
+        divided[split_of(sample.id, fractions, seed)].append(sample)
+    empty = [split for split, share in fractions.items() if share > 0 and not divided[split]]
     if empty:
         raise DataError(
             f"split {empty[0]} gets no samples: add samples or raise its share "

@@ -70,3 +70,21 @@ def test_fractions_that_are_no_shares(shares: dict[Split, float]) -> None:
 def test_a_split_that_gets_nothing() -> None:
     with pytest.raises(DataError, match=r"split (train|val) gets no samples.*\(0\.5\)"):
         split_samples([sample("a", 1)], HALVES)
+
+
+def test_frames_count_too() -> None:
+    def clip(name: str, *levels: int) -> Sample:
+        first, *rest = (Image.new("RGB", (4, 4), (level, 0, 0)) for level in levels)
+        return Sample(name, first, Answer(), rest=tuple(rest))
+
+    check_no_leak({Split.TRAIN: [clip("a", 1, 2)], Split.VAL: [clip("b", 1, 3)]})
+    with pytest.raises(DataError, match="the image of a in train is that of b in val"):
+        check_no_leak({Split.TRAIN: [clip("a", 1, 2)], Split.VAL: [clip("b", 1, 2)]})
+
+
+def test_questions_about_one_image_stay_together() -> None:
+    samples = [sample(f"image{i}#{q}", i % 256) for i in range(60) for q in range(3)]
+    divided = split_samples(samples, HALVES)
+    images = [{s.id.split("#")[0] for s in part} for part in divided.values()]
+    assert not images[0] & images[1]
+    assert sum(len(part) for part in divided.values()) == 180

@@ -1,0 +1,192 @@
+"""Shards: everything that a sample holds comes back, is readable by other tools, and streams."""
+
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from valora_data import shards
+from valora_data.errors import DataError
+from valora_data.schema import Answer, Box, Domain, Sample, Task
+
+LABELS = ("cat", "dog", "eel")
+
+
+def picture(level: int, size: tuple[int, int] = (5, 4)) -> Image.Image:
+    pixels = np.random.default_rng(level).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def same(a: Sample, b: Sample) -> bool:
+    images = [image.tobytes() for image in a.images] == [image.tobytes() for image in b.images]
+    return images and (a.id, a.prompt, a.answer) == (b.id, b.prompt, b.answer)
+
+
+FULL = Sample(
+    "full#3",
+    picture(0),
+    Answer(
+        boxes=(Box(1, 0.5, 3, 2.25, "dog", 0.75), Box(0, 0, 5, 4, "cat")),
+        label="eel",
+        soft=(0.25, 0.125, 0.625),
+        answers=("two", "2", "two"),
+        captions=("a dog.", "there is a dog"),
+        count=2,
+    ),
+    "how many dogs?",
+    (picture(1, (2, 3)), picture(2)),
+)
+
+
+def test_all_fields_come_back(tmp_path: Path) -> None:
+    plain = Sample("plain", picture(3), Answer())
+    assert shards.write([FULL, plain], LABELS, tmp_path / "set") == 2
+    back = shards.read(tmp_path / "set")
+    assert same(back[0], FULL)
+    assert same(back[1], plain)
+    assert [p.name for p in tmp_path.iterdir()] == ["set"]
+
+
+def test_other_tools_read_it(tmp_path: Path) -> None:
+    shards.write([FULL], LABELS, tmp_path / "set")
+    raw = datasets.load_from_disk(str(tmp_path / "set"))
+    assert raw.features["label"].names == list(LABELS)
+    (row,) = raw
+    assert row["label"] == 2
+    assert row["objects"]["bbox"] == [[1, 0.5, 2, 1.75], [0, 0, 5, 4]]
+    assert row["objects"]["category"] == [1, 0]
+    assert [image.size for image in row["images"]] == [(5, 4), (2, 3), (5, 4)]
+
+
+def test_language_needs_no_label_set(tmp_path: Path) -> None:
+    boxes = (Box(0, 0, 2, 2, "the left cat"),)
+    sample = Sample("a", picture(0), Answer(boxes), "the left cat")
+    shards.write([sample], (), tmp_path / "set")
+    shard = shards.open_shard(tmp_path / "set")
+    assert shard.labels == ()
+    assert same(shard[0], sample)
+
+
+def test_samples_are_decoded_one_by_one(tmp_path: Path) -> None:
+    made = [Sample(f"s{i}", picture(i), Answer(label=LABELS[i % 3])) for i in range(150)]
+    produced = 0
+
+    def stream():
+        nonlocal produced
+        for sample in made:
+            produced += 1
+            yield sample
+
+    with shards.ShardWriter(LABELS, tmp_path / "set") as writer:
+        for sample in stream():
+            writer.add(sample)
+            assert writer.count == produced
+            assert not (tmp_path / "set").exists()
+    shard = shards.open_shard(tmp_path / "set")
+    assert len(shard) == 150
+    assert same(shard[149], made[149])
+    assert same(shard[-1], made[149])
+    assert [s.id for s in shard[140:]] == [s.id for s in made[140:]]
+    assert shard.answers() == [sample.answer for sample in made]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(
+        st.builds(
+            Answer,
+            label=st.sampled_from([None, *LABELS]),
+            answers=st.lists(st.text(max_size=4), max_size=3).map(tuple),
+            count=st.none() | st.integers(0, 9),
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_any_mixture_of_answers(tmp_path_factory: pytest.TempPathFactory, answers) -> None:
+    folder = tmp_path_factory.mktemp("any") / "set"
+    made = [Sample(str(i), picture(i), answer) for i, answer in enumerate(answers)]
+    shards.write(made, LABELS, folder)
+    assert all(map(same, shards.read(folder), made))
+
+
+def test_nothing_is_left_of_a_failed_write(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no samples to write to set: the source is empty"):
+        shards.write([], LABELS, tmp_path / "set")
+    stray = Sample("a", picture(0), Answer(label="fox"))
+    with pytest.raises(DataError, match="sample a: label 'fox' is not one of cat, dog, eel"):
+        shards.write([FULL, stray], LABELS, tmp_path / "set")
+    few = Sample("a", picture(0), Answer(soft=(0.5, 0.5)))
+    with pytest.raises(DataError, match="sample a has 2 soft labels, expected 3"):
+        shards.write([few], LABELS, tmp_path / "set")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_shard(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="missing is not a readable data set"):
+        shards.read(tmp_path / "missing")
+    datasets.Dataset.from_list([{"id": "a"}]).save_to_disk(tmp_path / "other")
+    with pytest.raises(DataError, match=r"other is not a readable data set \(no column answers"):
+        shards.read(tmp_path / "other")
+
+
+def test_soft_labels_must_be_probabilities() -> None:
+    with pytest.raises(DataError, match=r"add up to 1, got a sum of 1\.5"):
+        Answer(soft=(0.5, 1.0))
+    with pytest.raises(DataError, match=r"least one of -0\.5: apply a softmax"):
+        Answer(soft=(-0.5, 1.5))
+    with pytest.raises(DataError, match="a count must not be negative, got -1"):
+        Answer(count=-1)
+
+
+def test_choice() -> None:
+    assert Answer(label="cat", count=3).choice == "cat"
+    assert Answer(count=0).choice == "0"
+    assert Answer(answers=("no", "yes", "yes")).choice == "yes"
+    assert Answer().choice is None
+
+
+def domain(task: Task, *labels: str, required: float = 0.5, relative: bool = False) -> Domain:
+    return Domain("d", task, labels, "what is this?", required, relative)
+
+
+def test_domains_of_every_task() -> None:
+    assert domain(Task.CAPTION, required=6.0).metric == "cider"
+    assert domain(Task.VQA).metric == "vqa"
+    assert domain(Task.VQA, "no", "yes").labels == ("no", "yes")
+    assert domain(Task.COUNTING, "0", "1", "2").metric == "exact"
+    assert {domain(t, "0", "1").metric for t in (Task.CLASSIFICATION, Task.VIDEO)} == {"top1"}
+    own = Sample("a", picture(0), Answer(), "who?")
+    assert domain(Task.VQA).question(own) == "who?"
+    assert domain(Task.VQA).question(Sample("a", picture(0), Answer())) == "what is this?"
+
+
+@pytest.mark.parametrize(
+    ("task", "labels", "message"),
+    [
+        (Task.CLASSIFICATION, ("cat",), "domain d has one class, 'cat'"),
+        (Task.VIDEO, ("wave",), "domain d has one class, 'wave'"),
+        (Task.VQA, ("yes",), "domain d has one class, 'yes'"),
+        (Task.CLASSIFICATION, (), "needs a list of distinct labels"),
+        (Task.DETECTION, ("a", "a"), "needs a list of distinct labels"),
+        (Task.CAPTION, ("a", "b"), "answers in language: leave its labels empty"),
+        (Task.GROUNDING, ("a",), "answers in language: leave its labels empty"),
+        (Task.COUNTING, ("one", "two"), "labels must be digits, got 'one'"),
+    ],
+)
+def test_label_sets_that_cannot_be(task: Task, labels: tuple[str, ...], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        domain(task, *labels)
+
+
+def test_required_accuracy_is_in_the_metric_s_range() -> None:
+    with pytest.raises(DataError, match=r"must lie in \(0, 1\], got 6\.0"):
+        domain(Task.VQA, required=6.0)
+    with pytest.raises(DataError, match=r"must lie in \(0, 10\], got 11\.0"):
+        domain(Task.CAPTION, required=11.0)
+    with pytest.raises(DataError, match=r"must lie in \(0, 1\], got 6\.0"):
+        domain(Task.CAPTION, required=6.0, relative=True)

@@ -162,7 +162,8 @@ class PolicySettings:
     """Knobs of the policies.
 
     Attributes:
-        theta: Starvation threshold, seconds without being served (VaLoRA §4.4.3).
+        theta: Starvation threshold of `valora`: seconds of credit (VaLoRA §4.4.3).
+        patience: Seconds after which a waiting request may not be overtaken, by any policy.
         hysteresis: A mode or merged adapter is left only if the other is better by this share.
         clusters: S-LoRA's adapter clustering: adapters in a batch from which on requests of the
             same adapters are preferred; 0 turns it off (S-LoRA §4.2).
@@ -173,6 +174,7 @@ class PolicySettings:
     """
 
     theta: float = 0.1
+    patience: float = 20.0
     hysteresis: float = 0.1
     clusters: int = 0
     early_abort: bool = False

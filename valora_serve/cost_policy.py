@@ -1,0 +1,368 @@
+"""The policy that minimises predicted latency.
+
+Average latency is the time integral of how many requests there are. So a step that takes τ seconds
+with N requests in the system costs N·τ, and every choice is made on that scale with the cost model:
+
+- **Weights.** Of staying, pristine weights and the most asked-for adapters: what makes the switch
+  and the steps until the batch changes cheapest. A switch therefore happens when it pays.
+- **Prompts.** A step with prompt tokens holds up all that decode. Where two such steps cost more
+  than one twice as long, arrivals are collected: setting up costs C = N·(what one set-up saves), a
+  request that waits costs 1 per second, so √(2λC) of them are taken at once, or when they have
+  together waited for C. Where short chunks hide behind the reading of weights, prompts are cut.
+- **Who goes first.** The shortest remaining job; whose latency limit draws near goes before; who has
+  waited for `patience` goes first of all.
+- **How many.** With τ = a + b·rows, N equal requests end soonest on average in groups of √(a·N/b).
+  When requests of one adapter alone fill such a group, they are one: merged, without a LoRA term.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from valora_serve.cost_model import StepShape
+from valora_serve.policies import FOREVER, _can_merge, _Plan, _Policy
+from valora_serve.types import Mode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from valora_serve.cost_model import CostModel
+    from valora_serve.orchestrator import PolicySettings, RequestView, View
+
+CANDIDATES = 2  # adapters considered for merging beside the one that is merged
+HORIZON = 64  # steps ahead that a choice of weights is taken to hold at most
+URGENT = 1.5  # a request is urgent when what is left of its limit is this many times its need
+RECONSIDER = 0.1  # seconds after which an unchanged queue is looked at again
+CHUNKS = (128, 256, 512, 1024, 2048, 4096)
+RATE_KEPT = 0.9  # share of the old mean gap between arrivals in the new one
+
+
+@dataclass(slots=True)
+class _Group:
+    """What is to be computed for one adapter.
+
+    Attributes:
+        rank: Of the adapter, 0 for the base model.
+        rows: Rows that decode.
+        coming: Rows that will, once their prompts are done.
+        prompt: Prompt tokens.
+    """
+
+    rank: int
+    rows: int = 0
+    coming: int = 0
+    prompt: int = 0
+
+
+class _Load:
+    """What there is to compute, by adapter."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str | None, _Group] = {}
+        self.rows = self.context = self.remaining = 0
+        self.coming = self.prompt = self.images = 0
+
+    def decode(self, request: RequestView) -> None:
+        """Add a decoding row."""
+        adapter = request.adapter
+        group = self.groups.get(adapter)
+        if group is None:
+            group = self.groups[adapter] = _Group(request.rank)
+        group.rows += 1
+        self.rows += 1
+        self.context += request.context
+        self.remaining += request.output_left
+
+    def prefill(self, request: RequestView, tokens: int) -> None:
+        """Add prompt tokens, and the row that comes of them."""
+        adapter = request.adapter
+        group = self.groups.get(adapter)
+        if group is None:
+            group = self.groups[adapter] = _Group(request.rank)
+        group.prompt += tokens
+        group.coming += 1
+        self.prompt += tokens
+        self.coming += 1
+        self.images += request.images
+        self.remaining += request.output_left
+
+    def step(self, adapter: str | None, rank: int, prompt: int) -> StepShape:
+        """The step to come, with this much of the prompts, and this adapter in the weights."""
+        share = prompt / self.prompt if self.prompt else 0.0
+        counts = {a: g.rows + g.prompt * share for a, g in self.groups.items()}
+        terms, work, ranks = self._lora(counts, adapter, rank)
+        return StepShape(
+            decode=self.rows,
+            prefill=prompt,
+            images=math.ceil(self.images * share),
+            context=self.context,
+            terms=terms,
+            work=work,
+            ranks=ranks,
+        )
+
+    def later(self, adapter: str | None, rank: int) -> StepShape:
+        """The decode steps after it."""
+        counts: dict[str | None, float] = {a: g.rows + g.coming for a, g in self.groups.items()}
+        terms, work, ranks = self._lora(counts, adapter, rank)
+        return StepShape(
+            decode=self.rows + self.coming,
+            context=self.context + self.prompt,
+            terms=terms,
+            work=work,
+            ranks=ranks,
+        )
+
+    def _lora(
+        self, counts: dict[str | None, float], adapter: str | None, rank: int
+    ) -> tuple[int, int, int]:
+        """Terms, ranks over terms and ranks over adapters."""
+        terms = work = foreign = 0.0
+        ranks = 0
+        for other, count in counts.items():
+            if other == adapter or not count:
+                continue
+            foreign += count
+            if other is not None:
+                own = self.groups[other].rank
+                terms += count
+                work += count * own
+                ranks += own
+        if adapter is not None and foreign:
+            terms += foreign
+            work += foreign * rank
+            ranks += rank
+        return math.ceil(terms), math.ceil(work), ranks
+
+
+class Cost(_Policy):
+    """Chooses weights, prompts and order by predicted latency.
+
+    Args:
+        cost_model: What steps, switches and loads cost.
+        settings: Knobs.
+    """
+
+    def __init__(self, cost_model: CostModel, settings: PolicySettings) -> None:
+        super().__init__(cost_model, settings)
+        self._newest = -math.inf
+        self._gap = 1.0
+        self._ranks: dict[str, int] = {}
+        many, few = StepShape(prefill=2048), StepShape(prefill=1024)
+        self._per_token = (cost_model.step(many) - cost_model.step(few)) / 1024
+
+    def _plan(self, view: View, waiting: Sequence[RequestView]) -> _Plan:
+        load, chunk = _Load(), view.limits.chunk
+        for request in view.running:
+            if request.prompt_left:
+                load.prefill(request, min(request.prompt_left, chunk))
+            else:
+                load.decode(request)
+        prefilling = load.coming
+        ready, why = self._ready(view, waiting, load)
+        room = view.limits.max_tokens - load.rows
+        for request in ready:
+            if load.prompt >= room:
+                break
+            load.prefill(request, min(request.prompt_left, chunk))
+        adapter, rank, note = self._weights(view, load)
+        budget, until = None, FOREVER
+        if load.prompt and not prefilling:
+            until = self._hold(view, load, adapter, rank, ready)
+        if until < FOREVER and until > view.now:
+            budget = 0
+            why = f"collecting prompts; {why}" if why else "collecting prompts"
+        elif load.prompt:
+            budget = self._chunk(load, adapter, rank, min(load.prompt, room))
+        if waiting and budget is None:
+            until = min(until, view.now + RECONSIDER)
+        return _Plan(
+            Mode.UNMERGED if adapter is None else Mode.MIXTURE,
+            adapter,
+            view.running,
+            ready,
+            f"{note}; {why}" if why else note,
+            until,
+            budget=budget,
+        )
+
+    # -- who goes first, and how many ---------------------------------------------------------
+
+    def _ready(
+        self, view: View, waiting: Sequence[RequestView], load: _Load
+    ) -> tuple[Sequence[RequestView], str]:
+        """Whom to take in now, best first."""
+        if not waiting:
+            return (), ""
+        self._arrivals(waiting)
+        running = len(view.running)
+        slots = view.limits.max_requests - running
+        if slots <= 0:
+            return (), "full"
+        resident = view.resident
+        total = running + len(waiting)
+        target, fixed, slope = self._group_size(view, load, total, waiting)
+        admit = min(slots, math.ceil(target) - running)
+        if admit >= len(waiting):
+            return [r for r in waiting if r.adapter is None or r.adapter in resident], ""
+        aged = 0
+        too_old = view.now - self.settings.patience
+        for request in waiting:
+            if request.arrival >= too_old:
+                break
+            aged += 1
+        admit = max(admit, min(aged, slots))
+        if admit <= 0:
+            return (), f"{running} at a time end soonest"
+        old = list(islice(waiting, aged))
+        rest = [
+            r for r in islice(waiting, aged, None) if r.adapter is None or r.adapter in resident
+        ]
+        why = "shortest first"
+        if not aged:
+            alone = self._alone(view, load, rest, target)
+            if alone is not None:
+                rest = [r for r in rest if r.adapter == alone]
+                why = f"{alone} alone fills the batch, shortest first"
+        order = self._order(view.now, fixed, slope, target)
+        return old + heapq.nsmallest(max(0, admit - aged), rest, key=order), why
+
+    def _group_size(
+        self, view: View, load: _Load, total: int, waiting: Sequence[RequestView]
+    ) -> tuple[float, float, float]:
+        """How many at a time end soonest, and the step's fixed and per-row seconds."""
+        rows = max(2, min(total, view.limits.max_requests))
+        if load.rows:
+            context = load.context / load.rows
+        else:
+            some = list(islice(waiting, 32))
+            context = sum(r.prompt_left + r.output_left / 2 for r in some) / len(some)
+        one = self.cost.step(StepShape(decode=1, context=int(context)))
+        many = self.cost.step(StepShape(decode=rows, context=int(context * rows)))
+        slope = max((many - one) / (rows - 1), 1e-9)
+        fixed = max(one - slope, 1e-9)
+        return math.sqrt(fixed * total / slope), fixed, slope
+
+    def _alone(
+        self, view: View, load: _Load, rest: Sequence[RequestView], target: float
+    ) -> str | None:
+        """An adapter whose requests alone are enough for the batch."""
+        counts = Counter([r.adapter for r in rest])
+        for adapter, group in load.groups.items():
+            counts[adapter] += group.rows + group.coming
+        able = [(n, a) for a, n in counts.items() if a is not None and _can_merge(view, a)]
+        if not able:
+            return None
+        count, adapter = max(able)
+        return adapter if count >= target else None
+
+    def _order(
+        self, now: float, fixed: float, slope: float, target: float
+    ) -> Callable[[RequestView], tuple[int, float]]:
+        """Sort key: urgent requests by when they must be done, then the shortest job."""
+        per_row = slope + fixed / max(1.0, target)
+        per_step = fixed + slope * target
+        per_token = self._per_token
+        limits = self.settings.limits
+
+        def key(request: RequestView) -> tuple[int, float]:
+            limit = request.limit
+            if limit is None and request.domain is not None:
+                limit = limits.get(request.domain)
+            need = request.prompt_left * per_token
+            if limit is not None:
+                left = request.arrival + limit - now
+                wall = need + request.output_left * per_step
+                if wall <= left < URGENT * wall:
+                    return 0, left
+            return 1, need + request.output_left * per_row
+
+        return key
+
+    # -- the weights --------------------------------------------------------------------------
+
+    def _weights(self, view: View, load: _Load) -> tuple[str | None, int, str]:
+        """The adapter to have in the weights, its rank, and why."""
+        if not load.groups:
+            return view.merged, self._ranks.get(view.merged or "", 0), "nothing to compute"
+        popular = sorted(
+            ((g.rows + g.coming, g.prompt, a) for a, g in load.groups.items() if a is not None),
+            reverse=True,
+        )[:CANDIDATES]
+        candidates: list[str | None] = [None]
+        if view.merged is not None:
+            candidates.append(view.merged)
+        candidates += [a for _, _, a in popular if a != view.merged and _can_merge(view, a)]
+        for adapter, group in load.groups.items():
+            if adapter is not None:
+                self._ranks[adapter] = group.rank
+        rows = load.rows + load.coming
+        steps = min(HORIZON, load.remaining / max(1, rows))
+        # Close calls stay where they are.
+        best, least = view.merged, math.inf
+        for adapter in candidates:
+            rank = self._ranks.get(adapter, 0) if adapter is not None else 0
+            cost = self.cost.switch(view.merged, adapter, rank)
+            cost += self.cost.step(load.step(adapter, rank, load.prompt))
+            cost += steps * self.cost.step(load.later(adapter, rank))
+            if adapter != view.merged:
+                cost += self.settings.hysteresis * self.cost.switch(view.merged, adapter, rank)
+            if cost < least:
+                best, least = adapter, cost
+        rank = self._ranks.get(best, 0) if best is not None else 0
+        group = load.groups.get(best)
+        own = group.rows + group.coming if group is not None else 0
+        return best, rank, f"{own} of {rows} rows are of the weights, {least * 1e3:.1f} ms ahead"
+
+    # -- the prompts --------------------------------------------------------------------------
+
+    def _arrivals(self, waiting: Sequence[RequestView]) -> None:
+        """Follow the rate of arrivals."""
+        new = []
+        for request in reversed(waiting):
+            if request.arrival <= self._newest:
+                break
+            new.append(request.arrival)
+        for arrival in reversed(new):
+            if self._newest > -math.inf:
+                gap = arrival - self._newest
+                self._gap = RATE_KEPT * self._gap + (1 - RATE_KEPT) * gap
+            self._newest = arrival
+
+    def _hold(
+        self, view: View, load: _Load, adapter: str | None, rank: int, ready: Sequence[RequestView]
+    ) -> float:
+        """Until when to wait for more prompts; no later than now for not at all."""
+        now = view.now
+        if not load.rows or not ready:
+            return now
+        base = self.cost.step(load.step(adapter, rank, 0))
+        once = load.step(adapter, rank, load.prompt)
+        twice = replace(once, prefill=2 * once.prefill, images=2 * once.images)
+        saved = 2 * (self.cost.step(once) - base) - (self.cost.step(twice) - base)
+        if saved <= 0:
+            return now
+        setup = load.rows * saved
+        waited = sum(now - r.arrival for r in ready)
+        if waited >= setup or len(ready) + 0.5 >= math.sqrt(2 * setup / max(self._gap, 1e-6)):
+            return now
+        if any(r.limit is not None or r.deadline is not None for r in ready):
+            return now
+        return now + (setup - waited) / len(ready)
+
+    def _chunk(self, load: _Load, adapter: str | None, rank: int, prompt: int) -> int:
+        """How many prompt tokens to compute in the step."""
+        base = self.cost.step(load.step(adapter, rank, 0))
+        best, least = prompt, math.inf
+        for tokens in (prompt, *(c for c in CHUNKS if c < prompt)):
+            time = self.cost.step(load.step(adapter, rank, tokens))
+            steps = math.ceil(prompt / tokens)
+            cost = load.rows * steps * (time - base) + load.coming * (steps + 1) / 2 * time
+            if cost < least:
+                best, least = tokens, cost
+        return best

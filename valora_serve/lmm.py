@@ -13,6 +13,7 @@ from torch import Tensor
 from valora_data.bundle import base_folder
 from valora_data.errors import BundleError
 from valora_serve import attention
+from valora_serve.adapters import ModelTargets
 from valora_serve.block_manager import Span
 from valora_serve.errors import ImageError, RequestError
 from valora_serve.linears import Linears
@@ -120,6 +121,7 @@ class Lmm:
         processor: transformers' processor.
         tokenizer: Its tokenizer.
         linears: Everything that adapters can change.
+        targets: The same by the names that adapters on disk have for it.
         width: Of the hidden states.
         layers: Of the language model.
         heads: Query heads of its attention.
@@ -179,7 +181,14 @@ class Lmm:
         self._image_token = getattr(model.config, "image_token_id", None)
         self._video_token = getattr(model.config, "video_token_id", None)
         self._three = hasattr(self._core, "get_rope_index")
-        self.linears = Linears.of(model, self._parts())
+        parts = self._parts()
+        wanted = {
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and name.startswith(tuple(parts))
+        }
+        self.targets = ModelTargets.of(model, wanted)
+        self.linears = Linears.of(model, parts)
         vision = getattr(model.config, "vision_config", None)
         self.grid: tuple[int, int] | None = None
         if vision is not None and hasattr(vision, "image_size") and not self._three:

@@ -1,0 +1,434 @@
+"""One step of the model: rows of many requests, with their adapters, through paged attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from valora_kernels.metadata import NONE, LoraBatch
+from valora_serve.attention import Rows, make_backend
+from valora_serve.lmm import Features, Visible
+from valora_serve.sampler import Choice, Likely, likely, sample
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from valora_serve.attention import DecodePlan, KVCache
+    from valora_serve.lmm import Lmm, Visual
+
+
+@dataclass(slots=True)
+class Work:
+    """One request's share of a step.
+
+    Attributes:
+        place: Of the request among those that run; its last token lies there on the device.
+        start: Index of its first token in this step.
+        count: How many.
+        tokens: They; None for the one token that was generated last.
+        table: Its pages.
+        adapter: Slot of its adapter, `NONE` for the base model.
+        delta: Position minus index, see `Prompt`.
+        positions: [3, count] int64, where the prompt's images have their own positions.
+        visuals: Visual rows: where in this share, and which rows of which features.
+        choice: How the next token is chosen; None if the prompt goes on.
+        logprobs: How many log probabilities are wanted; None for none.
+        keep: Rows of this share whose hidden states are wanted (heads), None for none.
+    """
+
+    place: int
+    start: int
+    count: int
+    tokens: Sequence[int] | None
+    table: Sequence[int]
+    adapter: int = NONE
+    delta: int = 0
+    positions: NDArray[np.int64] | None = None
+    visuals: Sequence[tuple[NDArray[np.int64], Features, NDArray[np.int64]]] = ()
+    choice: Choice | None = None
+    logprobs: int | None = None
+    keep: NDArray[np.int64] | None = None
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step said, on its way to the host.
+
+    Attributes:
+        tokens: [choices] int64, in the order of the works that choose.
+        likely: Log probabilities, if anybody wants some.
+        hidden: For each work the rows that it wanted, on the device.
+    """
+
+    tokens: Tensor
+    likely: Likely | None
+    hidden: list[Tensor | None]
+    _copied: torch.cuda.Event | None = None
+
+    def read(self) -> list[int]:
+        """Wait for the tokens."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        ids: list[int] = self.tokens.tolist()
+        return ids
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTable:
+    """What the kernels know of the adapters on the device.
+
+    Attributes:
+        ranks: [slots] int32, 0 for an empty one.
+        scalings: [slots] float32.
+    """
+
+    ranks: NDArray[np.int32]
+    scalings: NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class _Graph:
+    """A captured decode step of so many rows."""
+
+    graph: Any
+    plan: DecodePlan
+    lora: LoraBatch | None
+    inputs: Tensor
+    logits: Tensor
+    tokens: Tensor
+    staging: list[Tensor] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
+    turn: int = 0
+
+
+class ModelRunner:
+    """Computes steps.
+
+    Args:
+        lmm: The base model.
+        cache: Its pages.
+        adapters: Adapters on the device.
+        backend: Name of the attention library.
+        max_tokens: Most rows of a step.
+        max_requests: Most requests that run.
+        max_adapters: Most distinct adapters of a step.
+        graphs: Numbers of rows for which decode steps are captured; none on a CPU.
+    """
+
+    def __init__(
+        self,
+        lmm: Lmm,
+        cache: KVCache,
+        adapters: AdapterTable,
+        *,
+        backend: str,
+        max_tokens: int,
+        max_requests: int,
+        max_adapters: int,
+        graphs: Sequence[int] = (),
+    ) -> None:
+        self._lmm = lmm
+        self._cache = cache
+        self._adapters = adapters
+        self._device = lmm.device
+        self._backend = make_backend(backend, cache)
+        self._most_segments = max_adapters + 1
+        self._max_requests = max_requests
+        # Place `max_requests` belongs to rows that only fill a graph up.
+        self._last = torch.zeros(max_requests + 1, dtype=torch.int64, device=self._device)
+        self._lora = LoraBatch(max_tokens, self._most_segments, self._device)
+        self._sizes = sorted(graphs) if self._device.type == "cuda" else []
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._pool: Any = None
+        self.has_lora = False
+        """Whether any adapter is known: if not, no graph has LoRA in it."""
+
+    # ------------------------------------------------------------------ a step
+
+    def step(self, works: Sequence[Work], merged: int) -> StepResult:
+        """Enqueue a step; nothing waits for the device.
+
+        Args:
+            works: What each request has computed; no request twice.
+            merged: Slot of the adapter in the weights, `NONE` for pristine ones.
+        """
+        terms = self._terms(works, merged)
+        graph = self._graph_for(works, terms)
+        with torch.inference_mode():
+            if graph is not None:
+                return self._replay(graph, works, terms)
+            return self._eager(works, terms)
+
+    def _terms(
+        self, works: Sequence[Work], merged: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+        """Adapters and coefficients of every work, [n, 1 or 2] (design.md: rows and terms)."""
+        own = np.array([work.adapter for work in works], np.int64)
+        if merged == NONE:
+            if (own == NONE).all():
+                return None
+            return own[:, None], np.ones((len(own), 1), np.float32)
+        foreign = own != merged
+        if not foreign.any():
+            return None
+        own[~foreign] = NONE
+        back = np.where(foreign, merged, NONE)
+        return np.stack([own, back], 1), np.tile(np.array([1, -1], np.float32), (len(own), 1))
+
+    def _eager(
+        self,
+        works: Sequence[Work],
+        terms: tuple[NDArray[np.int64], NDArray[np.float32]] | None,
+    ) -> StepResult:
+        counts = np.array([work.count for work in works], np.int64)
+        starts = np.zeros(len(works) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        total = int(starts[-1])
+        ids = np.zeros(total, np.int64)
+        positions = np.empty((3, total), np.int64)
+        decoding, places = [], []
+        for work, at in zip(works, starts.tolist(), strict=False):
+            end = at + work.count
+            positions[:, at:end] = np.arange(work.start, work.start + work.count) + work.delta
+            if work.positions is not None:
+                positions[:, at:end] = work.positions
+            if work.tokens is None:
+                decoding.append(at)
+                places.append(work.place)
+            else:
+                ids[at:end] = work.tokens
+        tokens = self._send(ids)
+        if decoding:
+            tokens[self._send(np.array(decoding))] = self._last[self._send(np.array(places))]
+        where = self._send(positions if self._lmm.three_positions else positions[0])
+        lengths = np.array([work.start + work.count for work in works], np.int32)
+        plan = self._backend.plan(Rows(starts, lengths, [work.table for work in works]))
+        self._lmm.linears.context.text = None
+        if terms is not None:
+            adapters, coefficients = (np.repeat(part, counts, axis=0) for part in terms)
+            table = self._adapters
+            self._lora.update(adapters, table.ranks, table.scalings, coefficients)
+            # The operator wants exactly the batch's rows.
+            self._lmm.linears.context.text = self._lora
+        hidden = self._lmm.hidden(tokens, where, plan, self._visible(works, starts))
+        self._lmm.linears.context.text = None
+        kept: list[Tensor | None] = [
+            None if work.keep is None else hidden[self._send(work.keep + at)]
+            for work, at in zip(works, starts.tolist(), strict=False)
+        ]
+        choosing = [i for i, work in enumerate(works) if work.choice is not None]
+        if not choosing:
+            return StepResult(torch.empty(0, dtype=torch.int64), None, kept)
+        logits = self._lmm.logits(hidden[self._send(starts[1:][choosing].astype(np.int64) - 1)])
+        chosen = [works[i] for i in choosing]
+        found = sample(logits, [work.choice for work in chosen if work.choice is not None])
+        self._last[self._send(np.array([work.place for work in chosen]))] = found
+        return self._result(found, self._likely(chosen, logits, found), kept)
+
+    def _visible(self, works: Sequence[Work], starts: NDArray[np.int32]) -> Visible | None:
+        rows, embeddings, deep = [], [], []
+        for work, at in zip(works, starts.tolist(), strict=False):
+            for offsets, features, which in work.visuals:
+                rows.append(offsets + at)
+                whole = len(which) == len(features.embeddings)
+                index = None if whole else self._send(which)
+                parts = (features.embeddings, *features.deep)
+                embeddings.append(parts[0] if index is None else parts[0][index])
+                deep.append([part if index is None else part[index] for part in parts[1:]])
+        if not rows:
+            return None
+        together = [torch.cat(layer) for layer in zip(*deep, strict=True)]
+        return Visible(self._send(np.concatenate(rows)), torch.cat(embeddings), together)
+
+    def _likely(self, works: Sequence[Work], logits: Tensor, tokens: Tensor) -> Likely | None:
+        wanted = [work.logprobs for work in works if work.logprobs is not None]
+        return likely(logits, tokens, max(wanted)) if wanted else None
+
+    def _result(
+        self, tokens: Tensor, found: Likely | None, kept: list[Tensor | None]
+    ) -> StepResult:
+        if self._device.type != "cuda":
+            return StepResult(tokens, found, kept)
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return StepResult(host, found, kept, copied)
+
+    def _send(self, values: NDArray[Any]) -> Tensor:
+        host = torch.from_numpy(np.ascontiguousarray(values))
+        if self._device.type != "cuda":
+            return host
+        return host.pin_memory().to(self._device, non_blocking=True)
+
+    # ------------------------------------------------------------------ CUDA graphs
+
+    def _graph_for(
+        self,
+        works: Sequence[Work],
+        terms: tuple[NDArray[np.int64], NDArray[np.float32]] | None,
+    ) -> _Graph | None:
+        """The captured step that fits, if all rows decode."""
+        if not self._sizes or len(works) > self._sizes[-1]:
+            return None
+        if any(w.tokens is not None or w.choice is None or w.keep is not None for w in works):
+            return None
+        size = next(size for size in self._sizes if size >= len(works))
+        return self._graphs.get((size, 0 if terms is None else terms[0].shape[1]))
+
+    def capture(self, terms: Sequence[int] = (0, 1, 2)) -> int:
+        """Capture decode steps of all sizes, largest first, so that they share memory.
+
+        Args:
+            terms: LoRA terms a row: 0 none, 1 for unmerged, 2 for mixture.
+
+        Returns:
+            How many graphs there are now.
+        """
+        if self._device.type != "cuda":
+            return 0
+        for count in terms:
+            if count and not self.has_lora:
+                continue
+            for size in reversed(self._sizes):
+                if (size, count) not in self._graphs:
+                    graph = self._capture(size, count)
+                    if graph is None:
+                        self._sizes = []
+                        return 0
+                    self._graphs[size, count] = graph
+        return len(self._graphs)
+
+    def forget_graphs(self) -> None:
+        """Weights or adapters' memory have moved: capture again."""
+        torch.cuda.synchronize(self._device)
+        self._graphs.clear()
+
+    def _capture(self, size: int, terms: int) -> _Graph | None:
+        plan = self._backend.decode_plan(size)
+        if plan is None:
+            return None
+        device, lmm = self._device, self._lmm
+        rows = Rows(np.arange(size + 1, dtype=np.int32), np.ones(size, np.int32), [[0]] * size)
+        plan.update(rows)
+        lora = None
+        if terms:
+            lora = LoraBatch(size, min(size, self._most_segments), device, fixed=True)
+            self._typical(lora, size, terms)
+        inputs = torch.zeros((4, size), dtype=torch.int64, device=device)
+        inputs[0] = self._max_requests
+
+        def run() -> tuple[Tensor, Tensor]:
+            lmm.linears.context.text = lora
+            positions = inputs[1:] if lmm.three_positions else inputs[1]
+            hidden = lmm.hidden(self._last[inputs[0]], positions, plan)
+            logits = lmm.logits(hidden)
+            tokens = logits.argmax(-1)
+            self._last[inputs[0]] = tokens
+            lmm.linears.context.text = None
+            return logits, tokens
+
+        with torch.inference_mode():
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    run()
+            torch.cuda.current_stream(device).wait_stream(stream)
+            torch.cuda.synchronize(device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                logits, tokens = run()
+        if self._pool is None:
+            self._pool = graph.pool()
+        found = _Graph(graph, plan, lora, inputs, logits, tokens)
+        found.staging = [torch.empty((4, size), dtype=torch.int64).pin_memory() for _ in "ab"]
+        found.events = [torch.cuda.Event() for _ in "ab"]
+        return found
+
+    def _typical(self, lora: LoraBatch, size: int, terms: int) -> None:
+        """A mix that the tables may choose tiles for; the graph serves every other one too."""
+        slots = len(self._adapters.ranks)
+        rank = max(int(self._adapters.ranks.max(initial=0)), 8)
+        distinct = min(slots, self._most_segments - 1, max(1, size // 2))
+        own = (np.arange(size) % distinct)[:, None]
+        if terms == 2:
+            own = np.concatenate([own, np.full_like(own, (distinct - 1) if slots else 0)], axis=1)
+        coefficients = np.tile(np.array([1, -1], np.float32)[:terms], (size, 1))
+        ranks = np.full(slots, rank, np.int32)
+        lora.update(own, ranks, np.ones(slots, np.float32), coefficients)
+
+    def _replay(
+        self,
+        graph: _Graph,
+        works: Sequence[Work],
+        terms: tuple[NDArray[np.int64], NDArray[np.float32]] | None,
+    ) -> StepResult:
+        size, count = graph.inputs.shape[1], len(works)
+        graph.turn ^= 1
+        graph.events[graph.turn].synchronize()  # its copy was enqueued two steps ago
+        staging = graph.staging[graph.turn].numpy()
+        staging[0, count:] = self._max_requests
+        staging[1:, count:] = 0
+        staging[0, :count] = [work.place for work in works]
+        staging[1:, :count] = [work.start + work.delta for work in works]
+        graph.inputs.copy_(graph.staging[graph.turn], non_blocking=True)
+        graph.events[graph.turn].record()
+        lengths = np.ones(size, np.int32)
+        lengths[:count] = [work.start + 1 for work in works]
+        tables = [work.table for work in works] + [[0]] * (size - count)
+        graph.plan.update(Rows(np.arange(size + 1, dtype=np.int32), lengths, tables))
+        if graph.lora is not None and terms is not None:
+            adapters = np.full((size, terms[0].shape[1]), NONE, np.int64)
+            coefficients = np.ones((size, terms[0].shape[1]), np.float32)
+            adapters[:count], coefficients[:count] = terms
+            table = self._adapters
+            graph.lora.update(adapters, table.ranks, table.scalings, coefficients)
+        graph.graph.replay()
+        tokens, found = graph.tokens[:count], None
+        choices = [work.choice for work in works if work.choice is not None]
+        plain = all(choice.plain for choice in choices)
+        if not plain or any(work.logprobs is not None for work in works):
+            logits = graph.logits[:count]
+            if not plain:
+                tokens = sample(logits, choices)
+                self._last[graph.inputs[0, :count]] = tokens
+            found = self._likely(works, logits, tokens)
+        return self._result(tokens, found, [None] * count)
+
+    # ------------------------------------------------------------------ images
+
+    def encode(self, visuals: Sequence[Visual], adapters: Sequence[int]) -> list[Features]:
+        """Encode images or videos of one kind and shape together.
+
+        Args:
+            visuals: They.
+            adapters: Slot of the adapter that changes each one's encoding, `NONE` for none.
+        """
+        context = self._lmm.linears.context
+        own = np.array(adapters, np.int64)
+        if (own != NONE).any():
+            weights = np.array([visual.tensors[next(iter(visual.tensors))].shape[0]
+                                for visual in visuals], np.int64)  # fmt: skip
+            table = self._adapters
+            batches: dict[int, LoraBatch] = {}
+
+            def batch(rows: int) -> LoraBatch:
+                if rows not in batches:
+                    each = weights * rows // int(weights.sum())
+                    batches[rows] = LoraBatch(rows, len(own), self._device)
+                    batches[rows].update(np.repeat(own, each), table.ranks, table.scalings)
+                return batches[rows]
+
+            context.vision = batch
+        try:
+            with torch.inference_mode():
+                return self._lmm.encode(visuals)
+        finally:
+            context.vision = None

@@ -1,0 +1,93 @@
+"""A request on its way through the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from valora_serve.orchestrator import RequestView
+from valora_serve.types import Finish, TokenLogprobs
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+    from valora_serve.block_manager import Span
+    from valora_serve.heads import Head
+    from valora_serve.lmm import Features, Prompt
+    from valora_serve.text import Detokenizer
+    from valora_serve.types import Request
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """What the engine knows of a request.
+
+    Attributes:
+        request: What was asked.
+        prompt: Ready tokens and pixels.
+        adapter: Name of the adapter that acts, None for the base model.
+        head: The head that answers, None to generate.
+        view: What the policies see of it.
+        ids: Prompt and generated tokens, as far as the host knows them.
+        salt: Of the prefix cache.
+        spans: Images in the prompt, for the prefix cache.
+        text: Turns tokens into text.
+        generator: Randomness of its own.
+        max_new: Tokens to generate at most.
+        arrival: When it came, monotonic seconds.
+        place: Among the running requests, None while it waits.
+        computed: Tokens whose keys and values are in the cache, those of the running step
+            included.
+        pending: Tokens that the device has chosen and the host has not seen yet.
+        cached: Prompt tokens that the prefix cache had.
+        features: Encoded images by number, kept while the prompt is computed.
+        hidden: What its head reads, as it comes.
+        started: When it was first computed.
+        first_token: When its first token was there.
+        finish: Why it ended.
+        preemptions: How often it lost its memory.
+    """
+
+    request: Request
+    prompt: Prompt
+    adapter: str | None
+    head: Head | None
+    view: RequestView
+    ids: list[int]
+    salt: bytes
+    spans: list[Span]
+    text: Detokenizer
+    generator: Generator | None
+    max_new: int
+    arrival: float
+    place: int | None = None
+    computed: int = 0
+    pending: int = 0
+    cached: int = 0
+    features: dict[int, Features] = field(default_factory=dict)
+    hidden: list[Tensor] = field(default_factory=list)
+    started: float | None = None
+    first_token: float | None = None
+    finish: Finish | None = None
+    preemptions: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        """Of the request."""
+        return self.request.id
+
+    @property
+    def length(self) -> int:
+        """Tokens, those included that only the device knows."""
+        return len(self.ids) + self.pending
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated, those included that only the device knows."""
+        return self.length - len(self.prompt.ids)
+
+    @property
+    def left(self) -> int:
+        """Tokens still to be computed before the next one can be chosen."""
+        return self.length - self.computed

@@ -97,7 +97,10 @@ def read_head(file: Path, width: int) -> Head:
     try:
         with safe_open(file, "pt") as parts:
             facts = dict(parts.metadata() or {})
-            tensors = {key: parts.get_tensor(key).float() for key in parts.keys()}  # noqa: SIM118
+            tensors = {
+                key: parts.get_tensor(key).to(torch.float32, copy=True)  # not a view of the file
+                for key in parts.keys()  # noqa: SIM118
+            }
     except (OSError, SafetensorError) as error:
         raise AdapterError(
             f"head {file} is damaged ({error}): copy or export the bundle again"

@@ -133,14 +133,20 @@ def read_bundle(folder: Path) -> Bundle:
     return Bundle(folder, manifest)
 
 
-def check_base(bundle: Bundle, base: str) -> None:
+def check_base(bundle: Bundle, base: str, actual: str | None = None) -> None:
     """Make sure that a bundle goes onto the base model that it was made for.
+
+    Args:
+        bundle: The bundle.
+        base: As in `base_folder`.
+        actual: `base_hash` of it, if that is known already.
 
     Raises:
         BundleError: If the weights of `base` are others.
     """
     wanted = bundle.manifest["base"]
-    if (actual := base_hash(base)) != wanted["sha256"]:
+    actual = actual or base_hash(base)
+    if actual != wanted["sha256"]:
         raise BundleError(
             f"bundle {bundle.folder} was made for base model {wanted['id']} "
             f"({wanted['sha256'][:12]}), got {base} ({actual[:12]}): use that base model, or fuse "

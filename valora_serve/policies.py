@@ -19,7 +19,7 @@ from valora_serve.orchestrator import POLICIES, Decision
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from valora_serve.cost_model import CostModel
     from valora_serve.orchestrator import Policy, PolicySettings, RequestView, View

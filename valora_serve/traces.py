@@ -1,0 +1,525 @@
+"""Workloads: who asks what and when; generated, or read from a file.
+
+The adapter of every request is drawn independently with the stated share, so the popular one's
+requests lie scattered among the others. Everything is a function of the seed.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from valora_serve.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+FRAME_TOKENS = 256  # visual tokens of an image or a frame in VaLoRA's evaluation
+CLIP_FRAMES = 6  # frames of a clip whose action is asked for (VaLoRA §6.2)
+BASE = -1  # adapter number of the base model
+
+
+class TraceError(RequestError):
+    """A trace is damaged, or what was asked of a generator makes no sense."""
+
+    code = "invalid_trace"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in the order of their arrival; all arrays are [requests].
+
+    Attributes:
+        adapters: Names of the adapters.
+        ranks: Their ranks.
+        arrival: Seconds from the start, float64, never falling.
+        adapter: Number of the adapter, `BASE` for the base model, int32.
+        prompt: Prompt tokens, images' included, int32, at least 1.
+        output: Tokens to generate, int32; 0 where a head answers.
+        images: Images to encode, int32.
+        limit: Latency limit in seconds, float64, NaN for none.
+    """
+
+    adapters: tuple[str, ...]
+    ranks: tuple[int, ...]
+    arrival: NDArray[np.float64]
+    adapter: NDArray[np.int32]
+    prompt: NDArray[np.int32]
+    output: NDArray[np.int32]
+    images: NDArray[np.int32]
+    limit: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.arrival)
+
+    def share(self) -> float:
+        """Share of the requests that ask for the most popular adapter."""
+        asked = self.adapter[self.adapter != BASE]
+        return float(np.bincount(asked).max() / len(self)) if len(asked) else 0.0
+
+
+def _workload(
+    rng: np.random.Generator,
+    arrival: NDArray[np.float64],
+    *,
+    adapters: int,
+    skew: float | None,
+    prompt: NDArray[np.int32] | int,
+    output: NDArray[np.int32] | int,
+    images: NDArray[np.int32] | int,
+    ranks: Sequence[int],
+    chosen: NDArray[np.int32] | None = None,
+) -> Workload:
+    n = len(arrival)
+    if n == 0:
+        raise TraceError("No request falls into the trace; raise the rate or the duration.")
+    if chosen is None:
+        chosen = choose(rng, n, adapters, skew)
+    return Workload(
+        tuple(f"adapter-{i + 1}" for i in range(adapters)),
+        tuple(ranks[i % len(ranks)] for i in range(adapters)),
+        np.asarray(arrival, dtype=np.float64),
+        chosen,
+        np.broadcast_to(np.asarray(prompt, dtype=np.int32), n),
+        np.broadcast_to(np.asarray(output, dtype=np.int32), n),
+        np.broadcast_to(np.asarray(images, dtype=np.int32), n),
+        np.full(n, np.nan),
+    )
+
+
+def choose(
+    rng: np.random.Generator, n: int, adapters: int, skew: float | None
+) -> NDArray[np.int32]:
+    """Draw the adapter of each of n requests, independently.
+
+    Args:
+        rng: Source of chance.
+        n: Requests.
+        adapters: Adapters; 0 for the base model alone.
+        skew: Probability of the first adapter, the others share the rest equally; None for all
+            equal.
+
+    Raises:
+        TraceError: `skew` is no probability, or leaves a share to others that do not exist.
+    """
+    if adapters == 0:
+        return np.full(n, BASE, dtype=np.int32)
+    if skew is None:
+        return rng.integers(0, adapters, n, dtype=np.int32)
+    if not 0 <= skew <= 1:
+        raise TraceError(f"Skewness is a share from 0 to 1, got {skew:g}.")
+    if adapters == 1 and skew < 1:
+        raise TraceError(f"Skewness {skew:g} needs a second adapter; ask for 2 or more.")
+    others = rng.integers(1, max(2, adapters), n, dtype=np.int32)
+    return np.where(rng.random(n) < skew, 0, others).astype(np.int32)
+
+
+def _poisson(rng: np.random.Generator, rate: float, duration: float) -> NDArray[np.float64]:
+    return _gamma(rng, rate, 1.0, duration)
+
+
+def _gamma(
+    rng: np.random.Generator, rate: float, cv: float, duration: float
+) -> NDArray[np.float64]:
+    """Arrival times with Gamma gaps of shape 1/cv² and scale cv²/rate (S-LoRA's generator)."""
+    if not (0 < rate < math.inf and 0 < duration < math.inf and 0 < cv < math.inf):
+        raise TraceError(
+            f"Rate, duration and coefficient of variation are positive numbers, got {rate:g}, "
+            f"{duration:g} and {cv:g}."
+        )
+    times = np.zeros(0)
+    end = 0.0
+    while end < duration:
+        n = int(rate * duration * 1.1) + 64
+        more = end + np.cumsum(rng.gamma(1 / cv**2, cv**2 / rate, n))
+        times = np.concatenate([times, more])
+        end = float(times[-1])
+    return times[times < duration]
+
+
+def poisson(
+    rate: float,
+    duration: float,
+    *,
+    adapters: int = 16,
+    skew: float | None = 0.6,
+    prompt: int = 256,
+    output: int = 200,
+    rank: int = 64,
+    seed: int = 0,
+) -> Workload:
+    """Poisson arrivals of equal text requests.
+
+    Args:
+        rate: Requests per second.
+        duration: Seconds.
+        adapters: Adapters.
+        skew: Share of the first adapter, None for all equal.
+        prompt: Prompt tokens.
+        output: Generated tokens.
+        rank: Of all adapters.
+        seed: Of the generator.
+    """
+    rng = np.random.default_rng(seed)
+    return _workload(
+        rng,
+        _poisson(rng, rate, duration),
+        adapters=adapters,
+        skew=skew,
+        prompt=prompt,
+        output=output,
+        images=0,
+        ranks=(rank,),
+    )
+
+
+def retrieval(
+    rate: float,
+    duration: float,
+    *,
+    adapters: int = 16,
+    skew: float | None = 0.6,
+    rank: int = 64,
+    seed: int = 0,
+) -> Workload:
+    """VaLoRA's visual retrieval: questions about an image, long answers (§6.1, §6.2).
+
+    One image of 256 tokens, a question of 8 to 64, an answer of 150 to 250 (the paper: 256 in and
+    more than 200 out), Poisson arrivals.
+    """
+    rng = np.random.default_rng(seed)
+    arrival = _poisson(rng, rate, duration)
+    n = len(arrival)
+    return _workload(
+        rng,
+        arrival,
+        adapters=adapters,
+        skew=skew,
+        prompt=(FRAME_TOKENS + rng.integers(8, 65, n)).astype(np.int32),
+        output=rng.integers(150, 251, n, dtype=np.int32),
+        images=1,
+        ranks=(rank,),
+    )
+
+
+def video(
+    streams: int,
+    duration: float,
+    *,
+    adapters: int = 16,
+    skew: float | None = 0.6,
+    heads: bool = True,
+    rank: int = 64,
+    seed: int = 0,
+) -> Workload:
+    """VaLoRA's video analytics: one chunk a second of each stream (§6.1, §6.2).
+
+    Each chunk asks for the action in it (6 frames of 256 tokens) and for the objects in one frame
+    (256 tokens). With heads both end after prefill; without, they generate 5 to 10 tokens and 20
+    to 40. Streams start at a time drawn from their first second.
+    """
+    if streams < 1:
+        raise TraceError(f"Video analytics needs a stream, got {streams}.")
+    rng = np.random.default_rng(seed)
+    start = rng.random(streams)
+    chunks = np.arange(max(0, math.floor(duration)))
+    arrival = np.repeat((start[:, None] + chunks[None, :]).ravel(), 2)
+    action = np.tile([True, False], len(arrival) // 2)
+    order = np.argsort(arrival, kind="stable")
+    arrival, action = arrival[order], action[order]
+    n = len(arrival)
+    generated = np.where(action, rng.integers(5, 11, n), rng.integers(20, 41, n))
+    return _workload(
+        rng,
+        arrival,
+        adapters=adapters,
+        skew=skew,
+        prompt=np.where(action, CLIP_FRAMES * FRAME_TOKENS, FRAME_TOKENS).astype(np.int32),
+        output=np.zeros(n, dtype=np.int32) if heads else generated.astype(np.int32),
+        images=np.where(action, CLIP_FRAMES, 1).astype(np.int32),
+        ranks=(rank,),
+    )
+
+
+def slora(
+    rate: float,
+    duration: float = 300.0,
+    *,
+    adapters: int = 200,
+    alpha: float = 1.0,
+    cv: float = 1.0,
+    lengths: tuple[int, int] = (8, 512),
+    ranks: Sequence[int] = (8,),
+    seed: int = 0,
+) -> Workload:
+    """S-LoRA's generator (§7.1): Gamma gaps, power-law adapters, uniform lengths both ways.
+
+    Adapter i of n is drawn with probability ((i+1)/n)^α − (i/n)^α: α = 1 is uniform, smaller is
+    more skewed. Gaps are Gamma with shape 1/cv² and scale cv²/rate.
+
+    Args:
+        rate: Requests per second, over all adapters.
+        duration: Seconds.
+        adapters: n.
+        alpha: Exponent, above 0.
+        cv: Coefficient of variation of the gaps.
+        lengths: Least and most tokens, of prompts and of outputs.
+        ranks: Ranks of the adapters, round robin.
+        seed: Of the generator.
+    """
+    if adapters < 1 or not 0 < alpha < math.inf:
+        raise TraceError(f"Adapters and alpha are positive, got {adapters} and {alpha:g}.")
+    rng = np.random.default_rng(seed)
+    arrival = _gamma(rng, rate, cv, duration)
+    n = len(arrival)
+    # The distribution function at i/n is (i/n)^α, so its inverse at u is n·u^(1/α).
+    chosen = np.minimum(adapters - 1, (adapters * rng.random(n) ** (1 / alpha)).astype(np.int32))
+    return _workload(
+        rng,
+        arrival,
+        adapters=adapters,
+        skew=None,
+        prompt=rng.integers(lengths[0], lengths[1] + 1, n, dtype=np.int32),
+        output=rng.integers(lengths[0], lengths[1] + 1, n, dtype=np.int32),
+        images=0,
+        ranks=tuple(ranks),
+        chosen=chosen.astype(np.int32),
+    )
+
+
+def at_once(
+    n: int = 400,
+    *,
+    adapters: int = 16,
+    skew: float | None = 0.6,
+    lengths: tuple[int, int] = (8, 512),
+    ranks: Sequence[int] = (64,),
+    seed: int = 0,
+) -> Workload:
+    """Saturation: n requests at the same moment, lengths uniform both ways (S-LoRA's Table 3)."""
+    rng = np.random.default_rng(seed)
+    return _workload(
+        rng,
+        np.zeros(n),
+        adapters=adapters,
+        skew=skew,
+        prompt=rng.integers(lengths[0], lengths[1] + 1, n, dtype=np.int32),
+        output=rng.integers(lengths[0], lengths[1] + 1, n, dtype=np.int32),
+        images=0,
+        ranks=tuple(ranks),
+    )
+
+
+TIME_COLUMNS = ("timestamp", "arrival", "time")
+PROMPT_COLUMNS = ("contexttokens", "input", "prompt", "prompt_tokens", "input_length")
+OUTPUT_COLUMNS = ("generatedtokens", "output", "output_tokens", "output_length")
+
+
+def azure(
+    path: Path,
+    *,
+    rate: float | None = None,
+    adapters: int = 16,
+    skew: float | None = 0.6,
+    rank: int = 64,
+    seed: int = 0,
+) -> Workload:
+    """An arrival file like those of the Azure LLM inference traces; adapters are drawn.
+
+    A CSV with a column each for the time (seconds, or a date and time), prompt tokens and generated
+    tokens (``TIMESTAMP,ContextTokens,GeneratedTokens``).
+
+    Args:
+        path: The file.
+        rate: Keep a random part of the requests, so that so many come per second on average (the
+            paper's sampling, §6.1); None to keep all.
+        adapters: Adapters.
+        skew: Share of the first adapter, None for all equal.
+        rank: Of all adapters.
+        seed: Of the generator.
+
+    Raises:
+        TraceError: A column is missing, a value is damaged, or there are too few requests.
+    """
+    rng = np.random.default_rng(seed)
+    rows = list(_csv_rows(path))
+    if not rows:
+        raise TraceError(f"{path} holds no requests.")
+    table = np.array(sorted(rows))
+    arrival = table[:, 0] - table[0, 0]
+    if rate is not None:
+        span = float(arrival[-1])
+        there = len(arrival) / span if span else math.inf
+        if there < rate:
+            raise TraceError(
+                f"{path} has {there:.3g} requests per second, fewer than {rate:g}; ask for less."
+            )
+        table = table[rng.random(len(table)) < rate / there]
+        if not len(table):
+            raise TraceError(f"No request of {path} is left at {rate:g} per second; ask for more.")
+        arrival = table[:, 0] - table[0, 0]
+    return _workload(
+        rng,
+        arrival,
+        adapters=adapters,
+        skew=skew,
+        prompt=table[:, 1].astype(np.int32),
+        output=table[:, 2].astype(np.int32),
+        images=0,
+        ranks=(rank,),
+    )
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[float, float, float]]:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            names = {name.strip().lower(): name for name in reader.fieldnames or ()}
+            columns = [
+                _column(path, names, wanted)
+                for wanted in (TIME_COLUMNS, PROMPT_COLUMNS, OUTPUT_COLUMNS)
+            ]
+            for row in reader:
+                where = f"{path}, line {reader.line_num}"
+                time, prompt, output = (row[column] for column in columns)
+                yield (
+                    _seconds(where, time),
+                    _count(where, columns[1], prompt, least=1),
+                    _count(where, columns[2], output, least=0),
+                )
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise TraceError(f"{path} cannot be read as CSV: {error}.") from error
+
+
+def _column(path: Path, names: dict[str, str], wanted: Sequence[str]) -> str:
+    for name in wanted:
+        if name in names:
+            return names[name]
+    raise TraceError(
+        f"{path} has no column {wanted[0]!r} (or {', '.join(map(repr, wanted[1:]))}); its columns "
+        f"are {', '.join(map(repr, names)) or 'none'}."
+    )
+
+
+def _seconds(where: str, text: str | None) -> float:
+    text = (text or "").strip()
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            # Azure's files have seven digits of a second, Python reads six.
+            head, dot, tail = text.partition(".")
+            seconds = datetime.fromisoformat(head + dot + tail[:6]).timestamp()
+        except ValueError:
+            raise TraceError(f"{where}: {text!r} is neither seconds nor a date and time.") from None
+    if not 0 <= seconds < math.inf:
+        raise TraceError(f"{where}: time {text} is negative or infinite.")
+    return seconds
+
+
+def _count(where: str, column: str, text: str | None, least: int) -> float:
+    try:
+        value = float(text or "")
+    except ValueError:
+        raise TraceError(f"{where}: {column} is no number: {text!r}.") from None
+    if not least <= value < 2**31 or value != int(value):
+        raise TraceError(f"{where}: {column} must be a whole number from {least}, got {text}.")
+    return value
+
+
+def write(path: Path, workload: Workload) -> None:
+    """Write a workload as JSON lines: ``arrival``, ``adapter``, ``rank``, ``prompt``, ``output``.
+
+    ``images`` and ``limit`` are there where they say something.
+    """
+    with path.open("w", encoding="utf-8") as file:
+        for i in range(len(workload)):
+            line: dict[str, object] = {"arrival": float(workload.arrival[i]), "adapter": None}
+            number = int(workload.adapter[i])
+            if number != BASE:
+                line["adapter"] = workload.adapters[number]
+                line["rank"] = workload.ranks[number]
+            line["prompt"] = int(workload.prompt[i])
+            line["output"] = int(workload.output[i])
+            if workload.images[i]:
+                line["images"] = int(workload.images[i])
+            if not math.isnan(workload.limit[i]):
+                line["limit"] = float(workload.limit[i])
+            file.write(json.dumps(line) + "\n")
+
+
+def read(path: Path) -> Workload:
+    """Read a workload written by `write` (or by hand).
+
+    Raises:
+        TraceError: A line is damaged; says which and how.
+    """
+    names: dict[str, int] = {}
+    ranks: list[int] = []
+    rows = []
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, text in enumerate(file, 1):
+                if text.strip():
+                    rows.append(_json_row(f"{path}, line {number}", text, names, ranks))
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path} cannot be read: {error}.") from error
+    if not rows:
+        raise TraceError(f"{path} holds no requests.")
+    rows.sort(key=lambda row: row[0])
+    table = np.array(rows)
+    return Workload(
+        tuple(names),
+        tuple(ranks),
+        table[:, 0].copy(),
+        *(table[:, i].astype(np.int32) for i in range(1, 5)),
+        table[:, 5].copy(),
+    )
+
+
+def _json_row(
+    where: str, text: str, names: dict[str, int], ranks: list[int]
+) -> tuple[float, float, float, float, float, float]:
+    try:
+        line = json.loads(text)
+    except ValueError as error:
+        raise TraceError(f"{where} is no JSON: {error}.") from error
+    if not isinstance(line, dict):
+        raise TraceError(f"{where}: expected an object, got {type(line).__name__}.")
+    missing = [key for key in ("arrival", "prompt", "output") if key not in line]
+    if missing:
+        raise TraceError(f"{where}: {', '.join(missing)} is missing.")
+    unknown = set(line) - {"arrival", "adapter", "rank", "prompt", "output", "images", "limit"}
+    if unknown:
+        raise TraceError(f"{where}: unknown {', '.join(sorted(unknown))}.")
+    adapter, number = line.get("adapter"), BASE
+    if adapter is not None:
+        rank = int(_count(where, "rank", str(line.get("rank", 64)), least=1))
+        number = names.setdefault(str(adapter), len(names))
+        if number == len(ranks):
+            ranks.append(rank)
+        elif ranks[number] != rank:
+            raise TraceError(f"{where}: {adapter} has rank {rank}, before it had {ranks[number]}.")
+    limit = line.get("limit")
+    return (
+        _seconds(where, str(line["arrival"])),
+        number,
+        _count(where, "prompt", str(line["prompt"]), least=1),
+        _count(where, "output", str(line["output"]), least=0),
+        _count(where, "images", str(line.get("images", 0)), least=0),
+        math.nan if limit is None else _seconds(where, str(limit)),
+    )
+
+
+def with_limit(workload: Workload, seconds: float) -> Workload:
+    """The same requests, each with this latency limit."""
+    return replace(workload, limit=np.full(len(workload), seconds))

@@ -346,7 +346,7 @@ class BlockManager:
         digest.update(array("q", tokens[start:stop]).tobytes())
         for span in spans:
             if span.start < stop and span.stop > start:
-                place = (span.start - start, span.stop - start, len(span.key))
+                place = (span.start - start, min(span.stop, stop) - start, len(span.key))
                 digest.update(b"|%d|%d|%d|" % place)
                 digest.update(span.key)
         return digest.digest()

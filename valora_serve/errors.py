@@ -91,3 +91,48 @@ class StoppedError(ServeError):
 
     status = 503
     code = "unavailable"
+
+
+class SettingsError(ServeError):
+    """A setting is unknown or cannot have this value."""
+
+
+class UnauthorizedError(ServeError):
+    """No API key, or one that is not known."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class ForbiddenError(ServeError):
+    """The key may not do this, or the server was started without it."""
+
+    status = 403
+    code = "forbidden"
+
+
+class SlowClientError(ServeError):
+    """The client took too long to send its request."""
+
+    status = 408
+    code = "request_timeout"
+
+
+class TooLargeError(ServeError):
+    """The request's body is larger than is let in."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class ContentTypeError(ServeError):
+    """The body's content type is none that the endpoint reads."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+class RateLimitError(OverloadedError):
+    """The key makes requests faster than it may."""
+
+    code = "rate_limit_exceeded"

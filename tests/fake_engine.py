@@ -1,0 +1,290 @@
+"""An engine that needs no model: deterministic answers, real bookkeeping of what runs.
+
+It answers a generating model with words derived from the request, one token a step, and a domain
+with a head with results derived from the image's size, so that a test can tell whose answer it
+sees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from valora_serve import errors
+from valora_serve.types import (
+    Detection,
+    EngineStats,
+    Finish,
+    HeadResult,
+    Logprob,
+    Mode,
+    Output,
+    ServedModel,
+    Times,
+    TokenLogprobs,
+    Usage,
+)
+
+BASE = ServedModel("tiny", "base", "tiny")
+ADAPTER = ServedModel(
+    "adapter-1", "adapter", "bundles/d", "tiny", "adapter-1", rank=8, bundle="d@1"
+)
+PERSON = ServedModel(
+    "person", "domain", "bundles/d", "adapter-1", "adapter-1", head="detection", task="detection",
+    labels=("person",), metric="f1@0.5", accuracy=0.87, required=0.8, prompt="detect person",
+    bundle="d@1", rank=8,
+)  # fmt: skip
+SCENE = ServedModel(
+    "scene", "domain", "bundles/d", "adapter-1", "adapter-1", head="classification",
+    task="classification", labels=("street", "beach"), metric="top1", accuracy=0.9, required=0.8,
+    prompt="what is this?", bundle="d@1", rank=8,
+)  # fmt: skip
+CAPTION = ServedModel(
+    "caption", "domain", "bundles/d", "adapter-1", "adapter-1", task="caption", metric="cider",
+    prompt="describe the image.", bundle="d@1", rank=8,
+)  # fmt: skip
+WORDS = ["a", "red", "star", "and", "a", "blue", "ring", "over", "the", "green", "key"]
+
+
+class FakeEngine:
+    """See `EngineClient`.
+
+    Args:
+        slots: Requests that run at once; others wait.
+        step: Seconds a token takes.
+        tokenizer: For constraints.
+    """
+
+    def __init__(self, *, slots=1000, step=0.0, tokenizer=None):
+        self._served = {m.name: m for m in (BASE, ADAPTER, PERSON, SCENE, CAPTION)}
+        self._slots = asyncio.Semaphore(slots)
+        self._step = step
+        self._tokenizer = tokenizer
+        self._finished = {}
+        self.running = {}
+        self.waiting = set()
+        self.asked = []
+        self.cancelled = []
+        self.healthy = True
+        self.closed = False
+        self.refuse = None
+        self.base = "tiny"
+        self.context = 2048
+
+    @property
+    def tokenizer(self):
+        return self._tokenizer
+
+    async def generate(self, request):
+        arrival = time.monotonic()
+        self.asked.append(request)
+        ended = False
+        try:
+            error = self.refuse or self._problem(request)
+            if error is not None:
+                ended = True
+                yield Output(request.id, finish=Finish.ERROR, error=error)
+                return
+            self.waiting.add(request.id)
+            try:
+                async with asyncio.timeout(request.deadline):
+                    await self._slots.acquire()
+            except TimeoutError:
+                ended = True
+                yield Output(
+                    request.id,
+                    finish=Finish.ERROR,
+                    error=errors.DeadlineError("The deadline passed while waiting"),
+                )
+                return
+            finally:
+                self.waiting.discard(request.id)
+            try:
+                self.running[request.id] = request
+                async for output in self._answer(request, arrival):
+                    if output.finish is not None:
+                        ended = True
+                        self.running.pop(request.id, None)
+                    yield output
+            finally:
+                self.running.pop(request.id, None)
+                self._slots.release()
+        finally:
+            if not ended:
+                self.cancelled.append(request.id)
+
+    def _problem(self, request):
+        if request.model is not None and request.model not in self._served:
+            return errors.UnknownModelError(f"There is no {request.model}")
+        size = len(request.text or "") + len(request.token_ids or ())
+        if size > self.context:
+            return errors.TooLongError(f"The prompt has {size} tokens, more than {self.context}")
+        if request.token_ids is not None and max(request.token_ids, default=0) >= 2048:
+            return errors.RequestError("token_ids holds a token that is none")
+        return None
+
+    async def _answer(self, request, arrival):
+        started = time.monotonic()
+        model = self._served[request.model or "tiny"]
+        images = [*request.images, *(video[0] for video in request.videos)]
+        prompt = 5 + 64 * len(images)
+        if model.head is not None and request.head:
+            await asyncio.sleep(self._step)
+            now = time.monotonic()
+            yield Output(
+                request.id,
+                finish=Finish.HEAD,
+                head=self._head(model, images, request.min_score),
+                usage=Usage(prompt, 0, 64 * len(images)),
+                times=Times(arrival, started, now, now),
+                mode=Mode.MERGED,
+            )
+            return
+        count = request.sampling.max_tokens or 16
+        first = None
+        finish = Finish.LENGTH
+        made = 0
+        for index in range(count):
+            await asyncio.sleep(self._step)
+            first = first or time.monotonic()
+            word = self._word(request, index)
+            if word is None or (
+                index + 1 > len(WORDS)
+                and not request.sampling.ignore_eos
+                and request.sampling.constraint is None
+            ):
+                finish = Finish.STOP
+                break
+            if any(stop in word for stop in request.sampling.stop):
+                finish = Finish.STOP
+                break
+            made += 1
+            yield Output(
+                request.id, word, (index,), self._logprobs(request, word, index), mode=Mode.UNMERGED
+            )
+        yield Output(
+            request.id,
+            finish=finish,
+            usage=Usage(prompt, made, 64 * len(images), cached=1),
+            times=Times(arrival, started, first, time.monotonic()),
+            mode=Mode.UNMERGED,
+        )
+
+    def _word(self, request, index):
+        constraint = request.sampling.constraint
+        if constraint is None:
+            seed = request.sampling.seed or 0
+            return ("" if index == 0 else " ") + WORDS[(index + seed) % len(WORDS)]
+        allowed = np.ones(len(self._tokenizer), dtype=bool)
+        constraint.mask(allowed)
+        choices = np.flatnonzero(allowed)
+        end = self._tokenizer.eos_token_id
+        token = end if end in choices else int(choices[index % 7 % len(choices)])
+        constraint.advance(token)
+        return None if token == end else self._tokenizer.decode([token])
+
+    @staticmethod
+    def _logprobs(request, word, index):
+        wanted = request.sampling.logprobs
+        if wanted is None:
+            return ()
+        chosen = Logprob(index, word, math.log(0.5))
+        top = (chosen, Logprob(99, "?", -math.inf), Logprob(98, "!", -2.0))[:wanted]
+        return (TokenLogprobs(chosen, top),)
+
+    @staticmethod
+    def _head(model, images, min_score):
+        if model.head == "detection":
+            found = []
+            for image in images:
+                w, h = image.size
+                both = (
+                    Detection(model.labels[0], 0.9, (0.0, 0.0, w / 2, h / 2)),
+                    Detection(model.labels[0], 0.4, (w / 4, h / 4, w, h)),
+                )
+                least = 0.5 if min_score is None else min_score
+                found.append(tuple(d for d in both if d.confidence >= least))
+            return HeadResult("detection", tuple(found))
+        wide = images[0].width >= images[0].height if images else True
+        scores = (0.75, 0.25) if wide else (0.125, 0.875)
+        confidences = dict(zip(model.labels, scores, strict=True))
+        return HeadResult(
+            model.head, label=max(confidences, key=confidences.get), confidences=confidences
+        )
+
+    async def cancel(self, request_id):
+        return self.running.pop(request_id, None) is not None
+
+    def models(self):
+        return list(self._served.values())
+
+    def stats(self):
+        return EngineStats(
+            running=len(self.running),
+            waiting=len(self.waiting),
+            mode=Mode.MIXTURE,
+            merged_adapter="adapter-1",
+            switches=3,
+            steps=17,
+            pages_total=100,
+            pages_free=70,
+            pages_kv=20,
+            pages_adapters=10,
+            adapters_resident=("adapter-1",),
+            adapters_known=1,
+            prefix_hits=5,
+            prefix_queries=10,
+            image_hits=1,
+            image_queries=4,
+            prompt_tokens=1000,
+            generated_tokens=100,
+        )
+
+    async def load_adapter(self, name, folder):
+        config = json.loads((folder / "adapter_config.json").read_text())
+        if config.get("base_model_name_or_path", "tiny") != "tiny":
+            raise errors.AdapterError(
+                f"adapter {name} is for {config['base_model_name_or_path']}, not for tiny"
+            )
+        if (folder / "adapter_model.safetensors").read_bytes()[:4] == b"nope":
+            raise errors.AdapterError(f"adapter {name} is damaged: export it again")
+        made = replace(ADAPTER, name=name, adapter=name, root=str(folder), bundle=None)
+        self._served[name] = made
+        return made
+
+    async def unload_adapter(self, name):
+        if name not in self._served or self._served[name].kind != "adapter":
+            raise errors.UnknownModelError(f"There is no adapter {name}")
+        if self._served[name].bundle:
+            raise errors.BusyError(f"Adapter {name} is used by a bundle's domains")
+        del self._served[name]
+
+    async def load_bundle(self, folder):
+        manifest = json.loads((Path(folder) / "bundle.json").read_text())
+        if manifest.get("base") != "tiny":
+            raise errors.AdapterError("bundle is for another base model")
+        name = f"{manifest['name']}@1"
+        made = [
+            replace(PERSON, name=domain, bundle=name, root=str(folder))
+            for domain in manifest["domains"]
+        ]
+        self._served |= {model.name: model for model in made}
+        return made
+
+    async def unload_bundle(self, name):
+        for model in list(self._served.values()):
+            if model.bundle and model.bundle.startswith(f"{name}@"):
+                del self._served[model.name]
+
+    def count_tokens(self, text):
+        return len(text.split())
+
+    async def close(self, drain=0.0):
+        self.closed = True
+        self.healthy = False

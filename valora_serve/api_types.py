@@ -1,0 +1,482 @@
+"""The HTTP API's requests and responses: OpenAI's, and what VaLoRA adds to them.
+
+Fields that OpenAI's clients send and that change nothing here are read and ignored; unknown ones
+are refused, so that a typo does not pass silently.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+# Requests
+
+
+class Url(_Body):
+    """Where an image or video is: data:, http(s) from an allowed host, file: below the folder."""
+
+    url: str = Field(min_length=1)
+    detail: Literal["auto", "low", "high"] | None = Field(None, description="read and ignored")
+
+
+class TextPart(_Body):
+    """Text of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ImagePart(_Body):
+    """An image of a message."""
+
+    type: Literal["image_url"]
+    image_url: Url | str
+
+
+class VideoPart(_Body):
+    """A video of a message; frames are taken from it, evenly spaced."""
+
+    type: Literal["video_url"]
+    video_url: Url | str
+
+
+class FramesPart(_Body):
+    """A video of a message, as the frames themselves in order."""
+
+    type: Literal["frames"]
+    frames: list[Url | str] = Field(min_length=1)
+
+
+Part = Annotated[TextPart | ImagePart | VideoPart | FramesPart, Field(discriminator="type")]
+
+
+class Message(_Body):
+    """A turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+    name: str | None = Field(None, description="read and ignored")
+
+
+class StreamOptions(_Body):
+    """What a stream holds."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool | None = Field(None, description="read and ignored")
+    include_obfuscation: bool | None = Field(None, description="read and ignored")
+
+
+class JsonSchema(_Body):
+    """A schema that the answer keeps to."""
+
+    name: str = "answer"
+    description: str | None = None
+    schema_: dict[str, JsonValue] | bool = Field(default=True, alias="schema")
+    strict: bool | None = Field(None, description="read and ignored: the schema always holds")
+
+
+class ResponseFormat(_Body):
+    """Form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+
+class Valora(_Body):
+    """What VaLoRA's server can be told besides OpenAI's fields."""
+
+    head: bool = Field(True, description="answer with the domain's head where it has one")
+    min_score: FiniteFloat | None = Field(
+        None, ge=0, le=1, description="confidence from which a box is given"
+    )
+    deadline: FiniteFloat | None = Field(
+        None, gt=0, le=86400, description="seconds in which to answer"
+    )
+
+
+class _Sampled(_Body):
+    model: str | None = Field(
+        None, description="a domain, an adapter or the base model; the base model if absent"
+    )
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(1, ge=1, le=128)
+    temperature: FiniteFloat | None = Field(None, ge=0, le=2)
+    top_p: FiniteFloat | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=1_000_000)
+    min_p: FiniteFloat | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | None = None
+    min_tokens: int | None = Field(None, ge=0, le=10_000_000)
+    ignore_eos: bool | None = False
+    response_format: ResponseFormat | None = None
+    presence_penalty: FiniteFloat | None = Field(None, ge=0, le=0, description="only 0")
+    frequency_penalty: FiniteFloat | None = Field(None, ge=0, le=0, description="only 0")
+    repetition_penalty: FiniteFloat | None = Field(None, ge=1, le=1, description="only 1")
+    logit_bias: dict[str, FiniteFloat] | None = Field(None, max_length=0, description="only empty")
+    user: str | None = Field(None, description="read and ignored")
+    valora: Valora = Valora()
+
+
+class ChatRequest(_Sampled):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, le=10_000_000)
+    max_completion_tokens: int | None = Field(None, ge=1, le=10_000_000)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    store: bool | None = Field(None, description="read and ignored")
+    metadata: dict[str, str] | None = Field(None, description="read and ignored")
+    service_tier: str | None = Field(None, description="read and ignored")
+    safety_identifier: str | None = Field(None, description="read and ignored")
+    prompt_cache_key: str | None = Field(None, description="read and ignored")
+
+
+class CompletionRequest(_Sampled):
+    """Body of ``/v1/completions``."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(16, ge=1, le=10_000_000)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: Literal[False] | None = None
+    best_of: int | None = Field(None, ge=1, le=128, description="only the value of n")
+    suffix: None = None
+
+
+class VisionRequest(_Body):
+    """JSON body of ``/v1/vision/{domain}``."""
+
+    images: list[str] = Field([], description="URLs; each is answered on its own")
+    video: str | None = Field(None, description="URL of a video")
+    frames: list[str] = Field([], description="URLs of a video's frames, in order")
+    prompt: str | None = Field(None, description="the domain's own if absent")
+    min_score: FiniteFloat | None = Field(None, ge=0, le=1)
+    max_tokens: int | None = Field(None, ge=1, le=10_000_000)
+    deadline: FiniteFloat | None = Field(None, gt=0, le=86400)
+
+
+class LoadAdapterRequest(_Body):
+    """Body of ``/v1/load_lora_adapter``."""
+
+    lora_name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+    lora_path: str = Field(min_length=1, max_length=4096)
+    load_inplace: bool = Field(False, description="replace an adapter of this name")
+
+
+class UnloadAdapterRequest(_Body):
+    """Body of ``/v1/unload_lora_adapter``."""
+
+    lora_name: str = Field(min_length=1, max_length=128)
+
+
+class LoadBundleRequest(_Body):
+    """Body of ``/v1/load_bundle``."""
+
+    bundle_path: str = Field(min_length=1, max_length=4096)
+
+
+class UnloadBundleRequest(_Body):
+    """Body of ``/v1/unload_bundle``."""
+
+    bundle_name: str = Field(min_length=1, max_length=256)
+
+
+# Answers
+
+
+class ErrorBody(_Answer):
+    """What went wrong, in one sentence."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorAnswer(_Answer):
+    """Every error's answer."""
+
+    error: ErrorBody
+
+
+class TokenDetails(_Answer):
+    """Parts of the prompt's tokens."""
+
+    cached_tokens: int = 0
+    image_tokens: int = 0
+
+
+class UsageAnswer(_Answer):
+    """Tokens of a request."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prompt_tokens_details: TokenDetails | None = None
+
+
+class DetectionAnswer(_Answer):
+    """A box (x0, y0, x1, y1) in pixels of the image as it was sent."""
+
+    label: str
+    confidence: float
+    box: tuple[float, float, float, float]
+
+
+class ImageAnswer(_Answer):
+    """What a detection head says of one image, and the size that its boxes refer to."""
+
+    width: int
+    height: int
+    detections: list[DetectionAnswer]
+
+
+class ValoraAnswer(_Answer):
+    """How the answer came about, and what the domain's head says."""
+
+    model: str
+    adapter: str | None = None
+    bundle: str | None = None
+    kind: str | None = Field(None, description="kind of the head that answered")
+    images: list[ImageAnswer] = []
+    label: str | None = None
+    confidence: float | None = None
+    confidences: dict[str, float] = {}
+    mode: str | None = Field(None, description="unmerged, merged or mixture")
+    queue_seconds: float | None = None
+    seconds: float | None = None
+
+
+class TopLogprob(_Answer):
+    """One of the likeliest tokens."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class TokenLogprob(TopLogprob):
+    """The chosen token, and the likeliest ones."""
+
+    top_logprobs: list[TopLogprob] = []
+
+
+class ChatLogprobs(_Answer):
+    """Log probabilities of an answer."""
+
+    content: list[TokenLogprob] | None = None
+    refusal: list[TokenLogprob] | None = None
+
+
+class AnswerMessage(_Answer):
+    """The answer's turn."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None = None
+    refusal: str | None = None
+
+
+class ChatChoice(_Answer):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str
+
+
+class ChatAnswer(_Answer):
+    """Answer of ``/v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageAnswer
+    system_fingerprint: str | None = None
+    valora: ValoraAnswer | None = None
+
+
+class Delta(_Answer):
+    """What is new."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(_Answer):
+    """News of one answer."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatChunk(_Answer):
+    """An event of a streamed chat answer."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: UsageAnswer | None = None
+    valora: ValoraAnswer | None = None
+
+
+class CompletionLogprobs(_Answer):
+    """Log probabilities of an answer."""
+
+    tokens: list[str] = []
+    token_logprobs: list[float] = []
+    top_logprobs: list[dict[str, float]] = []
+    text_offset: list[int] = []
+
+
+class CompletionChoice(_Answer):
+    """One answer, or news of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class CompletionAnswer(_Answer):
+    """Answer of ``/v1/completions``, or an event of it."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageAnswer | None = None
+    valora: ValoraAnswer | None = None
+
+
+class VisionResult(_Answer):
+    """What is said of one image or of the video."""
+
+    width: int
+    height: int
+    detections: list[DetectionAnswer] | None = None
+    label: str | None = None
+    confidence: float | None = None
+    confidences: dict[str, float] | None = None
+    text: str | None = None
+
+
+class VisionAnswer(_Answer):
+    """Answer of ``/v1/vision/{domain}``: one result an image, in order."""
+
+    id: str
+    object: Literal["vision.result"] = "vision.result"
+    created: int
+    domain: str
+    task: str | None = None
+    adapter: str | None = None
+    bundle: str | None = None
+    kind: str | None = None
+    results: list[VisionResult]
+    usage: UsageAnswer
+    mode: str | None = None
+    seconds: float
+
+
+class ModelCard(_Answer):
+    """Something that a request can name."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "valora"
+    root: str
+    parent: str | None = None
+    kind: Literal["base", "adapter", "domain"]
+    adapter: str | None = None
+    task: str | None = None
+    head: str | None = None
+    labels: list[str] = []
+    metric: str | None = None
+    accuracy: float | None = None
+    required: float | None = None
+    prompt: str | None = None
+    bundle: str | None = None
+    rank: int | None = None
+    max_model_len: int
+
+
+class ModelList(_Answer):
+    """Answer of ``/v1/models``."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Health(_Answer):
+    """Answer of ``/health`` and ``/ready``."""
+
+    status: Literal["ok", "starting", "draining", "failed"]
+
+
+class Version(_Answer):
+    """Answer of ``/version``."""
+
+    version: str
+    base: str
+    python: str
+    torch: str | None
+    transformers: str | None
+
+
+class Done(_Answer):
+    """Answer of an unload."""
+
+    status: Literal["ok"] = "ok"
+    message: str
+
+
+class Status(_Answer):
+    """Answer of ``/v1/status``: how the engine is doing, for the console."""
+
+    ready: bool
+    base: str
+    running: int
+    waiting: int
+    mode: str
+    merged_adapter: str | None
+    switches: int
+    steps: int
+    pages_total: int
+    pages_free: int
+    pages_kv: int
+    pages_adapters: int
+    adapters_resident: list[str]
+    adapters_known: int
+    prefix_hit_ratio: float | None
+    image_hit_ratio: float | None
+    preemptions: int
+    prompt_tokens: int
+    generated_tokens: int
+    memory_bytes: int
+    uptime_seconds: float
+
+
+class Loaded(_Answer):
+    """Answer of a load: what can be named now."""
+
+    status: Literal["ok"] = "ok"
+    models: list[ModelCard]

@@ -1,0 +1,158 @@
+"""Who has to wait and who is sent away: rate limits and admission; plain bookkeeping."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from valora_serve.errors import OverloadedError, RateLimitError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from valora_serve.types import Times
+
+REMEMBERED = 10_000  # callers whose rate is kept; the longest silent is forgotten first
+LONGEST_RETRY = 60.0
+
+
+class RateLimiter:
+    """A token bucket for every caller.
+
+    Args:
+        rate: Requests a minute; 0 for no limit.
+        burst: Requests that may come at once.
+    """
+
+    def __init__(self, rate: float, burst: int) -> None:
+        self._each = 60.0 / rate if rate else 0.0
+        self._burst = burst
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def take(self, caller: str, now: float) -> None:
+        """Count a request.
+
+        Args:
+            caller: Whose it is.
+            now: Seconds of a monotonic clock.
+
+        Raises:
+            RateLimitError: The caller has to wait.
+        """
+        if not self._each:
+            return
+        left, then = self._buckets.pop(caller, (float(self._burst), now))
+        left = min(self._burst, left + (now - then) / self._each)
+        allowed = left >= 1
+        self._buckets[caller] = (left - 1 if allowed else left, now)
+        if len(self._buckets) > REMEMBERED:
+            self._buckets.popitem(last=False)
+        if not allowed:
+            wait = (1 - left) * self._each
+            raise RateLimitError(
+                f"This key may make {60 / self._each:g} requests a minute: try again in "
+                f"{math.ceil(wait)} s",
+                wait,
+            )
+
+
+@dataclass
+class _Average:
+    """An exponentially weighted mean that starts as a plain one."""
+
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.value += (value - self.value) * max(0.1, 1 / self.count)
+
+
+class Admission:
+    """Bounds the queue, and refuses at once what would miss its deadline (S-LoRA §4.2).
+
+    A request is predicted to wait for those before it, at the pace at which requests ended lately,
+    and then to take as long as its domain's requests took lately. Nothing is refused before both
+    have been seen.
+
+    Args:
+        most: Requests that may wait.
+        early_abort: Go by deadlines, too.
+        deadline: Seconds in which to answer where a request does not say so; 0 for no limit.
+        deadlines: The same by domain.
+    """
+
+    def __init__(
+        self, most: int, *, early_abort: bool, deadline: float, deadlines: Mapping[str, float]
+    ) -> None:
+        self._most = most
+        self._early_abort = early_abort
+        self._deadline = deadline
+        self._deadlines = dict(deadlines)
+        self._service: dict[str, _Average] = {}
+        self._gap = _Average()
+        self._last_end: float | None = None
+        self.inside = 0
+
+    def deadline(self, model: str | None, wanted: float | None) -> float | None:
+        """Seconds that a request has: its own wish, but not more than its domain's limit."""
+        own = self._deadlines.get(model or "", self._deadline) or None
+        if wanted is None or own is None:
+            return wanted if own is None else own
+        return min(wanted, own)
+
+    def waiting(self, running: int) -> int:
+        """Requests that are in, but not running, of which the engine says how many there are."""
+        return max(0, self.inside - running)
+
+    def predicted(self, model: str | None, running: int) -> float | None:
+        """Seconds that a request coming now would take; None if nothing is known yet."""
+        service = self._service.get(model or "")
+        if service is None:
+            return None
+        return self.waiting(running) * self._gap.value + service.value
+
+    def enter(
+        self, model: str | None, running: int, deadline: float | None, count: int = 1
+    ) -> None:
+        """Let requests in, or not.
+
+        Args:
+            model: What is asked.
+            running: Requests that the engine runs.
+            deadline: Seconds in which to answer.
+            count: Requests that come together.
+
+        Raises:
+            OverloadedError: The queue is full, or the deadline would be missed.
+        """
+        waiting = self.waiting(running)
+        if waiting + count > self._most:
+            wait = min(LONGEST_RETRY, max(1.0, waiting * self._gap.value / 2))
+            raise OverloadedError(
+                f"{waiting} requests are waiting, and no more than {self._most} may: try again in "
+                f"{math.ceil(wait)} s",
+                wait,
+            )
+        expected = self.predicted(model, running)
+        if self._early_abort and deadline is not None and waiting and expected is not None:
+            late = expected - deadline
+            if late > 0:
+                raise OverloadedError(
+                    f"The answer is expected after {expected:.2f} s, later than the deadline of "
+                    f"{deadline:g} s: try again in {math.ceil(late)} s, or allow more time",
+                    min(LONGEST_RETRY, max(1.0, late)),
+                )
+        self.inside += count
+
+    def leave(self, model: str | None, times: Times | None, now: float) -> None:
+        """A request has ended; `times` if it was answered."""
+        self.inside -= 1
+        if times is not None and times.started is not None and times.finished is not None:
+            self._service.setdefault(model or "", _Average()).add(times.finished - times.started)
+            # Gaps tell the engine's pace only while it has something to do.
+            if self._last_end is not None and self.inside > 0:
+                self._gap.add(now - self._last_end)
+        self._last_end = now if self.inside > 0 else None

@@ -1,0 +1,74 @@
+"""Logs: one line an event, each with the request's id; no key and no content ever."""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import logging
+import re
+import secrets
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+LOG = logging.getLogger("valora_serve")
+ACCESS = logging.getLogger("valora_serve.access")
+request_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
+_SOUND_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def accepted_id(sent: str | None) -> str:
+    """The id that a client sent, if it is a sound one; else a new one."""
+    if sent is not None and _SOUND_ID.fullmatch(sent):
+        return sent
+    return secrets.token_hex(12)
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self, as_json: bool) -> None:
+        super().__init__()
+        self._json = as_json
+
+    def format(self, record: logging.LogRecord) -> str:
+        facts: dict[str, Any] = {"request_id": request_id.get()}
+        facts |= getattr(record, "facts", {})
+        facts = {name: value for name, value in facts.items() if value is not None}
+        error = self.formatException(record.exc_info) if record.exc_info else None
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        stamp += f".{int(record.msecs):03d}Z"
+        if self._json:
+            line = {"time": stamp, "level": record.levelname.lower(), "event": record.getMessage()}
+            return json.dumps(line | facts | ({"error": error} if error else {}), default=str)
+        said = " ".join(f"{name}={_one_line(value)}" for name, value in facts.items())
+        text = f"{stamp} {record.levelname:<7} {_one_line(record.getMessage())} {said}".rstrip()
+        return f"{text}\n{error}" if error else text
+
+
+def _one_line(value: Any) -> str:
+    """A value that cannot begin a line of its own (log injection)."""
+    return str(value).encode("unicode_escape").decode("ascii")
+
+
+def set_up(level: str, form: str) -> None:
+    """Send our log and uvicorn's to stderr.
+
+    Args:
+        level: debug, info, warning or error.
+        form: text or json.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Formatter(form == "json"))
+    for name in ("valora_serve", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.propagate = False
+        logger.setLevel(level.upper())
+
+
+def access(facts: Mapping[str, Any]) -> None:
+    """Log an HTTP request."""
+    if ACCESS.isEnabledFor(logging.INFO):
+        ACCESS.info("request", extra={"facts": dict(facts)})

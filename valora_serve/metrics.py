@@ -1,0 +1,178 @@
+"""What Prometheus gets: the names that dashboards of other servers use, with prefix valora_."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.exposition import generate_latest
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from valora_serve.types import Mode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client.metrics_core import Metric
+
+    from valora_serve.types import EngineClient, Output
+
+MOST_LABELS = 200  # distinct models that get series of their own; the rest is "other"
+_SHORT = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5)  # fmt: skip
+_LONG = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120)  # fmt: skip
+
+
+class Metrics:
+    """All of a server's metrics, in a registry of their own.
+
+    Args:
+        engine: Asked for its state whenever metrics are.
+    """
+
+    def __init__(self, engine: EngineClient) -> None:
+        self.registry = CollectorRegistry()
+        self._models: set[str] = set()
+        label = ["model_name"]
+        make = {"registry": self.registry}
+        self._first = Histogram(
+            "valora_time_to_first_token_seconds", "From arrival to the first token or the head's "
+            "answer.", label, buckets=_LONG, **make,
+        )  # fmt: skip
+        self._between = Histogram(
+            "valora_inter_token_latency_seconds", "Between tokens of an answer.", label,
+            buckets=_SHORT, **make,
+        )  # fmt: skip
+        self._whole = Histogram(
+            "valora_e2e_request_latency_seconds", "From arrival to the end of the answer.", label,
+            buckets=_LONG, **make,
+        )  # fmt: skip
+        self._queue = Histogram(
+            "valora_request_queue_time_seconds", "From arrival until the engine starts.", label,
+            buckets=_LONG, **make,
+        )  # fmt: skip
+        self._ended = Counter(
+            "valora_request_success_total", "Requests that were answered, by why they ended.",
+            ["model_name", "finished_reason"], **make,
+        )  # fmt: skip
+        self._failed = Counter(
+            "valora_request_failure_total", "Requests that were not answered, by error code.",
+            ["code"], **make,
+        )  # fmt: skip
+        self._tokens_in = Counter(
+            "valora_request_prompt_tokens_total",
+            "Prompt tokens of answered requests.",
+            label,
+            **make,
+        )
+        self._tokens_out = Counter(
+            "valora_request_generation_tokens_total", "Tokens of answers.", label, **make
+        )
+        self._http = Counter(
+            "valora_http_requests_total", "HTTP requests.", ["path", "method", "status"], **make
+        )
+        self._http_seconds = Histogram(
+            "valora_http_request_duration_seconds", "HTTP requests, from the first byte to the last.",
+            ["path"], buckets=_LONG, **make,
+        )  # fmt: skip
+        self.registry.register(_EngineState(engine))
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+
+    def ended(self, model: str, output: Output, tokens_at: list[float]) -> None:
+        """Count a request that was answered.
+
+        Args:
+            model: A name that is served.
+            output: The last output.
+            tokens_at: When each token came out, seconds of `time.monotonic`.
+        """
+        name = self._bounded(model)
+        self._ended.labels(name, str(output.finish)).inc()
+        if output.usage is not None:
+            self._tokens_in.labels(name).inc(output.usage.prompt)
+            self._tokens_out.labels(name).inc(output.usage.completion)
+        if (times := output.times) is not None:
+            if times.started is not None:
+                self._queue.labels(name).observe(max(0.0, times.started - times.arrival))
+            first = times.first_token if times.first_token is not None else times.finished
+            if first is not None:
+                self._first.labels(name).observe(max(0.0, first - times.arrival))
+            if times.finished is not None:
+                self._whole.labels(name).observe(max(0.0, times.finished - times.arrival))
+        if len(tokens_at) > 1:
+            between = self._between.labels(name)
+            for before, after in zip(tokens_at, tokens_at[1:], strict=False):
+                between.observe(after - before)
+
+    def failed(self, code: str) -> None:
+        """Count a request that was not answered, by its error's code."""
+        self._failed.labels(code).inc()
+
+    def http(self, path: str, method: str, status: int, seconds: float) -> None:
+        """Count an HTTP request; `path` is the route's pattern."""
+        self._http.labels(path, method, str(status)).inc()
+        self._http_seconds.labels(path).observe(seconds)
+
+    def text(self) -> bytes:
+        """Everything, in Prometheus' text format."""
+        return bytes(generate_latest(self.registry))
+
+    def _bounded(self, model: str) -> str:
+        if model in self._models:
+            return model
+        if len(self._models) >= MOST_LABELS:
+            return "other"
+        self._models.add(model)
+        return model
+
+
+class _EngineState(Collector):
+    """Reads the engine's own counters when Prometheus asks."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        pages = max(1, stats.pages_total)
+        for name, text, value in (
+            ("num_requests_running", "Requests that hold memory.", stats.running),
+            ("num_requests_waiting", "Requests in the engine's queue.", stats.waiting),
+            ("kv_cache_usage_ratio", "Share of the pages that holds keys and values.",
+             stats.pages_kv / pages),
+            ("adapter_cache_usage_ratio", "Share of the pages that holds adapters.",
+             stats.pages_adapters / pages),
+            ("pages", "Pages of the unified memory.", stats.pages_total),
+            ("pages_free", "Pages that are free.", stats.pages_free),
+            ("adapters_resident", "Adapters on the device.", len(stats.adapters_resident)),
+            ("adapters_known", "Adapters that can be asked for.", stats.adapters_known),
+        ):  # fmt: skip
+            yield GaugeMetricFamily(f"valora_{name}", text, value=value)
+        mode = GaugeMetricFamily(
+            "valora_mode", "1 for the mode that the last step ran in.", labels=["mode"]
+        )
+        for item in Mode:
+            mode.add_metric([str(item)], float(item == stats.mode))
+        yield mode
+        yield InfoMetricFamily(
+            "valora_merged_adapter", "The adapter in the base weights.",
+            value={"adapter": stats.merged_adapter or ""},
+        )  # fmt: skip
+        for name, text, count in (
+            ("mode_switches", "Mode switches.", stats.switches),
+            ("engine_steps", "Engine steps.", stats.steps),
+            ("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
+            ("generation_tokens", "Tokens generated.", stats.generated_tokens),
+            ("num_preemptions", "Requests that lost their memory and were computed again.",
+             stats.preemptions),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
+             stats.prefix_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
+            ("image_cache_queries", "Images looked up in the cache of encoded images.",
+             stats.image_queries),
+            ("image_cache_hits", "Images found in the cache of encoded images.", stats.image_hits),
+        ):  # fmt: skip
+            yield CounterMetricFamily(f"valora_{name}", text, value=count)

@@ -1,0 +1,87 @@
+"""Optional OpenTelemetry: a span for every request to the engine, within the caller's trace."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from valora_serve.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from valora_serve.types import Output
+
+
+class Tracer:
+    """Makes spans, if a collector is named."""
+
+    def __init__(self, provider: Any = None) -> None:
+        self._provider = provider
+        self._tracer = None if provider is None else provider.get_tracer("valora_serve")
+
+    @classmethod
+    def to(cls, endpoint: str | None) -> Tracer:
+        """Send spans to an OTLP collector; nowhere if None.
+
+        Raises:
+            SettingsError: OpenTelemetry is not installed.
+        """
+        if endpoint is None:
+            return cls()
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError as error:
+            raise SettingsError(
+                "otlp_endpoint needs OpenTelemetry: pip install 'valora[otel]'"
+            ) from error
+        provider = TracerProvider(resource=Resource.create({"service.name": "valora-serve"}))
+        exporter = OTLPSpanExporter(endpoint=endpoint.rstrip("/") + "/v1/traces")
+        provider.add_span_processor(BatchSpanProcessor(exporter))
+        return cls(provider)
+
+    @contextlib.contextmanager
+    def span(self, model: str, headers: Mapping[str, str]) -> Iterator[Span]:
+        """A span of a request, below the one that the headers name."""
+        if self._tracer is None:
+            yield Span(None)
+            return
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        parent = TraceContextTextMapPropagator().extract(dict(headers))
+        with self._tracer.start_as_current_span(
+            f"chat {model}", parent, SpanKind.SERVER, {"gen_ai.request.model": model}
+        ) as span:
+            yield Span(span)
+
+    def close(self) -> None:
+        """Send what is left."""
+        if self._provider is not None:
+            self._provider.shutdown()
+
+
+class Span:
+    """A request's span, or none."""
+
+    def __init__(self, span: Any) -> None:
+        self._span = span
+
+    def ended(self, output: Output) -> None:
+        """Note what the last output says."""
+        if self._span is None:
+            return
+        facts: dict[str, Any] = {
+            "gen_ai.response.id": output.id,
+            "gen_ai.response.finish_reasons": [str(output.finish)],
+            "valora.mode": str(output.mode) if output.mode else "",
+        }
+        if output.usage is not None:
+            facts["gen_ai.usage.input_tokens"] = output.usage.prompt
+            facts["gen_ai.usage.output_tokens"] = output.usage.completion
+        if output.times is not None and output.times.started is not None:
+            facts["valora.queue_seconds"] = output.times.started - output.times.arrival
+        self._span.set_attributes(facts)

@@ -39,7 +39,8 @@ HORIZON = 64  # steps ahead that a choice of weights is taken to hold at most
 URGENT = 1.5  # a request is urgent when what is left of its limit is this many times its need
 RECONSIDER = 0.1  # seconds after which an unchanged queue is looked at again
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)
-RATE_KEPT = 0.9  # share of the old mean gap between arrivals in the new one
+RATE_NEW = 0.1  # share of the newest gap between arrivals in their mean
+AT_ONCE = 1e-3  # seconds between arrivals that count as one
 
 
 @dataclass(slots=True)
@@ -151,12 +152,14 @@ class Cost(_Policy):
     def __init__(self, cost_model: CostModel, settings: PolicySettings) -> None:
         super().__init__(cost_model, settings)
         self._newest = -math.inf
-        self._gap = 1.0
+        self._gap = self._burst = 1.0
+        self._same = 0
         self._ranks: dict[str, int] = {}
         many, few = StepShape(prefill=2048), StepShape(prefill=1024)
         self._per_token = (cost_model.step(many) - cost_model.step(few)) / 1024
 
     def _plan(self, view: View, waiting: Sequence[RequestView]) -> _Plan:
+        self._arrivals(waiting)
         load, chunk = _Load(), view.limits.chunk
         for request in view.running:
             if request.prompt_left:
@@ -199,7 +202,6 @@ class Cost(_Policy):
         """Whom to take in now, best first."""
         if not waiting:
             return (), ""
-        self._arrivals(waiting)
         running = len(view.running)
         slots = view.limits.max_requests - running
         if slots <= 0:
@@ -237,16 +239,19 @@ class Cost(_Policy):
     ) -> tuple[float, float, float]:
         """How many at a time end soonest, and the step's fixed and per-row seconds."""
         rows = max(2, min(total, view.limits.max_requests))
-        if load.rows:
-            context = load.context / load.rows
-        else:
-            some = list(islice(waiting, 32))
-            context = sum(r.prompt_left + r.output_left / 2 for r in some) / len(some)
+        some = list(islice(waiting, 32))
+        prompt = sum(r.prompt_left for r in some) / len(some)
+        output = sum(r.output_left for r in some) / len(some)
+        context = load.context / load.rows if load.rows else prompt + output / 2
         one = self.cost.step(StepShape(decode=1, context=int(context)))
         many = self.cost.step(StepShape(decode=rows, context=int(context * rows)))
         slope = max((many - one) / (rows - 1), 1e-9)
         fixed = max(one - slope, 1e-9)
-        return math.sqrt(fixed * total / slope), fixed, slope
+        size = math.sqrt(fixed * total / slope)
+        # Small groups give away throughput, which those who are yet to come would miss.
+        service = prompt * self._per_token + output * (fixed / size + slope)
+        idle = 1 - self._rate(view.now) * service
+        return size / max(idle, 1e-3), fixed, slope
 
     def _alone(
         self, view: View, load: _Load, rest: Sequence[RequestView], target: float
@@ -322,17 +327,26 @@ class Cost(_Policy):
     # -- the prompts --------------------------------------------------------------------------
 
     def _arrivals(self, waiting: Sequence[RequestView]) -> None:
-        """Follow the rate of arrivals."""
+        """Follow the gaps between arrivals, and how many arrive at once."""
         new = []
         for request in reversed(waiting):
             if request.arrival <= self._newest:
                 break
             new.append(request.arrival)
         for arrival in reversed(new):
+            gap = arrival - self._newest
+            if gap < AT_ONCE:
+                self._same += 1
+                continue
             if self._newest > -math.inf:
-                gap = arrival - self._newest
-                self._gap = RATE_KEPT * self._gap + (1 - RATE_KEPT) * gap
+                self._gap += RATE_NEW * (gap - self._gap)
+                self._burst += RATE_NEW * (self._same - self._burst)
+            self._same = 1
             self._newest = arrival
+
+    def _rate(self, now: float) -> float:
+        """Requests per second that are to be expected."""
+        return self._burst / max(self._gap, now - self._newest)
 
     def _hold(
         self, view: View, load: _Load, adapter: str | None, rank: int, ready: Sequence[RequestView]
@@ -349,7 +363,7 @@ class Cost(_Policy):
             return now
         setup = load.rows * saved
         waited = sum(now - r.arrival for r in ready)
-        if waited >= setup or len(ready) + 0.5 >= math.sqrt(2 * setup / max(self._gap, 1e-6)):
+        if waited >= setup or len(ready) + 0.5 >= math.sqrt(2 * setup * self._rate(now)):
             return now
         if any(r.limit is not None or r.deadline is not None for r in ready):
             return now

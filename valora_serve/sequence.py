@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from valora_serve.orchestrator import RequestView
-from valora_serve.types import Finish, TokenLogprobs
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from valora_serve.heads import Head
     from valora_serve.lmm import Features, Prompt
     from valora_serve.text import Detokenizer
-    from valora_serve.types import Request
+    from valora_serve.types import Finish, Request
 
 
 @dataclass(slots=True, eq=False)
@@ -29,8 +28,10 @@ class Sequence:
         head: The head that answers, None to generate.
         view: What the policies see of it.
         ids: Prompt and generated tokens, as far as the host knows them.
+        prompt_tokens: How many of them are the prompt.
         salt: Of the prefix cache.
         spans: Images in the prompt, for the prefix cache.
+        vision: Content hash of what of the adapter changes how images are encoded.
         text: Turns tokens into text.
         generator: Randomness of its own.
         max_new: Tokens to generate at most.
@@ -39,6 +40,7 @@ class Sequence:
         computed: Tokens whose keys and values are in the cache, those of the running step
             included.
         pending: Tokens that the device has chosen and the host has not seen yet.
+        chosen: Whether its last token lies at its place on the device.
         cached: Prompt tokens that the prefix cache had.
         features: Encoded images by number, kept while the prompt is computed.
         hidden: What its head reads, as it comes.
@@ -54,8 +56,10 @@ class Sequence:
     head: Head | None
     view: RequestView
     ids: list[int]
+    prompt_tokens: int
     salt: bytes
     spans: list[Span]
+    vision: bytes
     text: Detokenizer
     generator: Generator | None
     max_new: int
@@ -63,6 +67,7 @@ class Sequence:
     place: int | None = None
     computed: int = 0
     pending: int = 0
+    chosen: bool = False
     cached: int = 0
     features: dict[int, Features] = field(default_factory=dict)
     hidden: list[Tensor] = field(default_factory=list)
@@ -70,7 +75,6 @@ class Sequence:
     first_token: float | None = None
     finish: Finish | None = None
     preemptions: int = 0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def id(self) -> str:
@@ -85,7 +89,7 @@ class Sequence:
     @property
     def generated(self) -> int:
         """Tokens generated, those included that only the device knows."""
-        return self.length - len(self.prompt.ids)
+        return self.length - self.prompt_tokens
 
     @property
     def left(self) -> int:

@@ -130,8 +130,7 @@ class AsyncEngine:
         self._queues[request.id] = (loop, queue)
         done = False
         try:
-            if self._failed is not None or self._draining:
-                raise StoppedError(self._failed or "the server is shutting down: ask another one")
+            self._check_open()
             prepared = await loop.run_in_executor(self._preparing, self._engine.prepare, request)
             await asyncio.wrap_future(self._call(lambda: self._engine.add(prepared)))
             while not done:
@@ -152,6 +151,10 @@ class AsyncEngine:
             if not done:
                 # Behind `add` in the same queue of calls, so it finds what that has added.
                 self._call(lambda: self._engine.cancel(request.id))
+
+    def _check_open(self) -> None:
+        if self._failed is not None or self._draining:
+            raise StoppedError(self._failed or "the server is shutting down: ask another one")
 
     async def cancel(self, request_id: str) -> bool:
         """End a request; False if there is none of this id."""

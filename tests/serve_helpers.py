@@ -89,7 +89,7 @@ def make_detection_head(
         head.linear.weight.normal_(std=0.05, generator=generator)
         head.linear.bias.normal_(std=0.5, generator=generator)
         head.calibration.copy_(torch.tensor([1.3, -0.2]))
-        head.threshold.fill_(0.35)
+        head.threshold.fill_(0.2)
     file.parent.mkdir(parents=True, exist_ok=True)
     head.save(file, HeadSettings())
     return file
@@ -213,7 +213,7 @@ def make_bundle(
             "head": None if spec.kind is None else f"heads/{domain}.safetensors",
             "labels": spec.labels,
             "prompt": spec.prompt,
-            "threshold": 0.35 if spec.kind == "detection" else None,
+            "threshold": 0.2 if spec.kind == "detection" else None,
         }
     manifest = {
         "name": name,

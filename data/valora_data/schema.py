@@ -163,7 +163,8 @@ class Domain:
         task: Its task type.
         labels: The label set, in the order of class indices; empty where answers are language.
             Counts are labels in digits.
-        prompt: What the LMM is asked, without the image; a sample's own prompt comes before it.
+        prompt: What the LMM is asked, without the image. A sample's own prompt takes its place, or
+            that of ``{}`` in it, as in ``locate {}``.
         required: Accuracy to keep, in (0, 1], of CIDEr in (0, 10]; of the truth, or a share in
             (0, 1] of the teacher's accuracy if `relative`.
         relative: Whether `required` is a share of what the teacher reaches.
@@ -215,5 +216,7 @@ class Domain:
         return METRICS[self.task]
 
     def question(self, sample: Sample) -> str:
-        """What the LMM is asked about a sample."""
-        return self.prompt if sample.prompt is None else sample.prompt
+        """What the LMM is asked about a sample: its own prompt, put into the domain's ``{}``."""
+        if sample.prompt is None:
+            return self.prompt
+        return self.prompt.replace("{}", sample.prompt) if "{}" in self.prompt else sample.prompt

@@ -30,33 +30,43 @@ class ImageReader:
     Attributes:
         source: The data set, for messages.
         total: How many images it lists.
+        tolerance: Share of them that may fail to decode.
         skipped: Names of images that did not decode.
     """
 
     source: str
-    total: int
+    total: int = 0
+    tolerance: float = MAX_SKIPPED
     skipped: list[str] = field(default_factory=list)
 
     def open(self, path: Path) -> Image.Image | None:
         """The RGB image as a viewer shows it, or None if it does not decode.
 
         Raises:
-            DataError: If more than `MAX_SKIPPED` of the images did not decode.
+            DataError: If more than `tolerance` of the images did not decode.
         """
         try:
             with Image.open(path) as image:
                 return ImageOps.exif_transpose(image).convert("RGB")
         except (OSError, SyntaxError, ValueError, ImportError) as error:
             # ImportError: Ultralytics, once imported, makes Pillow look for plugins here.
-            log.warning("%s: skipped %s, which does not decode (%s)", self.source, path.name, error)
-        self.skipped.append(path.name)
-        if len(self.skipped) > MAX_SKIPPED * self.total:
+            self.skip(path.name, error)
+        return None
+
+    def skip(self, name: str, reason: Exception | str) -> None:
+        """Leave out a file that does not decode.
+
+        Raises:
+            DataError: If more than `tolerance` of the files did not decode.
+        """
+        log.warning("%s: skipped %s, which does not decode (%s)", self.source, name, reason)
+        self.skipped.append(name)
+        if len(self.skipped) > self.tolerance * self.total:
             raise DataError(
                 f"{self.source}: {len(self.skipped)} of {self.total} images do not decode or are "
-                f"missing, more than {MAX_SKIPPED:.0%} (first: {self.skipped[0]}): "
+                f"missing, more than {self.tolerance:.0%} (first: {self.skipped[0]}): "
                 "repair or remove them"
             )
-        return None
 
     def finish(self) -> None:
         """Say how many images were skipped, if any."""
@@ -98,7 +108,7 @@ def _shown(edges: tuple[float, float, float, float]) -> str:
 
 
 def check_labels(source: str, known: Iterable[str], labels: Sequence[str]) -> None:
-    """See to it that a data set knows every label that a domain asks for.
+    """See to it that a data set which declares its categories has all that a domain asks for.
 
     Raises:
         DataError: If one is missing.
@@ -114,3 +124,11 @@ def check_labels(source: str, known: Iterable[str], labels: Sequence[str]) -> No
     unused = len(set(names) - set(labels))
     if unused:
         log.info("%s: %d categories that the domain does not ask for are left out", source, unused)
+
+
+def stray_label(where: str, label: str, labels: Sequence[str]) -> DataError:
+    """What is wrong with a label that is none of a domain's."""
+    return DataError(
+        f"{where}: label {label!r} is not one of {', '.join(labels)}: correct it, or add it to the "
+        "domain's labels"
+    )

@@ -121,11 +121,25 @@ def _regular(corners: int, start: float, radius: float) -> list[tuple[float, flo
 INNER_TRIANGLE = ((0.5, 0.25), (0.82, 0.84), (0.18, 0.84))
 
 
-def traffic_sign(rng: np.random.Generator) -> Drawing:
-    """A road sign: coloured border and symbol, of eight kinds, often on a pole."""
-    pen, behind = sign_sheets(rng)
+SIGNS = (
+    "prohibition", "no entry", "stop", "warning", "give way", "mandatory", "priority", "information",
+)  # fmt: skip
+"""Kinds of road signs, by number."""
+
+
+def traffic_sign(
+    rng: np.random.Generator, kind: int | None = None, size: float | None = None
+) -> Drawing:
+    """A road sign: coloured border and symbol, of eight kinds, often on a pole.
+
+    Args:
+        rng: Source of all randomness.
+        kind: Index into `SIGNS`; any if None.
+        size: Height in pixels; any of small signs if None.
+    """
+    pen, behind = sign_sheets(rng, size)
     red, blue, yellow = varied(rng, RED), varied(rng, BLUE), varied(rng, YELLOW)
-    kind = int(rng.integers(8))
+    kind = int(rng.integers(8)) if kind is None else kind
     if kind == 0:  # prohibition or speed limit
         pen.ellipse(0.5, 0.5, 0.5, 0.5, red)
         pen.ellipse(0.5, 0.5, 0.36, 0.36, WHITE)
@@ -172,11 +186,11 @@ def _wheel(pen: Pen, x: float, y: float, radius: float) -> None:
     pen.disc(x, y, radius * 0.5, (170, 172, 176))
 
 
-def _car_side(rng: np.random.Generator) -> Pen:
+def _car_side(rng: np.random.Generator, colour: Colour | None = None) -> Pen:
     width = rng.uniform(30, 58)
     height = width * rng.uniform(0.36, 0.46)
     pen = Pen(width, height, ground_pose(rng))
-    paint = pick(rng, PAINTS)
+    paint = colour or pick(rng, PAINTS)
     front, back = rng.uniform(0.2, 0.32), rng.uniform(0.02, 0.2)
     roof = (front + rng.uniform(0.1, 0.16), 1 - back - rng.uniform(0.04, 0.14))
     pen.polygon(((front - 0.06, 0.45), (roof[0], 0.03), (roof[1], 0.03), (1 - back, 0.45)), paint)
@@ -196,17 +210,19 @@ def _car_side(rng: np.random.Generator) -> Pen:
     return pen
 
 
-def _van_or_bus(rng: np.random.Generator) -> Pen:
-    bus = rng.random() < 0.5
+def _van_or_bus(
+    rng: np.random.Generator, colour: Colour | None = None, bus: bool | None = None
+) -> Pen:
+    bus = rng.random() < 0.5 if bus is None else bus
     width = rng.uniform(38, 60) if bus else rng.uniform(30, 50)
     height = width * (rng.uniform(0.38, 0.48) if bus else rng.uniform(0.46, 0.58))
     pen = Pen(width, height, ground_pose(rng))
-    paint, glass = pick(rng, PAINTS), varied(rng, GLASS, 30)
+    paint, glass = colour or pick(rng, PAINTS), varied(rng, GLASS, 30)
     if bus:
         pen.rectangle(0.0, 0.04, 1.0, 0.86, paint)
         for x in (0.04, 0.23, 0.42, 0.61, 0.8):
             pen.rectangle(x, 0.16, x + 0.15, 0.46, glass)
-        pen.rectangle(0.0, 0.58, 1.0, 0.66, pick(rng, PAINTS))
+        pen.rectangle(0.0, 0.58, 1.0, 0.66, scaled(colour, 0.7) if colour else pick(rng, PAINTS))
     else:
         pen.polygon(
             ((0.0, 0.55), (0.16, 0.08), (0.24, 0.02), (1, 0.02), (1, 0.86), (0, 0.86)), paint
@@ -220,11 +236,11 @@ def _van_or_bus(rng: np.random.Generator) -> Pen:
     return pen
 
 
-def _truck(rng: np.random.Generator) -> Pen:
+def _truck(rng: np.random.Generator, colour: Colour | None = None) -> Pen:
     width = rng.uniform(36, 60)
     height = width * rng.uniform(0.42, 0.52)
     pen = Pen(width, height, ground_pose(rng))
-    cab, cargo = pick(rng, PAINTS), pick(rng, PAINTS)
+    cab, cargo = colour or pick(rng, PAINTS), colour or pick(rng, PAINTS)
     pen.rectangle(0.3, 0.0, 1.0, 0.74, cargo)
     pen.rectangle(0.3, 0.66, 1.0, 0.74, scaled(cargo, 0.7))
     pen.polygon(((0.0, 0.5), (0.07, 0.2), (0.27, 0.18), (0.27, 0.8), (0.0, 0.8)), cab)
@@ -235,11 +251,11 @@ def _truck(rng: np.random.Generator) -> Pen:
     return pen
 
 
-def _car_front(rng: np.random.Generator) -> Pen:
+def _car_front(rng: np.random.Generator, colour: Colour | None = None) -> Pen:
     width = rng.uniform(24, 42)
     height = width * rng.uniform(0.75, 0.95)
     pen = Pen(width, height, Pose(turn=float(rng.normal(0, 3))))
-    paint, rear = pick(rng, PAINTS), rng.random() < 0.5
+    paint, rear = colour or pick(rng, PAINTS), rng.random() < 0.5
     for x in (0.08, 0.74):
         pen.rectangle(x, 0.75, x + 0.18, 1.0, TYRE)
     pen.polygon(((0.1, 0.42), (0.24, 0.03), (0.76, 0.03), (0.9, 0.42)), paint)
@@ -258,6 +274,24 @@ def vehicle(rng: np.random.Generator) -> Drawing:
     """A car from the side, front or rear, a van, a bus or a truck."""
     painters = (_car_side, _car_side, _car_front, _van_or_bus, _truck)
     return Drawing(painters[int(rng.integers(len(painters)))](rng).layer())
+
+
+def _car(rng: np.random.Generator, colour: Colour | None = None) -> Pen:
+    return (_car_side if rng.random() < 0.7 else _car_front)(rng, colour)
+
+
+def _van(rng: np.random.Generator, colour: Colour | None = None) -> Pen:
+    return _van_or_bus(rng, colour, bus=False)
+
+
+def _bus(rng: np.random.Generator, colour: Colour | None = None) -> Pen:
+    return _van_or_bus(rng, colour, bus=True)
+
+
+VEHICLES: Mapping[str, Callable[[np.random.Generator, Colour | None], Pen]] = {
+    "car": _car, "van": _van, "bus": _bus, "truck": _truck,
+}  # fmt: skip
+"""Painters of each type of vehicle, in a given colour if there is one."""
 
 
 # ---- vegetation --------------------------------------------------------------------------------
@@ -353,6 +387,13 @@ def _tuft(rng: np.random.Generator) -> Pen:
         blade = ((root - 0.06, 0.98), (0.5 + lean, tip), (root + 0.06, 0.98))
         pen.polygon(blade, varied(rng, leaf, 30))
     return pen
+
+
+PLANTS: Mapping[str, Callable[[np.random.Generator], Pen]] = {
+    "tree": _tree, "conifer": _conifer, "bush": _bush, "palm": _palm, "cactus": _cactus,
+    "grass": _tuft,
+}  # fmt: skip
+"""Painters of each type of plant."""
 
 
 def vegetation(rng: np.random.Generator) -> Drawing:

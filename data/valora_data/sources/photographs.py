@@ -80,7 +80,7 @@ def region_of(photograph: int, split: Split) -> tuple[int, int, int, int]:
 
 
 def photograph_crop(
-    rng: np.random.Generator, split: Split, size: int = 96
+    rng: np.random.Generator, split: Split, size: int = 96, photograph: int | None = None
 ) -> npt.NDArray[np.uint8]:
     """A random crop: place, scale, flips, brightness, contrast and tint vary.
 
@@ -88,6 +88,7 @@ def photograph_crop(
         rng: Source of all randomness.
         split: Whose regions to crop from.
         size: Side of the result in pixels.
+        photograph: Index into `PHOTOGRAPHS`; any if None.
 
     Returns:
         RGB pixels, (size, size, 3).
@@ -95,7 +96,8 @@ def photograph_crop(
     Raises:
         DataError: If the photographs are not installed.
     """
-    photograph = int(rng.integers(len(PHOTOGRAPHS)))
+    if photograph is None:
+        photograph = int(rng.integers(len(PHOTOGRAPHS)))
     x0, y0, x1, y1 = region_of(photograph, split)
     side = int(rng.integers(MIN_SIDE, min(x1 - x0, y1 - y0) + 1))
     left, top = int(rng.integers(x0, x1 - side + 1)), int(rng.integers(y0, y1 - side + 1))

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
 
 
-def read_yolo(yaml_path: Path, split: str, labels: Sequence[str]) -> Iterator[Sample]:
+def read_yolo(
+    yaml_path: Path,
+    split: str,
+    labels: Sequence[str] | None = None,
+    reader: ImageReader | None = None,
+) -> Iterator[Sample]:
     """Read one split of a data set that Ultralytics can train from.
 
     Each image `…/images/….jpg` has its boxes in `…/labels/….txt`, one row per object; no file
@@ -27,7 +32,8 @@ def read_yolo(yaml_path: Path, split: str, labels: Sequence[str]) -> Iterator[Sa
         yaml_path: File with `path`, `names` and the splits' folders, lists of folders, or text
             files of image paths.
         split: Key of the split in that file, such as ``train`` or ``val``.
-        labels: Class names that the domain asks for; others are left out.
+        labels: Class names that the domain asks for; others are left out. None for all.
+        reader: Opens the images; by default one that tolerates few broken files.
 
     Yields:
         One sample per image that decodes, in the order of paths; its id is the image's path below
@@ -41,10 +47,13 @@ def read_yolo(yaml_path: Path, split: str, labels: Sequence[str]) -> Iterator[Sa
     source = yaml_path.name
     content = _parsed(yaml_path)
     names = _names(source, content)
+    if labels is None:
+        labels = tuple(names.values())
     check_labels(source, names.values(), labels)
     root = yaml_path.parent / str(content.get("path") or "")
     images = _images(source, root, content, split)
-    reader = ImageReader(source, len(images))
+    reader = reader or ImageReader(source)
+    reader.total += len(images)
     for path in images:
         picture = reader.open(path)
         if picture is None:

@@ -1,0 +1,281 @@
+"""Every kind of source behind one door: from a few words of configuration to samples by split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from valora_data.errors import DataError
+from valora_data.schema import Sample, Split, Task
+from valora_data.sources.videos import FRAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from valora_data.sources.labelled import ImageReader
+
+READS: Mapping[str, frozenset[Task]] = {
+    "scenes": frozenset(Task),
+    "coco": frozenset({Task.DETECTION, Task.CAPTION}),
+    "yolo": frozenset({Task.DETECTION}),
+    "imagefolder": frozenset(Task) - {Task.VIDEO},
+    "videofolder": frozenset({Task.VIDEO, Task.VQA, Task.CAPTION, Task.COUNTING}),
+    "llava": frozenset(Task) - {Task.DETECTION},
+    "vqa": frozenset({Task.VQA}),
+    "refcoco": frozenset({Task.GROUNDING}),
+    "hub": frozenset(Task),
+}
+"""Kinds of sources, and for which tasks each has answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a domain's samples come from.
+
+    Attributes:
+        kind: Key of `READS`. `scenes` are the built-in domains; the others read people's files.
+        task: The domain's task.
+        labels: The domain's labels; empty where answers are language, or to take all.
+        name: The domain's name, for `scenes`.
+        path: File or folder; for `hub` a name on the hub, ``name:configuration`` or a folder.
+        images: Folder of the images, for `coco`, `llava`, `vqa` and `refcoco`; where the file
+            lies if None.
+        annotations: File of the annotations, for `vqa`.
+        columns: A column's name for a field of `records.NAMES`, where it differs.
+        frames: Frames to take of each video.
+        counts: Samples to draw for each split, for `scenes`.
+        seed: Seed of what is drawn.
+        reader: Opens images and counts broken ones; by default one that tolerates few.
+    """
+
+    kind: str
+    task: Task
+    labels: tuple[str, ...] = ()
+    name: str = ""
+    path: str | None = None
+    images: str | None = None
+    annotations: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    frames: int = FRAMES
+    counts: Mapping[str, int] = field(default_factory=dict)
+    seed: int = 0
+    reader: ImageReader | None = None
+
+
+T = TypeVar("T")
+Splits = dict[Split | None, "Callable[[], Iterator[Sample]]"]
+
+
+def open_source(source: Source) -> Splits:
+    """The splits that a source has, as streams that start when they are called.
+
+    Args:
+        source: What to read.
+
+    Returns:
+        A stream for each split; under None the samples of a set that comes in one piece, or the
+        rest of it where only some splits are named.
+
+    Raises:
+        DataError: If the kind is unknown or has no answers for the task, or a file is missing or
+            corrupt. The streams raise what their readers do.
+    """
+    if source.kind not in READS:
+        raise DataError(f"unknown kind of source {source.kind!r}: choose from {', '.join(READS)}")
+    if source.task not in READS[source.kind]:
+        kinds = [kind for kind, tasks in READS.items() if source.task in tasks]
+        raise DataError(
+            f"a source of kind {source.kind} has no answers for task {source.task}: choose from "
+            f"{', '.join(kinds)}"
+        )
+    if source.kind == "scenes":
+        return _scenes(source)
+    if source.path is None:
+        raise DataError(f"a source of kind {source.kind} needs a path: set source.path")
+    opener: Callable[[Source, str], Splits] = {
+        "coco": _coco,
+        "yolo": _yolo,
+        "imagefolder": _folder,
+        "videofolder": _folder,
+        "llava": _llava,
+        "vqa": _vqa,
+        "refcoco": _refcoco,
+        "hub": _hub,
+    }[source.kind]
+    return opener(source, source.path)
+
+
+def detect_kind(path: Path) -> str:
+    """The kind of source that a file or folder is.
+
+    Raises:
+        DataError: If it does not exist or is of no known kind.
+    """
+    if path.is_dir():
+        return _kind_of_folder(path)
+    if not path.is_file():
+        raise DataError(f"{path} does not exist: check the path")
+    if path.suffix in (".yaml", ".yml"):
+        return "yolo"
+    if path.suffix == ".jsonl":
+        return "llava"
+    if path.suffix == ".json":
+        from valora_data.sources.tables import load_json
+
+        content = load_json(path)
+        first = content[0] if isinstance(content, list) and content else {}
+        if isinstance(first, dict) and "conversations" in first:
+            return "llava"
+        if (isinstance(first, dict) and "sentences" in first) or "refs" in content:
+            return "refcoco"
+        if "questions" in content:
+            return "vqa"
+        if "images" in content:
+            return "coco"
+    raise DataError(
+        f"{path.name} is of no known kind: expected a folder, an Ultralytics YAML, or JSON of "
+        "COCO, LLaVA, VQA or RefCOCO"
+    )
+
+
+def _kind_of_folder(path: Path) -> str:
+    from valora_data.sources import videos, yolo
+
+    suffixes = {item.suffix.lower() for item in path.rglob("*") if item.is_file()}
+    if ".arrow" in suffixes or ".parquet" in suffixes:
+        return "hub"
+    if suffixes & (videos.SUFFIXES - {".gif"}):
+        return "videofolder"
+    if suffixes & yolo.SUFFIXES:
+        return "imagefolder"
+    raise DataError(f"folder {path} holds no images, videos or tables: check the path")
+
+
+def _images_of(source: Source, path: str) -> Path:
+    return Path(source.images) if source.images else Path(path).parent
+
+
+def _scenes(source: Source) -> Splits:
+    from valora_data.sources.builtin import builtin_samples
+
+    return {
+        split: partial(
+            builtin_samples, source.task, source.name, split, source.counts[split], source.seed
+        )
+        for split in Split
+        if source.counts.get(split)
+    }
+
+
+def _coco(source: Source, path: str) -> Splits:
+    from valora_data.sources.coco import read_coco, read_coco_captions
+
+    file, images = Path(path), _images_of(source, path)
+    if source.task is Task.CAPTION:
+        return {None: partial(read_coco_captions, file, images, source.reader)}
+    return {None: partial(read_coco, file, images, source.labels or None, source.reader)}
+
+
+def _yolo(source: Source, path: str) -> Splits:
+    from valora_data.sources.yolo import read_yolo, yolo_splits
+
+    return {
+        key: partial(read_yolo, Path(path), split, source.labels or None, source.reader)
+        for key, split in _with_rest({split: split for split in yolo_splits(Path(path))}).items()
+    }
+
+
+def _folder(source: Source, path: str) -> Splits:
+    from valora_data.sources.folders import folder_splits, read_folder
+
+    folders: dict[Split, Path] = folder_splits(Path(path))
+    frames = source.frames if source.kind == "videofolder" else None
+    places = _with_rest(folders) if folders else {None: Path(path)}
+    return {
+        split: partial(
+            read_folder,
+            folder,
+            source.task,
+            source.labels or None,
+            frames=frames,
+            columns=source.columns,
+            reader=source.reader,
+        )
+        for split, folder in places.items()
+    }
+
+
+def _with_rest(splits: Mapping[Split, T]) -> dict[Split | None, T]:
+    """The training split as the rest, of which missing splits are taken; others as they are."""
+    if all(split in splits for split in Split):
+        return dict(splits)
+    return {(None if split is Split.TRAIN else split): part for split, part in splits.items()}
+
+
+def _llava(source: Source, path: str) -> Splits:
+    from valora_data.sources.llava import read_llava
+
+    return {
+        None: partial(
+            read_llava,
+            Path(path),
+            _images_of(source, path),
+            source.task,
+            source.labels or None,
+            frames=source.frames,
+            reader=source.reader,
+        )
+    }
+
+
+def _vqa(source: Source, path: str) -> Splits:
+    from valora_data.sources.vqa import read_vqa
+
+    if source.annotations is None:
+        raise DataError(
+            f"{Path(path).name} holds questions without answers: set source.annotations to the "
+            "file of annotations"
+        )
+    return {
+        None: partial(
+            read_vqa,
+            Path(path),
+            Path(source.annotations),
+            _images_of(source, path),
+            source.labels or None,
+            source.reader,
+        )
+    }
+
+
+def _refcoco(source: Source, path: str) -> Splits:
+    from valora_data.sources.refcoco import read_refcoco, refcoco_splits
+
+    named = {split: split for split in refcoco_splits(Path(path))}
+    places: Mapping[Split | None, Split | None] = _with_rest(named) if named else {None: None}
+    return {
+        key: partial(read_refcoco, Path(path), _images_of(source, path), split, source.reader)
+        for key, split in places.items()
+    }
+
+
+def _hub(source: Source, path: str) -> Splits:
+    from valora_data.sources.hub import hub_splits, read_hub
+
+    named = hub_splits(path)
+    places: Mapping[Split | None, str | None] = _with_rest(named) if named else {None: None}
+    return {
+        split: partial(
+            read_hub,
+            path,
+            theirs,
+            source.task,
+            source.labels or None,
+            columns=source.columns,
+            frames=source.frames,
+            reader=source.reader,
+        )
+        for split, theirs in places.items()
+    }

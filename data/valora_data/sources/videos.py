@@ -1,0 +1,98 @@
+"""Frames of video files, decoded by PyAV (FFmpeg)."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+from valora_data.errors import DataError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from PIL import Image
+
+SUFFIXES = frozenset({".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"})
+FRAMES = 8
+"""Frames that are taken of a video unless something else is asked for."""
+
+
+def frame_places(total: int, count: int) -> list[int]:
+    """Which frames are taken: the middle one of each of `count` equal parts of the video.
+
+    Args:
+        total: Frames in the video.
+        count: Frames wanted; a video of fewer gives some of them more than once.
+
+    Returns:
+        `count` indices in rising order.
+    """
+    return [int((2 * part + 1) * total / (2 * count)) for part in range(count)]
+
+
+def read_frames(video: Path | bytes, count: int = FRAMES, name: str = "") -> list[Image.Image]:
+    """Frames of a video, sampled uniformly over its length (see `frame_places`).
+
+    Args:
+        video: A file, or the content of one.
+        count: Frames wanted.
+        name: What to call it in messages; the file's name by default.
+
+    Returns:
+        `count` RGB images, turned as a player shows them.
+
+    Raises:
+        DataError: If the file is missing or broken, or holds no frames, or PyAV is missing.
+    """
+    try:
+        import av
+    except ImportError as error:
+        raise DataError(
+            "PyAV, which decodes videos, is not installed: run pip install 'valora[train]'"
+        ) from error
+    if count < 1:
+        raise DataError(f"a video needs at least one frame, got {count}: raise source.frames")
+    name = name or getattr(video, "name", "video")
+    try:
+        total = _packets(av, video)
+        frames = _decode(av, video, frame_places(total, count)) if total else {}
+        if len(frames) < len(set(frame_places(total, count))) and frames:
+            # Some packets decode to no frame of their own; now their number is known.
+            total = 1 + max(_decode(av, video, None))
+            frames = _decode(av, video, frame_places(total, count))
+    except (av.error.FFmpegError, OSError) as error:
+        raise DataError(f"video {name} does not decode ({error}): repair or remove it") from error
+    if not frames:
+        raise DataError(f"video {name} has no frames: repair or remove it")
+    return [frames[place] for place in frame_places(total, count)]
+
+
+def _open(av: Any, video: Path | bytes) -> Any:
+    return av.open(BytesIO(video) if isinstance(video, bytes) else str(video))
+
+
+def _packets(av: Any, video: Path | bytes) -> int:
+    """How many frames the video should have, without decoding it."""
+    with _open(av, video) as container:
+        if not container.streams.video:
+            return 0
+        return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
+
+
+def _decode(av: Any, video: Path | bytes, places: list[int] | None) -> dict[int, Image.Image]:
+    """The frames at some places; at all, emptied, if None."""
+    frames: dict[int, Any] = {}
+    with _open(av, video) as container:
+        stream = container.streams.video[0]
+        stream.thread_type = "AUTO"
+        for place, frame in enumerate(container.decode(stream)):
+            if places is None:
+                frames[place] = None
+            elif place in places:
+                image = frame.to_image()
+                if frame.rotation:  # counter-clockwise, as Pillow turns
+                    image = image.rotate(frame.rotation, expand=True)
+                frames[place] = image.convert("RGB")
+                if place == places[-1]:
+                    break
+    return frames

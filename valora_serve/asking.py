@@ -105,8 +105,10 @@ def time_left(
 
 async def read_messages(
     messages: Sequence[Message], context: Context
-) -> tuple[list[dict[str, Any]], list[Image], list[list[Image]]]:
+) -> tuple[list[dict[str, Any]] | None, list[Image], list[list[Image]]]:
     """Turns as chat templates read them, and the images and videos that they name, in order.
+
+    Images without any text come without turns: then the domain's own prompt is put.
 
     Raises:
         ImageError: One of them may not be read, or there are too many.
@@ -140,13 +142,13 @@ async def read_messages(
                     parts.append({"type": "video"})
             turns.append({"role": role, "content": parts})
         check_text(chars, context)
-        check_media(len(images) + len(videos), context)
+        check_media(len(images) + len(videos), context, needed=not chars)
     except BaseException:
         for unread in (*images, *videos):
             unread.close()
         raise
     found = await gathered(*images, *videos)
-    return turns, found[: len(images)], found[len(images) :]
+    return turns if chars else None, found[: len(images)], found[len(images) :]
 
 
 async def gathered(*work: Coroutine[Any, Any, Any]) -> list[Any]:
@@ -174,12 +176,15 @@ def check_text(chars: int, context: Context) -> None:
         raise RequestError(f"The text has {chars} characters, more than {most}: send a shorter one")
 
 
-def check_media(count: int, context: Context) -> None:
-    """Refuse more images and videos than a request may have.
+def check_media(count: int, context: Context, *, needed: bool) -> None:
+    """Refuse more images and videos than a request may have, or none where there is no text.
 
     Raises:
-        ImageError: It has.
+        ImageError: There are too many.
+        RequestError: Nothing is asked.
     """
+    if needed and not count:
+        raise RequestError("messages hold no text and no image: ask something")
     most = context.settings.max_images
     if count > most:
         raise ImageError(f"The request has {count} images and videos, more than {most}: send fewer")

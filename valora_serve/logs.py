@@ -24,6 +24,11 @@ def accepted_id(sent: str | None) -> str:
     """The id that a client sent, if it is a sound one; else a new one."""
     if sent is not None and _SOUND_ID.fullmatch(sent):
         return sent
+    return new_id()
+
+
+def new_id() -> str:
+    """An id that nobody else has."""
     return secrets.token_hex(12)
 
 

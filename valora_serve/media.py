@@ -17,7 +17,6 @@ import os
 import re
 import socket
 import stat
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +35,14 @@ if TYPE_CHECKING:
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 REDIRECTS = 3
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.-]+=[\w.-]+)*);base64,", re.ASCII)
+_FETCH_FAILS = (
+    httpcore.NetworkError,
+    httpcore.TimeoutException,
+    httpcore.ProtocolError,
+    httpcore.UnsupportedProtocol,
+    OSError,
+    ValueError,
+)
 _REDIRECT = {301, 302, 303, 307, 308}
 
 
@@ -138,8 +145,7 @@ class MediaReader:
             self._check_url(url, what)
             try:
                 found = await self._get(url, most, what)
-            except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError,
-                    httpcore.UnsupportedProtocol, OSError, UnicodeError, ValueError) as error:  # fmt: skip
+            except _FETCH_FAILS as error:
                 raise ImageError(
                     f"The {what} cannot be fetched from {urlsplit(url).hostname}: "
                     f"{type(error).__name__}"
@@ -241,16 +247,9 @@ def decode_image(content: bytes, most_pixels: int) -> Image.Image:
         ImageError: It is none of the known formats, damaged, or too large.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-                width, height = image.size
-                if width * height > most_pixels:  # known from the header, before decoding
-                    raise ImageError(
-                        f"The image has {width} x {height} pixels, more than {most_pixels}: send a "
-                        "smaller one"
-                    )
-                return ImageOps.exif_transpose(image).convert("RGB")
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            _check_pixels("image", image.width * image.height, most_pixels)  # from the header
+            return ImageOps.exif_transpose(image).convert("RGB")
     except ImageError:
         raise
     except Image.DecompressionBombError as error:
@@ -280,15 +279,9 @@ def decode_video(
         raise ImageError("The video is none of MP4, MOV, WebM, Matroska and AVI")
     try:
         with av.open(io.BytesIO(content), format=container_format) as container:
-            if not container.streams.video:
-                raise ImageError("The video holds no pictures")
-            stream = container.streams.video[0]
+            stream = _video_stream(container)
             context = stream.codec_context
-            if context.width * context.height > most_pixels:
-                raise ImageError(
-                    f"The video has {context.width} x {context.height} pixels, more than "
-                    f"{most_pixels}: send a smaller one"
-                )
+            _check_pixels("video", context.width * context.height, most_pixels)
             context.options = {"max_pixels": str(most_pixels)}  # holds if a later frame is larger
             stream.thread_type = "NONE"
             return _sampled(container, most_pixels, most_seconds, count)
@@ -310,8 +303,7 @@ def _sampled(
     container.seek(0)
     picked: list[Image.Image] = []
     for number, frame in enumerate(container.decode(video=0)):
-        if frame.width * frame.height > most_pixels:
-            raise ImageError(f"A frame of the video has more than {most_pixels} pixels")
+        _check_pixels("video", frame.width * frame.height, most_pixels)
         if number in shown:  # several times if the video has fewer frames than are wanted
             picked += [frame.to_image().convert("RGB")] * shown.count(number)
         if number >= shown[-1]:
@@ -335,6 +327,17 @@ def _frame_times(container: Any, most_seconds: float) -> list[float]:
     if not times:
         raise ImageError("The video has no frames")
     return sorted(times)
+
+
+def _video_stream(container: Any) -> Any:
+    if not container.streams.video:
+        raise ImageError("The video holds no pictures")
+    return container.streams.video[0]
+
+
+def _check_pixels(what: str, pixels: int, most: int) -> None:
+    if pixels > most:
+        raise ImageError(f"The {what} has {pixels} pixels, more than {most}: send a smaller one")
 
 
 def _video_format(content: bytes) -> str | None:
@@ -373,8 +376,8 @@ def _from_folder(folder: Path | None, url: str, most: int, what: str) -> bytes:
     """A file below the folder, opened without following a link at any step."""
     if folder is None:
         raise ImageError(
-            f"The {what} is a file: URL, and this server reads no local files: send a data: URL, or "
-            "let the operator name media_folder"
+            f"The {what} is a file: URL, and this server reads no local files: send a data: URL, "
+            "or let the operator name media_folder"
         )
     outside = ImageError(f"The {what} is no file below the folder that this server may read")
     parts = urlsplit(url)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -74,7 +75,7 @@ class Metrics:
             "valora_http_requests_total", "HTTP requests.", ["path", "method", "status"], **make
         )
         self._http_seconds = Histogram(
-            "valora_http_request_duration_seconds", "HTTP requests, from the first byte to the last.",
+            "valora_http_request_duration_seconds", "HTTP requests, first byte to last.",
             ["path"], buckets=_LONG, **make,
         )  # fmt: skip
         self.registry.register(_EngineState(engine))
@@ -104,7 +105,7 @@ class Metrics:
                 self._whole.labels(name).observe(max(0.0, times.finished - times.arrival))
         if len(tokens_at) > 1:
             between = self._between.labels(name)
-            for before, after in zip(tokens_at, tokens_at[1:], strict=False):
+            for before, after in pairwise(tokens_at):
                 between.observe(after - before)
 
     def failed(self, code: str) -> None:

@@ -57,8 +57,11 @@ def add_options(parser: argparse.ArgumentParser, classes: Iterable[type]) -> Non
             kind, _ = kind_of(hints[item.name])
             default = _default(item)
             text = said.get(item.name, "").replace("%", "%%")
-            if default not in (None, (), {}):
+            if default not in (None, (), {}) and not dataclasses.is_dataclass(default):
                 text += f" (default: {_shown(default)})"
+            if dataclasses.is_dataclass(kind):
+                known = ", ".join(part.name for part in dataclasses.fields(kind))
+                text += f" (NAME is one of {known})"
             option = "--" + item.name.replace("_", "-")
             if kind is bool:
                 group.add_argument(
@@ -67,11 +70,11 @@ def add_options(parser: argparse.ArgumentParser, classes: Iterable[type]) -> Non
                 )  # fmt: skip
                 continue
             origin = typing.get_origin(kind)
-            many = origin in (tuple, list, dict)
+            pairs = origin is dict or dataclasses.is_dataclass(kind)
             group.add_argument(
                 option, dest=item.name, help=text, default=argparse.SUPPRESS,
-                action="append" if many else "store",
-                metavar="NAME=VALUE" if origin is dict else item.name.split("_")[-1].upper(),
+                action="append" if pairs or origin in (tuple, list) else "store",
+                metavar="NAME=VALUE" if pairs else item.name.split("_")[-1].upper(),
             )  # fmt: skip
 
 
@@ -152,6 +155,9 @@ def build(cls: type[T], values: Mapping[str, Any]) -> T:
         if item.name not in values:
             continue
         value = _parsed(item.name, values[item.name], hints[item.name])
+        if dataclasses.is_dataclass(inner := kind_of(hints[item.name])[0]) and value is not None:
+            made[item.name] = _nested(typing.cast("type", inner), item.name, value)
+            continue
         try:
             made[item.name] = TypeAdapter(hints[item.name]).validate_python(value)
         except ValidationError as error:
@@ -161,6 +167,14 @@ def build(cls: type[T], values: Mapping[str, Any]) -> T:
         return cls(**made)
     except ValueError as error:
         raise SettingsError(str(error)) from error
+
+
+def _nested(cls: type[T], name: str, value: Mapping[str, Any]) -> T:
+    known = {item.name: None for item in dataclasses.fields(typing.cast("Any", cls))}
+    for key in value:
+        if key not in known:
+            raise SettingsError(f"{name} has no {key}{_near(key, known)}")
+    return build(cls, value)
 
 
 def _parsed(name: str, value: Any, annotation: Any) -> Any:

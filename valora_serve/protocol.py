@@ -24,6 +24,7 @@ class PatientProtocol(HttpToolsProtocol):
         self._head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected: it has so long for a request's head."""
         super().connection_made(transport)
         sock = transport.get_extra_info("socket")
         if (
@@ -37,10 +38,12 @@ class PatientProtocol(HttpToolsProtocol):
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """It is gone."""
         self._head_arrived()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Something came; a head must not grow without end."""
         if self._head_timer is not None:
             self._head_bytes += len(data)
             if self._head_bytes > self.most_head_bytes and self._head_too_long(data):
@@ -49,11 +52,13 @@ class PatientProtocol(HttpToolsProtocol):
         super().data_received(data)
 
     def on_message_begin(self) -> None:
+        """The next request on the connection begins."""
         super().on_message_begin()
         if self._head_timer is None:
             self._expect_head()
 
     def on_headers_complete(self) -> None:
+        """The head is there."""
         self._head_arrived()
         super().on_headers_complete()
 

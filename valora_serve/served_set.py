@@ -1,4 +1,4 @@
-"""What is served besides the bundles of the command line; remembered, so that a restart restores it."""
+"""What is loaded at run time; remembered, so that a restart restores it."""
 
 from __future__ import annotations
 

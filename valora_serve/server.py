@@ -1,4 +1,4 @@
-"""The HTTP server: its parts put together, and its life from the first socket to the last answer."""
+"""The HTTP server: its parts put together, and its life from first socket to last answer."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from valora_serve.types import EngineClient
 
 DESCRIPTION = (
-    "OpenAI's chat and completions endpoints and a vision endpoint, over one large multimodal model "
-    "with many LoRA adapters and heads. `model` names a domain, an adapter or the base model."
+    "OpenAI's chat and completions endpoints and a vision endpoint, over one large multimodal "
+    "model with many LoRA adapters and heads. `model` names a domain, an adapter or the base model."
 )
 
 

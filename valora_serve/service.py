@@ -1,4 +1,4 @@
-"""Between HTTP and the engine: admission, deadlines, metrics and cancelling, once for all routes."""
+"""Between HTTP and the engine: admission, deadlines, metrics and cancelling, for all routes."""
 
 from __future__ import annotations
 

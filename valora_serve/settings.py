@@ -113,9 +113,12 @@ class ServerSettings:
         for name in ("rate", "deadline", "drain_seconds", "temperature"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must not be negative")
-        for domain, seconds in self.deadlines.items():
-            if not seconds > 0:
-                raise ValueError(f"deadlines names {seconds} s for {domain}: name more than 0")
+        if not all(seconds > 0 for seconds in self.deadlines.values()):
+            raise ValueError(f"deadlines is {self.deadlines}: every one must be more than 0 s")
+        self._check_choices()
+        self._check_access()
+
+    def _check_choices(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}: name one from 0 to 65535")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -124,6 +127,8 @@ class ServerSettings:
             raise ValueError(f"log_level is {self.log_level}: name debug, info, warning or error")
         if self.log_format not in {"text", "json"}:
             raise ValueError(f"log_format is {self.log_format}: name text or json")
+
+    def _check_access(self) -> None:
         if self.api_key is not None and len(self.api_key) < 16:
             raise ValueError("api_key is short enough to guess: use at least 16 characters")
         if self.allow_runtime_loading and not self.adapter_folder:

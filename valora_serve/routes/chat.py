@@ -26,7 +26,7 @@ from valora_serve.api_types import (
 )
 from valora_serve.envelope import until_disconnect
 from valora_serve.errors import RequestError
-from valora_serve.logs import request_id
+from valora_serve.logs import new_id
 from valora_serve.routes.common import answer, error_answers
 from valora_serve.routes.streams import EventStream
 from valora_serve.service import merged
@@ -64,7 +64,7 @@ def router(context: Context) -> APIRouter:
         )  # fmt: skip
         turns, images, videos = await asking.read_messages(body.messages, context)
         asked = types.Request(
-            id=f"chatcmpl-{request_id.get()}",
+            id=f"chatcmpl-{new_id()}",
             model=model.name,
             messages=turns,
             images=images,
@@ -79,7 +79,7 @@ def router(context: Context) -> APIRouter:
             for one in service.numbered(asked, body.n or 1)
         ]
         sizes = [image.size for image in images]
-        chat = _Chat(context, model, requests, sizes, dict(request.headers), body)
+        chat = _Chat(context, model, requests, sizes, dict(request.headers), body, asked.id)
         if body.stream:
             return EventStream(chat.events())
         return answer(await until_disconnect(request.receive, chat.whole()))
@@ -98,6 +98,7 @@ class _Chat:
         sizes: Sequence[tuple[int, int]],
         headers: dict[str, str],
         body: ChatRequest,
+        identity: str,
     ) -> None:
         self._service = context.service
         self._model = model
@@ -106,7 +107,7 @@ class _Chat:
         self._headers = headers
         self._logprobs = bool(body.logprobs)
         self._usage = body.stream_options is not None and body.stream_options.include_usage
-        self._id = f"chatcmpl-{request_id.get()}"
+        self._id = identity
         self._created = int(time.time())
 
     def _admitted(self) -> Any:

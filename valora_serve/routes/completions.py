@@ -19,7 +19,7 @@ from valora_serve.api_types import (
 )
 from valora_serve.envelope import until_disconnect
 from valora_serve.errors import RequestError
-from valora_serve.logs import request_id
+from valora_serve.logs import new_id
 from valora_serve.routes.common import answer, error_answers
 from valora_serve.routes.streams import EventStream
 from valora_serve.service import merged
@@ -55,7 +55,7 @@ def router(context: Context) -> APIRouter:
         limit = body.max_tokens or context.settings.answer_tokens
         params = asking.sampling(body, context, max_tokens=limit, logprobs=body.logprobs)
         deadline = asking.time_left(context, model, body.valora.deadline, since)
-        identity = f"cmpl-{request_id.get()}"
+        identity = f"cmpl-{new_id()}"
         prompts = _prompts(body.prompt, context)
         requests = [
             asking.constrained(one, context, as_json, schema)

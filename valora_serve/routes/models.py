@@ -54,7 +54,7 @@ def router(context: Context) -> APIRouter:
     async def models() -> ModelList:
         return ModelList(data=[card(model, engine.context) for model in engine.models()])
 
-    @routes.get("/v1/models/{model}", tags=["OpenAI"], summary="One of them")
+    @routes.get("/v1/models/{model:path}", tags=["OpenAI"], summary="One of them")
     async def one_model(model: str) -> ModelCard:
         return card(context.service.model(model), engine.context)
 

@@ -36,6 +36,7 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
         # A client that went away is told nothing.
         with contextlib.suppress(CancelledRequestError):
             await until_disconnect(receive, self._stream(send))

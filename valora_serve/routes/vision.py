@@ -16,7 +16,7 @@ from valora_serve.answers import detections, usage
 from valora_serve.api_types import VisionAnswer, VisionRequest, VisionResult
 from valora_serve.envelope import until_disconnect
 from valora_serve.errors import ContentTypeError, RequestError, UnknownModelError
-from valora_serve.logs import request_id
+from valora_serve.logs import new_id
 from valora_serve.routes.common import answer, error_answers
 from valora_serve.types import SamplingParams
 
@@ -177,22 +177,23 @@ def _requests(
 ) -> list[types.Request]:
     """One request to the engine an image, or one for the video."""
     fields = asked.fields
-    kind = "image" if asked.video is None else "video"
-    content: list[dict[str, Any]] = [{"type": kind}]
+    messages = None
     if fields.prompt is not None:
-        content.insert(0, {"type": "text", "text": fields.prompt})
+        kind = "image" if asked.video is None else "video"
+        content = [{"type": "text", "text": fields.prompt}, {"type": kind}]
+        messages = [{"role": "user", "content": content}]
     sampling = SamplingParams(
         max_tokens=fields.max_tokens or context.settings.answer_tokens,
         temperature=context.settings.temperature,
     )
     common: dict[str, Any] = {
         "model": model.name,
-        "messages": [{"role": "user", "content": content}],
+        "messages": messages,
         "min_score": fields.min_score,
         "sampling": sampling,
         "deadline": asking.time_left(context, model, fields.deadline, since),
     }
-    identity = f"vision-{request_id.get()}"
+    identity = f"vision-{new_id()}"
     if asked.video is not None:
         return [types.Request(id=identity, videos=[asked.video], **common)]
     return [
@@ -216,7 +217,7 @@ async def _answer(
     shown = asked.images if asked.video is None else asked.video[:1]
     last = lasts[-1]
     return VisionAnswer(
-        id=f"vision-{request_id.get()}",
+        id=requests[0].id.rpartition("-")[0] if asked.video is None else requests[0].id,
         created=int(time.time()),
         domain=model.name,
         task=model.task,

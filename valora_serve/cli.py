@@ -1,0 +1,202 @@
+"""Command ``valora-serve``: serve bundles, make keys, measure a running server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from valora_data.errors import ValoraError
+from valora_serve import options
+from valora_serve.engine_settings import EngineSettings
+from valora_serve.keys import ROLES, new_key
+from valora_serve.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from valora_serve.types import EngineClient
+
+_ABOUT = """\
+Serve bundles over HTTP: OpenAI's chat and completions endpoints, /v1/vision/DOMAIN, a web console
+at /. Options may also stand in a file (--config) and in environment variables (VALORA_PORT=8000);
+the command line goes first, then the environment, then the file."""
+_MORE = """\
+other commands:
+  valora-serve key NAME [--role admin] [--file FILE]   make an API key
+  valora-serve bench --help                            replay a trace against a running server"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of serving."""
+    made = argparse.ArgumentParser(
+        "valora-serve",
+        description=_ABOUT,
+        epilog=_MORE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    made.add_argument(
+        "bundles",
+        nargs="*",
+        metavar="BUNDLE",
+        default=[],
+        help="a bundle's folder, a folder of bundles, or models:/NAME/VERSION of MLflow's registry",
+    )
+    made.add_argument("--config", metavar="FILE", default=None, help="YAML or TOML file of options")
+    made.add_argument("--version", action="version", version=_version())
+    options.add_options(made, (ServerSettings, EngineSettings))
+    return made
+
+
+def _version() -> str:
+    import importlib.metadata
+
+    return f"valora-serve {importlib.metadata.version('valora')}"
+
+
+def read(arguments: Sequence[str]) -> tuple[list[str], ServerSettings, EngineSettings]:
+    """Bundles and settings from command line, environment and file.
+
+    Raises:
+        SettingsError: Something is unknown, or cannot be.
+    """
+    named = vars(parser().parse_args(list(arguments)))
+    config = named.pop("config")
+    bundles = named.pop("bundles")
+    values = options.gather((ServerSettings, EngineSettings), named, config, also=("bundles",))
+    others = values.pop("bundles", [])
+    if not bundles:
+        bundles = others.split(",") if isinstance(others, str) else [str(item) for item in others]
+    return (
+        bundles,
+        options.build(ServerSettings, values),
+        options.build(EngineSettings, values),
+    )
+
+
+def serve(bundles: Sequence[str], settings: ServerSettings, engine_settings: EngineSettings) -> int:
+    """Load, check, say what is served, and serve until told to stop."""
+    from valora_serve import logs
+
+    logs.set_up(settings.log_level, settings.log_format)
+    return asyncio.run(_serve(bundles, settings, engine_settings))
+
+
+async def _serve(
+    bundles: Sequence[str], settings: ServerSettings, engine_settings: EngineSettings
+) -> int:
+    from functools import partial
+
+    from rich.console import Console
+
+    from valora_serve import golden, startup
+    from valora_serve.keys import KeyRing
+    from valora_serve.served_set import ServedSet
+    from valora_serve.server import create_app, make_server
+
+    began = time.monotonic()
+    KeyRing.from_settings(settings)  # what is wrong with the settings is said before models load
+    state = Path(settings.state_file)
+    folders = startup.find_bundles(bundles, state.parent / "downloads")
+    engine = await make_engine(engine_settings)
+    try:
+        replay = partial(golden.replay, engine) if settings.golden else None
+        folder = Path(settings.adapter_folder) if settings.adapter_folder else None
+        served = ServedSet(engine, folder, state, replay)
+        found = await startup.load_all(engine, folders, served, replay=settings.golden)
+        server = make_server(create_app(engine, settings, served), settings)
+    except BaseException:
+        await engine.close()
+        raise
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.width = 160  # a log file has room for whole lines
+    console.print(startup.table(found))
+    for problem in found.left_out:
+        console.print(f"not served: {problem}", style="yellow", markup=False)
+    scheme = "https" if settings.tls_cert else "http"
+    console.print(
+        f"{found.examples} golden examples reproduced; ready after "
+        f"{time.monotonic() - began:.1f} s at {scheme}://{settings.host}:{settings.port}/ (API: /docs)",
+        markup=False,
+        highlight=False,
+    )
+    await server.serve()
+    return 0
+
+
+async def make_engine(settings: EngineSettings) -> EngineClient:
+    """The engine, running."""
+    from transformers.utils import logging
+
+    from valora_serve.async_engine import AsyncEngine
+    from valora_serve.engine import Engine
+
+    logging.disable_progress_bar()
+
+    def made() -> Engine:
+        engine = Engine(settings)
+        engine.warm_up()
+        return engine
+
+    return AsyncEngine(await asyncio.to_thread(made))
+
+
+def make_key(arguments: Sequence[str]) -> int:
+    """Command ``valora-serve key``."""
+    made = argparse.ArgumentParser(
+        "valora-serve key", description="Make an API key: the secret is shown once, a hash is kept."
+    )
+    made.add_argument("name", help="whose it is: letters, digits, - and _")
+    made.add_argument("--role", choices=ROLES, default="user", help="admins may load adapters")
+    made.add_argument("--file", type=Path, help="keys file to append it to; else it is printed")
+    found = made.parse_args(list(arguments))
+    if not found.name.replace("-", "").replace("_", "").isalnum() or not found.name.isascii():
+        made.error(f"name {found.name!r} may have letters, digits, - and _ only")
+    secret, line = new_key(found.name, found.role)
+    if found.file is None:
+        print(line)
+    else:
+        found.file.touch(mode=0o600)
+        with found.file.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    print(f"key (shown only now): {secret}", file=sys.stderr)
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    given: list[Any] = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if given[:1] == ["key"]:
+            return make_key(given[1:])
+        if given[:1] == ["bench"]:
+            from valora_serve import bench
+
+            return bench.main(given[1:])
+        return serve(*read(given))
+    except ValoraError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name not in {
+            "fastapi",
+            "uvicorn",
+            "pydantic",
+            "prometheus_client",
+            "rich",
+            "yaml",
+        }:
+            raise
+        print(f"error: {error.name} is missing: pip install 'valora[serve]'", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,8 +9,10 @@ with N requests in the system costs N·τ, and every choice is made on that scal
   than one twice as long, arrivals are collected: setting up costs C = N·(what one set-up saves), a
   request that waits costs 1 per second, so √(2λC) of them are taken at once, or when they have
   together waited for C. Where short chunks hide behind the reading of weights, prompts are cut.
-- **Who goes first.** The shortest remaining job; whose latency limit draws near goes before; who has
-  waited for `patience` goes first of all.
+- **Who stands still.** Few rows of other adapters slow all rows of the merged one down. While they
+  are too few to be worth it, they wait for each other, up to `stall` seconds.
+- **Who goes first.** The shortest remaining job; whose latency limit draws near goes before; who
+  has waited for `patience` goes first of all.
 - **How many.** With τ = a + b·rows, N equal requests end soonest on average in groups of √(a·N/b).
   When requests of one adapter alone fill such a group, they are one: merged, without a LoRA term.
 """
@@ -39,6 +41,7 @@ HORIZON = 64  # steps ahead that a choice of weights is taken to hold at most
 URGENT = 1.5  # a request is urgent when what is left of its limit is this many times its need
 RECONSIDER = 0.1  # seconds after which an unchanged queue is looked at again
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)
+LONE_SHARE = 0.7  # share of all requests from which on an adapter's may be a group of their own
 RATE_NEW = 0.1  # share of the newest gap between arrivals in their mean
 AT_ONCE = 1e-3  # seconds between arrivals that count as one
 
@@ -154,45 +157,56 @@ class Cost(_Policy):
         self._newest = -math.inf
         self._gap = self._burst = 1.0
         self._same = 0
+        self._stalled = False
         self._ranks: dict[str, int] = {}
         many, few = StepShape(prefill=2048), StepShape(prefill=1024)
         self._per_token = (cost_model.step(many) - cost_model.step(few)) / 1024
 
     def _plan(self, view: View, waiting: Sequence[RequestView]) -> _Plan:
         self._arrivals(waiting)
-        load, chunk = _Load(), view.limits.chunk
-        for request in view.running:
-            if request.prompt_left:
-                load.prefill(request, min(request.prompt_left, chunk))
-            else:
-                load.decode(request)
-        prefilling = load.coming
+        chunk = view.limits.chunk
+        load = self._load(view.running, chunk)
         ready, why = self._ready(view, waiting, load)
+        running, ready, until = self._stall(view, ready)
+        if until < FOREVER:
+            load, why = self._load(running, chunk), "others stand for now"
+        prefilling = load.coming
         room = view.limits.max_tokens - load.rows
         for request in ready:
             if load.prompt >= room:
                 break
             load.prefill(request, min(request.prompt_left, chunk))
         adapter, rank, note = self._weights(view, load)
-        budget, until = None, FOREVER
-        if load.prompt and not prefilling:
-            until = self._hold(view, load, adapter, rank, ready)
-        if until < FOREVER and until > view.now:
-            budget = 0
-            why = f"collecting prompts; {why}" if why else "collecting prompts"
-        elif load.prompt:
-            budget = self._chunk(load, adapter, rank, min(load.prompt, room))
-        if waiting and budget is None:
+        budget, held = None, view.now
+        if load.prompt:
+            if not prefilling:
+                held = self._hold(view, load, adapter, rank, ready)
+            if held > view.now:
+                budget, until = 0, min(until, held)
+                why = f"collecting prompts; {why}" if why else "collecting prompts"
+            else:
+                budget = self._chunk(load, adapter, rank, min(load.prompt, room))
+        elif waiting:
             until = min(until, view.now + RECONSIDER)
         return _Plan(
             Mode.UNMERGED if adapter is None else Mode.MIXTURE,
             adapter,
-            view.running,
+            running,
             ready,
             f"{note}; {why}" if why else note,
             until,
             budget=budget,
         )
+
+    @staticmethod
+    def _load(running: Sequence[RequestView], chunk: int) -> _Load:
+        load = _Load()
+        for request in running:
+            if request.prompt_left:
+                load.prefill(request, min(request.prompt_left, chunk))
+            else:
+                load.decode(request)
+        return load
 
     # -- who goes first, and how many ---------------------------------------------------------
 
@@ -264,7 +278,8 @@ class Cost(_Policy):
         if not able:
             return None
         count, adapter = max(able)
-        return adapter if count >= target else None
+        enough = max(target, LONE_SHARE * counts.total())
+        return adapter if count >= enough else None
 
     def _order(
         self, now: float, fixed: float, slope: float, target: float
@@ -288,6 +303,49 @@ class Cost(_Policy):
             return 1, need + request.output_left * per_row
 
         return key
+
+    def _stall(
+        self, view: View, ready: Sequence[RequestView]
+    ) -> tuple[Sequence[RequestView], Sequence[RequestView], float]:
+        """Let a few requests of other adapters stand still until there are more of them.
+
+        With n rows of the merged adapter, m others, and mixture steps longer by a share o, a step
+        without the others gains n·o and loses m. So it pays while m < n·o; more so if the others
+        then run together. They stand from half of that on, and go on when there are as many, or
+        when one of them has stood for `PolicySettings.stall`. Who has a latency limit never stands.
+
+        Returns:
+            Who may run, who may be taken in, and until when at most.
+        """
+        adapter, now, longest = view.merged, view.now, self.settings.stall
+        everyone = view.running, ready, FOREVER
+        own = [r for r in view.running if r.adapter == adapter and not r.prompt_left]
+        others = [r for r in view.running if r.adapter != adapter]
+        others += [r for r in ready if r.adapter != adapter]
+        stalled, self._stalled = self._stalled, False
+        n, m = len(own), len(others)
+        if adapter is None or not n or not m or any(r.limit or r.deadline for r in others):
+            return everyone
+        oldest = min(r.arrival if r.served is None else r.served for r in others)
+        joining = self._rate(now) * longest * m / (n + m)
+        if m > n or now - oldest >= longest or (joining < 1 and not stalled):
+            return everyone
+        load = _Load()
+        for request in own:
+            load.decode(request)
+        alone = self.cost.step(load.step(adapter, 0, 0))
+        for request in others:
+            load.decode(request)
+        mixed = self.cost.step(load.step(adapter, self._ranks.get(adapter, 64), 0))
+        worth = n * (mixed / alone - 1)
+        if m > (worth if stalled else worth / 2):
+            return everyone
+        self._stalled = True
+        return (
+            [r for r in view.running if r.adapter == adapter],
+            [r for r in ready if r.adapter == adapter],
+            oldest + longest,
+        )
 
     # -- the weights --------------------------------------------------------------------------
 

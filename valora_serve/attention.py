@@ -146,6 +146,7 @@ class Backend(Protocol):
         """A plan for CUDA graphs, or None if the library has no such thing."""
 
 
+@torch.compiler.disable
 def attend(
     module: torch.nn.Module,
     query: Tensor,

@@ -56,10 +56,12 @@ class LoraContext:
     Attributes:
         text: Rows of the language model.
         vision: For a number of rows of the tower or projector, theirs.
+        last: The group that computed last, whose outputs are kept.
     """
 
     text: LoraBatch | None = None
     vision: Callable[[int], LoraBatch | None] | None = None
+    last: LinearGroup | None = None
 
 
 class LinearGroup:
@@ -104,15 +106,27 @@ class LinearGroup:
             return self.weights[index]
         return self.weights[0].split(self.spec.out_features)[index]
 
+    @torch.compiler.disable
+    def compute(self, x: Tensor) -> Tensor:
+        """The first linear's output; the others' are kept until another group computes."""
+        if self._context.last is not None:
+            self._context.last.forget()
+        self._context.last = self
+        self._input, self._outputs = x, self._compute(x)
+        return self._outputs[0]
+
     def output(self, index: int, x: Tensor) -> Tensor:
         """What linear `index` says of x [..., inputs]: [..., outputs of that linear]."""
-        if index == 0 or self._input is not x:
-            self._outputs = self._compute(x)
-            self._input = x if len(self._outputs) > 1 else None
-        y = self._outputs[index]
-        if index == len(self._outputs) - 1:
-            self._input, self._outputs = None, ()
-        return y
+        if index == 0:
+            return self.compute(x)
+        # While torch compiles a layer, it cannot tell whether x is the same, but then it is.
+        if not torch.compiler.is_compiling() and self._input is not x:
+            self.compute(x)
+        return self._outputs[index]
+
+    def forget(self) -> None:
+        """Let the last outputs go."""
+        self._input, self._outputs = None, ()
 
     def _compute(self, x: Tensor) -> Sequence[Tensor]:
         if len(self.weights) == 1:

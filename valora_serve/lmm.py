@@ -420,6 +420,15 @@ class Lmm:
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
+    def compile_layers(self) -> None:
+        """Fuse what lies between products and attention: norms, rotations, activations, sums.
+
+        transformers' layers stay as they are; torch compiles them at their first use.
+        """
+        torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 64)
+        for layer in self._text.layers:
+            layer.compile(dynamic=True)
+
     @property
     def three_positions(self) -> bool:
         """Whether a token's position has three parts."""

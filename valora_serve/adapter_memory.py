@@ -171,6 +171,10 @@ class AdapterMemory:
 
         Returns:
             Whether it is there or on its way; False if there is no room for it now.
+
+        Raises:
+            AdapterError: It could not be read again; on a GPU `ready` and `poll` tell, as the file
+                is read in another thread.
         """
         entry = self._entries[key]
         if key in self.resident or key in self.loading:

@@ -64,42 +64,65 @@ class _Group:
 
 
 class _Load:
-    """What there is to compute, by adapter."""
+    """What there is to compute, in sum and by adapter; base-model rows bring no LoRA work."""
 
     def __init__(self) -> None:
         self.groups: dict[str | None, _Group] = {}
         self.rows = self.context = self.remaining = 0
         self.coming = self.prompt = self.images = 0
+        # Ranks summed over rows, over rows to come and over prompt tokens.
+        self._work = self._coming_work = self._prompt_work = 0
+        self._base = self._base_coming = self._base_prompt = 0
+        self._ranks = self._coming_ranks = 0
 
     def decode(self, request: RequestView) -> None:
         """Add a decoding row."""
-        adapter = request.adapter
-        group = self.groups.get(adapter)
+        rank = request.rank
+        group = self.groups.get(request.adapter)
         if group is None:
-            group = self.groups[adapter] = _Group(request.rank)
+            group = self.groups[request.adapter] = _Group(rank)
+        if not group.rows:
+            self._ranks += rank
         group.rows += 1
         self.rows += 1
         self.context += request.context
         self.remaining += request.output_left
+        self._work += rank
+        self._base += request.adapter is None
 
     def prefill(self, request: RequestView, tokens: int) -> None:
         """Add prompt tokens, and the row that comes of them."""
-        adapter = request.adapter
-        group = self.groups.get(adapter)
+        rank = request.rank
+        base = request.adapter is None
+        group = self.groups.get(request.adapter)
         if group is None:
-            group = self.groups[adapter] = _Group(request.rank)
+            group = self.groups[request.adapter] = _Group(rank)
+        if not group.rows and not group.coming:
+            self._coming_ranks += rank
         group.prompt += tokens
         group.coming += 1
         self.prompt += tokens
         self.coming += 1
         self.images += request.images
         self.remaining += request.output_left
+        self._coming_work += rank
+        self._prompt_work += rank * tokens
+        self._base_coming += base
+        self._base_prompt += tokens * base
 
     def step(self, adapter: str | None, rank: int, prompt: int) -> StepShape:
         """The step to come, with this much of the prompts, and this adapter in the weights."""
         share = prompt / self.prompt if self.prompt else 0.0
-        counts = {a: g.rows + g.prompt * share for a, g in self.groups.items()}
-        terms, work, ranks = self._lora(counts, adapter, rank)
+        group = self.groups.get(adapter)
+        terms, work, ranks = self._lora(
+            adapter,
+            rank,
+            self.rows + prompt,
+            self._base + self._base_prompt * share,
+            self._work + self._prompt_work * share,
+            self._ranks + (self._coming_ranks if prompt else 0),
+            0 if group is None else group.rows + group.prompt * share,
+        )
         return StepShape(
             decode=self.rows,
             prefill=prompt,
@@ -112,35 +135,44 @@ class _Load:
 
     def later(self, adapter: str | None, rank: int) -> StepShape:
         """The decode steps after it."""
-        counts: dict[str | None, float] = {a: g.rows + g.coming for a, g in self.groups.items()}
-        terms, work, ranks = self._lora(counts, adapter, rank)
+        group = self.groups.get(adapter)
+        rows = self.rows + self.coming
+        terms, work, ranks = self._lora(
+            adapter,
+            rank,
+            rows,
+            self._base + self._base_coming,
+            self._work + self._coming_work,
+            self._ranks + self._coming_ranks,
+            0 if group is None else group.rows + group.coming,
+        )
         return StepShape(
-            decode=self.rows + self.coming,
+            decode=rows,
             context=self.context + self.prompt,
             terms=terms,
             work=work,
             ranks=ranks,
         )
 
+    @staticmethod
     def _lora(
-        self, counts: dict[str | None, float], adapter: str | None, rank: int
+        adapter: str | None,
+        rank: int,
+        tokens: float,
+        base: float,
+        work: float,
+        ranks: int,
+        own: float,
     ) -> tuple[int, int, int]:
-        """Terms, ranks over terms and ranks over adapters."""
-        terms = work = foreign = 0.0
-        ranks = 0
-        for other, count in counts.items():
-            if other == adapter or not count:
-                continue
-            foreign += count
-            if other is not None:
-                own = self.groups[other].rank
-                terms += count
-                work += count * own
-                ranks += own
-        if adapter is not None and foreign:
-            terms += foreign
-            work += foreign * rank
-            ranks += rank
+        """Terms, ranks over terms and over adapters, with `own` of the tokens the adapter's."""
+        terms = tokens - base
+        if adapter is not None:
+            foreign = tokens - own
+            if foreign < 0.5:
+                return 0, 0, 0
+            terms += foreign - own
+            work += (foreign - own) * rank
+            ranks += 0 if own else rank
         return math.ceil(terms), math.ceil(work), ranks
 
 

@@ -174,7 +174,7 @@ class PolicySettings:
         limits: Latency limit in seconds by domain; a request's own limit goes first.
     """
 
-    theta: float = 0.1
+    theta: float = 0.03
     stall: float = 1.0
     patience: float = 20.0
     hysteresis: float = 0.1

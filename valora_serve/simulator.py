@@ -155,6 +155,9 @@ class _Run:
         self.loading: dict[str, float] = {}
         self.users: dict[str, int] = {}  # running requests by adapter
         self.kv_pages = 0
+        self.user_pages = 0  # of adapters of running requests
+        self.resident_pages = 0  # of adapters on the device
+        self.loading_pages = 0  # of adapters on their way there
         self.load_ends = 0.0
         self.mode, self.merged = Mode.UNMERGED, None
         self.merged: str | None
@@ -220,17 +223,19 @@ class _Run:
                 del self.loading[adapter]
                 self.resident.add(adapter)
                 self.recent[adapter] = None
+                self.loading_pages -= self.adapter_pages[adapter]
+                self.resident_pages += self.adapter_pages[adapter]
 
     def _pinned(self) -> int:
         """Pages that cannot be freed right away."""
-        pages = self.kv_pages
-        for adapter in self.users:
-            pages += self.adapter_pages[adapter]
-        for adapter in self.loading:
-            pages += self.adapter_pages[adapter]
+        pages = self.kv_pages + self.user_pages + self.loading_pages
         if self.merged is not None and self.merged not in self.users:
             pages += self.adapter_pages[self.merged]
         return pages
+
+    def _free(self) -> int:
+        """Pages that hold nothing."""
+        return self.s.pages - self.kv_pages - self.resident_pages - self.loading_pages
 
     def _view(self) -> View:
         s = self.s
@@ -288,6 +293,7 @@ class _Run:
             self.users[adapter] -= 1
             if not self.users[adapter]:
                 del self.users[adapter]
+                self.user_pages -= self.adapter_pages[adapter]
                 self.recent.move_to_end(adapter)
 
     def _preempt(self, view: RequestView) -> None:
@@ -309,14 +315,12 @@ class _Run:
         start = max(self.now, self.load_ends)
         self.load_ends = start + self.cost.load(self.ranks[adapter])
         self.loading[adapter] = self.load_ends
+        self.loading_pages += self.adapter_pages[adapter]
         self.loads += 1
 
     def _make_room(self, pages: int) -> bool:
         """Evict idle adapters until so many pages are free."""
-        held = self._pinned() + sum(
-            self.adapter_pages[a] for a in self.resident if a not in self.users and a != self.merged
-        )
-        free = self.s.pages - held
+        free = self._free()
         if free >= pages:
             return True
         idle = [a for a in self.recent if a not in self.users and a != self.merged]
@@ -326,6 +330,7 @@ class _Run:
                 break
             self.resident.discard(adapter)
             del self.recent[adapter]
+            self.resident_pages -= self.adapter_pages[adapter]
             free += self.adapter_pages[adapter]
         return free >= pages
 
@@ -391,15 +396,7 @@ class _Run:
             )
             times = min(times, max(1, math.ceil(k - 1e-9)))
         # Rows take a page every `page_tokens` steps; all of that must be free without eviction.
-        free = (
-            self.s.pages
-            - self._pinned()
-            - sum(
-                self.adapter_pages[a]
-                for a in self.resident
-                if a not in self.users and a != self.merged
-            )
-        )
+        free = self._free()
         times = max(1, min(times, (free // max(1, rows)) * self.s.page_tokens))
         return times, times * seconds + growth * times * (times - 1) / 2
 
@@ -433,7 +430,10 @@ class _Run:
         if adapter is not None:
             if adapter not in self.resident:
                 raise SimulationError(f"The policy runs {adapter}, which is not resident.")
-            self.users[adapter] = self.users.get(adapter, 0) + 1
+            users = self.users.get(adapter, 0)
+            if not users:
+                self.user_pages += self.adapter_pages[adapter]
+            self.users[adapter] = users + 1
             self.recent.move_to_end(adapter)
         view.running = True
         self.running.append(view)

@@ -10,6 +10,7 @@ from PIL import Image
 
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Sample, Split
+from valora_data.sources.drawing import Layer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,6 +50,31 @@ def digit_samples(split: Split, count: int, seed: int = 0) -> Iterator[Sample]:
         yield Sample(f"digits/{place:04d}", image.convert("RGB"), answer)
 
 
+def digit_layer(
+    rng: np.random.Generator, split: Split, length: float, colour: tuple[int, int, int]
+) -> tuple[Layer, str]:
+    """A digit of a split as a thing to put on a picture.
+
+    Args:
+        rng: Chooses the digit.
+        split: Which part of the images.
+        length: Height and width in pixels.
+        colour: Of the strokes.
+
+    Returns:
+        The layer, whose coverage is the ink, and the digit.
+    """
+    pixels, digits = _digits()
+    places = _places(split)
+    place = int(places[int(rng.integers(len(places)))])
+    side = max(8, round(length))
+    ink = Image.fromarray(pixels[place]).resize((side, side), Image.Resampling.BICUBIC)
+    cover = np.asarray(ink, dtype=np.float32)[..., None] / 255
+    sheet = np.broadcast_to(np.float32(colour), (side, side, 3))
+    return Layer(np.concatenate([sheet, cover], axis=-1)), LABELS[digits[place]]
+
+
+@cache
 def _places(split: Split) -> npt.NDArray[np.int64]:
     """Indices of a split: a fixed random part of all."""
     total = len(_digits()[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import cos, pi, radians, sin
 from typing import TYPE_CHECKING
 
@@ -113,13 +114,8 @@ class Pen:
         self._draw = ImageDraw.Draw(self._image)
 
     def _place(self, points: Sequence[Point]) -> list[Point]:
-        return [
-            (
-                u * self._x[0] + v * self._y[0] - self._left,
-                u * self._x[1] + v * self._y[1] - self._top,
-            )
-            for u, v in points
-        ]
+        (a, b), (c, d), left, top = self._x, self._y, self._left, self._top
+        return [(u * a + v * c - left, u * b + v * d - top) for u, v in points]
 
     def polygon(self, points: Sequence[Point], fill: Colour) -> None:
         """A filled polygon."""
@@ -196,11 +192,16 @@ def arc(
     x: float, y: float, rx: float, ry: float, *, start: float = 0.0, end: float = 2 * pi
 ) -> list[Point]:
     """Points of an ellipse's outline between two angles (radians, clockwise from the right)."""
+    return [(x + rx * u, y + ry * v) for u, v in _unit_arc(start, end)]
+
+
+@cache
+def _unit_arc(start: float, end: float) -> tuple[Point, ...]:
     whole = end - start >= 2 * pi
     count = CURVE_POINTS if whole else CURVE_POINTS // 2
     steps = count if whole else count - 1
     angles = (start + (end - start) * i / steps for i in range(count))
-    return [(x + rx * cos(a), y + ry * sin(a)) for a in angles]
+    return tuple((cos(a), sin(a)) for a in angles)
 
 
 def blob(rng: np.random.Generator, x: float, y: float, rx: float, ry: float) -> list[Point]:

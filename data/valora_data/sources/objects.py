@@ -122,7 +122,8 @@ INNER_TRIANGLE = ((0.5, 0.25), (0.82, 0.84), (0.18, 0.84))
 
 
 SIGNS = (
-    "prohibition", "no entry", "stop", "warning", "give way", "mandatory", "priority", "information",
+    "prohibition", "no entry", "stop", "warning", "give way", "mandatory", "priority",
+    "information",
 )  # fmt: skip
 """Kinds of road signs, by number."""
 
@@ -135,9 +136,9 @@ def traffic_sign(
     Args:
         rng: Source of all randomness.
         kind: Index into `SIGNS`; any if None.
-        size: Height in pixels; any of small signs if None.
+        size: Height in pixels; any of small signs if None, and then often on a pole.
     """
-    pen, behind = sign_sheets(rng, size)
+    pen, behind = sign_sheets(rng) if size is None else sign_sheets(rng, size, 0.1)
     red, blue, yellow = varied(rng, RED), varied(rng, BLUE), varied(rng, YELLOW)
     kind = int(rng.integers(8)) if kind is None else kind
     if kind == 0:  # prohibition or speed limit
@@ -172,7 +173,7 @@ def traffic_sign(
         pen.rectangle(0.04, 0.04, 0.96, 0.96, WHITE)
         pen.rectangle(0.09, 0.09, 0.91, 0.91, blue)
         _symbol(rng, pen, WHITE, 0.25)
-    mounted = rng.random() < 0.6
+    mounted = size is None and rng.random() < 0.6
     if mounted:
         pole(rng, behind)
     return Drawing(pen.layer(), behind.layer() if mounted else None)

@@ -81,11 +81,13 @@ def bumper(rng: np.random.Generator, pen: Pen) -> None:
         pen.rectangle(side, -0.35, side + 0.2, 0.25, varied(rng, (200, 60, 50), 30))
 
 
-def sign_sheets(rng: np.random.Generator, size: float | None = None) -> tuple[Pen, Pen]:
+def sign_sheets(
+    rng: np.random.Generator, size: float | None = None, margin: float = 1.2
+) -> tuple[Pen, Pen]:
     """Pens for a sign, of a size in pixels if that is given, and the pole behind it."""
     size = rng.uniform(16, 38) if size is None else size
     pose = Pose(turn=float(rng.normal(0, 5)), rise=float(rng.normal(0, 0.05)))
-    return sheets(size * rng.uniform(0.72, 1.0), size, pose, margin=1.2)
+    return sheets(size * rng.uniform(0.72, 1.0), size, pose, margin)
 
 
 def pole(rng: np.random.Generator, pen: Pen) -> None:

@@ -117,27 +117,25 @@ def detect_kind(path: Path) -> str:
         return _kind_of_folder(path)
     if not path.is_file():
         raise DataError(f"{path} does not exist: check the path")
-    if path.suffix in (".yaml", ".yml"):
-        return "yolo"
-    if path.suffix == ".jsonl":
-        return "llava"
-    if path.suffix == ".json":
-        from valora_data.sources.tables import load_json
-
-        content = load_json(path)
-        first = content[0] if isinstance(content, list) and content else {}
-        if isinstance(first, dict) and "conversations" in first:
-            return "llava"
-        if (isinstance(first, dict) and "sentences" in first) or "refs" in content:
-            return "refcoco"
-        if "questions" in content:
-            return "vqa"
-        if "images" in content:
-            return "coco"
+    by_suffix = {".yaml": "yolo", ".yml": "yolo", ".jsonl": "llava"}
+    kind = by_suffix.get(path.suffix) or (_kind_of_json(path) if path.suffix == ".json" else None)
+    if kind is not None:
+        return kind
     raise DataError(
         f"{path.name} is of no known kind: expected a folder, an Ultralytics YAML, or JSON of "
         "COCO, LLaVA, VQA or RefCOCO"
     )
+
+
+def _kind_of_json(path: Path) -> str | None:
+    """By the keys that a kind alone has."""
+    from valora_data.sources.tables import load_json
+
+    content = load_json(path)
+    first = content[0] if isinstance(content, list) and content else content
+    marks = {"conversations": "llava", "sentences": "refcoco", "refs": "refcoco",
+             "questions": "vqa", "images": "coco"}  # fmt: skip
+    return next((kind for key, kind in marks.items() if key in first), None)
 
 
 def _kind_of_folder(path: Path) -> str:

@@ -214,6 +214,15 @@ class CostModel:
         """Seconds to copy an adapter of this rank from the host."""
         return self.load_[0] + self.load_[1] * rank
 
+    def with_lora(self, factor: float) -> CostModel:
+        """The same machine if LoRA terms cost so many times as much, to see what hangs on it."""
+        lora = DECODE_TERMS.index("lora"), PREFILL_TERMS.index("lora")
+        decode, prefill = (
+            (*c[:i], *(value * factor for value in c[i:]))
+            for c, i in zip((self.decode, self.prefill), lora, strict=True)
+        )
+        return replace(self, decode=decode, prefill=prefill)
+
     def fit(
         self,
         points: Sequence[tuple[StepShape, float]],

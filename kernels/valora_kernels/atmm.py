@@ -215,7 +215,7 @@ def launch(
     if not tiles:
         return
     _kernels().rows_kernel[(tiles * len(ys) * tiling.parts,)](
-        *_outputs(ys),
+        *outputs_of(ys),
         x,
         x.stride(0) // ALIGNMENT,
         weights.a,
@@ -240,9 +240,23 @@ def launch(
 
 
 def shrink(
-    tiling: Tiling, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch, *, by_row: bool = False
+    tiling: Tiling,
+    x: torch.Tensor,
+    weights: LoraWeights,
+    batch: LoraBatch,
+    *,
+    by_row: bool = False,
+    beside: bool = False,
 ) -> tuple[torch.Tensor, int]:
     """Compute h = coefficient · scaling · x Aᵀ, the first of the two steps.
+
+    Args:
+        tiling: How.
+        x: As in `atmm`.
+        weights: As in `atmm`.
+        batch: As in `atmm`.
+        by_row: Leave h in the order of the rows.
+        beside: The launch before was `base_kernel` on the same x, and goes on meanwhile.
 
     Returns:
         h and the number of parts that it consists of: one part is [P, terms, places or rows, ranks]
@@ -283,6 +297,7 @@ def shrink(
             GATHER=gather,
             CHUNK=_chunk(splits, tiling.rows * block, tiling.warps),
             BY_ROW=by_row,
+            BESIDE=beside,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
             **_common(tiling, x, weights, batch),
@@ -308,7 +323,7 @@ def expand(
     block = min(padded_ranks(weights), EXPAND_RANKS)
     groups = sum(-(-y.shape[1] // (tiling.outputs * tiling.loop)) for y in ys)
     _kernels().expand_kernel[(tiles * groups,)](
-        *_outputs(ys),
+        *outputs_of(ys),
         weights.b,
         weights.b_table,
         table.records,
@@ -352,7 +367,7 @@ def _sizes(table: DeviceTiles, tensor: torch.Tensor, weights: LoraWeights) -> tu
     return max(table.capacity * table.block, tensor.shape[0]), weights.slots, weights.max_rank
 
 
-def _outputs(ys: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+def outputs_of(ys: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """Three tensors with their row strides and widths; with fewer projections the first again."""
     three = [*ys, ys[0], ys[0]][:3]
     strides = [y.stride(0) // ALIGNMENT for y in three]

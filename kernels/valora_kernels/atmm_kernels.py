@@ -195,12 +195,14 @@ def shrink_kernel(
     P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
     K_SPLIT: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr, EVEN_K: tl.constexpr,
     PAGED: tl.constexpr, GATHER: tl.constexpr, CHUNK: tl.constexpr, BY_ROW: tl.constexpr,
-    PDL: tl.constexpr, PRECISION: tl.constexpr,
+    BESIDE: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles × P × TERMS × rank blocks × SPLITS, the last fastest.
 
     With BY_ROW h lies in the order of the rows, and the next kernel may start only when all that
-    came before this one is done: it reads x, too.
+    came before this one is done: it reads x, too. With BESIDE the kernel before is `base_kernel`,
+    which lets this one start once x is ready: nobody waits for it but the last program, so that
+    the end of this grid still implies the end of that one.
     """
     if PDL:
         if BY_ROW:
@@ -216,8 +218,11 @@ def shrink_kernel(
         places, slots, max_rank, k8 * 8,
         item // (P * TERMS), item // TERMS % P, item % TERMS, rank_block, split,
         P, TERMS, BM, BR, BK, K_SPLIT, SPLITS, RANKS, EVEN_K, PAGED, GATHER, CHUNK, BY_ROW,
-        PDL, PRECISION,
+        PDL and not BESIDE, PRECISION,
     )  # fmt: skip
+    if PDL and BESIDE:
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            gdc_wait()
 
 
 @triton.jit(do_not_specialize=["places", "slots", "max_rank", "groups"])

@@ -16,31 +16,38 @@ if TYPE_CHECKING:
     from valora_kernels.metadata import LoraBatch
     from valora_kernels.weights import LoraWeights
 
-FEW_ROWS = 64
-"""Up to here one program holds all rows of a column block; W is read once."""
-
-MANY_ROWS = 1024
-"""From here on the persistent kernel keeps up with the vendor's library."""
-
-
 @dataclass(frozen=True, slots=True)
 class ProjectTiling:
-    """Tile of a projection kernel: rows × outputs × inputs, warps, loads in flight."""
+    """How a projection is computed.
+
+    Attributes:
+        rows: Rows a tile.
+        outputs: Output columns a tile.
+        inputs: Input columns a step.
+        warps: Warps a program.
+        stages: Steps whose loads are in flight.
+        fold: Expand within the base product's sum; otherwise shrink beside it and expand after it.
+        ahead: Steps of W that are fetched before x is ready.
+        halves: Store the two halves of a tile apart (`fold` only).
+    """
 
     rows: int
     outputs: int
     inputs: int
     warps: int
     stages: int
+    fold: bool = False
+    ahead: int = 2
     halves: bool = False
 
 
-def few_rows_tiling(rows: int) -> ProjectTiling:
-    """Fast on an H200: many loads of W in flight, few columns a program."""
-    return ProjectTiling(max(16, 1 << (rows - 1).bit_length()), 32, 128, 4, 6)
-
-
-MANY_ROWS_TILING = ProjectTiling(128, 256, 64, 8, 3)
+def project_tiling(rows: int, outputs: int) -> ProjectTiling | None:
+    """What is fast on an H200; None where the library's product and LoRA after it are faster."""
+    if rows <= 64 and outputs >= 3072:
+        return ProjectTiling(max(16, 1 << (rows - 1).bit_length()), 32, 128, 4, 6)
+    if rows >= 1024:
+        return ProjectTiling(128, 256, 64, 8, 3, fold=True)
+    return None
 
 
 def add_projection(
@@ -62,7 +69,7 @@ def add_projection(
         weights: A and B of every adapter.
         batch: Which rows have which adapters.
         biases: [P] biases [out_features[p]] or None; none by default.
-        tiling: Of the folding kernels, wherever x is; by default what suits the number of rows.
+        tiling: With the kernels, wherever x is; by default what suits the number of rows.
 
     Raises:
         ValueError: As `atmm`; also base weights or biases that do not fit.
@@ -70,16 +77,16 @@ def add_projection(
     operator.check(ys, x, weights, batch)
     biases = biases or [None] * len(bases)
     _check_bases(ys, x, bases, biases)
-    if tiling is not None and batch.terms > 1:
+    if tiling is not None and tiling.fold and batch.terms > 1:
         raise ValueError(f"batch: folding expected one term a row, got {batch.terms}")
     rows = x.shape[0]
-    if tiling is None and operator.use_triton(x) and _foldable(x, ys, bases, weights, batch):
-        if rows <= FEW_ROWS:
-            tiling = few_rows_tiling(rows)
-        elif rows >= MANY_ROWS:
-            tiling = MANY_ROWS_TILING
+    if tiling is None and operator.use_triton(x) and _aligned(x, ys, bases):
+        tiling = project_tiling(rows, sum(weights.out_features))
+        if tiling and tiling.fold and (batch.terms > 1 or weights.max_rank > 128):
+            tiling = None
     if tiling is not None and rows:
-        _fold(ys, x, bases, biases, weights, batch, tiling)
+        run = _fold if tiling.fold else _beside
+        run(ys, x, bases, biases, weights, batch, tiling)
         return
     for y, base, bias in zip(ys, bases, biases, strict=True):
         if bias is None:
@@ -111,19 +118,14 @@ def _check_bases(
                 )
 
 
-def _foldable(
-    x: torch.Tensor,
-    ys: Sequence[torch.Tensor],
-    bases: Sequence[torch.Tensor],
-    weights: LoraWeights,
-    batch: LoraBatch,
+def _aligned(
+    x: torch.Tensor, ys: Sequence[torch.Tensor], bases: Sequence[torch.Tensor]
 ) -> bool:
-    """Folding serves one term a row, ranks up to 128 and tensors with aligned, dense rows."""
-    aligned = all(
+    """The kernels serve 16-bit tensors with aligned, dense rows, and W's of one row stride."""
+    return x.dtype != torch.float32 and all(
         t.stride(1) == 1 and t.stride(0) % operator.ALIGNMENT == 0 and t.data_ptr() % 16 == 0
         for t in (x, *ys, *bases)
-    )
-    return aligned and batch.terms == 1 and weights.max_rank <= 128 and x.dtype != torch.float32
+    ) and len({base.stride(0) for base in bases}) == 1
 
 
 def shrink_tiling(choice: Tiling, in_features: int) -> Tiling:
@@ -135,6 +137,53 @@ def shrink_tiling(choice: Tiling, in_features: int) -> Tiling:
     return replace(choice, gather=True)
 
 
+def _beside(
+    ys: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    bases: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    weights: LoraWeights,
+    batch: LoraBatch,
+    tiling: ProjectTiling,
+) -> None:
+    """The shrink starts beside the base product and mostly hides in it; the expansion follows."""
+    from valora_kernels import project_kernels as k
+
+    down = -(-x.shape[0] // tiling.rows)
+    across = sum(-(-n // tiling.outputs) for n in weights.out_features)
+    step = operator.ALIGNMENT * x.element_size()
+    begins = [(base.data_ptr() - bases[0].data_ptr()) // step for base in (*bases, *bases[:1] * 2)]
+    pdl = operator.has_dependent_launch(x.device)
+    k.base_kernel[(down * across,)](
+        *operator.outputs_of(ys),
+        x,
+        x.stride(0) // operator.ALIGNMENT,
+        bases[0],
+        bases[0].stride(0) // operator.ALIGNMENT,
+        *begins[1:3],
+        *[*biases, None, None][:3],
+        x.shape[0],
+        down,
+        weights.in_features // operator.ALIGNMENT,
+        P=len(ys),
+        BM=tiling.rows,
+        BN=tiling.outputs,
+        BK=tiling.inputs,
+        EVEN_K=weights.in_features % tiling.inputs == 0,
+        STAGES=tiling.stages,
+        AHEAD=tiling.ahead,
+        PDL=pdl,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    chosen = shrink_tiling(operator.choice_of(weights, batch, x.device), weights.in_features)
+    if operator.tiles_to_launch(batch.tiles(chosen.rows), batch, x):
+        h, parts = operator.shrink(chosen, x, weights, batch, beside=True)
+        operator.expand(chosen, ys, h, parts, weights, batch)
+
+
 def _fold(
     ys: Sequence[torch.Tensor],
     x: torch.Tensor,
@@ -144,6 +193,8 @@ def _fold(
     batch: LoraBatch,
     tiling: ProjectTiling,
 ) -> None:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     from valora_kernels import project_kernels as k
 
     rows = x.shape[0]
@@ -175,32 +226,6 @@ def _fold(
         n = weights.out_features[p]
         before = sum(weights.out_features[:p]) // operator.ALIGNMENT
         last = (n // operator.ALIGNMENT, width // operator.ALIGNMENT)
-        if rows <= tiling.rows:
-            k.few_rows_kernel[(-(-n // tiling.outputs),)](
-                y,
-                y.stride(0) // operator.ALIGNMENT,
-                x,
-                x.stride(0) // operator.ALIGNMENT,
-                base,
-                base.stride(0) // operator.ALIGNMENT,
-                bias,
-                h,
-                weights.b,
-                weights.b_table,
-                *lists,
-                p,
-                before,
-                *sizes,
-                rows,
-                *last,
-                EVEN_K=width % tiling.inputs == 0,
-                STAGES=tiling.stages,
-                TOGETHER=max(1, 256 // operator.padded_ranks(weights)),
-                **common,
-            )
-            continue
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
         programs = _processors(x.device)
         store = tiling.outputs // 2 if tiling.halves else tiling.outputs
         k.many_rows_kernel[(programs,)](

@@ -1,7 +1,8 @@
-"""Triton kernels of a whole projection: y = x·Wᵀ + h·Bᵀ in one pass over y.
+"""Triton kernels of a whole projection, y = x·Wᵀ + LoRA.
 
-The expansion is a few more steps of the base product's sum, so y is neither read again nor rounded
-twice. h comes from `shrink_kernel` with `BY_ROW`.
+- `base_kernel` computes x·Wᵀ; the shrink runs beside it, the expansion after it.
+- `many_rows_kernel` folds the expansion in: y = x·Wᵀ + h·Bᵀ is a few more steps of the product's
+  sum, so y is neither read again nor rounded twice. h comes from a shrink with `BY_ROW`.
 """
 
 # Triton's functions have no types that a checker could use.
@@ -12,16 +13,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from valora_kernels.atmm_kernels import _row_starts
+from valora_kernels.atmm_kernels import _output, _row_starts
 
 
 @triton.jit
-def _start(bias, n, inside, BM: tl.constexpr, BN: tl.constexpr):
-    """Where the sum of a tile starts: at the bias, or at zero."""
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
-    if bias is not None:
-        acc += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
-    return acc
+def _add_bias(acc, bias, n, inside):
+    """Acc + bias in every row."""
+    return acc + tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -49,52 +47,6 @@ def _add_adapters(
 
 
 @triton.jit
-def _rows_of_b(
-    b_table, lists, i, r, count, slots, max_rank, width, base, projection,
-    TOGETHER: tl.constexpr, PAGED: tl.constexpr,
-):  # fmt: skip
-    """From list place i on: adapters [TOGETHER], their ranks, first elements of their Bᵀ rows."""
-    j = i + tl.arange(0, TOGETHER)
-    adapter = tl.load(lists + j * 2, mask=j < count, other=-1)
-    rank = tl.load(lists + j * 2 + 1, mask=j < count, other=0)
-    if PAGED:
-        slot = (projection * slots + adapter)[:, None].to(tl.int64) * max_rank
-        real = r[None, :] < rank[:, None]
-        starts = tl.multiple_of(tl.load(b_table + slot + r[None, :], mask=real, other=0), [8, 8])
-    else:
-        starts = base + (adapter[:, None].to(tl.int64) * max_rank + r[None, :]) * width
-    return adapter, rank, starts
-
-
-@triton.jit
-def _add_adapters_together(
-    acc, h, b, b_table, slot, count, lists, rows, n, inside, projection, places, slots, max_rank,
-    width, base, BM: tl.constexpr, BN: tl.constexpr, RANKS: tl.constexpr,
-    TOGETHER: tl.constexpr, PAGED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Acc + h Bᵀ, TOGETHER adapters in one product, with zeros where a row is not theirs."""
-    r = tl.arange(0, RANKS)
-    h_row = h + (tl.cast(projection, tl.int64) * places + rows)[:, None, None] * RANKS
-    for i in tl.range(0, count, TOGETHER, num_stages=1):
-        adapter, rank, starts = _rows_of_b(
-            b_table, lists, i, r, count, slots, max_rank, width, base, projection, TOGETHER, PAGED
-        )  # fmt: skip
-        b_mask = (r[None, :] < rank[:, None])[:, :, None] & inside[None, None, :]
-        b_tile = tl.load(b + starts[:, :, None] + n[None, None, :], mask=b_mask, other=0.0)
-        whole = tl.cdiv(rank, 8) * 8  # h is zero there, and 16 bytes load at once
-        mine = (slot[:, None] == adapter[None, :])[:, :, None] & (slot >= 0)[:, None, None]
-        mine = mine & (r[None, :] < whole[:, None])[None, :, :]
-        hidden = tl.load(h_row + r[None, None, :], mask=mine, other=0.0)
-        acc = tl.dot(
-            tl.reshape(hidden, (BM, TOGETHER * RANKS)),
-            tl.reshape(b_tile, (TOGETHER * RANKS, BN)),
-            acc,
-            input_precision=PRECISION,
-        )
-    return acc
-
-
-@triton.jit
 def _prefetch(pointers):
     """Ask for cache lines without waiting for them."""
     tl.inline_asm_elementwise(
@@ -107,55 +59,67 @@ def _prefetch(pointers):
     )
 
 
-@triton.jit(do_not_specialize=["places", "slots", "max_rank", "count_rows", "projection"])
-def few_rows_kernel(
-    y, y_stride, x, x_stride, w, w_stride, bias, h, b, b_table, slot_of_row, counts, lists,
-    projection, before, places, slots, max_rank, count_rows, n8, k8,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TOGETHER: tl.constexpr,
-    RANKS: tl.constexpr, EVEN_K: tl.constexpr, PAGED: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit(do_not_specialize=["count_rows", "down"])
+def base_kernel(
+    y0, y1, y2, s0, s1, s2, n0, n1, n2, x, x_stride, w, w_stride, at1, at2, bias0, bias1, bias2,
+    count_rows, down, k8,
+    P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Few rows (a decode step): the grid goes over the outputs, W streams by once.
+    """y = x·Wᵀ + bias of up to three projections. Grid: output blocks × row blocks, these fastest.
 
-    It starts while the shrink still runs: x is ready, because the shrink lets it start only after
-    waiting for all that came before; h is ready after `gdc_wait`.
+    The next kernel starts as soon as x is ready: a shrink of the same x uses the bandwidth and the
+    processors that this one leaves. W comes from memory before x is ready.
+
+    Args:
+        w: W of the first projection.
+        w_stride: Of its rows, and those of the others, in steps of 8 elements, like all strides.
+        at1: Where the second one's W begins, from `w`, in steps of 8.
+        at2: Likewise the third one's.
+        down: Row blocks.
+        AHEAD: Blocks of inputs that W is fetched for before x is ready.
     """
-    if PDL:
-        gdc_launch_dependents()
-    N = n8 * 8
     K = k8 * 8
-    m = tl.arange(0, BM)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    item = tl.program_id(0)
+    projection, first, y, stride, width, _ = _output(
+        item // down, y0, y1, y2, s0, s1, s2, n0 * 8, n1 * 8, n2 * 8, P, BN
+    )
+    which = tl.zeros((BN,), dtype=tl.int32) + projection
+    begin = tl.cast(0, tl.int64)
+    if P > 1:
+        if projection == 1:
+            begin = tl.cast(at1, tl.int64)
+        if P > 2:
+            if projection == 2:
+                begin = tl.cast(at2, tl.int64)
+    m = item % down * BM + tl.arange(0, BM)
+    n = first + tl.arange(0, BN)
     k = tl.arange(0, BK)
     there = (m < count_rows)[:, None]
-    inside = n < N
-    count = tl.load(counts)
-    base = tl.cast(before, tl.int64) * 8 * slots * max_rank
-    if PDL:  # B's part of these columns comes to the cache meanwhile
-        r = tl.arange(0, RANKS)
-        for i in tl.range(0, count, TOGETHER, num_stages=1):
-            _, rank, starts = _rows_of_b(
-                b_table, lists, i, r, count, slots, max_rank, N, base, projection, TOGETHER, PAGED
-            )  # fmt: skip
-            real = r[None, :] < rank[:, None]
-            _prefetch(b + tl.where(real, starts, 0) + tl.program_id(0) * BN)
+    inside = n < width
+    w_row = w + begin * 8 + tl.where(inside, n, 0).to(tl.int64) * (w_stride * 8)
+    if PDL:
+        line = tl.arange(0, BK // 64) * 64
+        for i in range(0, AHEAD * BK, BK):
+            _prefetch(w_row[:, None] + tl.where(line[None, :] + i < K, line[None, :] + i, 0))
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    if bias0 is not None:
+        acc = _add_bias(acc, bias0, n, inside & (which == 0))
+    if bias1 is not None:
+        acc = _add_bias(acc, bias1, n, inside & (which == 1))
+    if bias2 is not None:
+        acc = _add_bias(acc, bias2, n, inside & (which == 2))
     x_at = x + m[:, None].to(tl.int64) * (x_stride * 8) + k[None, :]
-    w_at = w + n[:, None].to(tl.int64) * (w_stride * 8) + k[None, :]
-    acc = _start(bias, n, inside, BM, BN)
+    w_at = w_row[:, None] + k[None, :]
     for i in tl.range(0, K, BK, num_stages=STAGES):
         x_mask = there if EVEN_K else there & (k[None, :] + i < K)
         w_mask = inside[:, None] if EVEN_K else inside[:, None] & (k[None, :] + i < K)
         x_tile = tl.load(x_at + i, mask=x_mask, other=0.0)
         w_tile = tl.load(w_at + i, mask=w_mask, other=0.0)
         acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision=PRECISION)
-    if PDL:
-        gdc_wait()
-    slot = tl.load(slot_of_row + m, mask=m < count_rows, other=-1)
-    acc = _add_adapters_together(
-        acc, h, b, b_table, slot, count, lists, m, n, inside, projection, places, slots, max_rank,
-        N, base, BM, BN, RANKS, TOGETHER, PAGED, PRECISION,
-    )  # fmt: skip
-    y_at = y + m[:, None].to(tl.int64) * (y_stride * 8) + n[None, :]
+    y_at = y + m[:, None].to(tl.int64) * (stride * 8) + n[None, :]
     tl.store(y_at, acc.to(y.dtype.element_ty), mask=there & inside[None, :])
 
 
@@ -169,7 +133,8 @@ def many_rows_kernel(
 ):  # fmt: skip
     """Many rows (a prefill): persistent programs, tiles through the bulk copy engine.
 
-    Like `few_rows_kernel` it starts while the shrink still runs.
+    It starts while the shrink still runs: x is ready, because the shrink lets it start only after
+    waiting for all that came before; h is ready after `gdc_wait`.
     """
     if PDL:
         gdc_launch_dependents()
@@ -184,7 +149,9 @@ def many_rows_kernel(
         block = first + tile % (GROUP * across) % size
         column = tile % (GROUP * across) // size * BN
         n = column + tl.arange(0, BN)
-        acc = _start(bias, n, n < N, BM, BN)
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        if bias is not None:
+            acc = _add_bias(acc, bias, n, n < N)
         for k in range(0, K, BK):
             x_tile = x_desc.load([block * BM, k])
             w_tile = w_desc.load([column, k])

@@ -31,7 +31,8 @@ for tiling in (
             launch(tiling, case.ys, case.x, case.weights, case.batch, add=add)
 for rows, tiling in (
     (21, ProjectTiling(32, 32, 64, 4, 3)),
-    (200, ProjectTiling(128, 64, 64, 4, 3)),
+    (90, ProjectTiling(32, 64, 64, 4, 3)),
+    (200, ProjectTiling(128, 64, 64, 4, 3, fold=True)),
 ):
     case = make_case(rows, [8, 24, 64], 264, (136, 72), dtype=torch.bfloat16, device="cuda")
     bases = [torch.randn(n, 264, device="cuda").bfloat16() for n in (136, 72)]

@@ -138,7 +138,8 @@ def test_results_repeat_bit_for_bit() -> None:
     ("rows", "tiling"),
     [
         (3, None), (64, None), (100, None), (300, None), (1100, None),
-        (300, ProjectTiling(128, 256, 64, 8, 3)),
+        (300, ProjectTiling(128, 256, 64, 8, 3, fold=True)),
+        (64, ProjectTiling(64, 32, 128, 4, 4)), (300, ProjectTiling(64, 128, 64, 4, 4)),
     ],
 )  # fmt: skip
 def test_projection_total(rows: int, tiling: ProjectTiling | None, dtype: torch.dtype) -> None:

@@ -11,9 +11,10 @@ pytest.importorskip("triton")
 pytestmark = needs_triton
 
 TILINGS = [
-    pytest.param(ProjectTiling(64, 32, 32, 4, 2), id="few-rows"),
-    pytest.param(ProjectTiling(16, 32, 32, 4, 2), id="many-rows"),
-    pytest.param(ProjectTiling(16, 32, 32, 4, 2, halves=True), id="many-rows-halves"),
+    pytest.param(ProjectTiling(64, 32, 32, 4, 2), id="beside"),
+    pytest.param(ProjectTiling(16, 16, 64, 4, 2), id="beside-tiles"),
+    pytest.param(ProjectTiling(16, 32, 32, 4, 2, fold=True), id="folded"),
+    pytest.param(ProjectTiling(16, 32, 32, 4, 2, fold=True, halves=True), id="folded-halves"),
     pytest.param(None, id="separate"),
 ]
 WIDTHS = (64, 24)
@@ -37,7 +38,7 @@ def test_projection(tiling: ProjectTiling | None, dtype: torch.dtype, popularity
         assert_near(one, other)
 
 
-@pytest.mark.parametrize("tiling", TILINGS[:2])
+@pytest.mark.parametrize("tiling", TILINGS[1:3])
 def test_paged_adapters_and_changing_batches(tiling: ProjectTiling) -> None:
     case = make_case(21, [8, 16, 24], 40, WIDTHS, dtype=torch.float32, paged=True)
     case.batch = LoraBatch(21, 3, DEVICE, fixed=True)
@@ -65,5 +66,5 @@ def test_bad_base_weights_are_refused() -> None:
     with pytest.raises(ValueError, match="folding expected one term a row, got 2"):
         add_projection(
             two.ys, two.x, [torch.zeros(16, 32).half()], two.weights, two.batch,
-            tiling=ProjectTiling(16, 32, 32, 4, 2),
+            tiling=ProjectTiling(16, 32, 32, 4, 2, fold=True),
         )  # fmt: skip

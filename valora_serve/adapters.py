@@ -326,7 +326,7 @@ def _pair(
             )
         if not tensor.is_floating_point():
             raise AdapterError(f"adapter {folder}: tensor {name} is {tensor.dtype}, no float")
-        if not bool(tensor.abs().max().isfinite()):
+        if not bool(tensor.float().abs().max().isfinite()):
             raise AdapterError(f"adapter {folder}: tensor {name} holds NaN or Inf; train it again")
     if rank > MAX_RANK:
         raise AdapterError(f"adapter {folder}: expected rank at most {MAX_RANK}, got {rank}")

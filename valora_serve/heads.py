@@ -350,6 +350,7 @@ def _pool(task: HeadTask) -> torch.Tensor:
     assert task.visual is not None
     # Indices made on the host: a mask on the device would have to be waited for.
     places = torch.nonzero(task.visual.cpu()).flatten()
+    places = places.pin_memory() if hidden.is_cuda else places
     seen = hidden[places.to(hidden.device, non_blocking=True)].float()
     if head.pooling is Pooling.VISUAL_MEAN:
         return seen.mean(0, keepdim=True)

@@ -131,6 +131,8 @@ class Engine:
         if dtype == "auto":
             dtype = "bfloat16" if cuda else "float32"
         self.lmm = lmm or Lmm(settings.base, getattr(torch, dtype), self.device)
+        if cuda if settings.compile is None else settings.compile:
+            self.lmm.compile_layers()
         self.context = min(settings.context or self.lmm.context, self.lmm.context)
         self.store = Store(
             self.lmm.base, self.lmm.targets, width=self.lmm.width, device=self.device
@@ -180,7 +182,7 @@ class Engine:
         self._merged: str | None = None
         self._images: OrderedDict[bytes, Features] = OrderedDict()
         self._image_bytes = 0
-        self._uses: Counter[str] = Counter()  # names that need an adapter, by its key
+        self._keys: set[str] = set()  # adapters that something nameable needs
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
 
@@ -239,7 +241,6 @@ class Engine:
         Raises:
             AdapterError: A name is taken.
         """
-        before = self._keys()
         models = self.store.commit(staged)
         for content, adapter in staged.adapters.items():
             key = self._key(adapter)
@@ -250,7 +251,7 @@ class Engine:
 
             self.adapters.add(key, packed[content], reload)
         self._activate({name for one in packed.values() for name in one.groups})
-        self._retire(before)
+        self._retire(self._refresh_keys())
         return [model.name for model in models]
 
     def load(self, folder: Path, name: str | None = None) -> list[str]:
@@ -266,23 +267,25 @@ class Engine:
             UnknownModelError: There is none of this name.
             BusyError: The adapter belongs to a bundle.
         """
-        before = self._keys()
         if bundle:
             self.store.unregister_bundle(name)
         else:
             self.store.unregister_adapter(name)
-        self._retire(before)
+        self._retire(self._refresh_keys())
 
     def _key(self, adapter: Adapter) -> str:
         """Readable and, by the content, unique: the same name may come to mean something else."""
         return f"{adapter.folder.name}#{adapter.content[:12]}"
 
-    def _keys(self) -> set[str]:
-        return {self._key(adapter) for adapter in self.store.adapters.values()}
+    def _refresh_keys(self) -> set[str]:
+        """Note which adapters something nameable needs; returns those that nothing does any more."""
+        before = self._keys
+        self._keys = {self._key(adapter) for adapter in self.store.adapters.values()}
+        return before - self._keys
 
-    def _retire(self, before: set[str]) -> None:
+    def _retire(self, keys: set[str]) -> None:
         """Free what nothing names any more, now or when its last request ends."""
-        for key in before - self._keys():
+        for key in keys:
             if not self._wanted[key] and key in self.adapters:
                 if key == self._merged:
                     self._switch(Mode.UNMERGED, None)
@@ -855,7 +858,7 @@ class Engine:
             self._wanted[sequence.adapter] -= 1
             if not self._wanted[sequence.adapter]:
                 del self._wanted[sequence.adapter]
-                if sequence.adapter not in self._keys():
+                if sequence.adapter not in self._keys:
                     self._retire({sequence.adapter})
         self.policy.finished(sequence.id)
         self._finished[str(finish)] += 1

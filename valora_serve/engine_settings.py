@@ -28,6 +28,7 @@ class EngineSettings:
         host_bytes: Most bytes of adapters kept in host memory.
         attention: Library that attends, see `valora_serve.attention`.
         graphs: Capture decode steps in CUDA graphs.
+        compile: Fuse the small operations of a layer; None for where there is a GPU.
         overlap: Plan a step while the one before runs; None for where there is a GPU.
         prefix_cache: Keep computed prefixes for later requests.
         image_cache_bytes: Most bytes of encoded images kept for later requests.
@@ -54,6 +55,7 @@ class EngineSettings:
     host_bytes: int = 32 << 30
     attention: str = "auto"
     graphs: bool = True
+    compile: bool | None = None
     overlap: bool | None = None
     prefix_cache: bool = True
     image_cache_bytes: int = 1 << 30

@@ -1,0 +1,426 @@
+"""End-to-end measurements of the runtime on a LLaVA-1.5-7B shape with random weights.
+
+`python tests/bench/bench_serve.py [SECTION …]` runs the named sections (all by default), prints a
+table for each and, with `--out`, writes every figure as JSON. Random weights cost what trained
+ones do. The workloads of `throughput`, `decode` and `arrivals` are those of vLLM's published
+figures in `VLLM` (one H200, Llama-7B shape, LoRA on q, k, v, o, adapters on the GPU).
+
+Average token latency is Σ end-to-end latency over Σ (input + image + output) tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path[:0] = [str(Path(__file__).parents[2] / part) for part in (".", "kernels", "data")]
+
+from tests.bench.serve_models import PROCESSOR, add_adapters, llava_7b
+from valora_serve.engine import Engine
+from valora_serve.engine_settings import EngineSettings
+from valora_serve.lmm import Lmm
+from valora_serve.orchestrator import PolicySettings
+from valora_serve.types import Request, SamplingParams
+
+VLLM_THROUGHPUT = {  # requests/s
+    "no LoRA": 31.1, "S1 n=5": 22.4, "S1 n=100": 18.5, "S2 n=5": 22.9, "S2 n=100": 17.3,
+}  # fmt: skip
+VLLM_DECODE = {  # ms: no adapter, 1 adapter, 16 adapters
+    1: (4.54, 5.88, None), 8: (4.79, 5.99, 8.22), 32: (5.63, 6.78, 11.29), 64: (6.62, 8.48, 13.09),
+}  # fmt: skip
+VLLM_ARRIVALS = {2: 3.17, 6: 3.95, 10: 5.44, 16: 10.29}  # average token latency, ms
+POLICIES = ("merge_only", "unmerge_only", "dlora", "slora", "valora", "cost")
+
+found: dict[str, object] = {}
+
+
+def table(title, head, rows):
+    print(f"\n## {title}\n")
+    print("| " + " | ".join(head) + " |")
+    print("|" + "---|" * len(head))
+    for row in rows:
+        cells = [f"{c:.3g}" if isinstance(c, float) else "–" if c is None else str(c) for c in row]
+        print("| " + " | ".join(cells) + " |", flush=True)
+    found[title] = {"head": head, "rows": rows}
+
+
+class Bench:
+    """The model, and engines on it one after the other."""
+
+    def __init__(self, arguments):
+        self.arguments = arguments
+        self.device = torch.device(arguments.device)
+        self.model = llava_7b(self.device, arguments.layers, arguments.width)
+        self.lmm = Lmm.of(self.model, PROCESSOR, self.device, "llava-7b")
+        self.engine = None
+
+    def start(self, policy="slora", adapters=0, ranks=(64,), **options):
+        """An engine with so many adapters, warmed up."""
+        self.stop()
+        small = self.device.type == "cpu"
+        defaults = dict(
+            max_requests=512, max_tokens=8192, chunk=8192, slots=min(max(adapters, 1), 256),
+            max_rank=max(ranks), host_bytes=1 << 50, profile=False, memory=0.85,
+            prefix_cache=False, attention=self.arguments.attention,
+            cost_folder=self.arguments.costs, pages=2000 if small else None, max_adapters=128,
+        )  # fmt: skip
+        self.engine = Engine(EngineSettings(policy=policy, **(defaults | options)), self.lmm)
+        names = add_adapters(self.engine, adapters, ranks) if adapters else []
+        start = time.monotonic()
+        self.engine.warm_up()
+        print(f"[{policy}, {adapters} adapters: warm after {time.monotonic() - start:.1f} s, "
+              f"{self.engine.memory.pages} pages]", flush=True)  # fmt: skip
+        return names
+
+    def stop(self):
+        """Let the engine go, and put the model back as it was."""
+        if self.engine is None:
+            return
+        self.engine._switch(self.engine._mode, None)
+        self.engine.close()
+        for group in self.lmm.linears.groups.values():
+            group.lora = None
+        self.engine = None
+        self.lmm.linears.context.last = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def request(self, number, tokens, output, name, **options):
+        ids = np.random.default_rng(number).integers(3, 32000, tokens).tolist()
+        sampling = SamplingParams(max_tokens=output, ignore_eos=True)
+        return Request(str(number), name, token_ids=ids, sampling=sampling, **options)
+
+    def drive(self, requests, arrivals=None, most=600.0):
+        """Run requests, arriving at the given seconds; returns their last outputs and the time."""
+        engine = self.engine
+        prepared = [engine.prepare(request) for request in requests]
+        order = range(len(requests)) if arrivals is None else np.argsort(arrivals)
+        queue = iter([(0.0 if arrivals is None else arrivals[i], prepared[i]) for i in order])
+        due = next(queue, None)
+        done = []
+        start = time.monotonic()
+        while due is not None or engine.busy:
+            now = time.monotonic() - start
+            while due is not None and due[0] <= now:
+                engine.add(due[1])
+                due = next(queue, None)
+            if engine.busy:
+                for output in engine.step():
+                    if output.finish is not None:
+                        if output.error:
+                            raise output.error
+                        done.append(output)
+                if engine.stalled:
+                    time.sleep(2e-4)
+            elif due is not None:
+                time.sleep(max(0.0, min(due[0] - (time.monotonic() - start), 0.001)))
+            if now > most:
+                raise TimeoutError("the requests did not end in time")
+        return done, time.monotonic() - start
+
+    def warm(self, names, count=24):
+        """Let compilers see the shapes before the clock runs."""
+        requests = [
+            self.request(10**6 + i, 20 + 37 * i, 8, names[i % len(names)] if names else None)
+            for i in range(count)
+        ]
+        self.drive(requests)
+        big = [self.request(2 * 10**6 + i, 400, 4, names[i % len(names)] if names else None)
+               for i in range(30)]  # fmt: skip
+        self.drive(big)
+
+
+def metrics(done, wall):
+    """Average token latency (ms), its part per output token, mean TTFT (ms), tokens and requests/s."""
+    latency = [o.times.finished - o.times.arrival for o in done]
+    first = [o.times.first_token - o.times.arrival for o in done]
+    tokens = sum(o.usage.prompt + o.usage.completion for o in done)
+    out = sum(o.usage.completion for o in done)
+    between = [
+        (o.times.finished - o.times.first_token) / max(o.usage.completion - 1, 1) for o in done
+    ]
+    return {
+        "atl": 1e3 * sum(latency) / tokens,
+        "per_output": 1e3 * sum(latency) / out,
+        "ttft": 1e3 * statistics.mean(first),
+        "between": 1e3 * statistics.mean(between),
+        "requests": len(done) / wall,
+        "output": out / wall,
+        "p99": 1e3 * float(np.quantile(latency, 0.99)),
+    }
+
+
+def physical(bench):
+    """Bandwidth and matrix rate of this machine, measured now."""
+    device = bench.device
+    if device.type == "cpu":
+        return 1e11, 1e11
+    source = torch.empty(1 << 31, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    x = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+
+    def seconds(function):
+        times = []
+        for _ in range(10):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            function()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    bandwidth = 2 * source.numel() / seconds(lambda: target.copy_(source))
+    rate = 2 * 8192**3 / seconds(lambda: x @ x)
+    return bandwidth, rate
+
+
+def decode_ms(bench, names, batch, active, steps=(1, 128)):
+    """(T128 − T1) / 127 of requests with 32 input tokens."""
+    times = []
+    for output in steps:
+        best = []
+        for repeat in range(3 if output > 1 else 5):
+            requests = [
+                bench.request(1000 * repeat + i, 32, output, names[i % active] if active else None)
+                for i in range(batch)
+            ]
+            best.append(bench.drive(requests)[1])
+        times.append(statistics.median(best))
+    return 1e3 * (times[1] - times[0]) / (steps[1] - steps[0])
+
+
+def decode(bench):
+    """Decode steps beside the time of reading the weights once, and vLLM's."""
+    bandwidth, rate = physical(bench)
+    text = bench.model.model.language_model
+    weights = sum(p.numel() for p in text.parameters()) - text.embed_tokens.weight.numel()
+    weights += sum(w.numel() for g in bench.lmm.linears.groups.values()
+                   if g.spec.part == "text" for w in g.weights)  # fmt: skip
+    weights += bench.model.lm_head.weight.numel()
+    floor = 1e3 * 2 * weights / bandwidth
+    sizes = bench.arguments.batches
+    bench.start("slora")
+    bench.warm([])
+    bare = {n: decode_ms(bench, [], n, 0) for n in sizes}
+    names = bench.start("slora", 16)
+    bench.warm(names)
+    idle = {n: decode_ms(bench, names, n, 0) for n in sizes}
+    one = {n: decode_ms(bench, names, n, 1) for n in sizes}
+    many = {n: decode_ms(bench, names, n, min(n, 16)) for n in sizes}
+    rows = []
+    for n in sizes:
+        vllm = VLLM_DECODE.get(n, (None, None, None))
+        rows.append([n, bare[n], bare[n] / floor, idle[n] / bare[n], one[n], many[n],
+                     many[n] / bare[n], *vllm])  # fmt: skip
+    print(f"bandwidth {bandwidth / 1e12:.2f} TB/s, matrix rate {rate / 1e12:.0f} TFLOP/s, "
+          f"weights {2 * weights / 1e9:.2f} GB: {floor:.2f} ms")  # fmt: skip
+    table("Decode step, ms (rank 64 on q, k, v, o)",
+          ["batch", "bare", "of reading the weights", "idle LoRA / bare", "1 adapter",
+           "16 adapters", "16 / bare", "vLLM bare", "vLLM 1", "vLLM 16"], rows)  # fmt: skip
+
+
+def prefill(bench):
+    """Prompt tokens a second as a share of the matrix rate."""
+    _, rate = physical(bench)
+    weights = sum(w.numel() for g in bench.lmm.linears.groups.values()
+                  if g.spec.part == "text" for w in g.weights)  # fmt: skip
+    rows = []
+    for adapters in (0, 16):
+        names = bench.start("slora", adapters)
+        bench.warm(names)
+        for count, length in ((1, 256), (1, 1024), (4, 1024), (8, 1024), (16, 512)):
+            times = []
+            for repeat in range(4):
+                requests = [
+                    bench.request(100 * repeat + i, length, 1, names[i] if names else None)
+                    for i in range(count)
+                ]
+                times.append(bench.drive(requests)[1])
+            seconds = min(times)
+            flops = 2 * weights * count * length
+            flops += 2 * 2 * bench.lmm.layers * bench.lmm.width * count * length * length / 2
+            rows.append([adapters, f"{count} × {length}", 1e3 * seconds,
+                         count * length / seconds, flops / seconds / rate])  # fmt: skip
+    table("Prefill", ["adapters", "prompts", "ms", "tokens/s", "of the matrix rate"], rows)
+
+
+def throughput(bench):
+    """S-LoRA's Table 3 workload: 400 requests at once, lengths uniform in [8, 512] both ways."""
+    g = np.random.default_rng(0)
+    inputs, outputs = g.integers(8, 513, 400), g.integers(8, 513, 400)
+    count = bench.arguments.requests
+    rows = []
+    cases = [("no LoRA", 0, (8,)), ("S1 n=5", 5, (8,)), ("S1 n=100", 100, (8,)),
+             ("S2 n=5", 5, (64, 32, 16, 8)), ("S2 n=100", 100, (64, 32, 16, 8))]  # fmt: skip
+    for name, n, ranks in cases:
+        names = bench.start(bench.arguments.policy, n, ranks)
+        bench.warm(names)
+        chosen = np.random.default_rng(1).integers(0, max(n, 1), 400)
+        requests = [
+            bench.request(i, int(inputs[i]), int(outputs[i]), names[chosen[i]] if n else None)
+            for i in range(count)
+        ]
+        bench.drive(requests[:128])
+        done, wall = bench.drive(requests)
+        m = metrics(done, wall)
+        vllm = VLLM_THROUGHPUT[name]
+        rows.append([name, m["requests"], m["output"], vllm, m["requests"] / vllm])
+    table("Throughput, 400 requests at once",
+          ["adapters", "requests/s", "output tokens/s", "vLLM requests/s", "ours / vLLM"],
+          rows)  # fmt: skip
+
+
+def poisson(rate, seconds, seed):
+    gaps = np.random.default_rng(seed).exponential(1 / rate, int(4 * rate * seconds) + 10)
+    times = np.cumsum(gaps)
+    return times[times < seconds]
+
+
+def skewed(count, adapters, share, seed):
+    """Adapter of each request: the first with exactly this probability, else any other."""
+    g = np.random.default_rng(seed)
+    other = g.integers(1, adapters, count) if adapters > 1 else np.zeros(count, int)
+    return np.where(g.random(count) < share, 0, other)
+
+
+def arrivals(bench):
+    """Poisson arrivals, 16 adapters of rank 64, 60 % on one, input 256, output 200."""
+    rows = []
+    for policy in bench.arguments.policies:
+        names = bench.start(policy, 16)
+        bench.warm(names)
+        for rate, vllm in VLLM_ARRIVALS.items():
+            if rate not in bench.arguments.rates:
+                continue
+            times = poisson(rate, bench.arguments.seconds, 3)
+            chosen = skewed(len(times), 16, 0.6, 4)
+            requests = [bench.request(i, 256, 200, names[chosen[i]]) for i in range(len(times))]
+            m = metrics(*bench.drive(requests, times))
+            rows.append([policy, rate, m["atl"], m["per_output"], m["ttft"], m["between"], vllm,
+                         m["atl"] / vllm])  # fmt: skip
+    table("Poisson arrivals, 60 % on one of 16 adapters",
+          ["policy", "requests/s", "average token latency, ms", "per output token, ms",
+           "mean TTFT, ms", "mean inter-token, ms", "vLLM average token latency", "ours / vLLM"],
+          rows)  # fmt: skip
+
+
+def skew(bench):
+    """Average token latency by skewness and policy: VaLoRA's visual retrieval (256 in, 200 out)."""
+    found_here = {}
+    for policy in bench.arguments.policies:
+        names = bench.start(policy, 16)
+        bench.warm(names)
+        for share in bench.arguments.shares:
+            times = poisson(bench.arguments.rate, bench.arguments.seconds, 5)
+            chosen = skewed(len(times), 16, share, 6)
+            requests = [bench.request(i, 256, 200, names[chosen[i]]) for i in range(len(times))]
+            m = metrics(*bench.drive(requests, times))
+            found_here[policy, share] = m["atl"]
+            print(policy, share, {k: round(v, 3) for k, v in m.items()},
+                  "switches", bench.engine.stats().switches, flush=True)  # fmt: skip
+    policies = bench.arguments.policies
+    rows = [[p, *(found_here[p, s] for s in bench.arguments.shares)] for p in policies]
+    table(f"Average token latency (ms) at {bench.arguments.rate} requests/s by share of one adapter",
+          ["policy", *(f"{s:.0%}" for s in bench.arguments.shares)], rows)  # fmt: skip
+
+
+def adapters(bench):
+    """Throughput by number of adapters, all but 256 of them in host memory."""
+    rows = []
+    for n in bench.arguments.counts:
+        names = bench.start("slora", n, (8,))
+        bench.warm(names[:64])
+        g = np.random.default_rng(7)
+        total = bench.arguments.requests
+        chosen = g.integers(0, n, total)
+        requests = [
+            bench.request(i, int(g.integers(8, 513)), int(g.integers(8, 513)), names[chosen[i]])
+            for i in range(total)
+        ]
+        m = metrics(*bench.drive(requests))
+        rows.append([n, m["requests"], m["output"], m["ttft"], m["requests"] / rows[0][1]
+                     if rows else 1.0])  # fmt: skip
+    table("Throughput by number of adapters (rank 8)",
+          ["adapters", "requests/s", "output tokens/s", "mean TTFT, ms", "of the first"],
+          rows)  # fmt: skip
+
+
+def switch(bench):
+    """A mode switch with running requests, from decision to the weights being there."""
+    names = bench.start("valora", 16)
+    bench.warm(names)
+    engine = bench.engine
+    for i in range(32):
+        engine.add(engine.prepare(bench.request(i, 64, 400, names[i % 4])))
+    for _ in range(12):
+        engine.step()
+    resident = sorted(engine.adapters.resident)
+    rows = []
+    for label, targets in (
+        ("pristine → merged", [None, resident[0]] * 10),
+        ("merged → other merged", list(itertools.islice(itertools.cycle(resident[:4]), 20))),
+        ("merged → pristine", [resident[1], None] * 10),
+    ):
+        times = []
+        for target in targets:
+            for _ in range(2):
+                engine.step()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            engine._switch(engine._mode, target)
+            torch.cuda.synchronize()
+            wanted = (target is None) == label.endswith("pristine")
+            if wanted:
+                times.append(1e3 * (time.perf_counter() - start))
+        rows.append([label, statistics.median(times), max(times)])
+    table("Mode switch with 32 running requests, ms", ["switch", "median", "most"], rows)
+    for i in range(32):
+        engine.cancel(str(i))
+    while engine.busy:
+        engine.step()
+
+
+SECTIONS = {f.__name__: f for f in (decode, prefill, throughput, arrivals, skew, adapters, switch)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sections", nargs="*", default=[])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--costs", default="/tmp/valora-costs")
+    parser.add_argument("--policy", default="slora", help="of the throughput section")
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES))
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 64])
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--rates", nargs="+", type=float, default=[2, 6, 10, 16])
+    parser.add_argument("--rate", type=float, default=10)
+    parser.add_argument("--shares", nargs="+", type=float, default=[0.2, 0.4, 0.6, 0.8, 0.9])
+    parser.add_argument("--seconds", type=float, default=30)
+    parser.add_argument("--counts", nargs="+", type=int, default=[5, 100, 2000])
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    bench = Bench(arguments)
+    for name in arguments.sections or SECTIONS:
+        start = time.monotonic()
+        SECTIONS[name](bench)
+        print(f"[{name}: {time.monotonic() - start:.0f} s]", flush=True)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(found, indent=1))
+    bench.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -340,13 +340,24 @@ class _Policy:
         return self._admission(view)
 
     def _pack(self, view: View, plan: _Plan, abort: tuple[tuple[str, str], ...]) -> Decision:
-        batch = _Batch(view, plan, view.now - self.settings.patience)
-        batch.run()
         now = view.now
+        starved = now - self.settings.patience
+        batch = _Batch(view, plan, starved)
+        batch.run()
+        stuck = not batch.items and not batch.preempt
+        if stuck and (plan.merged or view.merged) is not None and (plan.running or plan.waiting):
+            # The adapter in the weights takes the pages or the place of those that wait.
+            plan = _Plan(
+                Mode.UNMERGED, None, view.running, plan.waiting, "the merged adapter makes room"
+            )
+            batch = _Batch(view, plan, starved)
+            batch.run()
+        else:
+            stuck = False
         for request in batch.requests:
             request.served = now
         mode, merged = plan.mode, plan.merged
-        if not batch.items:
+        if not batch.items and not stuck:
             # Nothing to compute: leave the weights alone.
             mode, merged = view.mode, view.merged
         elif mode is Mode.MIXTURE and all(r.adapter == merged for r in batch.requests):
@@ -489,24 +500,23 @@ class SLora(UnmergeOnly):
 
 
 class MergeOnly(_Policy):
-    """One adapter at a time: that of the oldest request, with all that ask for the same."""
+    """One adapter at a time: that of the oldest request, with all that ask for the same.
+
+    An adapter that cannot be merged has its turn with pristine weights.
+    """
 
     def _plan(self, view: View, waiting: Sequence[RequestView]) -> _Plan:
-        candidates = list(view.running)
-        candidates += [
-            r
-            for r in islice(waiting, LOOK_AHEAD)
-            if r.adapter is None or _can_merge(view, r.adapter)
-        ]
+        resident = view.resident
+        candidates = [*view.running, *islice(waiting, LOOK_AHEAD)]
+        candidates = [r for r in candidates if r.adapter is None or r.adapter in resident]
         if not candidates:
             return _Plan(view.mode, view.merged, (), (), "adapters are being loaded")
         oldest = min(candidates, key=_arrival)
         adapter = oldest.adapter
-        if adapter is not None and not _can_merge(view, adapter):
-            adapter = view.merged
+        merged = adapter if _can_merge(view, adapter) else None
         return _Plan(
-            Mode.UNMERGED if adapter is None else Mode.MERGED,
-            adapter,
+            Mode.UNMERGED if merged is None else Mode.MERGED,
+            merged,
             _of(view.running, adapter),
             _of(waiting, adapter),
             f"oldest request is {oldest.id}",

@@ -8,7 +8,27 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    JsonValue,
+)
+
+
+def _sound(text: str) -> str:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("holds half a character (a lone surrogate)") from None
+    return text
+
+
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, AfterValidator(_sound)]
 
 
 class _Body(BaseModel):
@@ -26,14 +46,16 @@ class Url(_Body):
     """Where an image or video is: data:, http(s) from an allowed host, file: below the folder."""
 
     url: str = Field(min_length=1)
-    detail: Literal["auto", "low", "high"] | None = Field(None, description="read and ignored")
+    detail: Literal["auto", "low", "high"] | None = Field(
+        default=None, description="read and ignored"
+    )
 
 
 class TextPart(_Body):
     """Text of a message."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ImagePart(_Body):
@@ -64,16 +86,16 @@ class Message(_Body):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
-    name: str | None = Field(None, description="read and ignored")
+    content: Text | list[Part]
+    name: str | None = Field(default=None, description="read and ignored")
 
 
 class StreamOptions(_Body):
     """What a stream holds."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool | None = Field(None, description="read and ignored")
-    include_obfuscation: bool | None = Field(None, description="read and ignored")
+    continuous_usage_stats: bool | None = Field(default=None, description="read and ignored")
+    include_obfuscation: bool | None = Field(default=None, description="read and ignored")
 
 
 class JsonSchema(_Body):
@@ -82,7 +104,9 @@ class JsonSchema(_Body):
     name: str = "answer"
     description: str | None = None
     schema_: dict[str, JsonValue] | bool = Field(default=True, alias="schema")
-    strict: bool | None = Field(None, description="read and ignored: the schema always holds")
+    strict: bool | None = Field(
+        default=None, description="read and ignored: the schema always holds"
+    )
 
 
 class ResponseFormat(_Body):
@@ -95,36 +119,38 @@ class ResponseFormat(_Body):
 class Valora(_Body):
     """What VaLoRA's server can be told besides OpenAI's fields."""
 
-    head: bool = Field(True, description="answer with the domain's head where it has one")
+    head: bool = Field(default=True, description="answer with the domain's head where it has one")
     min_score: FiniteFloat | None = Field(
-        None, ge=0, le=1, description="confidence from which a box is given"
+        default=None, ge=0, le=1, description="confidence from which a box is given"
     )
     deadline: FiniteFloat | None = Field(
-        None, gt=0, le=86400, description="seconds in which to answer"
+        default=None, gt=0, le=86400, description="seconds in which to answer"
     )
 
 
 class _Sampled(_Body):
     model: str | None = Field(
-        None, description="a domain, an adapter or the base model; the base model if absent"
+        default=None, description="a domain, an adapter or the base model; the base model if absent"
     )
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: int | None = Field(1, ge=1, le=128)
-    temperature: FiniteFloat | None = Field(None, ge=0, le=2)
-    top_p: FiniteFloat | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=1_000_000)
-    min_p: FiniteFloat | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
-    min_tokens: int | None = Field(None, ge=0, le=10_000_000)
+    n: int | None = Field(default=1, ge=1, le=128)
+    temperature: FiniteFloat | None = Field(default=None, ge=0, le=2)
+    top_p: FiniteFloat | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=1_000_000)
+    min_p: FiniteFloat | None = Field(default=None, ge=0, le=1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: Text | list[Text] | None = None
+    min_tokens: int | None = Field(default=None, ge=0, le=10_000_000)
     ignore_eos: bool | None = False
     response_format: ResponseFormat | None = None
-    presence_penalty: FiniteFloat | None = Field(None, ge=0, le=0, description="only 0")
-    frequency_penalty: FiniteFloat | None = Field(None, ge=0, le=0, description="only 0")
-    repetition_penalty: FiniteFloat | None = Field(None, ge=1, le=1, description="only 1")
-    logit_bias: dict[str, FiniteFloat] | None = Field(None, max_length=0, description="only empty")
-    user: str | None = Field(None, description="read and ignored")
+    presence_penalty: FiniteFloat | None = Field(default=None, ge=0, le=0, description="only 0")
+    frequency_penalty: FiniteFloat | None = Field(default=None, ge=0, le=0, description="only 0")
+    repetition_penalty: FiniteFloat | None = Field(default=None, ge=1, le=1, description="only 1")
+    logit_bias: dict[str, FiniteFloat] | None = Field(
+        default=None, max_length=0, description="only empty"
+    )
+    user: str | None = Field(default=None, description="read and ignored")
     valora: Valora = Valora()
 
 
@@ -132,38 +158,38 @@ class ChatRequest(_Sampled):
     """Body of ``/v1/chat/completions``."""
 
     messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1, le=10_000_000)
-    max_completion_tokens: int | None = Field(None, ge=1, le=10_000_000)
+    max_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    store: bool | None = Field(None, description="read and ignored")
-    metadata: dict[str, str] | None = Field(None, description="read and ignored")
-    service_tier: str | None = Field(None, description="read and ignored")
-    safety_identifier: str | None = Field(None, description="read and ignored")
-    prompt_cache_key: str | None = Field(None, description="read and ignored")
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    store: bool | None = Field(default=None, description="read and ignored")
+    metadata: dict[str, str] | None = Field(default=None, description="read and ignored")
+    service_tier: str | None = Field(default=None, description="read and ignored")
+    safety_identifier: str | None = Field(default=None, description="read and ignored")
+    prompt_cache_key: str | None = Field(default=None, description="read and ignored")
 
 
 class CompletionRequest(_Sampled):
     """Body of ``/v1/completions``."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: int | None = Field(16, ge=1, le=10_000_000)
-    logprobs: int | None = Field(None, ge=0, le=20)
+    prompt: Text | list[Text] | list[Token] | list[list[Token]]
+    max_tokens: int | None = Field(default=16, ge=1, le=10_000_000)
+    logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: Literal[False] | None = None
-    best_of: int | None = Field(None, ge=1, le=128, description="only the value of n")
+    best_of: int | None = Field(default=None, ge=1, le=128, description="only the value of n")
     suffix: None = None
 
 
 class VisionRequest(_Body):
     """JSON body of ``/v1/vision/{domain}``."""
 
-    images: list[str] = Field([], description="URLs; each is answered on its own")
-    video: str | None = Field(None, description="URL of a video")
-    frames: list[str] = Field([], description="URLs of a video's frames, in order")
-    prompt: str | None = Field(None, description="the domain's own if absent")
-    min_score: FiniteFloat | None = Field(None, ge=0, le=1)
-    max_tokens: int | None = Field(None, ge=1, le=10_000_000)
-    deadline: FiniteFloat | None = Field(None, gt=0, le=86400)
+    images: list[str] = Field(default=[], description="URLs; each is answered on its own")
+    video: str | None = Field(default=None, description="URL of a video")
+    frames: list[str] = Field(default=[], description="URLs of a video's frames, in order")
+    prompt: Text | None = Field(default=None, description="the domain's own if absent")
+    min_score: FiniteFloat | None = Field(default=None, ge=0, le=1)
+    max_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
+    deadline: FiniteFloat | None = Field(default=None, gt=0, le=86400)
 
 
 class LoadAdapterRequest(_Body):
@@ -171,7 +197,7 @@ class LoadAdapterRequest(_Body):
 
     lora_name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
     lora_path: str = Field(min_length=1, max_length=4096)
-    load_inplace: bool = Field(False, description="replace an adapter of this name")
+    load_inplace: bool = Field(default=False, description="replace an adapter of this name")
 
 
 class UnloadAdapterRequest(_Body):
@@ -248,12 +274,12 @@ class ValoraAnswer(_Answer):
     model: str
     adapter: str | None = None
     bundle: str | None = None
-    kind: str | None = Field(None, description="kind of the head that answered")
+    kind: str | None = Field(default=None, description="kind of the head that answered")
     images: list[ImageAnswer] = []
     label: str | None = None
     confidence: float | None = None
     confidences: dict[str, float] = {}
-    mode: str | None = Field(None, description="unmerged, merged or mixture")
+    mode: str | None = Field(default=None, description="unmerged, merged or mixture")
     queue_seconds: float | None = None
     seconds: float | None = None
 

@@ -24,6 +24,7 @@ _ABOUT = """\
 Serve bundles over HTTP: OpenAI's chat and completions endpoints, /v1/vision/DOMAIN, a web console
 at /. Options may also stand in a file (--config) and in environment variables (VALORA_PORT=8000);
 the command line goes first, then the environment, then the file."""
+_EXTRA = {"av", "fastapi", "httpcore", "pydantic", "prometheus_client", "rich", "uvicorn", "yaml"}
 _MORE = """\
 other commands:
   valora-serve key NAME [--role admin] [--file FILE]   make an API key
@@ -121,7 +122,8 @@ async def _serve(
     scheme = "https" if settings.tls_cert else "http"
     console.print(
         f"{found.examples} golden examples reproduced; ready after "
-        f"{time.monotonic() - began:.1f} s at {scheme}://{settings.host}:{settings.port}/ (API: /docs)",
+        f"{time.monotonic() - began:.1f} s "
+        f"at {scheme}://{settings.host}:{settings.port}/ (API: /docs)",
         markup=False,
         highlight=False,
     )

@@ -101,6 +101,12 @@ class Envelope:
             await error_answer(error)(scope, receive, sending)
         except StalledClientError:
             logs.LOG.warning("the client takes nothing of its answer: its request is cancelled")
+        except Exception:  # noqa: BLE001 - logged, and answered without its inside
+            logs.LOG.exception("%s %s failed", scope["method"], scope["path"])
+            self._metrics.failed(ServeError.code)
+            if not status:
+                error = ServeError("The server failed: its log says why")
+                await error_answer(error)(scope, receive, sending)
         finally:
             seconds = time.perf_counter() - began
             route = scope.get("route")
@@ -222,7 +228,8 @@ def handle_errors(app: FastAPI, metrics: Metrics) -> None:
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         metrics.failed("invalid_request")
-        first = error.errors()[0]
+        # Of a union's alternatives the one that came furthest is the one that was meant.
+        first = max(error.errors(), key=lambda item: len(item["loc"]))
         place = ".".join(str(part) for part in first["loc"] if part != "body")[:200]
         said = f"{place}: {first['msg']}" if place else str(first["msg"])
         body = {"message": said, "type": "invalid_request_error", "param": place or None,
@@ -236,14 +243,6 @@ def handle_errors(app: FastAPI, metrics: Metrics) -> None:
                 "code": None}  # fmt: skip
         return AsciiJson({"error": body}, error.status_code, error.headers)
 
-    async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        metrics.failed("internal_error")
-        logs.LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        body = {"message": "The server failed: its log says why", "type": "server_error",
-                "param": None, "code": "internal_error"}  # fmt: skip
-        return AsciiJson({"error": body}, 500)
-
     app.add_exception_handler(ValoraError, ours)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, unexpected)

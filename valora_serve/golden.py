@@ -109,7 +109,7 @@ def _same_boxes(
 
 
 def _close(row: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    return (
+    return bool(
         row["label"] == wanted["label"]
         and abs(row["confidence"] - wanted["confidence"]) <= CONFIDENCE
         and all(abs(a - b) <= PIXELS for a, b in zip(row["box"], wanted["box"], strict=True))

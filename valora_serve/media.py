@@ -19,7 +19,7 @@ import socket
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urljoin, urlsplit
 
 import httpcore
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from valora_serve.settings import ServerSettings
 
+T = TypeVar("T")
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 REDIRECTS = 3
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.-]+=[\w.-]+)*);base64,", re.ASCII)
@@ -117,7 +118,7 @@ class MediaReader:
         if self._pool is not None:
             await self._pool.aclose()
 
-    async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
+    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     async def _content(self, url: str, most: int, what: str) -> bytes:
@@ -177,7 +178,9 @@ class MediaReader:
         if self._pool is None:
             backend = _CheckedNetwork(self._settings.media_private)
             self._pool = httpcore.AsyncConnectionPool(network_backend=backend, max_connections=32)
-        headers = {"User-Agent": "valora-serve", "Accept": "image/*, video/*", "Host": _netloc(url)}
+        headers = [
+            ("Host", _netloc(url)), ("User-Agent", "valora-serve"), ("Accept", "image/*, video/*")
+        ]  # fmt: skip
         async with self._pool.stream("GET", url, headers=headers) as response:
             if response.status in _REDIRECT:
                 for name, value in response.headers:
@@ -388,13 +391,16 @@ def _from_folder(folder: Path | None, url: str, most: int, what: str) -> bytes:
         descriptor = _open_below(folder, inside)
     except (OSError, ValueError, RuntimeError) as error:
         raise outside from error
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
             raise outside
         if facts.st_size > most:
             raise _too_large(what, most)
-        return file.read(most)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(most)
+    finally:
+        os.close(descriptor)
 
 
 def _open_below(folder: Path, parts: Sequence[str]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
@@ -37,7 +37,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._models: set[str] = set()
         label = ["model_name"]
-        make = {"registry": self.registry}
+        make: dict[str, Any] = {"registry": self.registry}
         self._first = Histogram(
             "valora_time_to_first_token_seconds", "From arrival to the first token or the head's "
             "answer.", label, buckets=_LONG, **make,

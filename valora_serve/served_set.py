@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict
 
 from valora_data.bundle import MANIFEST
 from valora_data.errors import ValoraError
@@ -24,13 +24,14 @@ ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z"}
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-@dataclass
-class _State:
+class _State(BaseModel):
     """What the state file holds: folders by name, and what was unloaded though it is named."""
 
-    adapters: dict[str, str] = field(default_factory=dict)
-    bundles: dict[str, str] = field(default_factory=dict)
-    unloaded: list[str] = field(default_factory=list)
+    model_config = ConfigDict(extra="forbid")
+
+    adapters: dict[str, str] = {}
+    bundles: dict[str, str] = {}
+    unloaded: list[str] = []
 
 
 class ServedSet:
@@ -71,8 +72,8 @@ class ServedSet:
         if self._folder is None or not self._file.is_file():
             return []
         try:
-            self._state = _State(**json.loads(self._file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
+            self._state = _State.model_validate_json(self._file.read_bytes())
+        except (OSError, ValueError) as error:
             raise SettingsError(
                 f"state file {self._file} is damaged: delete it to start without run-time loads"
             ) from error
@@ -174,12 +175,20 @@ class ServedSet:
             self._write()
 
     async def _load_bundle(self, folder: Path) -> list[ServedModel]:
+        before = {
+            _bundle_name([model], folder): Path(model.root)
+            for model in self._engine.models()
+            if model.bundle and model.kind == "domain"
+        }
         made = await self._engine.load_bundle(folder)
         if self._replay is not None:
             try:
                 await self._replay(folder)
             except ValoraError:
-                await self._engine.unload_bundle(_bundle_name(made, folder))
+                name = _bundle_name(made, folder)
+                await self._engine.unload_bundle(name)
+                if name in before:  # it replaced another version, which did answer as promised
+                    await self._engine.load_bundle(before[name])
                 raise
         return made
 
@@ -211,15 +220,10 @@ class ServedSet:
 
     def _write(self) -> None:
         """Put the state onto the disk such that a kill leaves the old or the new one."""
-        content: dict[str, Any] = {
-            "adapters": self._state.adapters,
-            "bundles": self._state.bundles,
-            "unloaded": self._state.unloaded,
-        }
         self._file.parent.mkdir(parents=True, exist_ok=True)
         partial = self._file.with_name(self._file.name + ".partial")
         with partial.open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
+            file.write(self._state.model_dump_json(indent=1))
             file.flush()
             os.fsync(file.fileno())
         partial.replace(self._file)

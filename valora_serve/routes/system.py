@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -27,7 +27,7 @@ _CSP = (
     "img-src 'self' data: blob:; media-src blob:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
 )
-_FAILED = {503: {"model": Health, "description": "Not now"}}
+_FAILED: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "Not now"}}
 
 
 def own_version() -> str:

@@ -233,7 +233,7 @@ async def _answer(
 
 def _result(outputs: Sequence[Output], image: Image) -> VisionResult:
     head = outputs[-1].head
-    size = {"width": image.width, "height": image.height}
+    size: dict[str, Any] = {"width": image.width, "height": image.height}
     if head is None:
         return VisionResult(**size, text="".join(output.text for output in outputs))
     if head.kind == "detection":

@@ -1,6 +1,7 @@
 """What all tests share: no network, a tiny random LLaVA, poisoned memory, one gate for GPUs."""
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("YOLO_OFFLINE", "1")
@@ -24,6 +25,15 @@ def _few_threads() -> None:
     # torch.empty gives NaN, so that a value that nobody wrote fails loudly.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For many tiny steps: threads that wait for each other cost more than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

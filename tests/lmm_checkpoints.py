@@ -61,7 +61,7 @@ def _tokenizer(extra: list[str]) -> Any:
 
 
 def _randomize(model: Any, seed: int) -> None:
-    """Weights that keep the size of what goes through, and biases and norms that are not trivial."""
+    """Weights that keep the size of what goes through; biases and norms that do something."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -381,10 +381,15 @@ class Lmm:
         video = visuals[0].kind == "video"
         function = self._core.get_video_features if video else self._core.get_image_features
         output = function(**inputs, return_dict=True)
-        deep = getattr(output, "deepstack_features", None) or []
+        parts = list(output.pooler_output)
+        counts = [len(part) for part in parts]
+        # Cut by image or not, as transformers' version has it.
+        deep = [
+            (layer if torch.is_tensor(layer) else torch.cat(tuple(layer))).split(counts)
+            for layer in getattr(output, "deepstack_features", None) or ()
+        ]
         return [
-            Features(one, tuple(layer[row] for layer in deep))
-            for row, one in enumerate(output.pooler_output)
+            Features(one, tuple(layer[row] for layer in deep)) for row, one in enumerate(parts)
         ]
 
     def hidden(

@@ -28,7 +28,7 @@ def digit_samples(split: Split, count: int, seed: int = 0) -> Iterator[Sample]:
 
     Args:
         split: Which part of the images, which is the same for every seed.
-        count: How many; the splits hold 718, 449, 270 and 360.
+        count: How many; the splits hold 719, 449, 270 and 359.
         seed: Decides the order.
 
     Yields:
@@ -70,7 +70,7 @@ def digit_layer(
     side = max(8, round(length))
     ink = Image.fromarray(pixels[place]).resize((side, side), Image.Resampling.BICUBIC)
     cover = np.asarray(ink, dtype=np.float32)[..., None] / 255
-    sheet = np.broadcast_to(np.float32(colour), (side, side, 3))
+    sheet = np.broadcast_to(np.array(colour, dtype=np.float32), (side, side, 3))
     return Layer(np.concatenate([sheet, cover], axis=-1)), LABELS[digits[place]]
 
 

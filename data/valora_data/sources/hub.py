@@ -177,7 +177,7 @@ def _decoded(part: Any, frames: int) -> list[Image.Image]:
     if isinstance(part, Image.Image):
         return [part.convert("RGB")]
     content = part if isinstance(part, bytes) else part.get("bytes")
-    path = None if isinstance(part, bytes) else part.get("path")
+    path = "" if isinstance(part, bytes) else str(part.get("path") or "")
     if content is None:
         content = Path(path).read_bytes()
     if path and Path(path).suffix.lower() in videos.SUFFIXES - {".gif"}:

@@ -208,7 +208,7 @@ def _folder(source: Source, path: str) -> Splits:
 def _with_rest(splits: Mapping[Split, T]) -> dict[Split | None, T]:
     """The training split as the rest, of which missing splits are taken; others as they are."""
     if all(split in splits for split in Split):
-        return dict(splits)
+        return {split: part for split, part in splits.items()}  # noqa: C416
     return {(None if split is Split.TRAIN else split): part for split, part in splits.items()}
 
 

@@ -120,7 +120,9 @@ def _digits(rng: np.random.Generator, split: Split) -> Drawn:
         middle = (place + 0.5) / count
         if board.add(rng, layer, (middle - 0.04, 0.25, middle + 0.04, 0.75)) is not None:
             found.append(digit)
-    return _captioned(board, rng, (joined(found), f"the numbers {joined(found)}", " ".join(found)))
+    return _captioned(
+        board, rng, (joined(found), f"the numbers {joined(found)}", f"{' '.join(found)} in a row")
+    )
 
 
 CAPTION = {

@@ -48,13 +48,13 @@ def load_tables(
     for table, keys in required.items():
         entries = content.get(table) if isinstance(content, dict) else None
         if not isinstance(entries, list):
-            *first, last = required
+            *others, last = required
             raise DataError(
-                f"{source} has no list {table!r}: expected {what} with {', '.join(first)} "
+                f"{source} has no list {table!r}: expected {what} with {', '.join(others)} "
                 f"and {last}"
             )
         check_keys(source, table, entries, keys)
-    first = next(iter(required))
+    first = next(table for table in required)
     if not content[first]:
         raise DataError(f"{source} lists no {first}: the data set is empty")
     return dict(content)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import numpy.typing as npt
 from PIL import Image, ImageDraw
 
 from valora_data.sources.boards import SIZE, Board
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
+Floats = npt.NDArray[np.float32]
 WEATHERS = ("clear", "rain", "snow", "fog", "night")
 
 
@@ -20,9 +17,9 @@ def add_weather(rng: np.random.Generator, board: Board, weather: str) -> None:
     pixels = board.pixels
     if weather == "rain":
         pixels *= rng.uniform(0.6, 0.8)
-        pixels += np.float32([0, 4, 14])
+        pixels += _rgb(0, 4, 14)
         streaks = _strokes(rng, int(rng.integers(35, 60)), (7, 15), rng.uniform(0.1, 0.5))
-        pixels += streaks * (np.float32([205, 215, 230]) - pixels) * np.float32(0.7)
+        pixels += streaks * (_rgb(205, 215, 230) - pixels) * np.float32(0.7)
     elif weather == "snow":
         pixels += (np.float32(235) - pixels) * np.float32(rng.uniform(0.15, 0.35))
         flakes = _flakes(rng, int(rng.integers(50, 90)))
@@ -33,7 +30,7 @@ def add_weather(rng: np.random.Generator, board: Board, weather: str) -> None:
         pixels += (grey - pixels) * height * np.float32(rng.uniform(0.55, 0.72))
     elif weather == "night":
         pixels *= np.float32(rng.uniform(0.26, 0.38))
-        pixels += np.float32([0, 2, 16])
+        pixels += _rgb(0, 2, 16)
         for _ in range(int(rng.integers(1, 4))):
             _lamp(rng, pixels)
     board.pixels = pixels
@@ -41,7 +38,7 @@ def add_weather(rng: np.random.Generator, board: Board, weather: str) -> None:
 
 def _strokes(
     rng: np.random.Generator, count: int, lengths: tuple[int, int], slant: float
-) -> npt.NDArray[np.float32]:
+) -> Floats:
     """Parallel strokes as coverage, (SIZE, SIZE, 1)."""
     sheet = Image.new("L", (SIZE, SIZE))
     pen = ImageDraw.Draw(sheet)
@@ -51,10 +48,10 @@ def _strokes(
         strict=True,
     ):  # fmt: skip
         pen.line(((x, y), (x + lean * length, y + length)), fill=int(rng.integers(120, 255)))
-    return np.asarray(sheet, dtype=np.float32)[..., None] / 255
+    return np.asarray(sheet, dtype=np.float32)[..., None] / np.float32(255)
 
 
-def _flakes(rng: np.random.Generator, count: int) -> npt.NDArray[np.float32]:
+def _flakes(rng: np.random.Generator, count: int) -> Floats:
     """Soft dots as coverage, (SIZE, SIZE, 1)."""
     sheet = Image.new("L", (SIZE * 2, SIZE * 2))
     pen = ImageDraw.Draw(sheet)
@@ -63,12 +60,16 @@ def _flakes(rng: np.random.Generator, count: int) -> npt.NDArray[np.float32]:
         rng.uniform(1.2, 3.4, count), strict=True,
     ):  # fmt: skip
         pen.ellipse((x - r, y - r, x + r, y + r), fill=int(rng.integers(190, 255)))
-    return np.asarray(sheet.reduce(2), dtype=np.float32)[..., None] / 255
+    return np.asarray(sheet.reduce(2), dtype=np.float32)[..., None] / np.float32(255)
 
 
-def _lamp(rng: np.random.Generator, pixels: npt.NDArray[np.float32]) -> None:
+def _lamp(rng: np.random.Generator, pixels: Floats) -> None:
     x, y = rng.uniform(8, SIZE - 8, 2)
     at = np.arange(SIZE, dtype=np.float32)
     distance = ((at[None, :] - x) ** 2 + (at[:, None] - y) ** 2) / np.float32(rng.uniform(15, 60))
-    glow = np.exp(-distance)[..., None] * np.float32([255, 225, 150])
+    glow = np.exp(-distance)[..., None] * _rgb(255, 225, 150)
     pixels += glow.astype(np.float32)
+
+
+def _rgb(*levels: float) -> Floats:
+    return np.array(levels, dtype=np.float32)

@@ -281,6 +281,9 @@ def shrink(
             x.stride(0) // ALIGNMENT,
             weights.a,
             weights.a_table,
+            weights.b,
+            weights.b_table,
+            *_three([n // ALIGNMENT for n in weights.out_features]),
             table.records,
             table.rows,
             table.scale,
@@ -367,9 +370,14 @@ def _sizes(table: DeviceTiles, tensor: torch.Tensor, weights: LoraWeights) -> tu
     return max(table.capacity * table.block, tensor.shape[0]), weights.slots, weights.max_rank
 
 
+def _three(values: Sequence[Any]) -> list[Any]:
+    """As many as the kernels have places for; with fewer projections the first again."""
+    return [*values, values[0], values[0]][:3]
+
+
 def outputs_of(ys: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """Three tensors with their row strides and widths; with fewer projections the first again."""
-    three = [*ys, ys[0], ys[0]][:3]
+    """Three tensors with their row strides and widths in steps of `ALIGNMENT`."""
+    three = _three(ys)
     strides = [y.stride(0) // ALIGNMENT for y in three]
     return (*three, *strides, *(y.shape[1] // ALIGNMENT for y in three))
 

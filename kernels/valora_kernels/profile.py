@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +12,7 @@ from valora_kernels.metadata import LoraBatch
 from valora_kernels.weights import LoraWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -133,24 +132,41 @@ def replay_times(
         repeats: Replays that are timed, after two that are not.
         at_least: Calls a graph; launching a graph costs a few microseconds, which they share.
     """
-    calls[0]()
-    rounds = -(-at_least // len(calls))
+    return times_in_turn({"": calls}, repeats=repeats, at_least=at_least)[""]
+
+
+def times_in_turn(
+    named: Mapping[str, Sequence[Callable[[], object]]], *, repeats: int = 7, at_least: int = 24
+) -> dict[str, NDArray[np.float64]]:
+    """What `replay_times` says of each, with the replays of all taking turns.
+
+    A large product heats the GPU and lowers its clock; so what is compared must share the heat.
+    """
     stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    graphs = {}
+    for name, calls in named.items():
+        calls[0]()
+        torch.cuda.synchronize()
+        graph, rounds = torch.cuda.CUDAGraph(), -(-at_least // len(calls))
+        with torch.cuda.stream(stream):
+            graph.capture_begin()
+            for _ in range(rounds):
+                for call in calls:
+                    call()
+            graph.capture_end()
+        graphs[name] = graph, rounds * len(calls)
+    pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in graphs}
     with torch.cuda.stream(stream):
-        graph.capture_begin()
-        for _ in range(rounds):
-            for call in calls:
-                call()
-        graph.capture_end()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        graph.replay()
-        graph.replay()
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
+        for turn in range(repeats + 2):
+            for name, (graph, _) in graphs.items():
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+                begin.record()
+                graph.replay()
+                end.record()
+                if turn > 1:
+                    pairs[name].append((begin, end))
     stream.synchronize()
-    spans = [a.elapsed_time(b) for a, b in pairwise(events)]
-    return np.asarray(spans) * 1e3 / (rounds * len(calls))
+    return {
+        name: np.asarray([a.elapsed_time(b) for a, b in found]) * 1e3 / graphs[name][1]
+        for name, found in pairs.items()
+    }

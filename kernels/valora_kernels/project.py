@@ -16,6 +16,17 @@ if TYPE_CHECKING:
     from valora_kernels.metadata import LoraBatch
     from valora_kernels.weights import LoraWeights
 
+MANY_ROWS = 1024
+"""From here on the folding kernel keeps up with the vendor's library."""
+
+FEW_OUTPUTS = 3072
+"""Below, columns are too few to occupy the processors; the library splits the inputs too."""
+
+
+MOST_ELEMENTS = 9 << 18
+"""Of the outputs: above, and below `MANY_ROWS`, the library's product gains more than we hide."""
+
+
 @dataclass(frozen=True, slots=True)
 class ProjectTiling:
     """How a projection is computed.
@@ -43,11 +54,22 @@ class ProjectTiling:
 
 def project_tiling(rows: int, outputs: int) -> ProjectTiling | None:
     """What is fast on an H200; None where the library's product and LoRA after it are faster."""
-    if rows <= 64 and outputs >= 3072:
-        return ProjectTiling(max(16, 1 << (rows - 1).bit_length()), 32, 128, 4, 6)
-    if rows >= 1024:
+    if rows >= MANY_ROWS:
         return ProjectTiling(128, 256, 64, 8, 3, fold=True)
-    return None
+    if outputs < FEW_OUTPUTS or rows * outputs > MOST_ELEMENTS:
+        return None
+    once = outputs <= 4224  # columns that all processors together can take at once
+    if rows <= 16:
+        tile = (16, 32, 128, 4, 6)
+    elif rows <= 64:  # 64 even for fewer: Hopper's own matrix instructions take no fewer
+        tile = (64, 32, 128, 4, 6) if once else (64, 64, 64, 4, 6)
+    elif rows <= 128 and once:
+        tile = (64, 64, 128, 4, 4)
+    elif rows <= 256:
+        tile = (64, 128, 64, 4, 6) if once else (64, 128, 64, 4, 4)
+    else:
+        tile = (128, 128, 64, 8, 4)
+    return ProjectTiling(*tile)
 
 
 def add_projection(
@@ -118,14 +140,16 @@ def _check_bases(
                 )
 
 
-def _aligned(
-    x: torch.Tensor, ys: Sequence[torch.Tensor], bases: Sequence[torch.Tensor]
-) -> bool:
+def _aligned(x: torch.Tensor, ys: Sequence[torch.Tensor], bases: Sequence[torch.Tensor]) -> bool:
     """The kernels serve 16-bit tensors with aligned, dense rows, and W's of one row stride."""
-    return x.dtype != torch.float32 and all(
-        t.stride(1) == 1 and t.stride(0) % operator.ALIGNMENT == 0 and t.data_ptr() % 16 == 0
-        for t in (x, *ys, *bases)
-    ) and len({base.stride(0) for base in bases}) == 1
+    return (
+        x.dtype != torch.float32
+        and all(
+            t.stride(1) == 1 and t.stride(0) % operator.ALIGNMENT == 0 and t.data_ptr() % 16 == 0
+            for t in (x, *ys, *bases)
+        )
+        and len({base.stride(0) for base in bases}) == 1
+    )
 
 
 def shrink_tiling(choice: Tiling, in_features: int) -> Tiling:
@@ -135,6 +159,12 @@ def shrink_tiling(choice: Tiling, in_features: int) -> Tiling:
             Kind.PAIR, max(choice.rows, 16), inputs=128, split=-(-in_features // 128) * 128
         )
     return replace(choice, gather=True)
+
+
+def lora_tiling(choice: Tiling, in_features: int) -> Tiling:
+    """Beside a base product there is time to sum h up; few programs leave that one its place."""
+    split = -(-in_features // (4 * 128)) * 128
+    return Tiling(Kind.PAIR, max(choice.rows, 16), 256, 128, split, 64, gather=True, stages=4)
 
 
 def _beside(
@@ -178,7 +208,7 @@ def _beside(
         num_stages=tiling.stages,
         **({"launch_pdl": True} if pdl else {}),
     )
-    chosen = shrink_tiling(operator.choice_of(weights, batch, x.device), weights.in_features)
+    chosen = lora_tiling(operator.choice_of(weights, batch, x.device), weights.in_features)
     if operator.tiles_to_launch(batch.tiles(chosen.rows), batch, x):
         h, parts = operator.shrink(chosen, x, weights, batch, beside=True)
         operator.expand(chosen, ys, h, parts, weights, batch)

@@ -5,7 +5,9 @@
   sum, so y is neither read again nor rounded twice. h comes from a shrink with `BY_ROW`.
 """
 
-# Triton's functions have no types that a checker could use.
+# Triton decides constant branches (`if P > 1:`) at compile time, so they stay apart from those on
+# values; its functions have no types that a checker could use.
+# ruff: noqa: SIM102
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
@@ -66,18 +68,12 @@ def base_kernel(
     P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
     STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y = x·Wᵀ + bias of up to three projections. Grid: output blocks × row blocks, these fastest.
+    """X·Wᵀ + bias of up to three projections. Grid: output blocks × row blocks, these fastest.
 
     The next kernel starts as soon as x is ready: a shrink of the same x uses the bandwidth and the
-    processors that this one leaves. W comes from memory before x is ready.
-
-    Args:
-        w: W of the first projection.
-        w_stride: Of its rows, and those of the others, in steps of 8 elements, like all strides.
-        at1: Where the second one's W begins, from `w`, in steps of 8.
-        at2: Likewise the third one's.
-        down: Row blocks.
-        AHEAD: Blocks of inputs that W is fetched for before x is ready.
+    processors that this one leaves. W begins to come from memory before x is ready, AHEAD blocks of
+    inputs of it. The second and third W begin `at1` and `at2` behind the first; all strides, widths
+    and places are in steps of 8 elements, and rows of every W are `w_stride` apart.
     """
     K = k8 * 8
     item = tl.program_id(0)

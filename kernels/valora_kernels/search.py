@@ -8,7 +8,8 @@ than ten, because
 - tiles are powers of two of at least 16 that fit the shared memory, and candidates that would leave
   most processors idle or start far too many programs are dropped;
 - shrink and expand are timed apart, and only the best of each together: a sum instead of a product;
-- further projections of a model try what did best around the same batch in the first one only;
+- further projections of a model, and every second rank, try only what did best around the same
+  batch in the first one, or one rank below;
 - kernels are compiled beforehand on all cores.
 """
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from valora_kernels.profile import Inputs
 
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-FEWER = ((1, 1), (16, 16), (128, 4), (1024, 4), (4096, 16))
+FEWER = ((1, 1), (16, 16), (64, 16), (512, 4), (4096, 16))
 """(rows, adapters) that the further projections of a model are measured for."""
 ADAPTERS = (1, 4, 16, 64)
 RANKS = (16, 32, 64, 128)
@@ -337,7 +338,7 @@ class Search:
             for us, tilings in seconds[case]:
                 times = self.times(group, works[case], "expand", tilings)
                 sums += [(us + more, tiling) for more, tiling in times[:3]]
-            together = [t for _, t in sorted(sums, key=lambda pair: pair[0])[:6]]
+            together = [t for _, t in sorted(sums, key=lambda pair: pair[0])[:12]]
             finalists = self.times(group, works[case], "all", together, repeats=5)
             finalists += self.times(group, works[case], "all", singles[case])[:2]
             self.finish(group, case, works[case], finalists, bar)
@@ -434,9 +435,14 @@ def main() -> None:
     ]
     open_shapes = [group.shape(*case) for group, cases in plan for case in cases]
     bar = Progress(sum(shape not in search.found for shape in open_shapes))
-    for rank in args.ranks:
+    below = 0
+    for number, rank in enumerate(sorted(args.ranks)):
         first = Group(*widths[0], rank)
-        search.full(first, every, bar)
+        if number % 2:
+            search.derived(first, Group(*widths[0], below), every, bar)
+        else:
+            search.full(first, every, bar)
+        below = rank
         for others in widths[1:]:
             search.derived(Group(*others, rank), first, some, bar)
         torch.cuda.empty_cache()

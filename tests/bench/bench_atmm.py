@@ -26,7 +26,7 @@ import torch
 from valora_kernels.atmm import atmm, choice_of
 from valora_kernels.merge import MergeableWeights
 from valora_kernels.metadata import group_rows
-from valora_kernels.profile import Inputs, Workload, replay_times, spread
+from valora_kernels.profile import Inputs, Workload, replay_times, spread, times_in_turn
 from valora_kernels.project import add_projection
 from valora_kernels.search import Group, Search
 from valora_kernels.tiling import choose
@@ -105,6 +105,9 @@ def off_grid() -> Iterator[Case]:
     for rows, adapters in ((7, 3), (24, 8), (48, 32), (100, 10), (190, 24), (700, 6), (3000, 40)):
         for ranks in ((8,), (32,), (64,), (128,), MIXED):
             yield Case("between", rows, [ranks[i % len(ranks)] for i in range(adapters)])
+    for rows, adapters in ((300, 1), (1500, 2), (6000, 1), (6000, 2)):
+        for rank in (16, 64, 128):
+            yield Case("few adapters", rows, [rank] * adapters)
     for popularity in ("skewed", "zipf"):
         for rows, adapters in ((64, 16), (256, 32), (1500, 16), (4096, 64)):
             yield Case("popularity", rows, [64] * adapters, popularity)
@@ -384,7 +387,7 @@ def projection_totals(lines: list[str], repeats: int) -> list[dict[str, float]]:
         "| tokens | x·W | x·W + LoRA | ratio | LoRA after x·W | ratio |",
         "|---" * 6 + "|",
     ]
-    for rows in (1, 16, 64, 256, 2048, 8192):
+    for rows in (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192):
         adapters = min(rows, 16)
         work = Workload(spread(rows, adapters), [64] * adapters, WIDTH, [WIDTH], most=8)
         sets = (work.sets * 8)[: max(8, len(work.sets))]
@@ -397,15 +400,17 @@ def projection_totals(lines: list[str], repeats: int) -> list[dict[str, float]]:
             atmm(s.ys, s.x, s.weights, work.batch)
 
         pairs = list(zip(sets, bases, strict=False))
-        alone = replay_times(
-            [partial(torch.mm, s.x, w.T, out=s.ys[0]) for s, w in pairs], repeats=repeats
-        )
-        total = replay_times(
-            [partial(add_projection, s.ys, s.x, [w], s.weights, work.batch) for s, w in pairs],
+        times = times_in_turn(
+            {
+                "base": [partial(torch.mm, s.x, w.T, out=s.ys[0]) for s, w in pairs],
+                "total": [
+                    partial(add_projection, s.ys, s.x, [w], s.weights, work.batch) for s, w in pairs
+                ],
+                "after": [partial(separate, s, w) for s, w in pairs],
+            },
             repeats=repeats,
         )
-        after = replay_times([partial(separate, s, w) for s, w in pairs], repeats=repeats)
-        base, both, two = (float(np.median(t)) for t in (alone, total, after))
+        base, both, two = (float(np.median(found_)) for found_ in times.values())
         found.append({"rows": rows, "base": base, "total": both, "separate": two})
         lines.append(
             f"| {rows} | {base:.2f} | {both:.2f} | **{both / base:.3f}** | {two:.2f} "

@@ -42,6 +42,7 @@ from valora_serve.lmm import Lmm
 from valora_serve.memory import PageShape, UnifiedMemory
 from valora_serve.model_runner import AdapterTable, ModelRunner, Work
 from valora_serve.orchestrator import Limits, RequestView, Trace, View, make_policy
+from valora_serve.profile import measure
 from valora_serve.sampler import Choice, make_generator
 from valora_serve.sequence import Sequence
 from valora_serve.store import Staged, Store, Target
@@ -278,7 +279,7 @@ class Engine:
         return f"{adapter.folder.name}#{adapter.content[:12]}"
 
     def _refresh_keys(self) -> set[str]:
-        """Note which adapters something nameable needs; returns those that nothing does any more."""
+        """Note which adapters are needed; returns those that no longer are."""
         before = self._keys
         self._keys = {self._key(adapter) for adapter in self.store.adapters.values()}
         return before - self._keys
@@ -288,7 +289,7 @@ class Engine:
         for key in keys:
             if not self._wanted[key] and key in self.adapters:
                 if key == self._merged:
-                    self._switch(Mode.UNMERGED, None)
+                    self.switch(Mode.UNMERGED, None)
                 self.adapters.remove(key)
 
     def _activate(self, names: set[str]) -> None:
@@ -298,7 +299,7 @@ class Engine:
         if not new:
             return
         if self._merged is not None:
-            self._switch(Mode.UNMERGED, None)
+            self.switch(Mode.UNMERGED, None)
         for name in new:
             groups[name].lora = self.memory.lora[name]
         if self.settings.policy not in ("unmerge_only", "slora"):
@@ -316,8 +317,15 @@ class Engine:
             self.runner.forget_graphs()
             self.warm_up()
 
+    def known_adapters(self) -> list[str]:
+        """Keys of the adapters that something nameable needs."""
+        return sorted(self._keys)
+
     def warm_up(self) -> None:
-        """Capture the decode steps, so that the first requests do not wait for it."""
+        """Capture the decode steps, and measure this machine if nobody has yet.
+
+        The first requests need not wait for it then.
+        """
         terms = (0, 1) if self.settings.policy in ("unmerge_only", "slora") else (0, 1, 2)
         if self.settings.policy == "merge_only":
             terms = (0,)
@@ -325,6 +333,12 @@ class Engine:
         count = self.runner.capture(terms)
         if count:
             log.info("captured %d decode steps in %.1f s", count, time.monotonic() - start)
+        if self.settings.profile and not self.cost.measured and not self.busy:
+            self.cost = measure(self)
+            self.cost.save(self._cost_folder)
+            self.policy = make_policy(
+                self.settings.policy, self.cost, self.settings.policy_settings
+            )
 
     # ------------------------------------------------------------------ requests
 
@@ -511,7 +525,7 @@ class Engine:
         merged = decision.merged
         if merged is not None and merged not in self.adapters.resident:
             merged = None
-        self._switch(decision.mode, merged)
+        self.switch(decision.mode, merged)
         for number, key in enumerate(decision.prefetch):
             self.adapters.load(key, urgent=number == 0)
         self._idle = not decision.batch
@@ -547,7 +561,7 @@ class Engine:
             self._waiting[request_id] = sequence
             self._waiting.move_to_end(request_id, last=False)
 
-    def _switch(self, mode: Mode, merged: str | None) -> None:
+    def switch(self, mode: Mode, merged: str | None) -> None:
         """Bring the weights to a mode; the only place where that happens."""
         self._mode = mode if merged is not None else Mode.UNMERGED
         if merged == self._merged:

@@ -1,6 +1,6 @@
 """End-to-end measurements of the runtime on a LLaVA-1.5-7B shape with random weights.
 
-`python tests/bench/bench_serve.py [SECTION …]` runs the named sections (all by default), prints a
+`python -m tests.bench.bench_serve [SECTION …]` runs the named sections (all by default), prints a
 table for each and, with `--out`, writes every figure as JSON. Random weights cost what trained
 ones do. The workloads of `throughput`, `decode` and `arrivals` are those of vLLM's published
 figures in `VLLM` (one H200, Llama-7B shape, LoRA on q, k, v, o, adapters on the GPU).
@@ -15,20 +15,16 @@ import gc
 import itertools
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
 
-sys.path[:0] = [str(Path(__file__).parents[2] / part) for part in (".", "kernels", "data")]
-
 from tests.bench.serve_models import PROCESSOR, add_adapters, llava_7b
 from valora_serve.engine import Engine
 from valora_serve.engine_settings import EngineSettings
 from valora_serve.lmm import Lmm
-from valora_serve.orchestrator import PolicySettings
 from valora_serve.types import Request, SamplingParams
 
 VLLM_THROUGHPUT = {  # requests/s
@@ -67,12 +63,13 @@ class Bench:
         """An engine with so many adapters, warmed up."""
         self.stop()
         small = self.device.type == "cpu"
-        defaults = dict(
-            max_requests=512, max_tokens=8192, chunk=8192, slots=min(max(adapters, 1), 256),
-            max_rank=max(ranks), host_bytes=1 << 50, profile=False, memory=0.85,
-            prefix_cache=False, attention=self.arguments.attention,
-            cost_folder=self.arguments.costs, pages=2000 if small else None, max_adapters=128,
-        )  # fmt: skip
+        defaults = {
+            "max_requests": 512, "max_tokens": 8192, "chunk": 8192, "max_adapters": 128,
+            "slots": min(max(adapters, 1), 256), "max_rank": max(ranks), "host_bytes": 1 << 50,
+            "profile": False, "memory": 0.85, "prefix_cache": False,
+            "attention": self.arguments.attention, "cost_folder": self.arguments.costs,
+            "pages": 2000 if small else None,
+        }  # fmt: skip
         self.engine = Engine(EngineSettings(policy=policy, **(defaults | options)), self.lmm)
         names = add_adapters(self.engine, adapters, ranks) if adapters else []
         start = time.monotonic()
@@ -85,7 +82,7 @@ class Bench:
         """Let the engine go, and put the model back as it was."""
         if self.engine is None:
             return
-        self.engine._switch(self.engine._mode, None)
+        self.engine.switch(self.engine._mode, None)
         self.engine.close()
         for group in self.lmm.linears.groups.values():
             group.lora = None
@@ -141,7 +138,7 @@ class Bench:
 
 
 def metrics(done, wall):
-    """Average token latency (ms), its part per output token, mean TTFT (ms), tokens and requests/s."""
+    """Latencies in milliseconds, requests and output tokens a second."""
     latency = [o.times.finished - o.times.arrival for o in done]
     first = [o.times.first_token - o.times.arrival for o in done]
     tokens = sum(o.usage.prompt + o.usage.completion for o in done)
@@ -330,7 +327,8 @@ def skew(bench):
                   "switches", bench.engine.stats().switches, flush=True)  # fmt: skip
     policies = bench.arguments.policies
     rows = [[p, *(found_here[p, s] for s in bench.arguments.shares)] for p in policies]
-    table(f"Average token latency (ms) at {bench.arguments.rate} requests/s by share of one adapter",
+    rate = bench.arguments.rate
+    table(f"Average token latency (ms) at {rate} requests/s by share of one adapter",
           ["policy", *(f"{s:.0%}" for s in bench.arguments.shares)], rows)  # fmt: skip
 
 
@@ -377,7 +375,7 @@ def switch(bench):
                 engine.step()
             torch.cuda.synchronize()
             start = time.perf_counter()
-            engine._switch(engine._mode, target)
+            engine.switch(engine._mode, target)
             torch.cuda.synchronize()
             wanted = (target is None) == label.endswith("pristine")
             if wanted:

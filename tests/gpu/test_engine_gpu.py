@@ -147,7 +147,7 @@ def test_every_mode_matches_fp32(lmm, modes, attention, monkeypatch):
         + (engine.adapters.pages(engine._merged) if engine._merged else 0)
         == engine.memory.pages - 1
     )
-    engine._switch(Mode.UNMERGED, None)
+    engine.switch(Mode.UNMERGED, None)
     for group in lmm.linears.groups.values():
         group.lora = None
     engine.close()

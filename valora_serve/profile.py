@@ -1,0 +1,184 @@
+"""What steps, switches and loads cost on this machine: measured once, then kept (VaLoRA §4.4)."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from valora_kernels.metadata import NONE
+from valora_serve.adapter_memory import State
+from valora_serve.block_manager import Owner
+from valora_serve.cost_model import CostModel, StepShape, step_shape
+from valora_serve.model_runner import Work
+from valora_serve.orchestrator import RequestView
+from valora_serve.sampler import Choice
+from valora_serve.types import Mode, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from valora_serve.engine import Engine
+
+log = logging.getLogger(__name__)
+
+DECODE_ROWS = (1, 8, 32, 64, 128, 256, 512)
+CONTEXTS = (32, 512)
+PREFILL_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+ADAPTERS = 16
+LOAD_WAIT = 5.0
+REPEATS = 5
+SECONDS = 60.0
+"""Most time to spend; what was measured until then is fitted."""
+
+
+def measure(engine: Engine, seconds: float = SECONDS) -> CostModel:
+    """Measure an engine that has no requests, and fit its cost model.
+
+    Steps of up to 16 of the adapters that it knows are timed in all modes, besides those without
+    any; what cannot be measured here (no adapters, no images) keeps the estimate.
+
+    Args:
+        engine: The engine; afterwards its weights are pristine.
+        seconds: Most time to spend on steps.
+
+    Raises:
+        RuntimeError: The engine has requests.
+    """
+    if engine.busy:
+        raise RuntimeError("profile: expected an engine without requests")
+    start = time.monotonic()
+    loads = _load(engine)
+    points = []
+    for shape, works, merged in _steps(engine):
+        if time.monotonic() - start > seconds:
+            break
+        _merge(engine, merged)
+        points.append((shape, _time(engine, works, merged)))
+    merges, unmerges = [], []
+    for key in sorted(engine.adapters.resident)[:3]:
+        rank = int(engine.adapters.ranks[engine.adapters.slot(key)])
+        for _ in range(REPEATS):
+            merges.append((rank, _switch_time(engine, key)))
+            unmerges.append(_switch_time(engine, None))
+    _merge(engine, None)
+    mergeable = bool(engine.lmm.linears.merged)
+    found = engine.cost.fit(
+        points,
+        machine=engine.machine,
+        model=engine.lmm.base,
+        merges=merges if mergeable else (),
+        unmerges=unmerges if mergeable else (),
+        loads=loads,
+    )
+    log.info("measured %d steps in %.0f s", len(points), time.monotonic() - start)
+    return found
+
+
+def _load(engine: Engine) -> list[tuple[int, float]]:
+    """Bring adapters in; returns rank and seconds of those that were not there."""
+    times = []
+    for key in engine.known_adapters()[:ADAPTERS]:
+        if engine.adapters.state(key) is State.RESIDENT:
+            continue
+        start = time.perf_counter()
+        if not engine.adapters.load(key):
+            break
+        while not engine.adapters.ready(key) and time.perf_counter() - start < LOAD_WAIT:
+            time.sleep(1e-4)
+        seconds = time.perf_counter() - start
+        if key in engine.adapters.resident:
+            times.append((int(engine.adapters.ranks[engine.adapters.slot(key)]), seconds))
+    return times
+
+
+def _steps(engine: Engine) -> Iterator[tuple[StepShape, list[Work], str | None]]:
+    """Steps worth timing: their shape, their rows, and the adapter in the weights."""
+    resident = sorted(engine.adapters.resident)
+    mixes: list[tuple[Mode, str | None, int]] = [(Mode.UNMERGED, None, 0)]
+    if resident:
+        mixes += [(Mode.UNMERGED, None, 1), (Mode.UNMERGED, None, len(resident))]
+        if engine.lmm.linears.merged:
+            mixes.append((Mode.MIXTURE, resident[0], len(resident)))
+    settings = engine.settings
+    for mode, merged, distinct in mixes:
+        for context in CONTEXTS:
+            for rows in DECODE_ROWS:
+                if rows <= settings.max_requests and context + 1 < engine.context:
+                    yield from _shape(engine, mode, merged, distinct, [(context, 1)] * rows)
+        for tokens in PREFILL_TOKENS:
+            if tokens <= min(settings.max_tokens, settings.chunk, engine.context - 1):
+                yield from _shape(engine, mode, merged, distinct, [(0, tokens)])
+                if tokens > 64:  # prompts come beside decoding rows
+                    few = min(8, settings.max_requests - 1)
+                    mixed = [(0, tokens - few), *[(256, 1)] * few]
+                    yield from _shape(engine, mode, merged, distinct, mixed)
+
+
+def _shape(
+    engine: Engine,
+    mode: Mode,
+    merged: str | None,
+    distinct: int,
+    rows: list[tuple[int, int]],
+) -> Iterator[tuple[StepShape, list[Work], str | None]]:
+    """One step of the given (context, tokens), its requests spread over adapters."""
+    resident = sorted(engine.adapters.resident)[:distinct]
+    size = engine.settings.block_size
+    needed = sum(-(-(context + tokens) // size) for context, tokens in rows)
+    if needed > engine.pool.free:
+        return
+    pages = engine.pool.take(needed, Owner.KV)
+    if pages is None:
+        return
+    try:
+        choice = Choice(SamplingParams(max_tokens=1))
+        works, batch = [], []
+        rest = iter(pages)
+        for number, (context, tokens) in enumerate(rows):
+            key = resident[number % distinct] if distinct else None
+            slot = NONE if key is None else engine.adapters.slot(key)
+            rank = 0 if key is None else int(engine.adapters.ranks[slot])
+            table = [next(rest) for _ in range(-(-(context + tokens) // size))]
+            decoding = tokens == 1
+            ids = None if decoding else np.arange(tokens) % 1000 + 3
+            works.append(Work(number, context, tokens, ids, table, slot, choice=choice))
+            view = RequestView(
+                str(number), key, rank, 0.0, 0 if decoding else tokens, context=context
+            )
+            batch.append((view, tokens))
+        ranks = {key: int(engine.adapters.ranks[engine.adapters.slot(key)]) for key in resident}
+        yield step_shape(mode, merged, batch, ranks), works, merged
+    finally:
+        for page in pages:
+            engine.pool.give(page)
+
+
+def _time(engine: Engine, works: list[Work], merged: str | None) -> float:
+    """Median seconds of a step, its planning included."""
+    slot = NONE if merged is None else engine.adapters.slot(merged)
+    times = []
+    for _ in range(REPEATS + 2):
+        start = time.perf_counter()
+        engine.runner.step(works, slot).read()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+def _merge(engine: Engine, key: str | None) -> None:
+    engine.switch(Mode.UNMERGED if key is None else Mode.MIXTURE, key)
+
+
+def _switch_time(engine: Engine, key: str | None) -> float:
+    cuda = engine.device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize(engine.device)
+    start = time.perf_counter()
+    _merge(engine, key)
+    if cuda:
+        torch.cuda.synchronize(engine.device)
+    return time.perf_counter() - start

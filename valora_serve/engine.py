@@ -276,7 +276,9 @@ class Engine:
 
     def _key(self, adapter: Adapter) -> str:
         """Readable and, by the content, unique: the same name may come to mean something else."""
-        return f"{adapter.folder.name}#{adapter.content[:12]}"
+        # Folders of the same content are one adapter, by the name of the first.
+        named = f"{adapter.folder.name}#{adapter.content[:12]}"
+        return self._key_of.setdefault(adapter.content, named)
 
     def _refresh_keys(self) -> set[str]:
         """Note which adapters are needed; returns those that no longer are."""
@@ -456,14 +458,19 @@ class Engine:
         for key, error in self.adapters.poll().items():
             self._fail_adapter(key, error)
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, request_id = heapq.heappop(self._deadlines)
-            late = DeadlineError(f"request {request_id} missed its deadline: allow it more time")
-            self.cancel(request_id, late)
+            deadline, request_id = heapq.heappop(self._deadlines)
+            late = self._waiting.get(request_id) or self._running.get(request_id)
+            if late is not None and late.view.deadline == deadline:  # not another of the same id
+                wrong = DeadlineError(
+                    f"request {request_id} missed its deadline: allow it more time"
+                )
+                self._end(late, Finish.ERROR, error=wrong)
         decision = self._decide(now)
         flight = self._launch(decision) if decision is not None else None
         if self._flight is not None:
             self._collect(self._flight)
             self._flight = None
+            self._idle = False
         if flight is not None and not self._overlap:
             self._collect(flight)
             flight = None
@@ -526,13 +533,26 @@ class Engine:
         if merged is not None and merged not in self.adapters.resident:
             merged = None
         self.switch(decision.mode, merged)
-        for number, key in enumerate(decision.prefetch):
-            self.adapters.load(key, urgent=number == 0)
+        self._prefetch(decision)
         self._idle = not decision.batch
+        if self._idle and not running and not self.adapters.loading:
+            # The merged adapter is pinned: let it go, or what waits may never have room.
+            self.switch(Mode.UNMERGED, None)
         return decision
+
+    def _prefetch(self, decision: Decision) -> None:
+        for number, key in enumerate(decision.prefetch):
+            if key not in self.adapters:
+                continue  # unloaded, and the last that waited for it was given up
+            try:
+                self.adapters.load(key, urgent=number == 0)
+            except ServeError as error:
+                self._fail_adapter(key, error)
 
     def _schedulable(self, sequence: Sequence) -> bool:
         """Whether a running request has a next token to compute, as far as the host knows."""
+        if sequence.place is None:
+            return False  # its head answers
         if not sequence.pending:
             return True
         if sequence.generated >= sequence.max_new or sequence.length >= self.context:
@@ -596,8 +616,10 @@ class Engine:
         shares = self._encode(shares)
         if not shares:
             return None
+        shares, works = self._works(shares)
+        if not shares:
+            return None
         merged = NONE if self._merged is None else self.adapters.slot(self._merged)
-        works = [self._work(sequence, count) for sequence, count in shares]
         result = self.runner.step(works, merged)
         self._counts["steps"] += 1
         now = time.monotonic()
@@ -664,6 +686,22 @@ class Engine:
         view.prompt_left, view.context = len(sequence.ids) - cached, cached
         return True
 
+    def _works(
+        self, shares: list[tuple[Sequence, int]]
+    ) -> tuple[list[tuple[Sequence, int]], list[Work]]:
+        """What each request has computed; one whose constraint fails ends here."""
+        kept, works = [], []
+        for sequence, count in shares:
+            try:
+                works.append(self._work(sequence, count))
+            except Exception as error:
+                log.exception("request %s", sequence.id)
+                wrong = ServeError(f"request {sequence.id} failed: {error}")
+                self._end(sequence, Finish.ERROR, error=wrong)
+            else:
+                kept.append((sequence, count))
+        return kept, works
+
     def _work(self, sequence: Sequence, count: int) -> Work:
         start, prompt = sequence.computed, sequence.prompt
         end = start + count
@@ -692,7 +730,16 @@ class Engine:
     def _choice(self, sequence: Sequence) -> Choice:
         params = sequence.request.sampling
         early = sequence.generated < params.min_tokens
-        return Choice(params, sequence.generator, tuple(self.lmm.stop_ids) if early else ())
+        forbidden = tuple(self.lmm.stop_ids) if early else ()
+        if params.constraint is None:
+            return Choice(params, sequence.generator, forbidden)
+        allowed = np.ones(self.lmm.vocabulary, dtype=np.bool_)
+        params.constraint.mask(allowed)
+        if not allowed.any():
+            raise RequestError("its constraint allows no token")
+        if np.delete(allowed, list(forbidden)).any():
+            return Choice(params, sequence.generator, forbidden, allowed)
+        return Choice(params, sequence.generator, (), allowed)  # it must end now
 
     def _task(self, sequence: Sequence) -> HeadTask:
         head = sequence.head
@@ -740,12 +787,12 @@ class Engine:
         """Encode together; if that fails one by one, so that it hits only whose image it is."""
         try:
             self._take_features(members)
-        except (RuntimeError, ValueError, IndexError):
+        except Exception:  # noqa: BLE001 - whatever it is, find out whose image it is
             broken = set()
             for member in members:
                 try:
                     self._take_features([member])
-                except (RuntimeError, ValueError, IndexError) as error:
+                except Exception as error:
                     sequence = member[0]
                     if sequence.id not in broken:
                         log.exception("encoding an image of request %s", sequence.id)
@@ -776,6 +823,8 @@ class Engine:
         size = _bytes(features)
         if size > self.settings.image_cache_bytes:
             return
+        if (old := self._images.pop(key, None)) is not None:
+            self._image_bytes -= _bytes(old)
         self._images[key] = features
         self._image_bytes += size
         while self._image_bytes > self.settings.image_cache_bytes:

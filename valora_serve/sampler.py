@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from valora_serve.types import SamplingParams
 
@@ -24,17 +26,18 @@ class Choice:
         generator: Its own source of randomness, so that a seed repeats whatever runs beside it;
             None for a greedy choice.
         forbidden: Tokens that may not come now (ends, before `min_tokens`).
+        allowed: [vocabulary] bool, what the request's constraint allows now; None without one.
     """
 
     params: SamplingParams
     generator: torch.Generator | None = None
     forbidden: Sequence[int] = ()
+    allowed: NDArray[np.bool_] | None = None
 
     @property
     def plain(self) -> bool:
         """Whether the likeliest token is the answer."""
-        params = self.params
-        return params.temperature == 0 and not self.forbidden and params.constraint is None
+        return self.params.temperature == 0 and not self.forbidden and self.allowed is None
 
 
 def make_generator(params: SamplingParams, device: torch.device) -> torch.Generator | None:
@@ -76,10 +79,9 @@ def _restrict(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
     for row, choice in enumerate(choices):
         if choice.forbidden:
             logits[row, list(choice.forbidden)] = -torch.inf
-        if choice.params.constraint is not None:
-            allowed = np.ones(logits.shape[1], dtype=np.bool_)
-            choice.params.constraint.mask(allowed)
-            logits[row].masked_fill_(~torch.from_numpy(allowed).to(logits.device), -torch.inf)
+        if choice.allowed is not None:
+            away = torch.from_numpy(~choice.allowed).to(logits.device)
+            logits[row].masked_fill_(away, -torch.inf)
     return logits
 
 
@@ -102,6 +104,7 @@ def _draw(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
     noise = torch.empty_like(probabilities)
     for row, choice in enumerate(choices):
         noise[row].exponential_(generator=choice.generator)
+    noise.clamp_(min=torch.finfo(noise.dtype).tiny)  # 0 / 0 would win
     best = (probabilities.masked_fill(~kept, 0) / noise).argmax(-1, keepdim=True)
     return order.gather(-1, best)[:, 0]
 

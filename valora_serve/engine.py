@@ -183,6 +183,7 @@ class Engine:
         self._merged: str | None = None
         self._images: OrderedDict[bytes, Features] = OrderedDict()
         self._image_bytes = 0
+        self._key_of: dict[str, str] = {}
         self._keys: set[str] = set()  # adapters that something nameable needs
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from valora_serve.errors import CancelledRequestError, RequestError, ServeError, StoppedError
 from valora_serve.types import EngineStats, Finish, Output, Times
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_Listener: TypeAlias = "tuple[asyncio.AbstractEventLoop, asyncio.Queue[Output]]"
 
 PAUSE = 0.001
 """Seconds between looks at adapters that are on their way while there is nothing to compute."""
@@ -46,7 +48,10 @@ class AsyncEngine:
         self._stopping = False
         self._draining = False
         self._failed: str | None = None
-        self._queues: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Output]]] = {}
+        # None: nobody listens any more, but the engine has not ended it yet.
+        self._queues: dict[str, _Listener | None] = {}
+        self._closing = threading.Lock()
+        self._closed = False
         # One thread: the tokenizer is not made for two, and the engine's thread wants its core.
         self._preparing = ThreadPoolExecutor(1, "prepare")
         self._loading = ThreadPoolExecutor(1, "load")
@@ -79,10 +84,26 @@ class AsyncEngine:
             self._failed = f"the engine has failed ({error}): restart the server"
         finally:
             self._failed = self._failed or "the engine is stopped"
-            self._deliver(engine.fail_all(self._failed))
+            self._fail_all(self._failed)
+            with self._closing:
+                self._closed = True
             while self._calls:
                 self._calls.popleft()()
+            self._stats = engine.stats()
             engine.close()
+
+    def _fail_all(self, reason: str) -> None:
+        """Tell everybody who listens, also where the engine's books are beyond repair."""
+        try:
+            self._deliver(self._engine.fail_all(reason))
+        except Exception:
+            log.exception("ending the requests of the failed engine")
+        now = time.monotonic()
+        failed = StoppedError(reason)
+        for request_id in tuple(self._queues):
+            times = Times(now, finished=now)
+            wrong = Output(request_id, finish=Finish.ERROR, error=failed, times=times)
+            self._deliver([wrong])  # who has ended already does not listen
 
     def _deliver(self, outputs: list[Output]) -> None:
         """Hand news to the event loops, one call for each loop."""
@@ -91,6 +112,8 @@ class AsyncEngine:
             waiting = self._queues.get(output.id)
             if waiting is not None:
                 by_loop.setdefault(waiting[0], []).append((waiting[1], output))
+            elif output.finish is not None:
+                self._queues.pop(output.id, None)
         for loop, news in by_loop.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
                 loop.call_soon_threadsafe(_put, news)
@@ -100,21 +123,22 @@ class AsyncEngine:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             if self._failed is not None:
                 future.set_exception(StoppedError(self._failed))
-                return
-            if not future.set_running_or_notify_cancel():
                 return
             try:
                 future.set_result(function())
             except Exception as error:  # noqa: BLE001 - it is the caller's
                 future.set_exception(error)
 
-        self._calls.append(run)
-        self._wake.set()
-        if not self._thread.is_alive() and not future.done():
-            with contextlib.suppress(Exception):
-                future.set_exception(StoppedError(self._failed or "the engine is stopped"))
+        with self._closing:
+            if not self._closed:
+                self._calls.append(run)
+                self._wake.set()
+                return future
+        future.set_exception(StoppedError(self._failed or "the engine is stopped"))
         return future
 
     # ------------------------------------------------------------------ requests
@@ -147,10 +171,18 @@ class AsyncEngine:
             log.exception("request %s", request.id)
             yield _failure(request, ServeError(f"request {request.id} failed: {error}"), arrival)
         finally:
-            del self._queues[request.id]
-            if not done:
+            if done or self._closed:
+                del self._queues[request.id]
+            else:
+                # Nobody may have its id before it has ended: what it still says would be taken
+                # for the other's.
+                self._queues[request.id] = None
                 # Behind `add` in the same queue of calls, so it finds what that has added.
-                self._call(lambda: self._engine.cancel(request.id))
+                self._call(lambda: self._abandon(request.id))
+
+    def _abandon(self, request_id: str) -> None:
+        if not self._engine.cancel(request_id):
+            self._queues.pop(request_id, None)
 
     def _check_open(self) -> None:
         if self._failed is not None or self._draining:

@@ -267,7 +267,8 @@ class Store:
             raise UnknownModelError(f"no adapter is named {name}: known are {known}")
         if (bundle := self._bundle_of(name)) is not None:
             raise BusyError(f"adapter {name} belongs to bundle {bundle}: unload that")
-        del self._named[name]
+        # A new one: other threads may be going over the old one.
+        self._named = {key: one for key, one in self._named.items() if key != name}
         return target.model
 
     def unregister_bundle(self, name: str) -> list[ServedModel]:
@@ -284,7 +285,8 @@ class Store:
         labels = {self._named[n].model.bundle for n in bundle.names} if bundle else set()
         if bundle is None or (version and name not in labels):
             raise UnknownModelError(f"no bundle is named {name}: known are {list(self._bundles)}")
-        gone = [self._named.pop(n).model for n in tuple(self._named) if n in bundle.names]
+        gone = [one.model for n, one in self._named.items() if n in bundle.names]
+        self._named = {n: one for n, one in self._named.items() if n not in bundle.names}
         del self._bundles[short]
         return gone
 

@@ -18,14 +18,16 @@ class Detokenizer:
     Args:
         tokenizer: transformers' tokenizer.
         stop: Texts that end the answer; they are not part of it.
+        least: Tokens in whose text no stop text is looked for.
 
     Attributes:
         stopped: Whether a stop text has come.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str], least: int = 0) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(text for text in stop if text)
+        self._least = least
         self._tokens: list[int] = []
         self._start = 0  # tokens before it are text for good
         self._settled = ""  # text of the tokens from `_start` on that was given out already
@@ -39,9 +41,12 @@ class Detokenizer:
         if text.endswith(REPLACEMENT):
             return ""  # a character of which more bytes come
         new = text[len(self._settled) :]
-        # One token of context is enough for the spaces that tokenizers put between words.
-        self._start = max(self._start, len(self._tokens) - 1)
-        self._settled = self._decode(self._tokens[self._start :])
+        # One token of context is enough for the spaces that tokenizers put between words; one
+        # that has no text of its own is none.
+        last = self._decode(self._tokens[-1:])
+        if last:
+            self._start, text = len(self._tokens) - 1, last
+        self._settled = text
         return self._give(new)
 
     def flush(self) -> str:
@@ -55,7 +60,7 @@ class Detokenizer:
         return rest
 
     def _give(self, new: str) -> str:
-        if not self._stop:
+        if not self._stop or len(self._tokens) <= self._least:
             return new
         text = self._held + new
         ends = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]

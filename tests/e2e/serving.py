@@ -1,0 +1,96 @@
+"""``valora-serve`` in a process of its own, with the tiny base model and a random bundle."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+from PIL import Image
+
+from tests.serve_helpers import make_bundle
+from valora_data.bundle import Bundle, read_bundle, write_manifest
+
+ROOT = Path(__file__).parents[2]
+
+
+def bundle_with_golden(folder):
+    """A random bundle whose golden examples are what plain PEFT says of them."""
+    from valora_train.gate import BundleModel, golden_rows
+
+    make_bundle(folder, "tiny")
+    bundle = read_bundle(folder)
+    detecting = {
+        name: facts for name, facts in bundle.domains.items() if facts["task"] == "detection"
+    }
+    model = BundleModel(Bundle(folder, bundle.manifest | {"domains": detecting}))
+    (folder / "golden").mkdir()
+    examples = []
+    for number, (name, facts) in enumerate(detecting.items()):
+        image = Image.radial_gradient("L").resize((120 + 40 * number, 90)).convert("RGB")
+        file = f"golden/{name}-0.png"
+        image.save(folder / file)
+        rows = golden_rows(model.detect(name, [image])[0], facts["threshold"])
+        examples.append({"domain": name, "image": file, "expected": rows})
+    (folder / "golden" / "golden.json").write_text(json.dumps(examples))
+    manifest = {k: v for k, v in bundle.manifest.items() if k not in ("files", "schema_version")}
+    write_manifest(folder, manifest)
+    return folder
+
+
+def free_port():
+    """A port that nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+class Process:
+    """A ``valora-serve`` process.
+
+    Args:
+        arguments: Of the command.
+        cwd: Where it runs.
+    """
+
+    def __init__(self, *arguments, cwd):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = Path(cwd) / f"log-{self.port}.txt"
+        settings = {
+            "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+            "VALORA_PORT": str(self.port), "VALORA_COST_FOLDER": str(Path(cwd) / "costs"),
+        }  # fmt: skip
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "valora_serve.cli", *map(str, arguments)],
+                cwd=cwd, env=os.environ | settings, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def ready(self, seconds=120):
+        """Wait until it answers; gives itself."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            assert self.process.poll() is None, self.log.read_text()
+            try:
+                if httpx.get(f"{self.url}/ready", timeout=2).status_code == 200:
+                    return self
+            except httpx.TransportError:
+                pass
+            time.sleep(0.1)
+        raise AssertionError(self.log.read_text())
+
+    def end(self, how=signal.SIGTERM, seconds=60):
+        """Stop it; gives its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        return self.process.wait(seconds)
+
+    def said(self, pattern):
+        """What the log says, by a pattern."""
+        return re.search(pattern, self.log.read_text())

@@ -10,6 +10,7 @@ host: tokens that the device has chosen and the host has not seen are `pending`.
 
 from __future__ import annotations
 
+import copy
 import heapq
 import logging
 import time
@@ -183,6 +184,8 @@ class Engine:
         self._merged: str | None = None
         self._images: OrderedDict[bytes, Features] = OrderedDict()
         self._image_bytes = 0
+        # Prompts are prepared in another thread, and a tokenizer is not made for two.
+        self._tokenizer = copy.deepcopy(self.lmm.tokenizer)
         self._key_of: dict[str, str] = {}
         self._keys: set[str] = set()  # adapters that something nameable needs
         self._counts: Counter[str] = Counter()
@@ -422,7 +425,9 @@ class Engine:
             salt=b"" if adapter is None else bytes.fromhex(adapter.content),
             spans=[span for item in prompt.visuals for span in item.spans(vision)],
             vision=vision,
-            text=Detokenizer(self.lmm.tokenizer, request.sampling.stop),
+            text=Detokenizer(
+                self._tokenizer, request.sampling.stop, request.sampling.min_tokens
+            ),
             generator=make_generator(request.sampling, self.device),
             max_new=most,
             arrival=now,
@@ -872,7 +877,7 @@ class Engine:
                     self._end(sequence, Finish.ERROR, error=result)
 
     def _logprob(self, token: int, value: float) -> Logprob:
-        return Logprob(token, self.lmm.tokenizer.decode([token]), value)
+        return Logprob(token, self._tokenizer.decode([token]), value)
 
     def _token(
         self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, mode: Mode

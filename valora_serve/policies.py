@@ -85,7 +85,8 @@ class _Batch:
         self.rotating = False
         self.prompt_tokens = 0
         self.tokens = view.limits.max_tokens
-        self.pages = view.limits.free_pages
+        self.merging = self._merging()
+        self.pages = view.limits.free_pages - self.merging
         self.adapters: set[str | None] = {None, plan.merged}
         self.room = view.limits.max_adapters + 1
 
@@ -126,11 +127,20 @@ class _Batch:
                 self._add(request, tokens)
                 budget -= tokens
 
+    def _merging(self) -> int:
+        """Pages of an adapter that only now comes to be needed all the time, by its merge."""
+        merged = self.plan.merged
+        if merged is None or merged == self.view.merged:
+            return 0
+        if any(r.adapter == merged for r in self.view.running):
+            return 0
+        return next((r.adapter_pages for r in self.view.waiting if r.adapter == merged), 0)
+
     def _restart(self) -> None:
         self.items.clear()
         self.requests.clear()
         self.tokens = self.view.limits.max_tokens
-        self.pages = self.view.limits.free_pages
+        self.pages = self.view.limits.free_pages - self.merging
         self.adapters = {None, self.plan.merged}
 
     def _decode(
@@ -171,7 +181,7 @@ class _Batch:
 
     def _free_pages(self) -> list[RequestView]:
         """Running requests to preempt, youngest first, until the older ones can go on."""
-        free = self.view.limits.free_pages
+        free = self.view.limits.free_pages - self.merging
         taking = {r.id for r in self.plan.running}
         need = sum(r.pages for r in self.plan.running)
         victims: list[RequestView] = []
@@ -237,7 +247,7 @@ class _Batch:
     def _pinned(self) -> set[str | None]:
         """Adapters whose pages do not count as free."""
         pinned = {r.adapter for r in self.view.running}
-        pinned.add(self.view.merged)
+        pinned.update((self.view.merged, self.plan.merged))
         pinned.update(self.view.loading)
         return pinned
 
@@ -270,7 +280,7 @@ class _Batch:
         head = next((r for r in self.plan.waiting if self._present(r)), None)
         if head is None:
             return
-        pages = self.view.limits.free_pages
+        pages = self.view.limits.free_pages - self.merging
         slots = self.view.limits.max_requests - len(self.view.running)
         need = head.pages + (head.adapter_pages if head.adapter not in self._pinned() else 0)
         for request in sorted(self.view.running, key=_arrival, reverse=True):
@@ -343,6 +353,11 @@ class _Policy:
         now = view.now
         starved = now - self.settings.patience
         batch = _Batch(view, plan, starved)
+        if batch.pages < 0:
+            plan = _Plan(
+                Mode.UNMERGED, None, view.running, plan.waiting, f"no room to keep {plan.merged}"
+            )
+            batch = _Batch(view, plan, starved)
         batch.run()
         stuck = not batch.items and not batch.preempt
         if stuck and (plan.merged or view.merged) is not None and (plan.running or plan.waiting):

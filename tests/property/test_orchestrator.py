@@ -196,7 +196,7 @@ def request(i, adapter, arrival=0.0, prompt=5, output=3, rank=8, adapter_pages=2
 def worlds(draw):
     """A queue and limits that each request alone fits into."""
     names = [f"a{i}" for i in range(draw(st.integers(1, 6)))]
-    sizes = {name: (2 ** (3 + i % 3), 1 + i % 3) for i, name in enumerate(names)}
+    sizes = {name: (2 ** (3 + i % 3), (1, 2, 9)[i % 3]) for i, name in enumerate(names)}
     requests = []
     for i in range(draw(st.integers(1, 14))):
         adapter = draw(st.sampled_from([None, *names, names[0], names[0]]))
@@ -216,7 +216,7 @@ def worlds(draw):
     limits = Limits(
         max_requests=draw(st.integers(1, 12)),
         max_tokens=draw(st.integers(1, 40)),
-        free_pages=largest + 2 * 3 + draw(st.integers(0, 40)),  # its adapter and a merged one
+        free_pages=largest + 2 * 9 + draw(st.integers(0, 40)),  # its adapter and a merged one
         max_adapters=draw(st.integers(1, 5)),
         chunk=draw(st.integers(1, 30)),
     )

@@ -12,6 +12,7 @@ memory.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self, overload
@@ -224,6 +225,15 @@ class Shard(Sequence[Sample]):
     def answers(self) -> list[Answer]:
         """The answers alone, in order; no image is decoded."""
         return [self._answer(row) for row in self._dataset.remove_columns("images")]
+
+
+def is_shard(folder: Path) -> bool:
+    """Whether a folder looks like something that `write` wrote."""
+    try:
+        facts = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
+        return set(_features(())) <= set(facts["features"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def open_shard(folder: Path) -> Shard:

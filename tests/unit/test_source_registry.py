@@ -55,7 +55,7 @@ def test_kinds_are_recognised(tmp_path: Path) -> None:
     image = picture(tmp_path / "images" / "cat" / "a.png", 0)
     assert detect_kind(tmp_path / "images") == "imagefolder"
     shards.write([Sample("a", image, Answer())], (), tmp_path / "shard")
-    assert detect_kind(tmp_path / "shard") == "hub"
+    assert detect_kind(tmp_path / "shard") == "shards"
     (tmp_path / "clips").mkdir()
     write_video(tmp_path / "clips" / "a.mp4", [1, 2])
     assert detect_kind(tmp_path / "clips") == "videofolder"
@@ -85,13 +85,17 @@ def test_a_folder_of_shards_is_a_source(tmp_path: Path) -> None:
     """What a stage wrote can be given to another project."""
     image = picture(tmp_path / "a.png", 0)
     sample = Sample("a", image, Answer(label="dog"), None)
-    shards.write([sample], ("cat", "dog"), tmp_path / "shard")
-    (stream,) = open_source(
-        Source("hub", Task.CLASSIFICATION, path=str(tmp_path / "shard"))
-    ).values()
-    (found,) = stream()
-    assert (found.id, found.answer.label) == ("a", "dog")
-    assert found.image.tobytes() == image.tobytes()
+    for split in ("train", "test"):
+        shards.write([sample], ("cat", "dog"), tmp_path / "data" / split)
+    splits = open_source(Source("shards", Task.CLASSIFICATION, path=str(tmp_path / "data")))
+    assert set(splits) == {Split.TRAIN, Split.TEST}
+    splits |= open_source(Source("shards", Task.VQA, path=str(tmp_path / "data" / "train")))
+    for stream in splits.values():
+        (found,) = stream()
+        assert (found.id, found.answer.label) == ("a", "dog")
+        assert found.image.tobytes() == image.tobytes()
+    with pytest.raises(DataError, match="holds no shards"):
+        open_source(Source("shards", Task.VQA, path=str(tmp_path)))
 
 
 def test_metadata_of_another_split_is_its_own(tmp_path: Path) -> None:

@@ -42,6 +42,16 @@ def hub_splits(name: str) -> dict[Split, str]:
     return found
 
 
+def hub_columns(name: str) -> set[str]:
+    """Columns that the rows of a data set have.
+
+    Raises:
+        DataError: If it cannot be loaded.
+    """
+    rows: Any = next(iter(_load(name).values()))
+    return set(rows.features or next(iter(rows.take(1)), {}))
+
+
 def read_hub(
     name: str,
     split: str | None,

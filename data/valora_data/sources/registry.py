@@ -12,7 +12,7 @@ from valora_data.schema import Sample, Split, Task
 from valora_data.sources.videos import FRAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from valora_data.sources.labelled import ImageReader
 
@@ -26,6 +26,7 @@ READS: Mapping[str, frozenset[Task]] = {
     "vqa": frozenset({Task.VQA}),
     "refcoco": frozenset({Task.GROUNDING}),
     "hub": frozenset(Task),
+    "shards": frozenset(Task),
 }
 """Kinds of sources, and for which tasks each has answers."""
 
@@ -39,7 +40,8 @@ class Source:
         task: The domain's task.
         labels: The domain's labels; empty where answers are language, or to take all.
         name: The domain's name, for `scenes`.
-        path: File or folder; for `hub` a name on the hub, ``name:configuration`` or a folder.
+        path: File or folder; for `hub` a name on the hub, ``name:configuration`` or a folder, for
+            `shards` what `valora_data.shards` wrote, or a folder with one for each split.
         images: Folder of the images, for `coco`, `llava`, `vqa` and `refcoco`; where the file
             lies if None.
         annotations: File of the annotations, for `vqa`.
@@ -103,6 +105,7 @@ def open_source(source: Source) -> Splits:
         "vqa": _vqa,
         "refcoco": _refcoco,
         "hub": _hub,
+        "shards": _shards,
     }[source.kind]
     return opener(source, source.path)
 
@@ -141,6 +144,8 @@ def _kind_of_json(path: Path) -> str | None:
 def _kind_of_folder(path: Path) -> str:
     from valora_data.sources import videos, yolo
 
+    if shard_folders(path):
+        return "shards"
     suffixes = {item.suffix.lower() for item in path.rglob("*") if item.is_file()}
     if ".arrow" in suffixes or ".parquet" in suffixes:
         return "hub"
@@ -257,6 +262,28 @@ def _refcoco(source: Source, path: str) -> Splits:
         key: partial(read_refcoco, Path(path), _images_of(source, path), split, source.reader)
         for key, split in places.items()
     }
+
+
+def shard_folders(path: Path) -> dict[Split | None, Path]:
+    """Shards of a folder by split; under None if it is one itself. Empty if there are none."""
+    from valora_data.shards import is_shard
+
+    if is_shard(path):
+        return {None: path}
+    return {split: path / split for split in Split if is_shard(path / split)}
+
+
+def _shards(source: Source, path: str) -> Splits:
+    from valora_data.shards import open_shard
+
+    folders = shard_folders(Path(path))
+    if not folders:
+        raise DataError(f"{path} holds no shards: name the folder of a `data` stage, or one split")
+    return {split: partial(_iterate, partial(open_shard, at)) for split, at in folders.items()}
+
+
+def _iterate(opened: Callable[[], Iterable[Sample]]) -> Iterator[Sample]:
+    yield from opened()
 
 
 def _hub(source: Source, path: str) -> Splits:

@@ -1,0 +1,240 @@
+"""`valora-data check` and `valora-data preview`: look at a data set before it is used."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from valora_data.errors import DataError
+from valora_data.schema import Sample, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from valora_data.inspection import Inspection, SplitFacts
+    from valora_data.sources.registry import Source
+
+BAR = 30
+SHOWN_LABELS = 20
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point.
+
+    Returns:
+        0; 1 if something is wrong with the data; 2 for arguments that make no sense.
+    """
+    options = _parser().parse_args(arguments)
+    from rich.console import Console
+
+    console = Console(stderr=False)
+    try:
+        source = _source(options)
+        if options.command == "check":
+            return _check(source, Path(options.out), console)
+        return _preview(source, options, console)
+    except DataError as error:
+        Console(stderr=True).print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="valora-data", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser("check", help="counts, labels, broken files, leaks between splits")
+    check.add_argument("--out", default=".valora/check", help="folder for pictures")
+    preview = commands.add_parser("preview", help="write a contact sheet")
+    preview.add_argument("--out", default="preview.png", help="PNG to write")
+    preview.add_argument("--count", type=int, default=24, help="samples on the sheet")
+    preview.add_argument("--limit", type=int, default=5000, help="samples to choose from")
+    preview.add_argument("--split", help="only this split")
+    preview.add_argument("--seed", type=int, default=0, help="another seed chooses others")
+    for command in (check, preview):
+        command.add_argument("path", metavar="PATH", help="file, folder, or name on the hub")
+        command.add_argument("--kind", help="kind of source; guessed from the path")
+        command.add_argument("--task", choices=[str(task) for task in Task], help="guessed")
+        command.add_argument("--labels", help="labels of the domain, with commas; all by default")
+        command.add_argument("--images", help="folder of the images")
+        command.add_argument("--annotations", help="annotations to a file of VQA questions")
+        command.add_argument("--frames", type=int, default=4, help="frames to take of a video")
+        command.add_argument(
+            "--column", action="append", default=[], metavar="FIELD=NAME",
+            help="name of a column, such as label=species; may be repeated",
+        )  # fmt: skip
+    return parser
+
+
+def _source(options: argparse.Namespace) -> Source:
+    from valora_data.inspection import guess_task, task_of
+    from valora_data.shards import open_shard
+    from valora_data.sources.registry import Source, detect_kind, shard_folders
+
+    path = Path(options.path)
+    on_hub = not path.exists() and options.kind in (None, "hub") and options.path.count("/") == 1
+    kind = options.kind or ("hub" if on_hub else detect_kind(path))
+    for column in options.column:
+        if "=" not in column:
+            raise DataError(f"--column {column} names no column: write FIELD=NAME")
+    columns = dict(column.split("=", 1) for column in options.column)
+    if options.task:
+        task = Task(options.task)
+    elif kind == "shards":
+        first = next(iter(shard_folders(path).values()))
+        task = task_of(open_shard(first)[0])
+    else:
+        task = guess_task(kind, _columns(kind, options.path))
+    labels = tuple(label.strip() for label in options.labels.split(",")) if options.labels else ()
+    return Source(
+        kind, task, labels, path=options.path, images=options.images,
+        annotations=options.annotations, columns=columns, frames=options.frames,
+    )  # fmt: skip
+
+
+def _columns(kind: str, path: str) -> set[str]:
+    """Names that tell the task: columns of the metadata or tables of the file."""
+    import json
+
+    if kind == "hub":
+        from valora_data.sources.hub import hub_columns
+
+        return hub_columns(path)
+    if kind in ("imagefolder", "videofolder"):
+        files = sorted(Path(path).glob("**/metadata.jsonl"))
+        lines = files[0].read_text(encoding="utf-8").splitlines() if files else []
+        return set(json.loads(lines[0])) if lines else set()
+    if kind == "coco":
+        from valora_data.sources.tables import load_json
+
+        return set(load_json(Path(path)))
+    return set()
+
+
+def _check(source: Source, out: Path, console: Console) -> int:
+    from valora_data.contact_sheet import contact_sheet, leak_sheet
+    from valora_data.inspection import inspect
+
+    examples: dict[str, _Reservoir] = {}
+
+    def keep(split: str, sample: Sample) -> None:
+        examples.setdefault(split, _Reservoir(18, 0)).offer(sample)
+
+    with console.status(f"Reading {source.path} …"):
+        found = inspect(source, keep)
+    _report(found, console)
+    out.mkdir(parents=True, exist_ok=True)
+    pictures = []
+    for split, kept in examples.items():
+        pictures.append(out / f"{split}.png")
+        contact_sheet(kept.samples).save(pictures[-1])
+    if any(leak.pictures for leak in found.leaks):
+        pictures.append(out / "leaks.png")
+        leak_sheet(found.leaks).save(pictures[-1])
+    for path in pictures:
+        console.print(f"[dim]wrote[/] {path}", highlight=False, soft_wrap=True)
+    for problem in found.problems:
+        console.print(f"[red]✗[/] {problem}", highlight=False, soft_wrap=True)
+    if not found.problems:
+        console.print("[green]✓[/] nothing is wrong")
+    return 1 if found.problems else 0
+
+
+def _report(found: Inspection, console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"task {found.task}", title_justify="left")
+    for name in ("split", "samples", "images", "answered", "sizes"):
+        table.add_column(name, justify="left" if name in ("split", "sizes") else "right")
+    for split, facts in found.splits.items():
+        table.add_row(
+            split, f"{facts.samples}", f"{facts.images}", f"{facts.samples - facts.unanswered}",
+            _sizes(facts),
+        )  # fmt: skip
+    console.print(table)
+    _histogram(found, console)
+    if found.duplicates:
+        console.print(f"[yellow]![/] {found.duplicates} pictures occur again in their own split")
+
+
+def _sizes(facts: SplitFacts) -> str:
+    (size, count), *rest = facts.sizes.most_common() or [((0, 0), 0)]
+    text = f"{size[0]} × {size[1]}"
+    return text if not rest else f"{text} ({count}), {len(rest)} more"
+
+
+def _histogram(found: Inspection, console: Console) -> None:
+    from rich.table import Table
+
+    total: Counter[str] = sum((facts.labels for facts in found.splits.values()), start=Counter())
+    if not total:
+        return
+    table = Table(title=f"{len(total)} labels" if len(total) > 1 else "1 label",
+                  title_justify="left")  # fmt: skip
+    table.add_column("label")
+    for split in found.splits:
+        table.add_column(split, justify="right")
+    table.add_column("")
+    most = max(total.values())
+    for label, count in total.most_common(SHOWN_LABELS):
+        numbers = [str(facts.labels[label]) for facts in found.splits.values()]
+        table.add_row(label, *numbers, "█" * max(1, round(BAR * count / most)))
+    if len(total) > SHOWN_LABELS:
+        table.add_row(f"… {len(total) - SHOWN_LABELS} more")
+    console.print(table)
+
+
+def _preview(source: Source, options: argparse.Namespace, console: Console) -> int:
+    from valora_data.contact_sheet import contact_sheet
+    from valora_data.sources.registry import open_source
+
+    if options.count < 1:
+        raise DataError(f"--count must be at least 1, got {options.count}")
+    kept, looked = _Reservoir(options.count, options.seed), 0
+    splits = open_source(source)
+    names = {("all" if split is None else str(split)): stream for split, stream in splits.items()}
+    if options.split and options.split not in names:
+        raise DataError(f"there is no split {options.split!r}, only {', '.join(names)}: name one")
+    for name, stream in names.items():
+        if options.split in (None, name):
+            for sample in stream():
+                if looked == options.limit:
+                    break
+                looked += 1
+                kept.offer(sample)
+    if not kept.samples:
+        raise DataError(f"{options.path} holds no samples: there is nothing to show")
+    out = Path(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    contact_sheet(kept.samples).save(out)
+    console.print(f"{len(kept.samples)} of {looked} samples in {out}", highlight=False)
+    return 0
+
+
+class _Reservoir:
+    """A fair choice of samples from a stream, in the stream's order."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._size = size
+        self._random = random.Random(seed)
+        self._seen = 0
+        self._kept: list[tuple[int, Sample]] = []
+
+    def offer(self, sample: Sample) -> None:
+        self._seen += 1
+        if len(self._kept) < self._size:
+            self._kept.append((self._seen, sample))
+        elif (place := self._random.randrange(self._seen)) < self._size:
+            self._kept[place] = (self._seen, sample)
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for _, sample in sorted(self._kept, key=lambda entry: entry[0])]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

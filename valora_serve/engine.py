@@ -425,9 +425,7 @@ class Engine:
             salt=b"" if adapter is None else bytes.fromhex(adapter.content),
             spans=[span for item in prompt.visuals for span in item.spans(vision)],
             vision=vision,
-            text=Detokenizer(
-                self._tokenizer, request.sampling.stop, request.sampling.min_tokens
-            ),
+            text=Detokenizer(self._tokenizer, request.sampling.stop, request.sampling.min_tokens),
             generator=make_generator(request.sampling, self.device),
             max_new=most,
             arrival=now,
@@ -619,10 +617,7 @@ class Engine:
             if not self.blocks.reserve(sequence.id, sequence.computed + count):
                 continue
             shares.append((sequence, count))
-        shares = self._encode(shares)
-        if not shares:
-            return None
-        shares, works = self._works(shares)
+        shares, works = self._works(self._encode(shares))
         if not shares:
             return None
         merged = NONE if self._merged is None else self.adapters.slot(self._merged)

@@ -26,8 +26,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from valora_serve.batching import FOREVER, Plan
 from valora_serve.cost_model import StepShape
-from valora_serve.policies import FOREVER, _can_merge, _Plan, _Policy
+from valora_serve.policies import BasePolicy, can_merge
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ class _Load:
         return math.ceil(terms), math.ceil(work), ranks
 
 
-class Cost(_Policy):
+class Cost(BasePolicy):
     """Chooses weights, prompts and order by predicted latency.
 
     Args:
@@ -194,8 +195,8 @@ class Cost(_Policy):
         many, few = StepShape(prefill=2048), StepShape(prefill=1024)
         self._per_token = (cost_model.step(many) - cost_model.step(few)) / 1024
 
-    def _plan(self, view: View, waiting: Sequence[RequestView]) -> _Plan:
-        self._arrivals(waiting)
+    def _plan(self, view: View, waiting: Sequence[RequestView]) -> Plan:
+        self._follow(waiting)
         chunk = view.limits.chunk
         load = self._load(view.running, chunk)
         ready, why = self._ready(view, waiting, load)
@@ -220,7 +221,7 @@ class Cost(_Policy):
                 budget = self._chunk(load, adapter, rank, min(load.prompt, room))
         elif waiting:
             until = min(until, view.now + RECONSIDER)
-        return _Plan(
+        return Plan(
             Mode.UNMERGED if adapter is None else Mode.MIXTURE,
             adapter,
             running,
@@ -306,7 +307,7 @@ class Cost(_Policy):
         counts = Counter([r.adapter for r in rest])
         for adapter, group in load.groups.items():
             counts[adapter] += group.rows + group.coming
-        able = [(n, a) for a, n in counts.items() if a is not None and _can_merge(view, a)]
+        able = [(n, a) for a, n in counts.items() if a is not None and can_merge(view, a)]
         if not able:
             return None
         count, adapter = max(able)
@@ -392,7 +393,7 @@ class Cost(_Policy):
         candidates: list[str | None] = [None]
         if view.merged is not None:
             candidates.append(view.merged)
-        candidates += [a for _, _, a in popular if a != view.merged and _can_merge(view, a)]
+        candidates += [a for _, _, a in popular if a != view.merged and can_merge(view, a)]
         for adapter, group in load.groups.items():
             if adapter is not None:
                 self._ranks[adapter] = group.rank
@@ -410,13 +411,13 @@ class Cost(_Policy):
             if cost < least:
                 best, least = adapter, cost
         rank = self._ranks.get(best, 0) if best is not None else 0
-        group = load.groups.get(best)
-        own = group.rows + group.coming if group is not None else 0
+        chosen = load.groups.get(best)
+        own = chosen.rows + chosen.coming if chosen is not None else 0
         return best, rank, f"{own} of {rows} rows are of the weights, {least * 1e3:.1f} ms ahead"
 
     # -- the prompts --------------------------------------------------------------------------
 
-    def _arrivals(self, waiting: Sequence[RequestView]) -> None:
+    def _follow(self, waiting: Sequence[RequestView]) -> None:
         """Follow the gaps between arrivals, and how many arrive at once."""
         new = []
         for request in reversed(waiting):

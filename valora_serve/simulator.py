@@ -159,8 +159,8 @@ class _Run:
         self.resident_pages = 0  # of adapters on the device
         self.loading_pages = 0  # of adapters on their way there
         self.load_ends = 0.0
-        self.mode, self.merged = Mode.UNMERGED, None
-        self.merged: str | None
+        self.mode = Mode.UNMERGED
+        self.merged: str | None = None
         self.steps = self.switches = self.loads = self.aborted = self.preempted = 0
         self.mode_time = dict.fromkeys(Mode, 0.0)
         self.idle_rounds = 0

@@ -477,12 +477,9 @@ def read(path: Path) -> Workload:
         raise TraceError(f"{path} holds no requests.")
     rows.sort(key=lambda row: row[0])
     table = np.array(rows)
+    adapter, prompt, output, images = (table[:, i].astype(np.int32) for i in range(1, 5))
     return Workload(
-        tuple(names),
-        tuple(ranks),
-        table[:, 0].copy(),
-        *(table[:, i].astype(np.int32) for i in range(1, 5)),
-        table[:, 5].copy(),
+        tuple(names), tuple(ranks), table[:, 0], adapter, prompt, output, images, table[:, 5]
     )
 
 

@@ -1,5 +1,9 @@
 """The web console in headless Chromium, against the real server."""
 
+import base64
+from pathlib import Path
+
+import httpx
 import pytest
 from PIL import Image
 
@@ -44,9 +48,7 @@ def said(page, text):
 
 
 def test_boxes_are_drawn_where_the_api_says(page, served, image):
-    import httpx
-
-    with open(image, "rb") as file:
+    with Path(image).open("rb") as file:
         expected = httpx.post(
             f"{served.url}/v1/vision/traffic", files={"image": file}, data={"min_score": "0.1"}
         ).json()["results"][0]["detections"]
@@ -127,9 +129,6 @@ def test_with_the_keyboard_alone(page, image):
 
 
 def test_dropping_a_file(page, image):
-    import base64
-    from pathlib import Path
-
     content = base64.b64encode(Path(image).read_bytes()).decode()
     page.select_option("#model", "scene")
     transfer = page.evaluate_handle(
@@ -169,7 +168,10 @@ def test_on_any_screen(page, image, scheme, width):
     wide = page.evaluate("() => document.documentElement.scrollWidth - innerWidth")
     assert wide <= 0, "nothing sticks out to the side"
     ground, ink = page.evaluate(
-        """() => ["backgroundColor", "color"].map((name) => getComputedStyle(document.body)[name])"""
+        """() => {
+            const style = getComputedStyle(document.body);
+            return [style.backgroundColor, style.color];
+        }"""
     )
     light = [
         sum(map(int, value[value.index("(") + 1 : -1].split(",")[:3])) for value in (ground, ink)

@@ -110,6 +110,14 @@ class UnifiedMemory:
         self._tables = torch.full(
             (2, count, slots, max_rank), self._zeros, dtype=torch.int64, device=device
         )
+        # What loading needs is there from the start, as allocating pinned memory waits for the
+        # device. A slot's part is written again only after its last copy.
+        self._on_host = torch.zeros(
+            (slots, 2, count, max_rank),
+            dtype=torch.int64,
+            pin_memory=self.storage.is_cuda,
+        )
+        self._table = torch.zeros_like(self._on_host[0], device=device)
         self._projections: dict[str, tuple[int, int, int]] = {}  # module: number, inputs, outputs
         self.lora: dict[str, LoraWeights] = {}
         first = 0
@@ -254,12 +262,11 @@ class UnifiedMemory:
             self.storage[start : start + len(part)].copy_(part, non_blocking=True)
         held = np.asarray(pages, dtype=np.int64)
         rows = np.where(layout.present, held[layout.page] * size + layout.offset, self._zeros)
-        table = np.full((2, self._tables.shape[1], self.max_rank), self._zeros, dtype=np.int64)
-        table[:, :, : packed.rank] = rows
-        on_host = torch.from_numpy(table)
-        if self.device.type == "cuda":
-            on_host = on_host.pin_memory()
-        self._tables[:, :, slot] = on_host.to(self.device, non_blocking=True)
+        table = self._on_host[slot]
+        table.fill_(self._zeros)
+        table[:, :, : packed.rank] = torch.from_numpy(rows)
+        self._table.copy_(table, non_blocking=True)
+        self._tables[:, :, slot] = self._table
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,17 +52,20 @@ class Expected:
 
 
 class Reference:
-    """The base model in fp32, with every adapter loaded by PEFT.
+    """The base model, with every adapter loaded by PEFT.
 
     Args:
         base: Id or folder of the base model.
         adapters: Folders by name.
+        dtype: Of the computation.
     """
 
-    def __init__(self, base: str, adapters: Mapping[str, Path]) -> None:
+    def __init__(
+        self, base: str, adapters: Mapping[str, Path], dtype: torch.dtype = torch.float32
+    ) -> None:
         source = base_folder(base)
         self.processor: Any = AutoProcessor.from_pretrained(source)
-        model: Any = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32)
+        model: Any = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype)
         self.model: Any = model.eval().requires_grad_(False)
         for name, folder in adapters.items():
             if isinstance(self.model, PeftModel):
@@ -159,13 +162,13 @@ class Got:
 
 
 def make_engine(base: str, adapters: Mapping[str, Path] | None = None, **settings: Any) -> Engine:
-    """An engine in fp32 on the CPU with a cost model that no file changes."""
+    """An engine on the CPU, in fp32 by default, with a cost model that no file changes."""
     chosen: dict[str, Any] = {
         "pages": 512, "max_requests": 16, "max_tokens": 512, "chunk": 256, "max_adapters": 8,
-        "slots": 8, "max_rank": 16, "profile": False,
+        "slots": 8, "max_rank": 16, "profile": False, "dtype": "float32",
     } | settings  # fmt: skip
     cost = load_or_estimate(Path("/nowhere"), "a machine", "a model")
-    engine = Engine(EngineSettings(base=base, device="cpu", dtype="float32", **chosen), None, cost)
+    engine = Engine(EngineSettings(base=base, device="cpu", **chosen), None, cost)
     for name, folder in (adapters or {}).items():
         engine.load(folder, name)
     return engine

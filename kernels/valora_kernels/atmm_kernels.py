@@ -188,52 +188,9 @@ def _more_ranks(
     return delta
 
 
-@triton.jit
-def _fetch_rows(pointers, length):
-    """Ask for `length` bytes from each pointer to come to the L2 cache, without waiting."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [pointers, length],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _fetch_b(
-    b, b_table, records, n0, n1, n2, slots, max_rank, tile, projection, term, rank_block, split,
-    P: tl.constexpr, BR: tl.constexpr, SPLITS: tl.constexpr, PAGED: tl.constexpr,
-):  # fmt: skip
-    """Ask for a part of the columns of Bᵀ, which the expansion of this tile will read."""
-    width = n0
-    before = 0
-    if P > 1:
-        if projection > 0:
-            width = n1
-            before = n0
-        if P > 2:
-            if projection > 1:
-                width = n2
-                before = n0 + n1
-    rank = tl.load(records + tile * 4 + 2 * term + 1)
-    r = tl.minimum(rank_block * BR + tl.arange(0, BR), rank - 1)  # the last one more than once
-    share = tl.cdiv(width, SPLITS * 8) * 8
-    first = tl.minimum(split * share, width)
-    length = tl.minimum(width - first, share) * (b.dtype.element_ty.primitive_bitwidth // 8)
-    if (rank > rank_block * BR) & (length > 0):
-        base = tl.cast(before, tl.int64) * slots * max_rank
-        adapter = tl.load(records + tile * 4 + 2 * term)
-        starts = _row_starts(
-            b_table, adapter, projection, r, r >= 0, slots, max_rank, width, base, PAGED
-        )  # fmt: skip
-        _fetch_rows(b + starts + first, tl.zeros((BR,), dtype=tl.int32) + length)
-
-
 @triton.jit(do_not_specialize=["places", "slots", "max_rank"])
 def shrink_kernel(
-    x, x_stride, a, a_table, b, b_table, n0, n1, n2, records, rows, scale, part, h_out, counters,
+    x, x_stride, a, a_table, records, rows, scale, part, h_out, counters,
     places, slots, max_rank, k8,
     P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
     K_SPLIT: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr, EVEN_K: tl.constexpr,
@@ -245,7 +202,7 @@ def shrink_kernel(
     With BY_ROW h lies in the order of the rows, and the next kernel may start only when all that
     came before this one is done: it reads x, too. With BESIDE the kernel before is `base_kernel`,
     which lets this one start once x is ready: nobody waits for it but the last program, so that
-    the end of this grid still implies the end of that one. Meanwhile Bᵀ comes to the cache.
+    the end of this grid still implies the end of that one.
     """
     if PDL:
         if BY_ROW:
@@ -264,11 +221,6 @@ def shrink_kernel(
         PDL and not BESIDE, PRECISION,
     )  # fmt: skip
     if PDL and BESIDE:
-        _fetch_b(
-            b, b_table, records, n0 * 8, n1 * 8, n2 * 8, slots, max_rank,
-            item // (P * TERMS), item // TERMS % P, item % TERMS, rank_block, split,
-            P, BR, SPLITS, PAGED,
-        )  # fmt: skip
         if tl.program_id(0) == tl.num_programs(0) - 1:
             gdc_wait()
 

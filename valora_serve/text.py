@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+BYTES = 4
+"""Most bytes of a character."""
 
 
 class Detokenizer:
@@ -41,11 +43,13 @@ class Detokenizer:
         if text.endswith(REPLACEMENT):
             return ""  # a character of which more bytes come
         new = text[len(self._settled) :]
-        # One token of context is enough for the spaces that tokenizers put between words; one
-        # that has no text of its own is none.
-        last = self._decode(self._tokens[-1:])
-        if last:
-            self._start, text = len(self._tokens) - 1, last
+        # One token of context is enough for the spaces that tokenizers put between words, if it
+        # has a text of its own; a character's bytes can be as many tokens.
+        for count in range(1, BYTES + 1):
+            last = self._decode(self._tokens[-count:])
+            if last and REPLACEMENT not in last:
+                self._start, text = max(self._start, len(self._tokens) - count), last
+                break
         self._settled = text
         return self._give(new)
 

@@ -45,10 +45,10 @@ class Detokenizer:
         new = text[len(self._settled) :]
         # One token of context is enough for the spaces that tokenizers put between words, if it
         # has a text of its own; a character's bytes can be as many tokens.
-        for count in range(1, BYTES + 1):
+        for count in range(1, min(BYTES, len(self._tokens) - self._start) + 1):
             last = self._decode(self._tokens[-count:])
             if last and REPLACEMENT not in last:
-                self._start, text = max(self._start, len(self._tokens) - count), last
+                self._start, text = len(self._tokens) - count, last
                 break
         self._settled = text
         return self._give(new)

@@ -388,7 +388,45 @@ def switch(bench):
         engine.step()
 
 
-SECTIONS = {f.__name__: f for f in (decode, prefill, throughput, arrivals, skew, adapters, switch)}
+def kernels(bench):
+    """Where a decode step's time goes."""
+    from torch.profiler import ProfilerActivity, profile
+
+    names = bench.start("slora", 16)
+    bench.warm(names)
+    rows = []
+    for batch, active in ((1, 0), (32, 0), (32, 16)):
+        for i in range(batch):
+            name = names[i % active] if active else None
+            bench.engine.add(bench.engine.prepare(bench.request(i, 64, 300, name)))
+        for _ in range(20):
+            bench.engine.step()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(50):
+            bench.engine.step()
+        torch.cuda.synchronize()
+        wall = (time.perf_counter() - start) / 50
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            for _ in range(5):
+                bench.engine.step()
+            torch.cuda.synchronize()
+        events = sorted(seen.key_averages(), key=lambda e: -e.device_time_total)
+        busy = sum(e.device_time_total for e in events) / 5e3
+        rows.append([batch, active, "step, wall clock", None, 1e3 * wall])
+        rows.append([batch, active, "kernels together", None, busy])
+        for e in events[:16]:
+            rows.append([batch, active, e.key[:60], e.count / 5, e.device_time_total / 5e3])
+        for i in range(batch):
+            bench.engine.cancel(str(i))
+        while bench.engine.busy:
+            bench.engine.step()
+    table("A decode step by kernel", ["batch", "adapters", "kernel", "times", "ms"], rows)
+
+
+SECTIONS = {
+    f.__name__: f for f in (decode, kernels, prefill, throughput, arrivals, skew, adapters, switch)
+}
 
 
 def main():

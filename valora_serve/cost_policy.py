@@ -218,7 +218,9 @@ class Cost(BasePolicy):
                 budget, until = 0, min(until, held)
                 why = f"collecting prompts; {why}" if why else "collecting prompts"
             else:
-                budget = self._chunk(load, adapter, rank, min(load.prompt, room))
+                budget = self._chunk(
+                    load, adapter, rank, min(load.prompt, room), self._rate(view.now)
+                )
         elif waiting:
             until = min(until, view.now + RECONSIDER)
         return Plan(
@@ -256,7 +258,7 @@ class Cost(BasePolicy):
         resident = view.resident
         total = running + len(waiting)
         target, fixed, slope = self._group_size(view, load, total, waiting)
-        admit = min(slots, math.ceil(target) - running)
+        admit = min(slots, math.ceil(min(target, total)) - running)
         if admit >= len(waiting):
             return [r for r in waiting if r.adapter is None or r.adapter in resident], ""
         aged = 0
@@ -294,6 +296,8 @@ class Cost(BasePolicy):
         many = self.cost.step(StepShape(decode=rows, context=int(context * rows)))
         slope = max((many - one) / (rows - 1), 1e-9)
         fixed = max(one - slope, 1e-9)
+        if output < 1:
+            return FOREVER, fixed, slope  # heads hold no rows; prompts are cut instead
         size = math.sqrt(fixed * total / slope)
         # Small groups give away throughput, which those who are yet to come would miss.
         service = prompt * self._per_token + output * (fixed / size + slope)
@@ -314,6 +318,16 @@ class Cost(BasePolicy):
         enough = max(target, LONE_SHARE * counts.total())
         return adapter if count >= enough else None
 
+    def _due(self, request: RequestView) -> float | None:
+        """When a request must be answered, None for no limit."""
+        limit = request.limit
+        if limit is None and request.domain is not None:
+            limit = self.settings.limits.get(request.domain)
+        if limit is None:
+            return request.deadline
+        due = request.arrival + limit
+        return due if request.deadline is None else min(due, request.deadline)
+
     def _order(
         self, now: float, fixed: float, slope: float, target: float
     ) -> Callable[[RequestView], tuple[int, float]]:
@@ -321,15 +335,12 @@ class Cost(BasePolicy):
         per_row = slope + fixed / max(1.0, target)
         per_step = fixed + slope * target
         per_token = self._per_token
-        limits = self.settings.limits
 
         def key(request: RequestView) -> tuple[int, float]:
-            limit = request.limit
-            if limit is None and request.domain is not None:
-                limit = limits.get(request.domain)
+            due = self._due(request)
             need = request.prompt_left * per_token
-            if limit is not None:
-                left = request.arrival + limit - now
+            if due is not None:
+                left = due - now
                 wall = need + request.output_left * per_step
                 if wall <= left < URGENT * wall:
                     return 0, left
@@ -357,7 +368,7 @@ class Cost(BasePolicy):
         others += [r for r in ready if r.adapter != adapter]
         stalled, self._stalled = self._stalled, False
         n, m = len(own), len(others)
-        if adapter is None or not n or not m or any(r.limit or r.deadline for r in others):
+        if adapter is None or not n or not m or any(self._due(r) for r in others):
             return everyone
         oldest = min(r.arrival if r.served is None else r.served for r in others)
         joining = self._rate(now) * longest * m / (n + m)
@@ -456,18 +467,22 @@ class Cost(BasePolicy):
         waited = sum(now - r.arrival for r in ready)
         if waited >= setup or len(ready) + 0.5 >= math.sqrt(2 * setup * self._rate(now)):
             return now
-        if any(r.limit is not None or r.deadline is not None for r in ready):
+        if any(self._due(r) for r in ready):
             return now
         return now + (setup - waited) / len(ready)
 
-    def _chunk(self, load: _Load, adapter: str | None, rank: int, prompt: int) -> int:
+    def _chunk(self, load: _Load, adapter: str | None, rank: int, prompt: int, rate: float) -> int:
         """How many prompt tokens to compute in the step."""
         base = self.cost.step(load.step(adapter, rank, 0))
         best, least = prompt, math.inf
         for tokens in (prompt, *(c for c in CHUNKS if c < prompt)):
             time = self.cost.step(load.step(adapter, rank, tokens))
             steps = math.ceil(prompt / tokens)
-            cost = load.rows * steps * (time - base) + load.coming * (steps + 1) / 2 * time
+            # One after the other, the j-th of n prompts is done after j/n of the steps.
+            done = max(1.0, steps * (load.coming + 1) / (2 * load.coming))
+            cost = load.rows * steps * (time - base) + load.coming * done * time
+            # Small steps give away throughput, which those who are yet to come would miss.
+            cost /= max(1e-3, 1 - rate * steps * (time - base) / load.coming)
             if cost < least:
                 best, least = tokens, cost
         return best

@@ -20,6 +20,8 @@ from valora_serve.simulator import SimSettings, simulate
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from rich.table import Table as RichTable
+
     from valora_serve.simulator import Report
     from valora_serve.traces import Workload
 
@@ -211,6 +213,31 @@ def _table(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
         "ms/token: sum of end-to-end latencies over all input, image and output tokens.",
         style="dim",
     )
+    if len({(row["rate"], row["skew"]) for row in rows}) > 1:
+        console.print(_summary(rows))
+
+
+def _summary(rows: Sequence[dict[str, Any]]) -> RichTable:
+    """Geometric mean of the average token latency over the rates, by policy and skewness."""
+    from rich.table import Table
+
+    skews = list(dict.fromkeys(row["skew"] for row in rows))
+    table = Table(title="ms/token, geometric mean over the rates", title_justify="left")
+    table.add_column("policy")
+    for skew in skews:
+        table.add_column(f"{skew:.2g}", justify="right")
+    table.add_column("all", justify="right")
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        cells = []
+        for skew in (*skews, None):
+            chosen = [
+                math.log(row["token_latency"] * 1e3)
+                for row in rows
+                if row["policy"] == policy and skew in (None, row["skew"])
+            ]
+            cells.append(f"{math.exp(sum(chosen) / len(chosen)):.3f}")
+        table.add_row(policy, *cells)
+    return table
 
 
 def _plot(rows: Sequence[dict[str, Any]], path: Path) -> None:

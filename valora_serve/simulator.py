@@ -446,9 +446,9 @@ class _Run:
             if view.prompt_left:
                 view.prompt_left -= tokens
                 view.context += tokens
+                view.images = 0
                 if view.prompt_left:
                     continue
-                view.images = 0
                 index = int(view.id)
                 if math.isnan(self.first[index]):
                     self.first[index] = self.now

@@ -24,6 +24,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import islice
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from valora_serve.batching import FOREVER, Plan
@@ -45,6 +46,9 @@ CHUNKS = (128, 256, 512, 1024, 2048, 4096)
 LONE_SHARE = 0.7  # share of all requests from which on an adapter's may be a group of their own
 RATE_NEW = 0.1  # share of the newest gap between arrivals in their mean
 AT_ONCE = 1e-3  # seconds between arrivals that count as one
+
+
+_prompt_left = attrgetter("prompt_left")
 
 
 @dataclass(slots=True)
@@ -218,9 +222,16 @@ class Cost(BasePolicy):
                 budget, until = 0, min(until, held)
                 why = f"collecting prompts; {why}" if why else "collecting prompts"
             else:
-                budget = self._chunk(
-                    load, adapter, rank, min(load.prompt, room), self._rate(view.now)
-                )
+                if len(ready) > 1:
+                    ready = self._first(view, running, ready, load)
+                    if len(ready) < load.coming - prefilling:
+                        load = self._load(running, chunk)
+                        for request in ready:
+                            load.prefill(request, min(request.prompt_left, chunk))
+                        adapter, rank, note = self._weights(view, load)
+                budget = min(load.prompt, room)
+                if load.rows:
+                    budget = self._chunk(load, adapter, rank, budget, self._rate(view.now))
         elif waiting:
             until = min(until, view.now + RECONSIDER)
         return Plan(
@@ -470,6 +481,62 @@ class Cost(BasePolicy):
         if any(self._due(r) for r in ready):
             return now
         return now + (setup - waited) / len(ready)
+
+    def _first(
+        self,
+        view: View,
+        running: Sequence[RequestView],
+        ready: Sequence[RequestView],
+        load: _Load,
+    ) -> Sequence[RequestView]:
+        """Which of the prompts to compute in this step; the rest comes right after.
+
+        Tried are the shortest 1, 2, 4, … and those of one adapter, which can be merged for them.
+        With k of W prompts first, all W wait for the first step and W − k for the rest.
+        """
+        too_old = view.now - self.settings.patience
+        if any(r.arrival < too_old or self._due(r) is not None for r in ready):
+            return ready
+        ordered = sorted(ready, key=_prompt_left)
+        chunk, total = view.limits.chunk, len(ready)
+        base = self.cost.step(load.step(None, 0, 0))
+        rate = self._rate(view.now)
+        best: Sequence[RequestView] = ready
+        least = math.inf
+        options = {a for a in (view.merged, ordered[0].adapter) if can_merge(view, a)}
+
+        def consider(chosen: Sequence[RequestView], part: _Load) -> None:
+            nonlocal best, least
+            time = min(
+                self.cost.switch(view.merged, a, self._ranks.get(a or "", 64))
+                + self.cost.step(part.step(a, self._ranks.get(a or "", 64), part.prompt))
+                for a in (None, *options)
+            )
+            left, tokens = total - len(chosen), load.prompt - part.prompt
+            parts, rest = 1, 0.0
+            if left and tokens > 0:
+                parts = math.ceil(left / len(chosen))
+                rest = parts * self.cost.step(load.step(None, 0, math.ceil(tokens / parts)))
+            spent = time + rest - base * (1 + parts * (left > 0))
+            cost = total * time + left * rest * (parts + 1) / (2 * parts) + load.rows * spent
+            cost /= max(1e-3, 1 - rate * spent / total)
+            if cost < least:
+                best, least = chosen, cost
+
+        part, size = self._load(running, chunk), 1
+        for number, request in enumerate(ordered, 1):
+            part.prefill(request, min(request.prompt_left, chunk))
+            if number in (size, total):
+                consider(ordered[:number], part)
+                size *= 2
+        for adapter in options:
+            same = [r for r in ordered if r.adapter == adapter]
+            if same:
+                part = self._load(running, chunk)
+                for request in same:
+                    part.prefill(request, min(request.prompt_left, chunk))
+                consider(same, part)
+        return best
 
     def _chunk(self, load: _Load, adapter: str | None, rank: int, prompt: int, rate: float) -> int:
         """How many prompt tokens to compute in the step."""

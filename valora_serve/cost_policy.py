@@ -74,7 +74,7 @@ class _Load:
     def __init__(self) -> None:
         self.groups: dict[str | None, _Group] = {}
         self.rows = self.context = self.remaining = 0
-        self.coming = self.prompt = self.images = 0
+        self.coming = self.going_on = self.prompt = self.images = 0
         # Ranks summed over rows, over rows to come and over prompt tokens.
         self._work = self._coming_work = self._prompt_work = 0
         self._base = self._base_coming = self._base_prompt = 0
@@ -108,6 +108,7 @@ class _Load:
         group.coming += 1
         self.prompt += tokens
         self.coming += 1
+        self.going_on += request.output_left > 0
         self.images += request.images
         self.remaining += request.output_left
         self._coming_work += rank
@@ -519,6 +520,8 @@ class Cost(BasePolicy):
                 rest = parts * self.cost.step(load.step(None, 0, math.ceil(tokens / parts)))
             spent = time + rest - base * (1 + parts * (left > 0))
             cost = total * time + left * rest * (parts + 1) / (2 * parts) + load.rows * spent
+            # Heads have ended by then, others decode beside the rest.
+            cost += part.going_on * max(0.0, rest - base * parts)
             cost /= max(1e-3, 1 - rate * spent / total)
             if cost < least:
                 best, least = chosen, cost
@@ -548,6 +551,7 @@ class Cost(BasePolicy):
             # One after the other, the j-th of n prompts is done after j/n of the steps.
             done = max(1.0, steps * (load.coming + 1) / (2 * load.coming))
             cost = load.rows * steps * (time - base) + load.coming * done * time
+            cost += load.going_on * (steps - done) * (time - base)
             # Small steps give away throughput, which those who are yet to come would miss.
             cost /= max(1e-3, 1 - rate * steps * (time - base) / load.coming)
             if cost < least:

@@ -187,6 +187,15 @@ def test_cost_is_the_best_of_all_and_valora_no_worse_than_the_static_ones(rate, 
     assert latency["valora"] <= min(latency["merge_only"], latency["unmerge_only"]) * 1.003
 
 
+@pytest.mark.parametrize("heads", [True, False])
+@pytest.mark.parametrize("streams", [2, 8])
+def test_cost_is_the_best_on_video_too(streams, heads):
+    work = traces.video(streams, 15, heads=heads, seed=3)
+    latency = {name: run(name, work, H200_7B).token_latency for name in POLICIES}
+    others = min(value for name, value in latency.items() if name != "cost")
+    assert latency["cost"] <= others * (0.85 if heads else 1.003)
+
+
 def test_command_prints_a_table_and_writes_files(tmp_path, capsys):
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
     pytest.importorskip("matplotlib")

@@ -537,7 +537,6 @@ class Engine:
         if merged is not None and merged not in self.adapters.resident:
             merged = None
         self.switch(decision.mode, merged)
-        self._prefetch(decision)
         self._idle = not decision.batch
         if self._idle and not running and not self.adapters.loading:
             # The merged adapter is pinned: let it go, or what waits may never have room.
@@ -545,6 +544,7 @@ class Engine:
         return decision
 
     def _prefetch(self, decision: Decision) -> None:
+        """Have adapters come; those of the batch hold theirs already and are not evicted."""
         for number, key in enumerate(decision.prefetch):
             if key not in self.adapters:
                 continue  # unloaded, and the last that waited for it was given up
@@ -617,6 +617,7 @@ class Engine:
             if not self.blocks.reserve(sequence.id, sequence.computed + count):
                 continue
             shares.append((sequence, count))
+        self._prefetch(decision)
         shares, works = self._works(self._encode(shares))
         if not shares:
             return None

@@ -16,15 +16,17 @@ if TYPE_CHECKING:
     from valora_kernels.metadata import LoraBatch
     from valora_kernels.weights import LoraWeights
 
-MANY_ROWS = 1024
-"""From here on the folding kernel keeps up with the vendor's library."""
-
 FEW_OUTPUTS = 3072
 """Below, columns are too few to occupy the processors; the library splits the inputs too."""
 
+MOST_BESIDE = 6 << 18
+"""Elements of y up to which the shrink runs beside our own product, on an H200."""
 
-MOST_ELEMENTS = 9 << 18
-"""Of the outputs: above, and below `MANY_ROWS`, the library's product gains more than we hide."""
+FOLDED = (1024, 1 << 24)
+"""Rows from which on, and elements of y up to which one projection's expansion is folded in."""
+
+FIRST_ROWS = 256
+"""From here on LoRA writes y, and the library's product adds to it; below, LoRA adds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +54,22 @@ class ProjectTiling:
     halves: bool = False
 
 
-def project_tiling(rows: int, outputs: int) -> ProjectTiling | None:
-    """What is fast on an H200; None where the library's product and LoRA after it are faster."""
-    if rows >= MANY_ROWS:
+def project_tiling(rows: int, out_features: Sequence[int]) -> ProjectTiling | None:
+    """What is fast on an H200; None where the library's product and LoRA apart are faster."""
+    outputs = sum(out_features)
+    if rows >= FOLDED[0] and len(out_features) == 1 and rows * outputs <= FOLDED[1]:
         return ProjectTiling(128, 256, 64, 8, 3, fold=True)
-    if outputs < FEW_OUTPUTS or rows * outputs > MOST_ELEMENTS:
+    if outputs < FEW_OUTPUTS or rows * outputs > MOST_BESIDE:
         return None
     once = outputs <= 4224  # columns that all processors together can take at once
     if rows <= 16:
         tile = (16, 32, 128, 4, 6)
-    elif rows <= 64:  # 64 even for fewer: Hopper's own matrix instructions take no fewer
+    elif rows <= 64 and outputs <= 16384:  # Hopper's own matrix instructions take 64 rows or more
         tile = (64, 32, 128, 4, 6) if once else (64, 64, 64, 4, 6)
     elif rows <= 128 and once:
         tile = (64, 64, 128, 4, 4)
-    elif rows <= 256:
-        tile = (64, 128, 64, 4, 6) if once else (64, 128, 64, 4, 4)
     else:
-        tile = (128, 128, 64, 8, 4)
+        tile = (64, 128, 64, 4, 6) if once else (64, 128, 64, 4, 4)
     return ProjectTiling(*tile)
 
 
@@ -103,19 +104,60 @@ def add_projection(
         raise ValueError(f"batch: folding expected one term a row, got {batch.terms}")
     rows = x.shape[0]
     if tiling is None and operator.use_triton(x) and _aligned(x, ys, bases):
-        tiling = project_tiling(rows, sum(weights.out_features))
+        tiling = project_tiling(rows, weights.out_features)
         if tiling and tiling.fold and (batch.terms > 1 or weights.max_rank > 128):
             tiling = None
     if tiling is not None and rows:
         run = _fold if tiling.fold else _beside
         run(ys, x, bases, biases, weights, batch, tiling)
         return
-    for y, base, bias in zip(ys, bases, biases, strict=True):
-        if bias is None:
-            torch.mm(x, base.T, out=y)
-        else:
+    _apart(ys, x, bases, biases, weights, batch)
+
+
+def _apart(
+    ys: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    bases: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    weights: LoraWeights,
+    batch: LoraBatch,
+) -> None:
+    """The library's product, and LoRA before or after it."""
+    plain = all(bias is None for bias in biases)
+    first = plain and len(x) >= FIRST_ROWS and operator.use_triton(x) and _aligned(x, ys, bases)
+    if first:
+        choice = operator.choice_of(weights, batch, x.device)
+        table = batch.tiles(choice.rows)
+        first = operator.tiles_to_launch(table, batch, x) > 0
+    if first:  # y is read only once, and its reading hides in the product
+        operator.launch(choice, ys, x, weights, batch, add=False)
+    one_base, one_y = _as_one(bases, 0), _as_one(ys, 1)
+    if plain and one_base is not None and one_y is not None:
+        ys_, bases, biases = [one_y], [one_base], [None]
+    else:
+        ys_ = list(ys)
+    for y, base, bias in zip(ys_, bases, biases, strict=True):
+        if bias is not None:
             torch.addmm(bias, x, base.T, out=y)
-    operator.atmm(ys, x, weights, batch)
+        elif first:
+            y.addmm_(x, base.T)
+        else:
+            torch.mm(x, base.T, out=y)
+    if not first:
+        operator.atmm(ys, x, weights, batch)
+
+
+def _as_one(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor | None:
+    """The matrix that the parts are neighbouring slices of, if they are."""
+    first, end = parts[0], parts[0].storage_offset()
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or part.stride() != first.stride() or part.storage_offset() != end:
+            return None
+        end += part.shape[dim] * part.stride(dim)
+    size = list(first.shape)
+    size[dim] = sum(part.shape[dim] for part in parts)
+    return first.as_strided(size, first.stride())
 
 
 def _check_bases(

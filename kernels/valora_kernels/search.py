@@ -8,8 +8,7 @@ than ten, because
 - tiles are powers of two of at least 16 that fit the shared memory, and candidates that would leave
   most processors idle or start far too many programs are dropped;
 - shrink and expand are timed apart, and only the best of each together: a sum instead of a product;
-- further projections of a model, and every second rank, try only what did best around the same
-  batch in the first one, or one rank below;
+- sizes between those, and the further projections of a model, try only what did best around;
 - kernels are compiled beforehand on all cores.
 """
 
@@ -51,6 +50,9 @@ ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 FEWER = ((1, 1), (16, 16), (64, 16), (512, 4), (4096, 16))
 """(rows, adapters) that the further projections of a model are measured for."""
 ADAPTERS = (1, 4, 16, 64)
+ROWS_BETWEEN = (48, 96, 192, 384, 768, 1536, 3072, 6144)
+ADAPTERS_BETWEEN = (2, 8, 32)
+"""Between those that all candidates are tried on; here only what did best around is."""
 RANKS = (16, 32, 64, 128)
 PROGRAMS = (40, 2300)
 """Fewest programs that keep 132 processors busy enough, and most that are worth starting."""
@@ -129,7 +131,7 @@ def shrinks(group: Group, rows: int, adapters: int) -> list[Tiling]:
     found = []
     ranks = max(16, group.rank)
     for tile in row_tiles(rows, adapters):
-        blocks = sorted({16, min(ranks, 64)}) if tile <= 32 else [min(ranks, 64)]
+        blocks = sorted({16, min(ranks, 64)}) if tile <= 32 else sorted({min(ranks, 64), ranks})
         steps = (128, 256) if tile == 16 else (64, 128)
         for block, splits, step in product(blocks, (1, 2, 4, 8, 16), steps):
             split = -(-group.in_features // splits // step) * step
@@ -137,7 +139,7 @@ def shrinks(group: Group, rows: int, adapters: int) -> list[Tiling]:
             programs = _tile_count(rows, adapters, tile) * count
             if programs > PROGRAMS[1] or (programs < PROGRAMS[0] and splits < 4):
                 continue
-            if block * step > 32768 or (splits == 16 and tile >= 64):
+            if block > 128 or block * step > 32768 or (splits == 16 and tile >= 64):
                 continue
             for stages in (2,) if split == step else (3, 5) if tile >= 32 else (4,):
                 if stages * (tile + block) * step * 2 > SHARED_MEMORY:
@@ -366,7 +368,7 @@ class Search:
         table = Table("", ((shape, best[0][1]) for shape, best in self.found.items() if best))
         plans = {}
         for case in cases:
-            near = table.neighbours(like.shape(*case), 6)
+            near = table.neighbours(like.shape(*case), 8)
             tilings = dict.fromkeys(self.found[shape][0][1] for shape in near)
             plans[case] = [refit(t, like.in_features, group.in_features) for t in tilings]
             plans[case] = [t for t in plans[case] if shared_memory(t, group.rank) <= SHARED_MEMORY]
@@ -384,9 +386,9 @@ def workload(group: Group, rows: int, adapters: int) -> Workload:
     )  # fmt: skip
 
 
-def cases_of(rows: Iterable[int]) -> list[tuple[int, int]]:
+def cases_of(rows: Iterable[int], adapters: Iterable[int]) -> list[tuple[int, int]]:
     """All (rows, adapters) with a row for every adapter."""
-    return [(m, n) for m, n in product(rows, ADAPTERS) if n <= m]
+    return [(m, n) for m, n in product(rows, adapters) if n <= m]
 
 
 def main() -> None:
@@ -424,31 +426,31 @@ def main() -> None:
     output = args.output or table_path(gpu)
     output.parent.mkdir(parents=True, exist_ok=True)
     known = Table.load(output).entries if output.exists() else {}
+    columns = json.loads(output.read_text()) if known else {"microseconds": []}
+    measured = dict(zip(known, columns["microseconds"], strict=True))
     search = Search(
         output.with_suffix(".partial.jsonl"), args.compilers, None if args.again else known
     )
     started = time.time()
-    every, some = cases_of(ROWS), list(FEWER)
+    every, some = cases_of(ROWS, ADAPTERS), list(FEWER)
+    between = cases_of(ROWS_BETWEEN, ADAPTERS + ADAPTERS_BETWEEN) + cases_of(ROWS, ADAPTERS_BETWEEN)
     plan = [
-        (Group(*width, rank), every if width == widths[0] else some)
+        (Group(*width, rank), every + between if width == widths[0] else some)
         for rank, width in product(args.ranks, widths)
     ]
     open_shapes = [group.shape(*case) for group, cases in plan for case in cases]
     bar = Progress(sum(shape not in search.found for shape in open_shapes))
-    below = 0
-    for number, rank in enumerate(sorted(args.ranks)):
+    for rank in args.ranks:
         first = Group(*widths[0], rank)
-        if number % 2:
-            search.derived(first, Group(*widths[0], below), every, bar)
-        else:
-            search.full(first, every, bar)
-        below = rank
+        search.full(first, every, bar)
+        search.derived(first, first, between, bar)
         for others in widths[1:]:
             search.derived(Group(*others, rank), first, some, bar)
         torch.cuda.empty_cache()
     best = {shape: finalists[0][1] for shape, finalists in search.found.items() if finalists}
     entries = {**known, **best}
-    times = [round(search.found.get(shape, [(0.0,)])[0][0], 2) or None for shape in entries]
+    measured |= {s: round(found[0][0], 2) for s, found in search.found.items() if found[0][0]}
+    times = [measured.get(shape) for shape in entries]
     Table(gpu, entries.items()).save(
         output, torch=torch.__version__, seconds=round(time.time() - started), microseconds=times
     )

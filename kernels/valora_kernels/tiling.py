@@ -9,6 +9,7 @@ on this GPU, so rules decide).
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import cache, lru_cache
@@ -129,6 +130,27 @@ def shared_memory(tiling: Tiling, rank: int) -> int:
     return 2 * max(first, ahead * (tiling.rows + min(rank, EXPAND_RANKS)) * tiling.outputs)
 
 
+PROCESSORS = 132
+"""Of an H200."""
+
+
+def waste(tiling: Tiling, shape: Shape) -> float:
+    """Time over that of a GPU whose processors are all busy to the end: 1.0 is the best."""
+    adapters = max(shape.adapters, 1)
+    tiles = adapters * math.ceil(shape.rows / adapters / tiling.rows) * shape.projections
+    if tiling.kind is Kind.ROWS:
+        programs = tiles * tiling.parts
+    else:
+        parts = math.ceil(shape.in_features / tiling.split)
+        programs = tiles * parts * math.ceil(shape.rank / tiling.ranks)
+    at_once = PROCESSORS * max(1, SHARED_MEMORY // shared_memory(tiling, shape.rank))
+    rounds = programs / at_once
+    return math.ceil(rounds) / rounds
+
+
+LONG = 256
+"""Rows from which on unequal shares of the processors cost more than starting a kernel."""
+
 WEIGHTS = np.array([0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0])
 """Of a factor of two in: inputs, outputs, projections, rank, rows, adapters, rows per adapter."""
 
@@ -168,17 +190,29 @@ class Table:
             return Choice(found, Mode.EXACT)
         if not self._shapes:
             return Choice(default_tiling(shape), Mode.DEFAULT)
-        for near in self.neighbours(shape, 200):
+        best, least = default_tiling(shape), math.inf
+        for nearness, near in self._near(shape, 200):
+            if nearness > least:
+                break
+            distance = nearness
             tiling = refit(self.entries[near], near.in_features, shape.in_features)
-            if shared_memory(tiling, shape.rank) <= SHARED_MEMORY:
-                return Choice(tiling, Mode.NEAREST)
-        return Choice(default_tiling(shape), Mode.DEFAULT)
+            if shared_memory(tiling, shape.rank) > SHARED_MEMORY:
+                continue
+            if shape.rows >= LONG:  # what divided well there may leave processors idle here
+                more = math.log2(waste(tiling, shape) / waste(tiling, near))
+                distance = nearness + 4 * max(0.0, more) ** 2
+            if distance < least:
+                best, least = tiling, distance
+        return Choice(best, Mode.DEFAULT if math.isinf(least) else Mode.NEAREST)
+
+    def _near(self, shape: Shape, count: int) -> list[tuple[float, Shape]]:
+        distances = np.square(self._places - _features(shape)).sum(axis=1)
+        order = np.argsort(distances, kind="stable")[:count]
+        return [(float(distances[place]), self._shapes[int(place)]) for place in order]
 
     def neighbours(self, shape: Shape, count: int) -> list[Shape]:
         """The measured shapes that are nearest to a shape, the nearest first."""
-        distances = np.square(self._places - _features(shape)).sum(axis=1)
-        order = np.argsort(distances, kind="stable")[:count]
-        return [self._shapes[int(place)] for place in order]
+        return [near for _, near in self._near(shape, count)]
 
     @classmethod
     def load(cls, path: Path) -> Table:

@@ -419,6 +419,36 @@ def projection_totals(lines: list[str], repeats: int) -> list[dict[str, float]]:
     return found
 
 
+def peft_merge_time(layers: int, rank: int) -> float:
+    """Microseconds that PEFT's own `merge_adapter` takes for the same model."""
+    from peft import LoraConfig, get_peft_model
+
+    def layer() -> torch.nn.ModuleDict:
+        return torch.nn.ModuleDict(
+            {
+                f"{name}_proj": torch.nn.Linear(
+                    WIDTH, WIDTH, bias=False, device="cuda", dtype=torch.bfloat16
+                )
+                for name in "qkvo"
+            }
+        )
+
+    model = torch.nn.ModuleDict({str(number): layer() for number in range(layers)})
+    targets = [f"{name}_proj" for name in "qkvo"]
+    wrapped = get_peft_model(model, LoraConfig(r=rank, target_modules=targets))
+    spans = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+        torch.cuda.synchronize()
+        begin.record()
+        wrapped.merge_adapter()
+        end.record()
+        torch.cuda.synchronize()
+        spans.append(begin.elapsed_time(end) * 1e3)
+        wrapped.unmerge_adapter()
+    return float(np.median(spans))
+
+
 def merging(lines: list[str]) -> dict[str, float]:
     """Merge of rank 64 into q, k, v, o of 32 layers of width 4096."""
     layers, rank = 32, 64
@@ -441,21 +471,27 @@ def merging(lines: list[str]) -> dict[str, float]:
         for name, (weights, p) in sources.items()
     ]
 
-    def per_layer() -> None:
+    size = WIDTH * WIDTH
+    base = [
+        merged.pristine[i * size : (i + 1) * size].view(WIDTH, WIDTH) for i in range(len(pairs))
+    ]
+
+    def add_in_place() -> None:
         for weight, a, b in pairs:
             weight.addmm_(b.T, a, alpha=0.5)
 
-    def peft_merge() -> None:
-        for weight, a, b in pairs:
-            weight.data += (b.T @ a) * 0.5
+    def add_exactly() -> None:
+        for old, (weight, a, b) in zip(base, pairs, strict=True):
+            weight.copy_(torch.addmm(old.float(), b.T.float(), a.float(), alpha=0.5))
 
     target = torch.empty_like(merged.live)
     found = {
         "copy": device_time(partial(target.copy_, merged.pristine)),
         "merge": device_time(partial(merged.merge, 0, rank, 0.5)),
         "unmerge": device_time(merged.unmerge),
-        "addmm a layer": device_time(per_layer),
-        "PEFT merge_adapter": device_time(peft_merge),
+        "addmm a layer, from the pristine weights in fp32": device_time(add_exactly),
+        "addmm a layer, in place in bf16 (drifts)": device_time(add_in_place),
+        "PEFT merge_adapter": peft_merge_time(layers, rank),
     }
     merged.merge(0, rank, 0.5)
     differing = 0.0

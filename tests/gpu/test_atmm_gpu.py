@@ -156,6 +156,29 @@ def test_projection_total(rows: int, tiling: ProjectTiling | None, dtype: torch.
             assert_near(one, other)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 33, 128, 300, 1500])
+@pytest.mark.parametrize("popularity", ["zipf", "none"])
+@pytest.mark.parametrize("terms", [1, 2])
+def test_stacked_projections_of_model_width(rows: int, popularity: str, terms: int) -> None:
+    """As the engine has them: W's in one matrix, y's in another, adapters in pages."""
+    widths = (4096, 1024, 1024)
+    case = make_case(
+        rows, MIXED, 1024, widths, dtype=torch.bfloat16, popularity=popularity, terms=terms,
+        paged=True, device="cuda",
+    )  # fmt: skip
+    base = torch.randn(sum(widths), 1024, device="cuda").bfloat16() / 32
+    want = [
+        change + case.x.double() @ part.double().T
+        for change, part in zip(case.expected(add=False), base.split(widths), strict=True)
+    ]
+    for _ in range(3):
+        out = torch.full((rows, sum(widths)), float("nan"), device="cuda", dtype=torch.bfloat16)
+        ys = out.split(widths, dim=1)
+        add_projection(ys, case.x, base.split(widths), case.weights, case.batch)
+        for one, other in zip(ys, want, strict=True):
+            assert_near(one, other)
+
+
 @pytest.mark.parametrize("rows", [1, 40, 300, 1100])
 @pytest.mark.parametrize("folded", [False, True])
 def test_layers_follow_each_other_without_a_gap(rows: int, folded: bool) -> None:

@@ -38,6 +38,22 @@ def test_projection(tiling: ProjectTiling | None, dtype: torch.dtype, popularity
         assert_near(one, other)
 
 
+@pytest.mark.parametrize("apart", ["nothing", "y", "W"])
+def test_stacked_projections_are_one_product(apart: str) -> None:
+    """Slices of one y and one W give what separate tensors give."""
+    case = make_case(9, [8, 16], 72, WIDTHS, dtype=torch.float32, device="cpu")
+    base = torch.randn(sum(WIDTHS), 72)
+    out = torch.full((9, sum(WIDTHS)), float("nan"))
+    bases, ys = list(base.split(WIDTHS)), list(out.split(WIDTHS, dim=1))
+    if apart == "W":
+        bases[1] = bases[1].clone()
+    if apart == "y":
+        ys[1] = ys[1].clone()
+    add_projection(ys, case.x, bases, case.weights, case.batch)
+    for one, change, w in zip(ys, case.expected(add=False), bases, strict=True):
+        assert_near(one, change + case.x.double() @ w.double().T)
+
+
 @pytest.mark.parametrize("tiling", TILINGS[1:3])
 def test_paged_adapters_and_changing_batches(tiling: ProjectTiling) -> None:
     case = make_case(21, [8, 16, 24], 40, WIDTHS, dtype=torch.float32, paged=True)

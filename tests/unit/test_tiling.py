@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from valora_kernels.search import (
+    ADAPTERS,
     FEWER,
     PRESETS,
     ROWS,
@@ -70,6 +71,16 @@ def test_what_does_not_fit_is_not_taken() -> None:
     )
 
 
+def test_a_tiling_that_leaves_processors_idle_is_passed_over() -> None:
+    """132 processors: 128 tiles of 64 rows keep them busy, 136 take twice as long."""
+    coarse, fine = (Tiling(Kind.ROWS, tile, 128, 128, 0, stages=4) for tile in (64, 16))
+    full = replace(LARGE, rows=8192, adapters=1.0)
+    half = replace(full, rows=6000)
+    table = Table("some GPU", [(full, coarse), (half, fine)])
+    assert table.look_up(replace(full, rows=8000)).tiling == coarse
+    assert table.look_up(replace(full, rows=8704)).tiling == fine
+
+
 def test_tables_survive_the_disk(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     Table("some GPU", [(SHAPE, FEW), (LARGE, MANY)]).save(path, torch="2.11")
@@ -111,7 +122,7 @@ def test_look_up_needs_no_torch() -> None:
 @pytest.mark.parametrize("rank", [16, 64, 128])
 def test_search_has_candidates_for_every_shape(rank: int) -> None:
     group = Group(4096, (4096,), rank)
-    for rows, adapters in cases_of(ROWS):
+    for rows, adapters in cases_of(ROWS, ADAPTERS):
         first = shrinks(group, rows, adapters)
         assert first
         assert len(set(first)) == len(first)
@@ -119,7 +130,7 @@ def test_search_has_candidates_for_every_shape(rank: int) -> None:
         assert second
         for tiling in [*second, *single_kernels(group, rows, adapters)]:
             assert tiling.kind is Kind.ROWS or -(-4096 // tiling.split) <= 16
-    assert set(FEWER) <= set(cases_of(ROWS))
+    assert set(FEWER) <= set(cases_of(ROWS, ADAPTERS))
 
 
 def test_projections_of_a_model() -> None:

@@ -356,10 +356,11 @@ class ModelRunner:
         """A mix that the tables may choose tiles for; the graph serves every other one too."""
         slots = len(self._adapters.ranks)
         rank = max(int(self._adapters.ranks.max(initial=0)), 8)
-        distinct = min(slots, self._most_segments - 1, max(1, size // 2))
+        distinct = max(1, min(slots + 1 - terms, self._most_segments - 1, size // 2))
         own = (np.arange(size) % distinct)[:, None]
-        if terms == 2:
-            own = np.concatenate([own, np.full_like(own, (distinct - 1) if slots else 0)], axis=1)
+        if terms > 1:
+            # A single slot has no second adapter, and then no row ever has two terms.
+            own = np.concatenate([own, np.full_like(own, min(distinct, slots - 1))], axis=1)
         coefficients = np.tile(np.array([1, -1], np.float32)[:terms], (size, 1))
         ranks = np.full(slots, rank, np.int32)
         lora.update(own, ranks, np.ones(slots, np.float32), coefficients)

@@ -92,6 +92,11 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def trace(self, name):
+        """File for an engine's decisions, beside the other results."""
+        out = self.arguments.out
+        return str(out.with_name(f"trace-{name}.txt")) if out and self.arguments.traces else None
+
     def request(self, number, tokens, output, name, **options):
         ids = np.random.default_rng(number).integers(3, 32000, tokens).tolist()
         sampling = SamplingParams(max_tokens=output, ignore_eos=True)
@@ -303,6 +308,8 @@ def arrivals(bench):
             chosen = skewed(len(times), 16, 0.6, 4)
             requests = [bench.request(i, 256, 200, names[chosen[i]]) for i in range(len(times))]
             m = metrics(*bench.drive(requests, times))
+            print(policy, rate, {k: round(v, 3) for k, v in m.items()},
+                  "switches", bench.engine.stats().switches, flush=True)  # fmt: skip
             rows.append([policy, rate, m["atl"], m["per_output"], m["ttft"], m["between"], vllm,
                          m["atl"] / vllm])  # fmt: skip
     table("Poisson arrivals, 60 % on one of 16 adapters",
@@ -315,7 +322,7 @@ def skew(bench):
     """Average token latency by skewness and policy: VaLoRA's visual retrieval (256 in, 200 out)."""
     found_here = {}
     for policy in bench.arguments.policies:
-        names = bench.start(policy, 16)
+        names = bench.start(policy, 16, trace=bench.trace(policy))
         bench.warm(names)
         for share in bench.arguments.shares:
             times = poisson(bench.arguments.rate, bench.arguments.seconds, 5)
@@ -447,6 +454,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--counts", nargs="+", type=int, default=[5, 100, 2000])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--traces", action="store_true", help="keep the decisions of `skew`")
     arguments = parser.parse_args()
     bench = Bench(arguments)
     for name in arguments.sections or SECTIONS:

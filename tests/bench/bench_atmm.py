@@ -472,7 +472,7 @@ def merging(lines: list[str]) -> dict[str, float]:
     ]
 
     size = WIDTH * WIDTH
-    base = [
+    pristine = [
         merged.pristine[i * size : (i + 1) * size].view(WIDTH, WIDTH) for i in range(len(pairs))
     ]
 
@@ -481,7 +481,7 @@ def merging(lines: list[str]) -> dict[str, float]:
             weight.addmm_(b.T, a, alpha=0.5)
 
     def add_exactly() -> None:
-        for old, (weight, a, b) in zip(base, pairs, strict=True):
+        for old, (weight, a, b) in zip(pristine, pairs, strict=True):
             weight.copy_(torch.addmm(old.float(), b.T.float(), a.float(), alpha=0.5))
 
     target = torch.empty_like(merged.live)

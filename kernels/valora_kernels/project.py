@@ -224,7 +224,7 @@ def _beside(
     down = -(-x.shape[0] // tiling.rows)
     across = sum(-(-n // tiling.outputs) for n in weights.out_features)
     step = operator.ALIGNMENT * x.element_size()
-    begins = [(base.data_ptr() - bases[0].data_ptr()) // step for base in (*bases, *bases[:1] * 2)]
+    begins = [(base.data_ptr() - bases[0].data_ptr()) // step for base in bases]
     pdl = operator.has_dependent_launch(x.device)
     k.base_kernel[(down * across,)](
         *operator.outputs_of(ys),
@@ -232,7 +232,7 @@ def _beside(
         x.stride(0) // operator.ALIGNMENT,
         bases[0],
         bases[0].stride(0) // operator.ALIGNMENT,
-        *begins[1:3],
+        *[*begins, 0, 0][1:3],
         *[*biases, None, None][:3],
         x.shape[0],
         down,

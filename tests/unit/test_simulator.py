@@ -193,7 +193,7 @@ def test_cost_is_the_best_on_video_too(streams, heads):
     work = traces.video(streams, 15, heads=heads, seed=3)
     latency = {name: run(name, work, H200_7B).token_latency for name in POLICIES}
     others = min(value for name, value in latency.items() if name != "cost")
-    assert latency["cost"] <= others * (0.85 if heads else 1.003)
+    assert latency["cost"] <= others * (0.85 if heads else 1.01)
 
 
 def test_command_prints_a_table_and_writes_files(tmp_path, capsys):

@@ -142,7 +142,7 @@ def build_distilled(
 
 
 def _ask(model: Teacher, samples: Sequence[Sample], min_confidence: float) -> list[Sample]:
-    said = model.predict([sample.image for sample in samples])
+    said = model.answer(samples)
     return [
         _above(Sample(sample.id, sample.image, Answer(output.boxes)), min_confidence)
         for sample, output in zip(samples, said, strict=True)

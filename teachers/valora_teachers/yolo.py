@@ -9,17 +9,10 @@ trust, on the machine where you train; bundles contain none.
 
 from __future__ import annotations
 
-import atexit
 import copy
 import math
-import os
-import pickle
-import shutil
-import tempfile
 import time
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,11 +21,12 @@ from PIL import ImageOps
 from torch import Tensor, nn
 from torch.nn import functional
 
-from valora_data.schema import Box, Task
-from valora_teachers.base import TeacherError, TeacherOutput
+from valora_data.schema import Answer, Box, Task
+from valora_teachers.base import BatchTeacher, TeacherError, map_classes
+from valora_teachers.ultralytics_plugin import load_ultralytics, open_weights, threads_kept
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from PIL.Image import Image
@@ -105,7 +99,7 @@ class YoloReport:
     seconds: float
 
 
-class YoloTeacher:
+class YoloTeacher(BatchTeacher):
     """An Ultralytics detector that answers with a domain's labels."""
 
     def __init__(self, model: Any, label_of: Mapping[int, str], labels: Sequence[str]) -> None:
@@ -116,9 +110,9 @@ class YoloTeacher:
             label_of: Label for each class index of the model; other classes are left out.
             labels: Label set in the order of class indices.
         """
+        super().__init__(Task.DETECTION, labels, PREDICT_BATCH)
         self._model = model
         self._label_of = dict(label_of)
-        self._labels = tuple(labels)
 
     @classmethod
     def load(
@@ -138,58 +132,27 @@ class YoloTeacher:
             TeacherError: If Ultralytics is missing, the file is missing or no YOLO, its task gives
                 no boxes, or a label is none of its classes.
         """
-        if not path.is_file():
-            raise TeacherError(f"teacher {path} does not exist: check the path")
-        ultralytics = _ultralytics()
-        try:
-            with _threads_kept():
-                model = ultralytics.YOLO(str(path))
-                task, classes = model.task, dict(model.names)
-        except (
-            AttributeError, EOFError, ImportError, KeyError, OSError, RuntimeError, TypeError,
-            ValueError, pickle.UnpicklingError,
-        ) as error:  # fmt: skip
-            raise TeacherError(
-                f"{path.name} is no YOLO that Ultralytics {ultralytics.__version__} can load "
-                f"({type(error).__name__}): give a .pt file of a detector"
-            ) from error
+        model, task, classes = open_weights(path)
         if task not in BOX_TASKS:
             raise TeacherError(
                 f"{path.name} is a model for {task!r}, which gives no boxes: "
                 "give one that was trained with task 'detect'"
             )
-        names = names or {}
-        label_of = {index: names.get(name, name) for index, name in classes.items()}
-        if labels is None:
-            labels = tuple(dict.fromkeys(label_of.values()))
-        missing = [label for label in labels if label not in label_of.values()]
-        if missing:
-            raise TeacherError(
-                f"{path.name} knows no {', '.join(map(repr, missing))}, only "
-                f"{', '.join(list(classes.values())[:10])}: name the class that stands for it"
-            )
-        wanted = {index: label for index, label in label_of.items() if label in labels}
-        return cls(model, wanted, labels)
+        label_of = map_classes(path.name, classes, labels, names)
+        return cls(model, label_of, labels or tuple(dict.fromkeys(label_of.values())))
 
-    @property
-    def task(self) -> Task:
-        """Object detection."""
-        return Task.DETECTION
+    def _answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
+        return self.predict([sample.image for sample in samples])
 
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Label set in the order of class indices."""
-        return self._labels
-
-    def predict(self, images: Sequence[Image]) -> list[TeacherOutput]:
+    def predict(self, images: Sequence[Image]) -> list[Answer]:
         """Find objects in RGB images of any size.
 
         Returns:
-            One output per image; boxes in its pixels, after non-maximum suppression, most
+            One answer per image; boxes in its pixels, after non-maximum suppression, most
             confident first.
         """
-        outputs = []
-        with _threads_kept():
+        answers = []
+        with threads_kept():
             for start in range(0, len(images), PREDICT_BATCH):
                 results = self._model.predict(
                     [image.convert("RGB") for image in images[start : start + PREDICT_BATCH]],
@@ -200,19 +163,26 @@ class YoloTeacher:
                     save=False,
                     verbose=False,
                 )
-                outputs += [self._output(result) for result in results]
-        return outputs
+                answers += [read_boxes(result, self._label_of) for result in results]
+        return answers
 
-    def _output(self, result: Any) -> TeacherOutput:
-        height, width = result.orig_shape
-        edges = result.boxes.xyxy.clamp_min(0).tolist()
-        found = zip(edges, result.boxes.cls.tolist(), result.boxes.conf.tolist(), strict=True)
-        boxes = [
-            Box(x0, y0, min(x1, width), min(y1, height), self._label_of[int(index)], confidence)
-            for (x0, y0, x1, y1), index, confidence in found
-            if min(x1, width) > x0 and min(y1, height) > y0
-        ]
-        return TeacherOutput(tuple(sorted(boxes, key=lambda box: -box.confidence)))
+
+def read_boxes(result: Any, label_of: Mapping[int, str]) -> Answer:
+    """Boxes of one of Ultralytics' results, inside the image, most confident first.
+
+    Args:
+        result: An `ultralytics.engine.results.Results`.
+        label_of: Label for each class index.
+    """
+    height, width = result.orig_shape
+    edges = result.boxes.xyxy.clamp_min(0).tolist()
+    found = zip(edges, result.boxes.cls.tolist(), result.boxes.conf.tolist(), strict=True)
+    boxes = [
+        Box(x0, y0, min(x1, width), min(y1, height), label_of[int(index)], confidence)
+        for (x0, y0, x1, y1), index, confidence in found
+        if min(x1, width) > x0 and min(y1, height) > y0
+    ]
+    return Answer(tuple(sorted(boxes, key=lambda box: -box.confidence)))
 
 
 def train_yolo(
@@ -400,7 +370,7 @@ def _average(average: nn.Module, model: nn.Module, step: int) -> None:
 
 
 def _new_model(labels: Sequence[str], settings: YoloSettings) -> Any:
-    _ultralytics()
+    load_ultralytics()
     from ultralytics.cfg import get_cfg
     from ultralytics.nn.tasks import DetectionModel
 
@@ -427,50 +397,6 @@ def _save(model: Any, settings: YoloSettings, path: Path) -> None:
         },
         path,
     )
-
-
-@cache
-def _ultralytics() -> Any:
-    """Ultralytics, kept offline, quiet, and away from the user's settings.
-
-    Raises:
-        TeacherError: If it is not installed.
-    """
-    # It writes settings when imported; a folder of this process alone keeps the user's as they are.
-    settings_folder = tempfile.mkdtemp(prefix="valora-ultralytics-")
-    atexit.register(shutil.rmtree, settings_folder, ignore_errors=True)
-    wanted = {
-        "YOLO_CONFIG_DIR": settings_folder,
-        "YOLO_OFFLINE": "1",
-        "YOLO_AUTOINSTALL": "0",
-        "YOLO_VERBOSE": "0",
-        # It would set 1 for every process that we start.
-        "OMP_NUM_THREADS": str(torch.get_num_threads()),
-    }
-    added = [name for name in wanted if name not in os.environ]
-    os.environ.update({name: wanted[name] for name in added})
-    try:
-        import ultralytics
-    except ImportError as error:
-        raise TeacherError(
-            "Ultralytics is not installed (it is AGPL-3.0 and optional): "
-            "run pip install 'valora[yolo]'"
-        ) from error
-    finally:
-        for name in added:
-            if name != "YOLO_OFFLINE":  # read again on every use
-                del os.environ[name]
-    return ultralytics
-
-
-@contextmanager
-def _threads_kept() -> Iterator[None]:
-    """Restore torch's number of threads, which Ultralytics lowers when it picks the CPU."""
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _architecture(classes: int, width: float) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 from torchvision.ops import box_iou
 
 from valora_data.schema import Answer, Box, Sample, Task
-from valora_teachers import yolo
+from valora_teachers import ultralytics_plugin, yolo
 from valora_teachers.base import TeacherError
 from valora_teachers.registry import load_teacher, train_teacher
 from valora_teachers.yolo import YoloSettings, YoloTeacher, train_yolo
@@ -247,11 +247,11 @@ def test_settings_refuse() -> None:
 def test_ultralytics_missing_names_the_remedy(
     monkeypatch: pytest.MonkeyPatch, trained: Path
 ) -> None:
-    yolo._ultralytics.cache_clear()
+    ultralytics_plugin.load_ultralytics.cache_clear()
     monkeypatch.setitem(sys.modules, "ultralytics", None)
     with pytest.raises(TeacherError, match=r"not installed .* run pip install 'valora\[yolo\]'"):
         YoloTeacher.load(trained)
-    yolo._ultralytics.cache_clear()
+    ultralytics_plugin.load_ultralytics.cache_clear()
 
 
 def test_importing_ultralytics_leaves_the_environment_alone() -> None:
@@ -261,8 +261,8 @@ def test_importing_ultralytics_leaves_the_environment_alone() -> None:
     code = (
         "import os, torch\n"
         "before = dict(os.environ)\n"
-        "from valora_teachers import yolo\n"
-        "yolo._ultralytics()\n"
+        "from valora_teachers import ultralytics_plugin\n"
+        "ultralytics_plugin.load_ultralytics()\n"
         "ours = [k for k in os.environ if k.startswith('YOLO_') or k == 'OMP_NUM_THREADS']\n"
         "changed = [k for k in ours if os.environ[k] != before.get(k)]\n"
         "from pathlib import Path\n"

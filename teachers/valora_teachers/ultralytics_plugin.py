@@ -1,0 +1,100 @@
+"""Ultralytics as an optional plug-in: kept offline, quiet, and away from the user's settings.
+
+It is AGPL-3.0, so it is imported only when one of its models is trained or loaded, and never by the
+serving side.
+
+A `.pt` file is a pickle, and loading it runs whatever code it holds. Load only files that you
+trust, on the machine where you train; bundles contain none.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import shutil
+import tempfile
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from valora_teachers.base import TeacherError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@cache
+def load_ultralytics() -> Any:
+    """Ultralytics, kept offline, quiet, and away from the user's settings.
+
+    Raises:
+        TeacherError: If it is not installed.
+    """
+    # It writes settings when imported; a folder of this process alone keeps the user's as they are.
+    settings_folder = tempfile.mkdtemp(prefix="valora-ultralytics-")
+    atexit.register(shutil.rmtree, settings_folder, ignore_errors=True)
+    wanted = {
+        "YOLO_CONFIG_DIR": settings_folder,
+        "YOLO_OFFLINE": "1",
+        "YOLO_AUTOINSTALL": "0",
+        "YOLO_VERBOSE": "0",
+        # It would set 1 for every process that we start.
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }
+    added = [name for name in wanted if name not in os.environ]
+    os.environ.update({name: wanted[name] for name in added})
+    try:
+        import ultralytics
+    except ImportError as error:
+        raise TeacherError(
+            "Ultralytics is not installed (it is AGPL-3.0 and optional): "
+            "run pip install 'valora[yolo]'"
+        ) from error
+    finally:
+        for name in added:
+            if name != "YOLO_OFFLINE":  # read again on every use
+                del os.environ[name]
+    return ultralytics
+
+
+@contextmanager
+def threads_kept() -> Iterator[None]:
+    """Restore torch's number of threads, which Ultralytics lowers when it picks the CPU."""
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def open_weights(path: Path) -> tuple[Any, str, dict[int, str]]:
+    """Load a `.pt` file of Ultralytics.
+
+    Args:
+        path: The file, trained here or by any Ultralytics version that the installed one reads.
+
+    Returns:
+        The `ultralytics.YOLO`, its task in Ultralytics' words, and the names of its classes.
+
+    Raises:
+        TeacherError: If Ultralytics or the file is missing, or the file is no such model.
+    """
+    if not path.is_file():
+        raise TeacherError(f"teacher {path} does not exist: check the path")
+    ultralytics = load_ultralytics()
+    try:
+        with threads_kept():
+            model = ultralytics.YOLO(str(path))
+            return model, model.task, dict(model.names)
+    except (
+        AttributeError, EOFError, ImportError, KeyError, OSError, RuntimeError, TypeError,
+        ValueError, pickle.UnpicklingError,
+    ) as error:  # fmt: skip
+        raise TeacherError(
+            f"{path.name} is no YOLO that Ultralytics {ultralytics.__version__} can load "
+            f"({type(error).__name__}): give one of its .pt files"
+        ) from error

@@ -43,6 +43,11 @@ export: fuse ## The same as fuse: what is up to date is not made again
 verify: $(READY) ## Check files, base model and golden examples of bundles/TASK
 	@$(BIN)/python -m valora_train.gate bundles/$(TASK)
 
+.PHONY: serve
+serve: $(READY) ## Serve bundles/TASK at localhost:8000 (ARGS="--port 8001")
+	@test -f bundles/$(TASK)/bundle.json || { echo "There is no bundles/$(TASK) yet: make fuse TASK=$(TASK)" >&2; exit 1; }
+	@$(BIN)/valora-serve bundles/$(TASK) $(ARGS)
+
 .PHONY: ui
 ui: $(READY) ## See every fusion step in MLflow
 	@$(BIN)/mlflow ui

@@ -139,6 +139,7 @@ class _Sampled(_Body):
     top_p: FiniteFloat | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=1_000_000)
     min_p: FiniteFloat | None = Field(default=None, ge=0, le=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: Text | list[Text] | None = None
     min_tokens: int | None = Field(default=None, ge=0, le=10_000_000)
@@ -159,7 +160,6 @@ class ChatRequest(_Sampled):
 
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     store: bool | None = Field(default=None, description="read and ignored")

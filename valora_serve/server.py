@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import resource
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from fastapi import FastAPI, Security
+from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from fastapi.security import HTTPBearer
+from uvicorn.server import HANDLED_SIGNALS
 
 from valora_serve import logs
 from valora_serve.api_types import ErrorAnswer
@@ -26,12 +27,13 @@ from valora_serve.media import MediaReader
 from valora_serve.metrics import Metrics
 from valora_serve.protocol import protocol
 from valora_serve.routes import chat, completions, models, system, vision
+from valora_serve.routes.common import KEYED
 from valora_serve.served_set import ServedSet
 from valora_serve.service import Service
 from valora_serve.tracing import Tracer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
     from types import FrameType
 
     from valora_serve.settings import ServerSettings
@@ -94,9 +96,8 @@ def create_app(
     guard = Guard(
         settings, KeyRing.from_settings(settings), RateLimiter(settings.rate, settings.burst)
     )
-    keyed = [Security(HTTPBearer(auto_error=False, description="API key, where one is asked for"))]
     for family in (chat, completions, vision, models):
-        app.include_router(family.router(context), dependencies=keyed)
+        app.include_router(family.router(context), dependencies=KEYED)
     app.include_router(system.router(context))
     handle_errors(app, metrics)
     app.add_middleware(Envelope, settings=settings, guard=guard, metrics=metrics)
@@ -127,6 +128,19 @@ def _openapi(app: FastAPI) -> Callable[[], dict[str, Any]]:
 
 class Server(uvicorn.Server):
     """uvicorn, which says that it is draining as soon as it is told to stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals while serving; unlike uvicorn's own, end with status 0 after them."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in HANDLED_SIGNALS}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal: no new requests, running ones end; a second Ctrl-C ends at once."""

@@ -19,11 +19,11 @@ from valora_data.bundle import Bundle, read_bundle, write_manifest
 ROOT = Path(__file__).parents[2]
 
 
-def bundle_with_golden(folder):
+def bundle_with_golden(folder, **options):
     """A random bundle whose golden examples are what plain PEFT says of them."""
     from valora_train.gate import BundleModel, golden_rows
 
-    make_bundle(folder, "tiny")
+    make_bundle(folder, "tiny", **options)
     bundle = read_bundle(folder)
     detecting = {
         name: facts for name, facts in bundle.domains.items() if facts["task"] == "detection"

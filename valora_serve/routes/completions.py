@@ -52,7 +52,7 @@ def router(context: Context) -> APIRouter:
                 f"best_of is {body.best_of}: only the value of n, {count}, is served"
             )
         as_json, schema = asking.schema_of(body)
-        limit = body.max_tokens or context.settings.answer_tokens
+        limit = body.max_completion_tokens or body.max_tokens or context.settings.answer_tokens
         params = asking.sampling(body, context, max_tokens=limit, logprobs=body.logprobs)
         deadline = asking.time_left(context, model, body.valora.deadline, since)
         identity = f"cmpl-{new_id()}"

@@ -15,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import FileResponse, Response
 
 from valora_serve.api_types import Health, Status, Version
-from valora_serve.routes.common import answer, error_answers
+from valora_serve.routes.common import KEYED, answer, error_answers
 
 if TYPE_CHECKING:
     from valora_serve.context import Context
@@ -93,7 +93,12 @@ def router(context: Context) -> APIRouter:
     async def metrics() -> Response:
         return Response(context.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    @routes.get("/v1/status", responses=error_answers(), summary="How the engine is doing")
+    @routes.get(
+        "/v1/status",
+        responses=error_answers(),
+        dependencies=KEYED,
+        summary="How the engine is doing",
+    )
     async def status() -> Status:
         stats = engine.stats()
         return Status(

@@ -1,7 +1,9 @@
 """What requests must be answered: by `generate` on PEFT's model of each one's adapter."""
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from valora_data.bundle import base_folder
 from valora_serve.cost_model import load_or_estimate
 from valora_serve.engine import Engine
 from valora_serve.engine_settings import EngineSettings
+from valora_serve.lmm import Lmm
 from valora_serve.types import Finish, Output, Request, TokenLogprobs
 
 
@@ -161,14 +164,34 @@ class Got:
         return None if self.last is None else self.last.error
 
 
-def make_engine(base: str, adapters: Mapping[str, Path] | None = None, **settings: Any) -> Engine:
-    """An engine on the CPU, in fp32 by default, with a cost model that no file changes."""
+@lru_cache(maxsize=2)
+def _loaded(base: str, dtype: str) -> tuple[Any, Any]:
+    source = base_folder(base)
+    model = AutoModelForImageTextToText.from_pretrained(source, dtype=getattr(torch, dtype))
+    return model, AutoProcessor.from_pretrained(source)
+
+
+def make_engine(
+    base: str, adapters: Mapping[str, Path] | None = None, *, fresh: bool = False, **settings: Any
+) -> Engine:
+    """An engine on the CPU, in fp32 by default, with a cost model that no file changes.
+
+    Args:
+        base: Id or folder of the base model.
+        adapters: Folders of adapters by name.
+        fresh: Have the engine load the base model itself, which takes longer.
+        settings: Of the engine.
+    """
     chosen: dict[str, Any] = {
         "pages": 512, "max_requests": 16, "max_tokens": 512, "chunk": 256, "max_adapters": 8,
         "slots": 8, "max_rank": 16, "profile": False, "dtype": "float32",
     } | settings  # fmt: skip
     cost = load_or_estimate(Path("/nowhere"), "a machine", "a model")
-    engine = Engine(EngineSettings(base=base, device="cpu", **chosen), None, cost)
+    lmm = None
+    if not fresh:
+        model, processor = _loaded(base, chosen["dtype"])
+        lmm = Lmm.of(copy.deepcopy(model), processor, torch.device("cpu"), base)
+    engine = Engine(EngineSettings(base=base, device="cpu", **chosen), lmm, cost)
     for name, folder in (adapters or {}).items():
         engine.load(folder, name)
     return engine

@@ -96,7 +96,7 @@ def test_greedy_tokens_are_those_of_generate(
     family: str, base: str, adapters: dict[str, Path], reference: Reference, chunk: int, policy: str
 ) -> None:
     requests = requests_of(family, [None, "all", "text"])
-    engine = make_engine(base, adapters, chunk=chunk, policy=policy)
+    engine = make_engine(base, adapters, fresh=True, chunk=chunk, policy=policy)
     found = run(engine, requests)
     wrong = {
         request.id: (found[request.id].tokens, reference(request).tokens, found[request.id].error)

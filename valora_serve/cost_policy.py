@@ -292,7 +292,7 @@ class Cost(BasePolicy):
             if alone is not None:
                 rest = [r for r in rest if r.adapter == alone]
                 why = f"{alone} alone fills the batch, shortest first"
-        order = self._order(view.now, fixed, slope, target)
+        order = self._order(view.now, fixed, slope, min(target, total))
         return old + heapq.nsmallest(max(0, admit - aged), rest, key=order), why
 
     def _group_size(
@@ -308,8 +308,8 @@ class Cost(BasePolicy):
         many = self.cost.step(StepShape(decode=rows, context=int(context * rows)))
         slope = max((many - one) / (rows - 1), 1e-9)
         fixed = max(one - slope, 1e-9)
-        if output < 1:
-            return FOREVER, fixed, slope  # heads hold no rows; prompts are cut instead
+        if output < 1 or not self.settings.groups:
+            return FOREVER, fixed, slope  # heads hold no rows; their prompts are cut instead
         size = math.sqrt(fixed * total / slope)
         # Small groups give away throughput, which those who are yet to come would miss.
         service = prompt * self._per_token + output * (fixed / size + slope)

@@ -164,6 +164,8 @@ class PolicySettings:
     Attributes:
         theta: Starvation threshold of `valora`: seconds of credit (VaLoRA §4.4.3).
         stall: Longest that `cost` lets a request stand still so that others gain, seconds.
+        groups: Whether `cost` may run fewer requests at a time than it could, so that the average
+            request ends sooner; at saturation that costs throughput.
         patience: Seconds after which a waiting request may not be overtaken, by any policy.
         hysteresis: A mode or merged adapter is left only if the other is better by this share.
         clusters: S-LoRA's adapter clustering: adapters in a batch from which on requests of the
@@ -176,6 +178,7 @@ class PolicySettings:
 
     theta: float = 0.03
     stall: float = 1.0
+    groups: bool = True
     patience: float = 20.0
     hysteresis: float = 0.1
     clusters: int = 0

@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--lora-cost", type=float, default=1.0, help="multiply what LoRA terms cost, to try out")
     add("--theta", type=float, default=PolicySettings().theta, help="starvation threshold, seconds")
     add("--clusters", type=int, default=0, help="adapter clustering (S-LoRA)")
+    add("--no-groups", action="store_true", help="cost: as many at a time as fit, for throughput")
     add("--early-abort", action="store_true", help="admission control (S-LoRA)")
     add("--slo", type=float, default=6.0, help="seconds to the first token")
     add("--max-requests", type=int, default=SimSettings().max_requests)
@@ -90,6 +91,7 @@ def _runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         theta=options.theta,
         clusters=options.clusters,
         early_abort=options.early_abort,
+        groups=not options.no_groups,
         slo=options.slo,
     )
     machine = SimSettings(max_requests=options.max_requests, pages=options.pages, slo=options.slo)

@@ -162,6 +162,17 @@ def test_cost_takes_the_shortest_first_when_not_all_fit():
     assert taken(decision) == {"w2", "w3"}
 
 
+def test_cost_takes_all_that_fit_if_groups_are_off():
+    limits = Limits(max_requests=900, max_tokens=9000, free_pages=9000, max_adapters=8, chunk=512)
+    run = [running(i, "a", left=400, served=1.0) for i in range(600)]
+    for r in run:
+        r.context = 2000
+    wait = [waiting(i, "a", arrival=0.9, prompt=8, output=400) for i in range(50)]
+    few = policy("cost").decide(view(run, wait, limits=limits))
+    many = policy("cost", groups=False).decide(view(run, wait, limits=limits))
+    assert len(few.batch) == 600 and len(many.batch) == 650
+
+
 def test_cost_serves_who_has_waited_for_patience_first():
     limits = replace(LIMITS, max_requests=1)
     wait = [waiting(1, "a", output=400), waiting(2, "a", arrival=29.9, output=5)]

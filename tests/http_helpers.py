@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import io
+import logging
 import threading
 import time
 
@@ -61,6 +62,19 @@ def serving(engine=None, tracer=None, **settings):
     finally:
         running.client.close()
         running.stop()
+
+
+@contextlib.contextmanager
+def own_logging():
+    """Puts the loggers that a server sets up back."""
+    loggers = [logging.getLogger(name) for name in ("valora_serve", "uvicorn.error")]
+    before = [(item.handlers, item.propagate, item.level) for item in loggers]
+    try:
+        yield
+    finally:
+        for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(level)
 
 
 def until(condition, seconds=10.0):

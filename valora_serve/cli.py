@@ -39,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=_MORE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,  # --prot is a typo, not --protect-metrics
     )
     made.add_argument(
         "bundles",

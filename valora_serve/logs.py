@@ -9,7 +9,7 @@ import re
 import secrets
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,6 +57,17 @@ def _one_line(value: Any) -> str:
     return str(value).encode("unicode_escape").decode("ascii")
 
 
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Writes to stderr, wherever that leads at the time."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def set_up(level: str, form: str) -> None:
     """Send our log and uvicorn's to stderr.
 
@@ -64,7 +75,7 @@ def set_up(level: str, form: str) -> None:
         level: debug, info, warning or error.
         form: text or json.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stderr()
     handler.setFormatter(_Formatter(form == "json"))
     for name in ("valora_serve", "uvicorn.error"):
         logger = logging.getLogger(name)

@@ -183,23 +183,16 @@ def _parsed(name: str, value: Any, annotation: Any) -> Any:
     origin = typing.get_origin(kind)
     if optional and value in ("", "none", "None"):
         return None
-    if origin in (tuple, list):
-        items = [value] if isinstance(value, str) else list(value)
-        split = [
-            part
-            for item in items
-            for part in (item.split(",") if isinstance(item, str) else [item])
-        ]
+    if origin in (tuple, list) and isinstance(value, (str, list, tuple)):
+        split: list[Any] = []
+        for item in [value] if isinstance(value, str) else value:
+            split += item.split(",") if isinstance(item, str) else [item]
         return tuple(
-            part.strip() if isinstance(part, str) else part for part in split if part != ""
+            item.strip() if isinstance(item, str) else item for item in split if item != ""
         )
-    if origin is dict and not isinstance(value, dict):
-        pairs = [
-            part
-            for item in ([value] if isinstance(value, str) else value)
-            for part in item.split(",")
-        ]
-        found = [pair.partition("=") for pair in pairs if pair]
+    if (origin is dict or dataclasses.is_dataclass(kind)) and not isinstance(value, dict):
+        texts = [value] if isinstance(value, str) else value
+        found = [pair.partition("=") for text in texts for pair in str(text).split(",") if pair]
         if not all(equals for _, equals, _ in found):
             raise SettingsError(f"{name} cannot be {value!r}: write name=value")
         return {key.strip(): said.strip() for key, _, said in found}

@@ -184,6 +184,10 @@ class AsyncEngine:
         if not self._engine.cancel(request_id):
             self._queues.pop(request_id, None)
 
+    async def warm_up(self) -> None:
+        """Capture decode steps and measure the machine; see `Engine.warm_up`."""
+        await asyncio.wrap_future(self._call(self._engine.warm_up))
+
     def _check_open(self) -> None:
         if self._failed is not None or self._draining:
             raise StoppedError(self._failed or "the server is shutting down: ask another one")

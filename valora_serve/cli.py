@@ -18,7 +18,7 @@ from valora_serve.settings import ServerSettings
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from valora_serve.types import EngineClient
+    from valora_serve.async_engine import AsyncEngine
 
 _ABOUT = """\
 Serve bundles over HTTP: OpenAI's chat and completions endpoints, /v1/vision/DOMAIN, a web console
@@ -109,7 +109,9 @@ async def _serve(
         replay = partial(golden.replay, engine) if settings.golden else None
         folder = Path(settings.adapter_folder) if settings.adapter_folder else None
         served = ServedSet(engine, folder, state, replay)
-        found = await startup.load_all(engine, folders, served, replay=settings.golden)
+        found = await startup.load_all(
+            engine, folders, served, warm_up=engine.warm_up, replay=settings.golden
+        )
         server = make_server(create_app(engine, settings, served), settings)
     except BaseException:
         await engine.close()
@@ -132,7 +134,7 @@ async def _serve(
     return 0
 
 
-async def make_engine(settings: EngineSettings) -> EngineClient:
+async def make_engine(settings: EngineSettings) -> AsyncEngine:
     """The engine, running."""
     from transformers.utils import logging
 
@@ -141,12 +143,7 @@ async def make_engine(settings: EngineSettings) -> EngineClient:
 
     logging.disable_progress_bar()
 
-    def made() -> Engine:
-        engine = Engine(settings)
-        engine.warm_up()
-        return engine
-
-    return AsyncEngine(await asyncio.to_thread(made))
+    return AsyncEngine(await asyncio.to_thread(Engine, settings))
 
 
 def make_key(arguments: Sequence[str]) -> int:

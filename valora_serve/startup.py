@@ -15,7 +15,7 @@ from valora_serve import golden, logs
 from valora_serve.errors import AdapterError, SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from rich.table import Table
 
@@ -95,7 +95,12 @@ def _download(uri: str, downloads: Path) -> Path:
 
 
 async def load_all(
-    engine: EngineClient, bundles: Sequence[Path], served: ServedSet, *, replay: bool
+    engine: EngineClient,
+    bundles: Sequence[Path],
+    served: ServedSet,
+    *,
+    warm_up: Callable[[], Awaitable[None]],
+    replay: bool,
 ) -> Served:
     """Load the bundles of the command line, and what was loaded at run time before.
 
@@ -103,13 +108,14 @@ async def load_all(
         engine: The engine.
         bundles: Folders.
         served: Remembers run-time loads and unloads.
+        warm_up: Readies the engine for requests, once it knows its adapters.
         replay: Replay golden examples.
 
     Raises:
         AdapterError: A bundle cannot be served, or answers differently here.
     """
     unloaded = served.read()
-    examples = 0
+    loaded = []
     left_out = []
     for folder in bundles:
         made = await engine.load_bundle(folder)
@@ -119,8 +125,9 @@ async def load_all(
             left_out.append(f"bundle {name} was unloaded at run time: load it again to serve it")
             continue
         logs.LOG.info("loaded %s", name, extra={"facts": {"folder": str(folder)}})
-        if replay:
-            examples += await golden.replay(engine, folder)
+        loaded.append(folder)
+    await warm_up()
+    examples = sum([await golden.replay(engine, folder) for folder in loaded if replay])
     left_out += await served.restore()
     models = engine.models()
     names = [model.name for model in models]

@@ -65,6 +65,7 @@ class Process:
         settings = {
             "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
             "VALORA_PORT": str(self.port), "VALORA_COST_FOLDER": str(Path(cwd) / "costs"),
+            "VALORA_PROFILE": "false",
         }  # fmt: skip
         with self.log.open("w") as log:
             self.process = subprocess.Popen(

@@ -388,9 +388,7 @@ class Lmm:
             (layer if torch.is_tensor(layer) else torch.cat(tuple(layer))).split(counts)
             for layer in getattr(output, "deepstack_features", None) or ()
         ]
-        return [
-            Features(one, tuple(layer[row] for layer in deep)) for row, one in enumerate(parts)
-        ]
+        return [Features(one, tuple(layer[row] for layer in deep)) for row, one in enumerate(parts)]
 
     def hidden(
         self, ids: Tensor, positions: Tensor, plan: Plan, visible: Visible | None = None

@@ -241,6 +241,15 @@ class Linears:
                 found.group_of[member] = (group, index)
         return found
 
+    def release(self) -> None:
+        """Let an engine's memory go, so that another one can take the model over."""
+        self.context.last = None
+        for group in self.groups.values():
+            group.lora = None
+            group.forget()
+        for memory in self.merged:
+            memory.bind({})
+
     def make_mergeable(self, names: Iterable[str]) -> None:
         """Move the weights of groups into memory that one launch can merge an adapter into.
 

@@ -84,10 +84,8 @@ class Bench:
             return
         self.engine.switch(self.engine._mode, None)
         self.engine.close()
-        for group in self.lmm.linears.groups.values():
-            group.lora = None
+        self.lmm.linears.release()
         self.engine = None
-        self.lmm.linears.context.last = None
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -431,8 +429,15 @@ def kernels(bench):
     table("A decode step by kernel", ["batch", "adapters", "kernel", "times", "ms"], rows)
 
 
+def costs(bench):
+    """Measure the cost model that the policies decide with, and keep it in the costs folder."""
+    bench.start("valora", 16, profile=True)
+    print(bench.engine.cost)
+
+
 SECTIONS = {
-    f.__name__: f for f in (decode, kernels, prefill, throughput, arrivals, skew, adapters, switch)
+    f.__name__: f
+    for f in (costs, decode, kernels, prefill, throughput, arrivals, skew, adapters, switch)
 }
 
 

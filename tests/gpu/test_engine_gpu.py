@@ -143,6 +143,5 @@ def test_every_mode_matches_fp32(lmm, modes, attention, monkeypatch):
     print(f"{attention} {[str(m) for m in modes]}: largest difference {worst:.4f}")
     assert worst <= TOLERANCE
     assert engine.pool.free + engine.adapters.idle_pages == engine.memory.pages - 1
-    for group in lmm.linears.groups.values():
-        group.lora = None
+    lmm.linears.release()
     engine.close()

@@ -114,7 +114,7 @@ class AdapterMemory:
     def add(
         self, key: str, packed: PackedAdapter, reload: Callable[[], PackedAdapter] | None = None
     ) -> None:
-        """Make an adapter known; a key that is known already stays as it is.
+        """Make an adapter known; one that is known already stays where it is.
 
         Args:
             key: Its name here.
@@ -123,7 +123,9 @@ class AdapterMemory:
                 dropped; None to keep it there.
         """
         if key in self._entries:
-            self._entries[key].removed = False
+            entry = self._entries[key]
+            # The folder of before may be gone by the time that it must be read again.
+            entry.removed, entry.reload = False, reload or entry.reload
             return
         self._entries[key] = _Entry(packed.pages, packed.bytes, packed, reload, packed.content)
         self._keep(key)

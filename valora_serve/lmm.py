@@ -276,8 +276,9 @@ class Lmm:
             ids = self.tokenizer(text, add_special_tokens=not self._has_bos(text))["input_ids"]
             if not ids:
                 raise RequestError("prompt: expected some text, got none")
-            if self._image_token is not None and self._image_token in ids:
-                raise RequestError("prompt: names an image, but none was sent")
+            for kind, token in (("an image", self._image_token), ("a video", self._video_token)):
+                if token is not None and token in ids:
+                    raise RequestError(f"prompt: names {kind}, but none was sent")
             return Prompt([int(i) for i in ids])
         if self._image_token is None:
             raise RequestError(f"base model {self.base} takes no images")

@@ -25,6 +25,43 @@ def content_hash(sample: Sample) -> str:
     return digest.hexdigest()
 
 
+class LeakCheck:
+    """Sees to it that no id and no image occurs in two splits; holds hashes, not images."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, Split] = {}
+        self._images: dict[str, tuple[Split, str]] = {}
+        self._examples: list[str] = []
+        self._leaks = 0
+
+    def add(self, split: Split, sample: Sample) -> None:
+        """Take note of a sample."""
+        other = self._ids.setdefault(sample.id, split)
+        if other != split:
+            self._note(f"id {sample.id} is in {other} and {split}")
+            return
+        place, twin = self._images.setdefault(content_hash(sample), (split, sample.id))
+        if place != split:
+            self._note(f"the image of {twin} in {place} is that of {sample.id} in {split}")
+
+    def _note(self, leak: str) -> None:
+        self._leaks += 1
+        if len(self._examples) < EXAMPLES:
+            self._examples.append(leak)
+
+    def finish(self) -> None:
+        """Speak up if something leaked.
+
+        Raises:
+            DataError: If it did, with the first examples.
+        """
+        if self._leaks:
+            raise DataError(
+                f"{self._leaks} samples leak between splits ({'; '.join(self._examples)}): "
+                "keep each in one split"
+            )
+
+
 def check_no_leak(splits: Mapping[Split, Iterable[Sample]]) -> None:
     """See to it that no id and no image occurs in two splits.
 
@@ -34,23 +71,11 @@ def check_no_leak(splits: Mapping[Split, Iterable[Sample]]) -> None:
     Raises:
         DataError: If one does, with the first examples.
     """
-    seen_ids: dict[str, Split] = {}
-    seen_images: dict[str, tuple[Split, str]] = {}
-    leaks = []
+    check = LeakCheck()
     for split, samples in splits.items():
         for sample in samples:
-            other = seen_ids.setdefault(sample.id, split)
-            if other != split:
-                leaks.append(f"id {sample.id} is in {other} and {split}")
-                continue
-            place, twin = seen_images.setdefault(content_hash(sample), (split, sample.id))
-            if place != split:
-                leaks.append(f"the image of {twin} in {place} is that of {sample.id} in {split}")
-    if leaks:
-        raise DataError(
-            f"{len(leaks)} samples leak between splits ({'; '.join(leaks[:EXAMPLES])}): "
-            "keep each in one split"
-        )
+            check.add(split, sample)
+    check.finish()
 
 
 def split_of(sample_id: str, fractions: Mapping[Split, float], seed: int = 0) -> Split:

@@ -51,12 +51,12 @@ class SmallSettings:
     """
 
     size: int = 64
-    width: int = 32
+    width: int = 24
     depth: int = 1
     frames: int = 4
-    epochs: int = 14
+    epochs: int = 30
     batch: int = 32
-    lr: float = 4e-3
+    lr: float = 6e-3
     weight_decay: float = 0.05
     shift: float = 0.12
     jitter: float = 0.15

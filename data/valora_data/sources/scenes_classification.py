@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 from valora_data.schema import Answer, Task
-from valora_data.sources.boards import Board, resized
+from valora_data.sources.boards import Board, extent, resized
 from valora_data.sources.drawing import Layer
 from valora_data.sources.objects import PLANTS, SIGNS, VEHICLES, bicycle, person, traffic_sign
 from valora_data.sources.photographs import PHOTOGRAPHS, photograph_crop
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from valora_data.schema import Split
 
+LENGTH = (44.0, 80.0)
+"""Range of the longer side of what is to be classified, in pixels."""
 VEHICLE_LABELS = (*VEHICLES, "bicycle")
 SURFACES = {"brick": 0, "gravel": 1, "grass": 2, "coins": 4, "tissue": 7, "stars": 8}
 """Surface to photograph, by its number."""
@@ -49,7 +51,8 @@ def _shown(
 ) -> Drawn:
     """A thing on a photograph, sometimes with a plant beside it."""
     board = Board.photograph(rng, split, "grass")
-    board.add(rng, layer)
+    x0, y0, x1, y1 = extent(layer)
+    board.add(rng, resized(layer, rng.uniform(*LENGTH) / max(x1 - x0, y1 - y0)))
     if other is not None and rng.random() < 0.4:
         board.add(rng, resized(PLANTS[other](rng).layer(), 0.7))
     return Drawn((board.image(rng),), Answer(label=label))

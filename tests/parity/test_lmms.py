@@ -1,5 +1,6 @@
 """Every architecture that is served, against transformers' own `generate`."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from tests.engine_reference import Reference, ask, assert_empty, make_engine, noise, run
 from tests.lmm_checkpoints import CHECKPOINTS
 from tests.serve_helpers import make_adapter
+from valora_serve.errors import RequestError
 from valora_serve.types import Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -107,6 +109,37 @@ def test_greedy_tokens_are_those_of_generate(
     answers = {tuple(got.tokens) for got in found.values()}
     assert len(answers) == len(requests)  # every prompt and every adapter makes a difference
     assert_empty(engine)
+
+
+def test_preempted_in_the_middle_of_an_answer(
+    family: str, base: str, adapters: dict[str, Path], reference: Reference
+) -> None:
+    """Prompt and answer are computed again together, at the positions that they had."""
+    greedy = SamplingParams(max_tokens=24, ignore_eos=True)
+    asked = [replace(one, sampling=greedy) for one in requests_of(family, [None, "text"])]
+    engine = make_engine(base, adapters, block_size=4, prefix_cache=False)
+    pages = max(-(-(len(engine.prepare(one).prompt.ids) + 24) // 4) for one in asked)
+    pages += sum(engine.adapters.pages(key) for key in engine.known_adapters() if "text" in key)
+    settings = {"block_size": 4, "prefix_cache": False, "pages": pages + 30}
+    engine = make_engine(base, adapters, policy="valora", overlap=True, **settings)
+    found = run(engine, asked)
+    for one in asked:
+        assert found[one.id].tokens == reference(one).tokens
+    assert engine.stats().preemptions > 0
+    assert_empty(engine)
+
+
+def test_placeholders_without_what_they_stand_for(family: str, base: str) -> None:
+    engine = make_engine(base)
+    kinds = (
+        {"images": "an image"} if family == "llava" else {"images": "an image", "videos": "a video"}
+    )
+    for kind, name in kinds.items():
+        messages = ask("Look at it.", **{kind: 1})
+        with pytest.raises(RequestError, match=f"names {name}, but none was sent"):
+            engine.prepare(Request("x", messages=messages))
+    with pytest.raises(RequestError):
+        engine.prepare(Request("x", messages=ask("Look."), images=[noise(20, 20, 1)]))
 
 
 def test_a_video_is_so_many_images_where_there_are_no_videos(tmp_path: Path) -> None:

@@ -237,6 +237,20 @@ def test_a_file_that_was_changed_when_it_is_needed_again(
     check(run(engine, [again]), reference, again)
 
 
+def test_an_adapter_is_read_again_from_where_it_came_last(
+    base: str, adapters: dict[str, Path], reference: Reference, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(adapters["a"], tmp_path / "a"))
+    engine = make_engine(base, {"a": folder}, host_bytes=1, slots=1)
+    engine.load(adapters["a"], "a")
+    shutil.rmtree(folder)
+    for name in "aba":
+        if name == "b":
+            engine.load(adapters["b"], "b")
+        one = question(name, name)
+        check(run(engine, [one]), reference, one)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_more_adapters_than_fit_and_a_base_request(
     base: str, adapters: dict[str, Path], reference: Reference, policy: str

@@ -332,7 +332,9 @@ class Engine:
 
         The first requests need not wait for it then.
         """
-        terms = (0, 1) if self.settings.policy in ("unmerge_only", "slora") else (0, 1, 2)
+        terms: tuple[int, ...] = (0, 1, 2)
+        if self.settings.policy in ("unmerge_only", "slora"):
+            terms = (0, 1)
         if self.settings.policy == "merge_only":
             terms = (0,)
         start = time.monotonic()
@@ -495,10 +497,10 @@ class Engine:
         running, held = [], 0
         for sequence in self._running.values():
             if self._schedulable(sequence):
-                view = sequence.view
-                if not view.prompt_left:
-                    view.pages = self.blocks.pages_needed(sequence.id, sequence.computed + 1)
-                running.append(view)
+                seen = sequence.view
+                if not seen.prompt_left:
+                    seen.pages = self.blocks.pages_needed(sequence.id, sequence.computed + 1)
+                running.append(seen)
             else:
                 held += 1
         waiting = []
@@ -1009,10 +1011,7 @@ class Engine:
 def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
+    return torch.empty(0, device=name).device  # with the index of a GPU
 
 
 def _positions(prompt: Prompt, start: int, end: int) -> NDArray[np.int64]:

@@ -334,7 +334,7 @@ class Lmm:
             grids = f"{kind}_grid_thw"
             if pixels not in inputs:
                 continue
-            at = torch.nonzero(ids == token).flatten().numpy()
+            at = np.flatnonzero(ids.numpy() == token)
             if grids in inputs:
                 grid = inputs[grids]
                 pieces = list(inputs[pixels].split(grid.prod(-1).tolist()))

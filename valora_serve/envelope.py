@@ -105,8 +105,8 @@ class Envelope:
             logs.LOG.exception("%s %s failed", scope["method"], scope["path"])
             self._metrics.failed(ServeError.code)
             if not status:
-                error = ServeError("The server failed: its log says why")
-                await error_answer(error)(scope, receive, sending)
+                failure = ServeError("The server failed: its log says why")
+                await error_answer(failure)(scope, receive, sending)
         finally:
             seconds = time.perf_counter() - began
             route = scope.get("route")

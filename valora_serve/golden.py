@@ -90,8 +90,8 @@ def _same(head: HeadResult | None, text: str, expected: Any, threshold: float) -
         told = expected.get("confidence")
         sure = head.confidences.get(head.label or "", 0.0)
         close = told is None or abs(sure - float(told)) <= CONFIDENCE
-        return head.label == expected.get("label") and close
-    return head.label == expected
+        return bool(head.label == expected.get("label") and close)
+    return bool(head.label == expected)
 
 
 def _same_boxes(

@@ -11,36 +11,73 @@ import time
 from pathlib import Path
 
 import httpx
+import torch
+from peft import PeftModel
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests.serve_helpers import make_bundle
-from valora_data.bundle import Bundle, read_bundle, write_manifest
+from valora_data.boxes import read_detections
+from valora_data.bundle import base_folder, read_bundle, write_manifest
 
 ROOT = Path(__file__).parents[2]
 
 
 def bundle_with_golden(folder, **options):
-    """A random bundle whose golden examples are what plain PEFT says of them."""
-    from valora_train.gate import BundleModel, golden_rows
-
+    """A random bundle whose golden examples are what plain PEFT and the head say of them."""
     make_bundle(folder, "tiny", **options)
     bundle = read_bundle(folder)
-    detecting = {
-        name: facts for name, facts in bundle.domains.items() if facts["task"] == "detection"
-    }
-    model = BundleModel(Bundle(folder, bundle.manifest | {"domains": detecting}))
     (folder / "golden").mkdir()
     examples = []
-    for number, (name, facts) in enumerate(detecting.items()):
-        image = Image.radial_gradient("L").resize((120 + 40 * number, 90)).convert("RGB")
-        file = f"golden/{name}-0.png"
-        image.save(folder / file)
-        rows = golden_rows(model.detect(name, [image])[0], facts["threshold"])
-        examples.append({"domain": name, "image": file, "expected": rows})
+    for number, (name, facts) in enumerate(bundle.domains.items()):
+        if facts["task"] == "detection":
+            image = Image.radial_gradient("L").resize((120 + 40 * number, 90)).convert("RGB")
+            file = f"golden/{name}-0.png"
+            image.save(folder / file)
+            rows = detect(bundle, facts, image)
+            examples.append({"domain": name, "image": file, "expected": rows})
     (folder / "golden" / "golden.json").write_text(json.dumps(examples))
     manifest = {k: v for k, v in bundle.manifest.items() if k not in ("files", "schema_version")}
     write_manifest(folder, manifest)
     return folder
+
+
+def detect(bundle, facts, image):
+    """Boxes of a detection domain, by docs/bundle.md: PEFT, one linear layer, the box code."""
+    source = base_folder("tiny")
+    processor = AutoProcessor.from_pretrained(source)
+    base = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32)
+    adapter = bundle.folder / bundle.adapters[facts["adapter"]]["path"]
+    model = PeftModel.from_pretrained(base, adapter).eval()
+    turn = [{"type": "text", "text": facts["prompt"]}, {"type": "image"}]
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": turn}], add_generation_prompt=True
+    )
+    inputs = processor(text=[text], images=[image], add_special_tokens=False, return_tensors="pt")
+    with torch.no_grad():
+        hidden = model.get_base_model().model(**inputs).last_hidden_state[0]
+    visual = hidden[inputs["input_ids"][0] == base.config.image_token_id]
+    file = bundle.folder / facts["head"]
+    head = load_file(file)
+    with safe_open(file, "pt") as opened:
+        told = opened.metadata()
+    boxes, confidences, classes = read_detections(
+        visual @ head["weight"].T + head["bias"],
+        tuple(json.loads(told["grid"])),
+        head["calibration"],
+        nms_iou=float(told["nms_iou"]),
+        min_score=facts["threshold"],
+        most=int(told["most"]),
+    )
+    scale = torch.tensor([image.width, image.height] * 2)
+    return [
+        {"label": facts["labels"][kind], "confidence": sure, "box": box}
+        for box, sure, kind in zip(
+            (boxes * scale).tolist(), confidences.tolist(), classes.tolist(), strict=True
+        )
+    ]
 
 
 def free_port():

@@ -89,19 +89,19 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     engine.load(bundle)
     for name in (None, *(one.name for one in contents), "words"):
         asked = [replace(one, id=f"{n}", model=name) for n, one in enumerate(prompts)]
-        for n, got in run(engine, asked).items():
+        for key, got in run(engine, asked).items():
             gaps = [one.top[0].logprob - one.top[1].logprob for one in got.logprobs]
             if min(gaps) > GAP:
-                made.answers[int(n), name] = got.tokens
+                made.answers[int(key), name] = got.tokens
     assert len(made.answers) > 50
     for domain in ("scene", "things"):
         asked = [replace(one, id=f"{n}", model=domain) for n, one in enumerate(prompts)]
         asked = [one for one in asked if one.images or domain == "scene"]
-        for n, got in run(engine, asked).items():
+        for key, got in run(engine, asked).items():
             head = got.last.head  # type: ignore[union-attr]
             assert head is not None
             assert head.logits is not None
-            made.logits[int(n), domain] = head.logits
+            made.logits[int(key), domain] = head.logits
     assert_empty(engine)
     return made
 

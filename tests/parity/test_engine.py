@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -200,7 +201,7 @@ MODES: dict[str, Callable[[View], tuple[Mode, str | None]]] = {
 }
 
 
-def forced(base: str, adapters: dict[str, Path], mode: str, **settings: object) -> Engine:
+def forced(base: str, adapters: dict[str, Path], mode: str, **settings: Any) -> Engine:
     engine = make_engine(base, adapters, policy="valora", **settings)
     choose = at_random(1) if mode == "switching" else MODES[mode]
     engine.policy = Forced(choose, engine)
@@ -451,7 +452,7 @@ def test_nothing_changes_when_requests_come_and_go_beside_it(
             max_tokens=10, temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=11 + n))
         for n, one in enumerate(mixed([None, "attention", "everything"]))
     ]  # fmt: skip
-    alone = {}
+    alone: dict[str, Got] = {}
     for one in drawn:
         alone |= run(forced(base, adapters, "unmerged"), [one])
     engine = forced(base, adapters, "switching", chunk=9, overlap=True)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,7 +121,7 @@ def test_preempted_in_the_middle_of_an_answer(
     engine = make_engine(base, adapters, block_size=4, prefix_cache=False)
     pages = max(-(-(len(engine.prepare(one).prompt.ids) + 24) // 4) for one in asked)
     pages += sum(engine.adapters.pages(key) for key in engine.known_adapters() if "text" in key)
-    settings = {"block_size": 4, "prefix_cache": False, "pages": pages + 30}
+    settings: dict[str, Any] = {"block_size": 4, "prefix_cache": False, "pages": pages + 30}
     engine = make_engine(base, adapters, policy="valora", overlap=True, **settings)
     found = run(engine, asked)
     for one in asked:

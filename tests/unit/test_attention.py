@@ -74,11 +74,11 @@ class Case:
     def run(self, backend: str, layer: int, scale: float) -> torch.Tensor:
         """What a backend says: [rows, heads, width]."""
         plan = make_backend(backend, self.cache).plan(self.rows)
-        now = [
+        key, value = (
             torch.cat([part[before:] for part, (before, _) in zip(parts, self.shares, strict=True)])
             for parts in (self.key[layer], self.value[layer])
-        ]
-        return plan.run(layer, torch.cat(self.query[layer]), *now, scale)
+        )
+        return plan.run(layer, torch.cat(self.query[layer]), key, value, scale)
 
     def expected(self, layer: int, scale: float) -> torch.Tensor:
         """The same by the formula."""

@@ -659,7 +659,7 @@ def test_closing_the_iterator_cancels(base: str, adapters: dict[str, Path]) -> N
         stream = engine.generate(long)
         first = await anext(stream)
         assert first.token_ids
-        await stream.aclose()
+        await stream.aclose()  # type: ignore[attr-defined]
         # Its id is taken until it has ended, and nothing of it reaches the next of this id.
         for _ in range(500):
             got = await outputs_of(engine, replace(question("other"), id="long"))
@@ -714,7 +714,7 @@ def test_a_failure_of_the_engine_fails_everybody(
             raise RuntimeError("device lost")
 
         if books:
-            inner._end = fails  # type: ignore[method-assign]
+            inner._end = fails  # type: ignore[method-assign, assignment]
         inner.runner.step = fails  # type: ignore[method-assign, assignment]
         for stream in streams:
             last = [output async for output in stream][-1]

@@ -1,6 +1,7 @@
 """The choice of tokens, against closed forms."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,7 +99,7 @@ def test_neighbours_with_other_wishes() -> None:
 
 
 def test_a_seed_repeats_whatever_runs_beside() -> None:
-    params = {"temperature": 1.3, "top_p": 0.9, "seed": 42}
+    params: dict[str, Any] = {"temperature": 1.3, "top_p": 0.9, "seed": 42}
     alone = choice(**params)
     first = [int(sample(LOGITS[None], [alone])[0]) for _ in range(50)]
     beside = choice(**params)

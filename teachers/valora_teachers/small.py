@@ -54,7 +54,7 @@ class SmallSettings:
     width: int = 24
     depth: int = 1
     frames: int = 4
-    epochs: int = 30
+    epochs: int = 24
     batch: int = 32
     lr: float = 6e-3
     weight_decay: float = 0.05

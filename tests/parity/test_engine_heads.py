@@ -1,4 +1,4 @@
-"""Heads in the engine's batches, beside generation: against training's own model, and by hand."""
+"""Heads in the engine's batches, beside generation: against training's own, and by hand."""
 
 import json
 import shutil
@@ -15,12 +15,13 @@ from tests.serve_helpers import DomainSpec, make_bundle
 from valora_data.bundle import read_bundle
 from valora_data.schema import Box
 from valora_serve.types import Finish, Request, SamplingParams
-from valora_train.gate import BundleModel
+from valora_train.heads import DetectionHead
+from valora_train.settings import HeadSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LEAST = 0.05
-"""Confidence from which boxes are compared, above the gate's own."""
+"""Confidence from which boxes are compared."""
 
 DOMAINS = {
     "plates": DomainSpec("adapter-1", labels=["plate"], prompt="Find plates."),
@@ -41,7 +42,7 @@ OTHERS = {
 
 @pytest.fixture(scope="module")
 def detection(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As the factory makes them: the gate reads nothing but detection heads."""
+    """Domains that a detection head answers, on two adapters."""
     folder = tmp_path_factory.mktemp("bundles") / "detection"
     return make_bundle(folder, "tiny", name="detection", domains=DOMAINS, seed=1)
 
@@ -70,7 +71,7 @@ def boxes_of(got: Got) -> list[list[Box]]:
     assert head.logits is not None
     assert head.logits.dtype.name == "float32"
     return [
-        [Box(*found.box, found.label, found.confidence) for found in image]
+        [Box(*one.box, label=one.label, confidence=one.confidence) for one in image]  # type: ignore[misc]
         for image in head.detections
     ]
 
@@ -83,14 +84,24 @@ def assert_same(found: list[Box], wanted: list[Box]) -> None:
 
 
 @pytest.fixture(scope="module")
-def gate(detection: Path) -> dict[tuple[str, int], list[Box]]:
-    """What training's model says of every domain and picture."""
-    model = BundleModel(read_bundle(detection))
-    return {
-        (domain, n): [box for box in boxes if box.confidence >= LEAST]
-        for domain in DOMAINS
-        for n, boxes in enumerate(model.detect(domain, [picture(n) for n in range(4)]))
-    }
+def trained(detection: Path) -> dict[tuple[str, int], list[Box]]:
+    """What training's head says of PEFT's hidden states, for every domain and picture."""
+    adapters = {n: detection / "adapters" / n for n in ("adapter-1", "adapter-2")}
+    reference = Reference("tiny", adapters)
+    found = {}
+    for domain, spec in DOMAINS.items():
+        head = DetectionHead.load(detection / "heads" / f"{domain}.safetensors")
+        for n in range(4):
+            turn = [{"type": "text", "text": spec.prompt}, {"type": "image"}]
+            asked = Request(
+                "", model=spec.adapter, messages=[{"role": "user", "content": turn}],
+                images=[picture(n)],
+            )  # fmt: skip
+            hidden, visual = hidden_of(reference, asked)
+            with torch.no_grad():
+                raw = head(hidden[visual][None])[0]
+            found[domain, n] = head.predict(raw, picture(n).size, HeadSettings(), LEAST)
+    return found
 
 
 def detections(**more: Any) -> dict[tuple[str, int], Request]:
@@ -128,7 +139,7 @@ def writers(names: list[str | None]) -> list[Request]:
     ids=lambda settings: str(settings["policy"]),
 )
 def test_boxes_are_those_of_training(
-    detection: Path, gate: dict[tuple[str, int], list[Box]], settings: dict[str, Any]
+    detection: Path, trained: dict[tuple[str, int], list[Box]], settings: dict[str, Any]
 ) -> None:
     engine = make_engine("tiny", **settings)
     engine.load(detection)
@@ -138,10 +149,10 @@ def test_boxes_are_those_of_training(
     asked = detections()
     beside = writers([None, "detection/adapter-2", "detection/adapter-1"])
     found = run(engine, [beside[0], *asked.values(), *beside[1:]], together=5)
-    assert any(len(boxes) > 1 for boxes in gate.values())
+    assert any(len(boxes) > 1 for boxes in trained.values())
     for key, request in asked.items():
         (boxes,) = boxes_of(found[request.id])
-        assert_same(boxes, gate[key])
+        assert_same(boxes, trained[key])
         last = found[request.id].last
         assert last is not None
         assert not found[request.id].tokens
@@ -154,10 +165,10 @@ def test_boxes_are_those_of_training(
 
 
 def test_threshold_and_several_images(
-    detection: Path, gate: dict[tuple[str, int], list[Box]], tmp_path: Path
+    detection: Path, trained: dict[tuple[str, int], list[Box]], tmp_path: Path
 ) -> None:
     """Without a `min_score` the domain's threshold counts; every image has its own boxes."""
-    wanted = gate["traffic", 1]
+    wanted = trained["traffic", 1]
     middle = wanted[len(wanted) // 2].confidence
     manifest = json.loads((detection / "bundle.json").read_text())
     manifest["domains"]["traffic"]["threshold"] = middle
@@ -179,7 +190,7 @@ def test_threshold_and_several_images(
 
 
 def test_heads_again_from_the_prefix_cache(
-    detection: Path, gate: dict[tuple[str, int], list[Box]]
+    detection: Path, trained: dict[tuple[str, int], list[Box]]
 ) -> None:
     engine = make_engine("tiny", policy="unmerge_only", block_size=4)
     engine.load(detection)
@@ -187,7 +198,7 @@ def test_heads_again_from_the_prefix_cache(
         asked = detections()
         found = run(engine, list(asked.values()))
         for key, request in asked.items():
-            assert_same(boxes_of(found[request.id])[0], gate[key])
+            assert_same(boxes_of(found[request.id])[0], trained[key])
             cached = found[request.id].last.usage.cached  # type: ignore[union-attr]
             assert (cached > 0) == (round_ > 0)  # words may come from the cache, visual tokens not
     assert len(engine._images) == 4  # the same pictures for both adapters

@@ -75,6 +75,10 @@ format: $(READY) ## Put the style right
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+.PHONY: bench-http
+bench-http: $(READY) ## Overhead of the HTTP side, connections held, memory over 20,000 requests
+	@$(BIN)/python tests/bench/bench_http.py $(ARGS)
+
 .PHONY: bench-kernels
 bench-kernels: $(READY) ## Time the LoRA kernels beside their peers (needs a CUDA GPU)
 	@$(BIN)/python tests/bench/bench_atmm.py $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -103,7 +104,7 @@ def add_projection(
     if tiling is not None and tiling.fold and batch.terms > 1:
         raise ValueError(f"batch: folding expected one term a row, got {batch.terms}")
     rows = x.shape[0]
-    if tiling is None and operator.use_triton(x) and _aligned(x, ys, bases):
+    if tiling is None and operator.use_triton(x) and _aligned(x, ys, bases) and _roomy(x.device):
         tiling = project_tiling(rows, weights.out_features)
         if tiling and tiling.fold and (batch.terms > 1 or weights.max_rank > 128):
             tiling = None
@@ -180,6 +181,12 @@ def _check_bases(
                     f"{name}: expected {x.dtype} {shape} on {x.device}, "
                     f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
                 )
+
+
+@cache
+def _roomy(device: torch.device) -> bool:
+    """Tiles like those of `project_tiling` need a data-centre GPU's 227 KB of shared memory."""
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def _aligned(x: torch.Tensor, ys: Sequence[torch.Tensor], bases: Sequence[torch.Tensor]) -> bool:

@@ -134,22 +134,32 @@ PROCESSORS = 132
 """Of an H200."""
 
 
-def waste(tiling: Tiling, shape: Shape) -> float:
-    """Time over that of a GPU whose processors are all busy to the end: 1.0 is the best."""
+def rounds(tiling: Tiling, shape: Shape) -> int:
+    """How often the processors take programs until all have run: time goes up in such steps."""
     adapters = max(shape.adapters, 1)
-    tiles = adapters * math.ceil(shape.rows / adapters / tiling.rows) * shape.projections
+    programs = adapters * math.ceil(shape.rows / adapters / tiling.rows) * shape.projections
     if tiling.kind is Kind.ROWS:
-        programs = tiles * tiling.parts
+        programs *= tiling.parts
     else:
         parts = math.ceil(shape.in_features / tiling.split)
-        programs = tiles * parts * math.ceil(shape.rank / tiling.ranks)
-    at_once = PROCESSORS * max(1, SHARED_MEMORY // shared_memory(tiling, shape.rank))
-    rounds = programs / at_once
-    return math.ceil(rounds) / rounds
+        programs *= parts * math.ceil(shape.rank / min(shape.rank, tiling.ranks))
+    at_once = max(1, SHARED_MEMORY // shared_memory(tiling, shape.rank))
+    return max(1, math.ceil(programs / (PROCESSORS * at_once)))
 
+
+def effort(shape: Shape) -> float:
+    """Elements that a call moves, and what could move while it starts: smooth in all sizes."""
+    rows = shape.rows * (shape.in_features * shape.projections + 2 * shape.out_features)
+    ranks = shape.adapters * shape.rank
+    weights = ranks * (shape.in_features * shape.projections + shape.out_features)
+    return STARTING + rows + weights
+
+
+STARTING = 6e6
+"""Elements of 16 bits that an H200 moves in 3 µs."""
 
 LONG = 256
-"""Rows from which on unequal shares of the processors cost more than starting a kernel."""
+"""Rows from which on rounds of the processors cost more than starting a kernel."""
 
 WEIGHTS = np.array([0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0])
 """Of a factor of two in: inputs, outputs, projections, rank, rows, adapters, rows per adapter."""
@@ -198,8 +208,9 @@ class Table:
             tiling = refit(self.entries[near], near.in_features, shape.in_features)
             if shared_memory(tiling, shape.rank) > SHARED_MEMORY:
                 continue
-            if shape.rows >= LONG:  # what divided well there may leave processors idle here
-                more = math.log2(waste(tiling, shape) / waste(tiling, near))
+            if shape.rows >= LONG:  # what just filled the processors there may take a round more
+                steps = rounds(tiling, shape) / rounds(tiling, near)
+                more = math.log2(steps * effort(near) / effort(shape))
                 distance = nearness + 4 * max(0.0, more) ** 2
             if distance < least:
                 best, least = tiling, distance

@@ -310,14 +310,14 @@ def pages_of(world: World) -> int:
 
 
 def test_soak(world: World) -> None:
-    engine = soak(world, "valora", 1500, seed=1, overlap=True, pages=pages_of(world))
+    engine = soak(world, "valora", 1000, seed=1, overlap=True, pages=pages_of(world))
     stats = engine.stats()
     assert stats.preemptions > 0
     assert stats.switches > 0
 
 
 def test_soak_by_cost(world: World) -> None:
-    soak(world, "cost", 700, seed=2, overlap=False, pages=pages_of(world))
+    soak(world, "cost", 400, seed=2, overlap=False, pages=pages_of(world))
 
 
 @pytest.mark.slow

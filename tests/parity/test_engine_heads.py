@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 from tests.engine_reference import Got, Reference, ask, assert_empty, make_engine, noise, run
 from tests.serve_helpers import DomainSpec, make_bundle
-from valora_data.bundle import read_bundle
 from valora_data.schema import Box
 from valora_serve.types import Finish, Request, SamplingParams
 from valora_train.heads import DetectionHead

@@ -79,6 +79,10 @@ format: $(READY) ## Put the style right
 bench-http: $(READY) ## Overhead of the HTTP side, connections held, memory over 20,000 requests
 	@$(BIN)/python tests/bench/bench_http.py $(ARGS)
 
+.PHONY: bench-serve
+bench-serve: $(READY) ## Time the runtime end to end on a 7B shape (needs a CUDA GPU)
+	@$(BIN)/python -m tests.bench.bench_serve $(ARGS)
+
 .PHONY: bench-kernels
 bench-kernels: $(READY) ## Time the LoRA kernels beside their peers (needs a CUDA GPU)
 	@$(BIN)/python tests/bench/bench_atmm.py $(ARGS)

@@ -16,12 +16,13 @@ import itertools
 import json
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from tests.bench.serve_models import PROCESSOR, add_adapters, llava_7b
+from tests.bench.serve_models import PROCESSOR, add_adapters, add_head, llava_7b
 from valora_serve.engine import Engine
 from valora_serve.engine_settings import EngineSettings
 from valora_serve.lmm import Lmm
@@ -429,6 +430,91 @@ def kernels(bench):
     table("A decode step by kernel", ["batch", "adapters", "kernel", "times", "ms"], rows)
 
 
+def heads(bench):
+    """An answer by a head, beside the first token and the whole answer of the same prompt."""
+    names = bench.start("slora", 4)
+    bench.warm(names)
+    labels = tuple(f"action {i}" for i in range(101))
+    add_head(bench.engine, "actions", names[1], labels)
+    rows = []
+    for rate in (None, 2, 6):
+        times = None if rate is None else poisson(rate, bench.arguments.seconds, 8)
+        count = 12 if times is None else len(times)
+        latency = {}
+        cases = (("head", "actions", 0), ("first token", names[1], 1),
+                 ("5 tokens", names[1], 5), ("10 tokens", names[1], 10))  # fmt: skip
+        for label, name, output in cases:
+            requests = [bench.request(50 * i, 6 * 256, max(output, 1), name) for i in range(count)]
+            requests = [replace(r, id=str(i)) for i, r in enumerate(requests)]
+            if times is None:  # one after the other
+                done = [bench.drive([request])[0][0] for request in requests]
+            else:
+                done = bench.drive(requests, times)[0]
+            latency[label] = 1e3 * statistics.median(
+                o.times.finished - o.times.arrival for o in done
+            )
+        rows.append(["one at a time" if rate is None else f"{rate}/s", *latency.values(),
+                     latency["head"] / latency["first token"],
+                     1 - latency["head"] / latency["5 tokens"],
+                     1 - latency["head"] / latency["10 tokens"]])  # fmt: skip
+    table("Video understanding, 6 × 256 input tokens: median latency, ms",
+          ["requests", "head", "first token", "LM head, 5 tokens", "LM head, 10 tokens",
+           "head / first token", "saved of 5", "saved of 10"], rows)  # fmt: skip
+
+
+def peft(bench):
+    """PEFT's mixed batches in transformers' generate, on the same requests."""
+    from peft import LoraConfig, get_peft_model
+
+    arguments = bench.arguments
+    g = np.random.default_rng(0)
+    count = min(arguments.requests, 64)
+    inputs, outputs = g.integers(8, 513, count), g.integers(8, 513, count)
+    rows = []
+    for n in (5, 100):
+        names = bench.start("slora", n, (8,))
+        bench.warm(names)
+        chosen = np.random.default_rng(1).integers(0, n, count)
+        requests = [
+            bench.request(i, int(inputs[i]), int(outputs[i]), names[chosen[i]])
+            for i in range(count)
+        ]
+        ours = bench.drive(requests)[1]
+        bench.stop()
+        model = llava_7b(bench.device, arguments.layers, arguments.width)
+        config = LoraConfig(
+            r=8, lora_alpha=8, target_modules=r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj)"
+        )
+        wrapped = get_peft_model(model, config, adapter_name="a0")
+        for i in range(1, n):
+            wrapped.add_adapter(f"a{i}", config)
+        wrapped.to(bench.device, torch.bfloat16).eval()
+        start = time.monotonic()
+        batch = min(32, count)
+        ids = torch.full((batch, int(inputs[:batch].max())), 2, device=bench.device)
+        mask = torch.zeros_like(ids)
+        for row in range(batch):
+            prompt = torch.tensor(requests[row].token_ids, device=bench.device)
+            ids[row, -len(prompt) :] = prompt
+            mask[row, -len(prompt) :] = 1
+        # A static batch goes on to its longest answer; a part of it shows the pace.
+        steps = min(int(outputs[:batch].max()), arguments.peft_steps)
+        with torch.inference_mode():
+            wrapped.generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=steps, min_new_tokens=steps,
+                do_sample=False, adapter_names=[f"a{c}" for c in chosen[:batch]],
+            )  # fmt: skip
+        if bench.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = (time.monotonic() - start) * int(outputs[:batch].max()) / steps
+        theirs = batch / seconds
+        rows.append([n, count / ours, theirs, count / ours / theirs])
+        del model, wrapped
+        gc.collect()
+    table(f"PEFT and transformers, batches of 32, {arguments.peft_steps} steps measured",
+          ["adapters", "ours, requests/s", "PEFT, requests/s", "times"], rows)  # fmt: skip
+
+
 def costs(bench):
     """Measure the cost model that the policies decide with, and keep it in the costs folder."""
     bench.start("valora", 16, profile=True)
@@ -437,7 +523,19 @@ def costs(bench):
 
 SECTIONS = {
     f.__name__: f
-    for f in (costs, decode, kernels, prefill, throughput, arrivals, skew, adapters, switch)
+    for f in (
+        costs,
+        decode,
+        kernels,
+        prefill,
+        throughput,
+        arrivals,
+        skew,
+        adapters,
+        switch,
+        heads,
+        peft,
+    )
 }
 
 
@@ -458,6 +556,7 @@ def main():
     parser.add_argument("--shares", nargs="+", type=float, default=[0.2, 0.4, 0.6, 0.8, 0.9])
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--counts", nargs="+", type=int, default=[5, 100, 2000])
+    parser.add_argument("--peft-steps", type=int, default=48, help="decode steps of the baseline")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--traces", action="store_true", help="keep the decisions of `skew`")
     arguments = parser.parse_args()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from valora_serve.adapters import Adapter, LoraPair, Part
+from valora_serve.heads import Head, Pooling
 from valora_serve.store import Staged, Target
 from valora_serve.types import ServedModel
 
@@ -110,3 +111,14 @@ def add_adapters(engine, count, ranks, distinct=16, seed=0):
         engine.register(staged, {content: packed})
         names.append(name)
     return names
+
+
+def add_head(engine, name, adapter, labels, seed=0):
+    """A domain with a linear head that reads the last token, on an adapter that is there."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(len(labels), engine.lmm.width, generator=generator)
+    head = Head("action", labels, weight, torch.zeros(len(labels)), Pooling.LAST)
+    under = engine.store.resolve(adapter)
+    model = ServedModel(name, "domain", name, adapter, adapter, "action", labels=labels)
+    target = Target(model, under.adapter, head.to(engine.device))
+    engine.register(Staged(None, (target,), {}, Path(name)), {})

@@ -73,7 +73,9 @@ def _cell(sample: Sample) -> Image.Image:
         cell.paste(picture, corner)
         if place == 0:
             _boxes(cell, sample, corner, picture.width / image.width)
-    lines = [sample.id] + ([sample.prompt] if sample.prompt else []) + [answer_text(sample)]
+    lines = [sample.id, *([sample.prompt] if sample.prompt else [])]
+    if {box.label for box in sample.answer.boxes} != {sample.prompt}:
+        lines.append(answer_text(sample))
     _write(cell, lines)
     return cell
 

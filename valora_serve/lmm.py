@@ -272,23 +272,20 @@ class Lmm:
     def _process(
         self, text: str, images: Sequence[Image], videos: Sequence[Sequence[Image]]
     ) -> Prompt:
+        self._check_places("images", self._image_token, text, len(images))
+        self._check_places("videos", self._video_token, text, len(videos))
         if not (images or videos):
             ids = self.tokenizer(text, add_special_tokens=not self._has_bos(text))["input_ids"]
             if not ids:
                 raise RequestError("prompt: expected some text, got none")
-            for kind, token in (("an image", self._image_token), ("a video", self._video_token)):
-                if token is not None and token in ids:
-                    raise RequestError(f"prompt: names {kind}, but none was sent")
             return Prompt([int(i) for i in ids])
-        if self._image_token is None:
-            raise RequestError(f"base model {self.base} takes no images")
         kwargs: dict[str, Any] = {}
         if images:
             kwargs["images"] = list(images)
-        if videos:
-            kwargs["videos"] = [np.stack([np.asarray(f) for f in frames]) for frames in videos]
-            kwargs["videos_kwargs"] = {"do_sample_frames": False}
         try:
+            if videos:
+                kwargs["videos"] = [np.stack([np.asarray(f) for f in frames]) for frames in videos]
+                kwargs["videos_kwargs"] = {"do_sample_frames": False}
             inputs = self.processor(
                 text=[text],
                 **kwargs,
@@ -311,6 +308,16 @@ class Lmm:
             three, change = self._core.get_rope_index(inputs["input_ids"], kinds, **grids)
             positions, delta = three[:, 0].numpy(), int(change[0, 0])
         return Prompt(ids.tolist(), tuple(visuals), positions, delta)
+
+    def _check_places(self, kind: str, token: int | None, text: str, given: int) -> None:
+        """Whether a prompt names as many images or videos as were sent; not all processors ask."""
+        if token is None:
+            if given:
+                raise RequestError(f"base model {self.base} takes no {kind} in such a prompt")
+            return
+        named = text.count(self.tokenizer.convert_ids_to_tokens(token))
+        if named != given:
+            raise RequestError(f"prompt: names {named} {kind}, but {given} were sent")
 
     def _has_bos(self, text: str) -> bool:
         """Chat templates write the first token themselves; tokenizers would add another."""

@@ -350,7 +350,7 @@ def test_prompts_that_do_not_fit(base: str, reference: Reference) -> None:
         engine.prepare(replace(question("wrong"), token_ids=[10**6]))
     with pytest.raises(RequestError, match="nothing is asked"):
         engine.prepare(Request("nothing"))
-    with pytest.raises(RequestError, match="none was sent"):
+    with pytest.raises(RequestError, match="names 1 images, but 0 were sent"):
         engine.prepare(Request("x", messages=ask("Look", images=1)))
     with pytest.raises(RequestError):
         engine.prepare(Request("x", messages=ask("Look"), images=[noise(9, 9, 1)]))

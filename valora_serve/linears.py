@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from valora_kernels.atmm import ALIGNMENT, atmm
+from valora_kernels.atmm import ALIGNMENT
 from valora_kernels.merge import MergeableWeights
+from valora_kernels.project import add_projection
 from valora_kernels.reference import atmm_reference
 
 if TYPE_CHECKING:
@@ -129,22 +130,35 @@ class LinearGroup:
         self._input, self._outputs = None, ()
 
     def _compute(self, x: Tensor) -> Sequence[Tensor]:
-        if len(self.weights) == 1:
-            y = F.linear(x, self.weights[0], self.bias)
+        flat = x.reshape(-1, x.shape[-1])
+        batch = self._batch(len(flat))
+        if batch is not None and self.lora is not None and self._aligned:
+            y = x.new_empty(len(flat), sum(self.spec.out_features))
+            bases = [self.matrix(index) for index in range(len(self.spec.modules))]
+            biases = None
+            if self.bias is not None:
+                biases = list(self.bias.split(self.spec.out_features))
+            ys = y.split(self.spec.out_features, dim=1)
+            add_projection(ys, flat, bases, self.lora, batch, biases=biases)
         else:
-            y = torch.cat([F.linear(x, weight) for weight in self.weights], dim=-1)
-            y = y if self.bias is None else y + self.bias
+            y = self._base(flat)
+            if batch is not None and self.lora is not None:
+                atmm_reference(y.split(self.spec.out_features, dim=1), flat, self.lora, batch)
+        return y.view(*x.shape[:-1], -1).split(self.spec.out_features, dim=-1)
+
+    def _base(self, x: Tensor) -> Tensor:
+        """x·Wᵀ + bias of all linears: [rows, sum of outputs]."""
+        if len(self.weights) == 1:
+            return F.linear(x, self.weights[0], self.bias)
+        y = torch.cat([F.linear(x, weight) for weight in self.weights], dim=-1)
+        return y if self.bias is None else y + self.bias
+
+    def _batch(self, rows: int) -> LoraBatch | None:
+        """Adapters of the rows at hand."""
         context = self._context
-        rows = y.view(-1, y.shape[-1])
-        if self.lora is not None:
-            batch = context.text
-            if self.spec.part == "vision":
-                batch = context.vision(len(rows)) if context.vision else None
-            if batch is not None:
-                run = atmm if self._aligned else atmm_reference
-                ys = rows.split(self.spec.out_features, dim=1)
-                run(ys, x.reshape(-1, x.shape[-1]), self.lora, batch)
-        return y.split(self.spec.out_features, dim=-1) if len(self.spec.out_features) > 1 else (y,)
+        if self.spec.part == "text":
+            return context.text
+        return None if context.vision is None else context.vision(rows)
 
 
 class GroupedLinear(nn.Module):

@@ -132,6 +132,11 @@ class _Loader:
         self.device = device
         self.dtype = dtype
 
+    def config(self) -> Any:
+        import transformers
+
+        return transformers.AutoConfig.from_pretrained(_place(self.source))
+
     def model(self, auto_class: str) -> Any:
         import transformers
 
@@ -363,7 +368,7 @@ class Speaker(BatchTeacher):
     ) -> None:
         super().__init__(task, labels, batch)
         self._loader = loader
-        architecture = str((loader_config(loader).architectures or [""])[0])
+        architecture = str((loader.config().architectures or [""])[0])
         self._asked_only = architecture.endswith("ForQuestionAnswering")
         auto = "VisualQuestionAnswering" if self._asked_only else "ImageTextToText"
         self._model = loader.model(f"AutoModelFor{auto}")
@@ -402,10 +407,16 @@ class Speaker(BatchTeacher):
             images = [pictures[0] for pictures in images]
         if not any(texts):  # a captioner that is told nothing
             return self._loader.put(self._processor(images=images, return_tensors="pt"))
+        begin = self._processor.tokenizer.bos_token
+        begun = self._talks and bool(begin) and all(text.startswith(begin) for text in texts)
         inputs = self._processor(
-            text=list(texts), images=images, padding=True, return_tensors="pt",
-            **({"add_special_tokens": False} if self._talks and _starts(self, texts) else {}),
-        )  # fmt: skip
+            text=list(texts),
+            images=images,
+            padding=True,
+            return_tensors="pt",
+            # A template that has written the token which begins a text must not get a second one.
+            **({"add_special_tokens": False} if begun else {}),
+        )
         return self._loader.put(inputs)
 
     def _answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
@@ -441,19 +452,6 @@ class Speaker(BatchTeacher):
             rows.append(chosen.sum())
         soft = torch.stack(rows).softmax(-1)
         return choice_answer(self.task, self.labels, soft.tolist())
-
-
-def _starts(speaker: Speaker, texts: Sequence[str]) -> bool:
-    """Whether a template has already written the token that begins a text."""
-    begin = speaker._processor.tokenizer.bos_token
-    return bool(begin) and all(text.startswith(begin) for text in texts)
-
-
-def loader_config(loader: _Loader) -> Any:
-    """Configuration of a loader's model."""
-    import transformers
-
-    return transformers.AutoConfig.from_pretrained(_place(loader.source))
 
 
 def _sizes(samples: Sequence[Sample]) -> list[tuple[int, int]]:

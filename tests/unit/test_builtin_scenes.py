@@ -15,6 +15,8 @@ from valora_data.sources.builtin import (
     builtin_samples,
 )
 from valora_data.sources.generic_questions import caption_phrases
+from valora_data.sources.photographs import PHOTOGRAPHS
+from valora_data.sources.scenes_classification import SURFACES
 from valora_data.sources.scenes_video import FRAMES
 from valora_data.splits import check_no_leak
 
@@ -128,6 +130,12 @@ def test_captions_name_what_is_there() -> None:
         assert sum(caption_phrases(sample.answer.captions[0]).values()) == len(digits)
     plural = [s.answer.captions[0] for s in samples(Task.CAPTION, "count_caption", count=60)]
     assert any(caption.startswith("two") for caption in plural)
+
+
+def test_surfaces_are_those_photographs() -> None:
+    files = {"coins": "coins", "tissue": "ihc", "stars": "hubble"}
+    for surface, number in SURFACES.items():
+        assert files.get(surface, surface) in PHOTOGRAPHS[number].file
 
 
 def test_unknown_domains_are_named() -> None:

@@ -164,7 +164,8 @@ def test_domains_of_every_task() -> None:
     assert domain(Task.VQA).question(own) == "who?"
     assert domain(Task.VQA).question(Sample("a", picture(0), Answer())) == "what is this?"
     asked = Domain("d", Task.GROUNDING, (), "locate {} here", 0.5)
-    assert asked.question(Sample("a", picture(0), Answer(), "the {} cat")) == "locate the {} cat here"
+    phrase = Sample("a", picture(0), Answer(), "the {} cat")
+    assert asked.question(phrase) == "locate the {} cat here"
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ class FramesPart(_Body):
     """A video of a message, as the frames themselves in order."""
 
     type: Literal["frames"]
-    frames: list[Url | str] = Field(min_length=1)
+    frames: list[Url | str] = Field(fail_fast=True, min_length=1, max_length=10_000)
 
 
 Part = Annotated[TextPart | ImagePart | VideoPart | FramesPart, Field(discriminator="type")]
@@ -86,7 +86,7 @@ class Message(_Body):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[Part]
+    content: Text | Annotated[list[Part], Field(max_length=10_000, fail_fast=True)]
     name: str | None = Field(default=None, description="read and ignored")
 
 
@@ -128,6 +128,12 @@ class Valora(_Body):
     )
 
 
+# A long list of the wrong things is refused at its first item, not after a sentence on each.
+_Texts = Annotated[list[Text], Field(max_length=1_000, fail_fast=True)]
+_Tokens = Annotated[list[Token], Field(max_length=1_000_000, fail_fast=True)]
+_TokenLists = Annotated[list[_Tokens], Field(max_length=1_000, fail_fast=True)]
+
+
 class _Sampled(_Body):
     model: str | None = Field(
         default=None, description="a domain, an adapter or the base model; the base model if absent"
@@ -141,7 +147,7 @@ class _Sampled(_Body):
     min_p: FiniteFloat | None = Field(default=None, ge=0, le=1)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: Text | list[Text] | None = None
+    stop: Text | _Texts | None = None
     min_tokens: int | None = Field(default=None, ge=0, le=10_000_000)
     ignore_eos: bool | None = False
     response_format: ResponseFormat | None = None
@@ -158,7 +164,7 @@ class _Sampled(_Body):
 class ChatRequest(_Sampled):
     """Body of ``/v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(fail_fast=True, min_length=1, max_length=10_000)
     max_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -172,7 +178,7 @@ class ChatRequest(_Sampled):
 class CompletionRequest(_Sampled):
     """Body of ``/v1/completions``."""
 
-    prompt: Text | list[Text] | list[Token] | list[list[Token]]
+    prompt: Text | _Texts | _Tokens | _TokenLists
     max_tokens: int | None = Field(default=16, ge=1, le=10_000_000)
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: Literal[False] | None = None
@@ -183,9 +189,19 @@ class CompletionRequest(_Sampled):
 class VisionRequest(_Body):
     """JSON body of ``/v1/vision/{domain}``."""
 
-    images: list[str] = Field(default=[], description="URLs; each is answered on its own")
+    images: list[str] = Field(
+        fail_fast=True,
+        default=[],
+        max_length=10_000,
+        description="URLs; each is answered on its own",
+    )
     video: str | None = Field(default=None, description="URL of a video")
-    frames: list[str] = Field(default=[], description="URLs of a video's frames, in order")
+    frames: list[str] = Field(
+        fail_fast=True,
+        default=[],
+        max_length=10_000,
+        description="URLs of a video's frames, in order",
+    )
     prompt: Text | None = Field(default=None, description="the domain's own if absent")
     min_score: FiniteFloat | None = Field(default=None, ge=0, le=1)
     max_tokens: int | None = Field(default=None, ge=1, le=10_000_000)

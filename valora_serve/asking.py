@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from valora_serve.errors import DeadlineError, ImageError, RequestError
+from valora_serve.errors import DeadlineError, ImageError, RequestError, ServeError
 from valora_serve.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from valora_serve.api_types import ChatRequest, CompletionRequest, Message, Url
     from valora_serve.context import Context
+    from valora_serve.media import Pixels
     from valora_serve.types import Request, ServedModel
 
 MOST_STOPS = 16
@@ -104,7 +105,7 @@ def time_left(
 
 
 async def read_messages(
-    messages: Sequence[Message], context: Context
+    messages: Sequence[Message], context: Context, pixels: Pixels
 ) -> tuple[list[dict[str, Any]] | None, list[Image], list[list[Image]]]:
     """Turns as chat templates read them, and the images and videos that they name, in order.
 
@@ -131,14 +132,14 @@ async def read_messages(
                     chars += len(part.text)
                     parts.append({"type": "text", "text": part.text})
                 elif part.type == "image_url":
-                    images.append(context.media.image(_url(part.image_url)))
+                    images.append(context.media.image(_url(part.image_url), pixels))
                     parts.append({"type": "image"})
                 elif part.type == "video_url":
-                    videos.append(context.media.video(_url(part.video_url)))
+                    videos.append(context.media.video(_url(part.video_url), pixels))
                     parts.append({"type": "video"})
                 else:
                     urls = [_url(frame) for frame in part.frames]
-                    videos.append(context.media.frames(urls))
+                    videos.append(context.media.frames(urls, pixels))
                     parts.append({"type": "video"})
             turns.append({"role": role, "content": parts})
         check_text(chars, context)
@@ -155,12 +156,12 @@ async def gathered(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     """Results of all, in order; if one fails, the others are cancelled.
 
     Raises:
-        ImageError: The first that one of them raises.
+        ServeError: The first that one of them raises.
     """
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(item) for item in work]
-    except* ImageError as errors:
+    except* ServeError as errors:
         raise errors.exceptions[0] from errors
     return [task.result() for task in tasks]
 
@@ -194,13 +195,18 @@ def _url(item: Url | str) -> str:
     return item if isinstance(item, str) else item.url
 
 
-def constrained(request: Request, context: Context, as_json: bool, schema: Any) -> Request:
-    """The request with a JSON constraint of its own, if JSON is asked for.
+async def constrained(
+    requests: list[Request], context: Context, as_json: bool, schema: Any
+) -> list[Request]:
+    """The requests, each with a JSON constraint of its own if JSON is asked for.
 
     Raises:
         RequestError: The schema cannot be used.
     """
     if not as_json:
-        return request
-    constraint = context.grammars.json(schema)
-    return replace(request, sampling=replace(request.sampling, constraint=constraint))
+        return requests
+    made = await context.grammars.json(schema, len(requests))
+    return [
+        replace(request, sampling=replace(request.sampling, constraint=constraint))
+        for request, constraint in zip(requests, made, strict=True)
+    ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from valora_serve.types import EngineClient
 
 LARGEST_SCHEMA = 200_000  # characters
+REMEMBERED = 64  # schemas that were used last
 
 
 class Grammars:
@@ -25,34 +29,56 @@ class Grammars:
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
         self._read: Any = None
+        self._matchers: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()
 
-    def json(self, schema: Mapping[str, Any] | bool | None) -> JsonConstraint:
-        """A constraint to a JSON schema, or to any JSON object if None.
+    async def json(
+        self, schema: Mapping[str, Any] | bool | None, count: int = 1
+    ) -> list[JsonConstraint]:
+        """Constraints to a JSON schema, or to any JSON object if None.
+
+        Args:
+            schema: The schema.
+            count: How many, each for an answer of its own.
 
         Raises:
             RequestError: The schema is none, or uses what is not supported.
         """
+        matcher = await asyncio.to_thread(self._matcher, schema)
+        return [JsonConstraint(matcher.deep_copy()) for _ in range(count)]
+
+    def _matcher(self, schema: Mapping[str, Any] | bool | None) -> Any:
         import llguidance
         import llguidance.hf
 
-        if self._read is None:
-            self._read = llguidance.hf.from_tokenizer(self._engine.tokenizer)
-        said: Any = {"type": "object"} if schema is None else schema
         try:
-            text = json.dumps(said)
-            if len(text) > LARGEST_SCHEMA:
-                raise RequestError(
-                    f"The JSON schema has {len(text)} characters, more than {LARGEST_SCHEMA}"
-                )
+            text = json.dumps({"type": "object"} if schema is None else schema)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"The JSON schema cannot be used: {_first(error)}") from error
+        if len(text) > LARGEST_SCHEMA:
+            raise RequestError(
+                f"The JSON schema has {len(text)} characters, more than {LARGEST_SCHEMA}"
+            )
+        with self._lock:
+            if (known := self._matchers.get(text)) is not None:
+                self._matchers.move_to_end(text)
+                return known
+            if self._read is None:
+                self._read = llguidance.hf.from_tokenizer(self._engine.tokenizer)
+        try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(
                 text, overrides={"whitespace_flexible": False}
             )
             matcher = llguidance.LLMatcher(self._read, grammar)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise RequestError(f"The JSON schema cannot be used: {_first(error)}") from error
         if matcher.is_error():
             raise RequestError(f"The JSON schema cannot be used: {_first(matcher.get_error())}")
-        return JsonConstraint(matcher)
+        with self._lock:
+            self._matchers[text] = matcher
+            while len(self._matchers) > REMEMBERED:
+                self._matchers.popitem(last=False)
+        return matcher
 
 
 class JsonConstraint:

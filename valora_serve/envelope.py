@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import time
@@ -17,6 +18,7 @@ from valora_serve import logs
 from valora_serve.errors import (
     CancelledRequestError,
     OverloadedError,
+    RequestError,
     ServeError,
     SlowClientError,
     TooLargeError,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from valora_serve.settings import ServerSettings
 
 T = TypeVar("T")
+MOST_CONTAINERS, MOST_ITEMS = 200_000, 2_000_000  # what the reader takes a second for
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 _SECURE = [
@@ -77,7 +80,8 @@ class Envelope:
         identity = logs.accepted_id(headers.get(b"x-request-id"))
         token = logs.request_id.set(identity)
         facts: dict[str, Any] = {}
-        scope.setdefault("state", {})["facts"] = facts
+        stack = contextlib.ExitStack()  # what a request holds until it is answered
+        scope.setdefault("state", {}).update(facts=facts, stack=stack)
         status = 0
 
         async def sending(message: Message) -> None:
@@ -95,6 +99,8 @@ class Envelope:
         try:
             facts |= self._guard.check(scope, headers)
             body = await self._body(headers, receive)
+            if not headers.get(b"content-type", "").startswith("multipart/"):
+                _check_parts(body)
             await self._app(scope, _replayed(body, receive), sending)
         except ServeError as error:
             self._metrics.failed(error.code)
@@ -108,6 +114,7 @@ class Envelope:
                 failure = ServeError("The server failed: its log says why")
                 await error_answer(failure)(scope, receive, sending)
         finally:
+            stack.close()
             seconds = time.perf_counter() - began
             route = scope.get("route")
             path = getattr(route, "path", None) or "other"
@@ -140,6 +147,19 @@ class Envelope:
             raise SlowClientError(
                 f"The request did not arrive within {seconds:g} s: send it faster"
             ) from error
+
+
+def _check_parts(body: bytes) -> None:
+    """Refuse JSON of so many parts that reading it would hold up everyone.
+
+    Images are single texts, so that only what nobody means has so many.
+    """
+    containers = body.count(b"[") + body.count(b"{")
+    if containers > MOST_CONTAINERS or body.count(b",") > MOST_ITEMS:
+        raise RequestError(
+            f"The JSON has more than {MOST_CONTAINERS} objects and lists or {MOST_ITEMS} items: "
+            "send less at once"
+        )
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

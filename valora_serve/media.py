@@ -17,7 +17,11 @@ import os
 import re
 import socket
 import stat
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urljoin, urlsplit
@@ -25,7 +29,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 import httpcore
 from PIL import Image, ImageOps
 
-from valora_serve.errors import ImageError
+from valora_serve.errors import ImageError, OverloadedError, ServeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -47,6 +51,34 @@ _FETCH_FAILS = (
 _REDIRECT = {301, 302, 303, 307, 308}
 
 
+class Pixels:
+    """Counts the pixels that a request's images and frames take, until it ends.
+
+    An image of a hundred kilobytes can hold a hundred megabytes: what one request, and what all
+    together have in memory, is bounded before anything is decoded.
+    """
+
+    def __init__(self, reader: MediaReader) -> None:
+        self._reader = reader
+        self.mine = 0
+        self.over = False
+
+    def take(self, count: int) -> None:
+        """Ask for room; any thread may.
+
+        Raises:
+            ImageError: The request has had its share, or is over.
+            OverloadedError: Other requests fill the memory.
+        """
+        self._reader.hold(self, count)
+
+    def __enter__(self) -> Pixels:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.release(self)
+
+
 class MediaReader:
     """Reads what requests name.
 
@@ -61,55 +93,90 @@ class MediaReader:
         # Decoding is held to two threads, so that it cannot starve the engine's.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="decode")
         self._pool: httpcore.AsyncConnectionPool | None = None
+        self._held = 0
+        self._lock = threading.Lock()
 
-    async def image(self, url: str) -> Image.Image:
+    def pixels(self) -> Pixels:
+        """Counts for one request; to be closed when it ends."""
+        return Pixels(self)
+
+    def hold(self, pixels: Pixels, count: int) -> None:
+        """Take room for a request; see `Pixels.take`."""
+        most, all_together = self._settings.max_request_pixels, self._settings.max_held_pixels
+        with self._lock:
+            if pixels.over:  # another of its images has failed: nobody waits for this one
+                raise ImageError("The request is over")
+            if pixels.mine + count > most:
+                raise ImageError(
+                    f"The request's images have more than {most} pixels together: send fewer or "
+                    "smaller ones"
+                )
+            if self._held + count > all_together:
+                raise OverloadedError("Images of other requests fill the memory: try again soon")
+            self._held += count
+            pixels.mine += count
+
+    def release(self, pixels: Pixels) -> None:
+        """Give a request's room back, for good."""
+        with self._lock:
+            self._held -= pixels.mine
+            pixels.mine, pixels.over = 0, True
+
+    async def image(self, url: str, pixels: Pixels) -> Image.Image:
         """An RGB image, upright as its EXIF orientation says.
 
         Args:
             url: ``data:``, ``http(s):`` or ``file:``.
+            pixels: Counts them.
 
         Raises:
             ImageError: It may not be fetched, is too large, or is none.
         """
         content = await self._content(url, self._settings.max_image_bytes, "image")
-        return await self.decode_image(content)
+        return await self.decode_image(content, pixels)
 
-    async def video(self, url: str) -> list[Image.Image]:
+    async def video(self, url: str, pixels: Pixels) -> list[Image.Image]:
         """Frames of a video, evenly spaced, RGB.
 
         Args:
             url: As for an image; or ``data:video/jpeg;base64,`` with the frames' JPEGs in base64,
                 separated by commas.
+            pixels: Counts them.
 
         Raises:
             ImageError: As for an image.
         """
         if url.startswith("data:video/jpeg;base64,"):
             frames = url.partition(",")[2].split(",")
-            return await self.frames([f"data:image/jpeg;base64,{frame}" for frame in frames])
+            return await self.frames(
+                [f"data:image/jpeg;base64,{frame}" for frame in frames], pixels
+            )
         content = await self._content(url, self._settings.max_video_bytes, "video")
-        return await self.decode_video(content)
+        return await self.decode_video(content, pixels)
 
-    async def frames(self, urls: Sequence[str]) -> list[Image.Image]:
+    async def frames(self, urls: Sequence[str], pixels: Pixels) -> list[Image.Image]:
         """The frames of a video that come as images."""
         most = self._settings.max_video_frames
         if len(urls) > most:
             raise ImageError(f"The video has {len(urls)} frames, more than {most}: send fewer")
-        return list(await asyncio.gather(*(self.image(url) for url in urls)))
+        return list(await asyncio.gather(*(self.image(url, pixels) for url in urls)))
 
-    async def decode_image(self, content: bytes) -> Image.Image:
+    async def decode_image(self, content: bytes, pixels: Pixels) -> Image.Image:
         """An RGB image from a file's content; see `image`."""
         if len(content) > self._settings.max_image_bytes:
             raise _too_large("image", self._settings.max_image_bytes)
-        return await self._in_thread(decode_image, content, self._settings.max_image_pixels)
+        return await self._in_thread(
+            decode_image, content, self._settings.max_image_pixels, pixels.take
+        )
 
-    async def decode_video(self, content: bytes) -> list[Image.Image]:
+    async def decode_video(self, content: bytes, pixels: Pixels) -> list[Image.Image]:
         """Frames from a video file's content; see `video`."""
         if len(content) > self._settings.max_video_bytes:
             raise _too_large("video", self._settings.max_video_bytes)
         return await self._in_thread(
-            decode_video, content, self._settings.max_image_pixels,
-            self._settings.max_video_seconds, self._settings.video_frames,
+            partial(decode_video, take=pixels.take, within=self._settings.media_seconds), content,
+            self._settings.max_image_pixels, self._settings.max_video_seconds,
+            self._settings.video_frames,
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -243,7 +310,9 @@ def is_public(address: str) -> bool:
     return parsed.is_global and not parsed.is_multicast
 
 
-def decode_image(content: bytes, most_pixels: int) -> Image.Image:
+def decode_image(
+    content: bytes, most_pixels: int, take: Callable[[int], None] = lambda _: None
+) -> Image.Image:
     """An RGB image from a file's content, upright as its EXIF orientation says.
 
     Raises:
@@ -252,8 +321,9 @@ def decode_image(content: bytes, most_pixels: int) -> Image.Image:
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             _check_pixels("image", image.width * image.height, most_pixels)  # from the header
+            take(image.width * image.height)
             return ImageOps.exif_transpose(image).convert("RGB")
-    except ImageError:
+    except ServeError:
         raise
     except Image.DecompressionBombError as error:
         raise ImageError("The image has too many pixels: send a smaller one") from error
@@ -264,7 +334,13 @@ def decode_image(content: bytes, most_pixels: int) -> Image.Image:
 
 
 def decode_video(
-    content: bytes, most_pixels: int, most_seconds: float, count: int
+    content: bytes,
+    most_pixels: int,
+    most_seconds: float,
+    count: int,
+    *,
+    take: Callable[[int], None] = lambda _: None,
+    within: float = 60.0,
 ) -> list[Image.Image]:
     """Frames of a video file (MP4/MOV, Matroska/WebM, AVI), evenly spaced, RGB.
 
@@ -287,27 +363,43 @@ def decode_video(
             _check_pixels("video", context.width * context.height, most_pixels)
             context.options = {"max_pixels": str(most_pixels)}  # holds if a later frame is larger
             stream.thread_type = "NONE"
-            return _sampled(container, most_pixels, most_seconds, count)
-    except ImageError:
+            wanted = _Wanted(most_pixels, most_seconds, count, take, time.monotonic() + within)
+            return _sampled(container, wanted)
+    except ServeError:
         raise
     except Exception as error:
         raise ImageError(f"The video is damaged: {type(error).__name__}") from error
 
 
-def _sampled(
-    container: Any, most_pixels: int, most_seconds: float, count: int
-) -> list[Image.Image]:
+@dataclass(frozen=True)
+class _Wanted:
+    """Of a video: `count` frames, within these limits, decoded `until` (monotonic seconds)."""
+
+    pixels: int
+    seconds: float
+    count: int
+    take: Callable[[int], None]
+    until: float
+
+    def check_time(self) -> None:
+        if time.monotonic() > self.until:
+            raise ImageError("The video takes too long to decode: send a shorter or smaller one")
+
+
+def _sampled(container: Any, wanted: _Wanted) -> list[Image.Image]:
     """Go through the frames once, and keep those that are on show at the wanted times."""
-    times = _frame_times(container, most_seconds)
-    first, last = times[0], times[-1]
+    times = _frame_times(container, wanted)
+    first, last, count = times[0], times[-1], wanted.count
     step = (last - first) / max(1, len(times) - 1)
-    wanted = [first + (i + 0.5) / count * (last - first + step) for i in range(count)]
-    shown = [bisect.bisect_right(times, want) - 1 for want in wanted]
+    instants = [first + (i + 0.5) / count * (last - first + step) for i in range(count)]
+    shown = [bisect.bisect_right(times, instant) - 1 for instant in instants]
     container.seek(0)
     picked: list[Image.Image] = []
     for number, frame in enumerate(container.decode(video=0)):
-        _check_pixels("video", frame.width * frame.height, most_pixels)
+        wanted.check_time()
+        _check_pixels("video", frame.width * frame.height, wanted.pixels)
         if number in shown:  # several times if the video has fewer frames than are wanted
+            wanted.take(frame.width * frame.height)
             picked += [frame.to_image().convert("RGB")] * shown.count(number)
         if number >= shown[-1]:
             break
@@ -316,16 +408,17 @@ def _sampled(
     return picked
 
 
-def _frame_times(container: Any, most_seconds: float) -> list[float]:
+def _frame_times(container: Any, wanted: _Wanted) -> list[float]:
     """When each frame is shown, in seconds, from the packets alone: nothing is decoded."""
     times = []
     for packet in container.demux(video=0):
+        wanted.check_time()
         if packet.pts is None or packet.size == 0:
             continue
         times.append(float(packet.pts * packet.time_base))
-        if times[-1] - times[0] > most_seconds:
-            raise ImageError(f"The video is longer than {most_seconds:g} s: send a shorter one")
-        if len(times) > most_seconds * 240:
+        if times[-1] - times[0] > wanted.seconds:
+            raise ImageError(f"The video is longer than {wanted.seconds:g} s: send a shorter one")
+        if len(times) > wanted.seconds * 240:
             raise ImageError("The video has more than 240 frames a second: send another")
     if not times:
         raise ImageError("The video has no frames")

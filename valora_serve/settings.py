@@ -24,6 +24,8 @@ class ServerSettings:
         max_body_bytes: Largest request body.
         max_image_bytes: Largest encoded image.
         max_image_pixels: Largest image, width x height.
+        max_request_pixels: Pixels of all images and frames of a request together.
+        max_held_pixels: Pixels of all requests under way; more have to wait (3 bytes each).
         max_images: Most images (frames apart) in a request.
         max_video_bytes: Largest encoded video.
         max_video_seconds: Longest video.
@@ -34,7 +36,7 @@ class ServerSettings:
         media_hosts: Hosts that images and videos may be fetched from; none unless named.
         media_private: Let those hosts have private addresses (an intranet's store).
         media_folder: Folder below which file:// URLs may point; none unless named.
-        media_seconds: Time limit for fetching one image or video.
+        media_seconds: Time limit for fetching one image or video, and for decoding a video.
         rate: Requests a minute that one key (or, without keys, one address) may make; 0 for any.
         burst: Requests that may come at once within that rate.
         max_waiting: Requests that may wait for the engine before others are told to come back.
@@ -67,6 +69,8 @@ class ServerSettings:
     max_body_bytes: int = 64 * 2**20
     max_image_bytes: int = 20 * 2**20
     max_image_pixels: int = 40_000_000
+    max_request_pixels: int = 160_000_000
+    max_held_pixels: int = 1_600_000_000
     max_images: int = 64
     max_video_bytes: int = 48 * 2**20
     max_video_seconds: float = 600.0
@@ -103,7 +107,8 @@ class ServerSettings:
             ValueError: Naming the setting and the remedy.
         """
         positive = (
-            "max_body_bytes max_image_bytes max_image_pixels max_images max_video_bytes "
+            "max_body_bytes max_image_bytes max_image_pixels max_request_pixels max_held_pixels "
+            "max_images max_video_bytes "
             "max_video_seconds video_frames max_video_frames max_prompt_chars max_n media_seconds "
             "burst max_waiting max_connections body_seconds send_seconds answer_tokens"
         )

@@ -1,6 +1,7 @@
 """Requests made from the OpenAPI schema, right and wrong ones: never a 500, never undeclared."""
 
 import json
+import re
 
 import hypothesis
 import pytest
@@ -111,3 +112,11 @@ def test_the_schema_is_complete(server):
     text = json.dumps(content)
     for reference in {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}:
         assert reference in content["components"]["schemas"]
+
+
+def test_right_requests_were_among_them(server):
+    """Runs last: what was made up has been answered, too, and not only refused."""
+    text = server.client.get("/metrics").text
+    for path in ("chat/completions", "completions", "models", "status"):
+        line = rf'valora_http_requests_total\{{method="\w+",path="/v1/{path}",status="200"\}}'
+        assert re.search(line, text), path

@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 
 from tests.http_helpers import data_url, encoded, picture
 from tests.videos import video_file
-from valora_serve.errors import ImageError
+from valora_serve.errors import ImageError, OverloadedError
 from valora_serve.media import MediaReader, decode_image, decode_video, is_public
 from valora_serve.settings import ServerSettings
 
@@ -27,7 +27,8 @@ def read(url, kind="image", **settings):
     async def once():
         reader = MediaReader(ServerSettings(**settings))
         try:
-            return await getattr(reader, kind)(url)
+            with reader.pixels() as pixels:
+                return await getattr(reader, kind)(url, pixels)
         finally:
             await reader.close()
 
@@ -139,6 +140,34 @@ def test_encoded_size_is_limited():
     assert read(data_url(content), max_image_bytes=len(content)).size == (99, 99)
     with pytest.raises(ImageError, match="larger than"):
         read(data_url(content), max_image_bytes=len(content) - 1)
+
+
+def test_pixels_of_a_request_and_of_all_are_bounded():
+    """Many small files that are large images are a bomb, too."""
+
+    async def once():
+        settings = ServerSettings(max_request_pixels=3 * 10**6, max_held_pixels=4 * 10**6)
+        reader = MediaReader(settings)
+        content = encoded(Image.new("L", (1000, 1000)))
+        assert len(content) < 5000
+        with reader.pixels() as first:
+            for _ in range(3):
+                await reader.decode_image(content, first)
+            with pytest.raises(ImageError, match="together"):
+                await reader.decode_image(content, first)
+            with reader.pixels() as second:
+                await reader.decode_image(content, second)
+                with pytest.raises(OverloadedError, match="other requests"):
+                    await reader.decode_image(content, second)
+        with reader.pixels() as third:
+            for _ in range(3):
+                await reader.decode_image(content, third)
+        with pytest.raises(ImageError, match="over"):
+            third.take(1)  # a thread that comes too late takes nothing
+        assert reader._held == 0
+        await reader.close()
+
+    asyncio.run(once())
 
 
 # Local files
@@ -409,6 +438,10 @@ def test_video_limits(tmp_path):
         decode_video(content, 10**7, 1.0, 4)
     with pytest.raises(ImageError, match="larger than"):
         read(data_url(content, "video/mp4"), "video", max_video_bytes=1000)
+    with pytest.raises(ImageError, match="too long to decode"):
+        decode_video(content, 10**7, 60.0, 4, within=-1.0)
+    with pytest.raises(ImageError, match="together"):
+        read(data_url(content, "video/mp4"), "video", max_request_pixels=64 * 48 * 7)
 
 
 def test_what_is_no_video_is_refused(tmp_path):

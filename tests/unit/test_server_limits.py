@@ -223,7 +223,8 @@ def talk(server, data, close=False):
         b"[" * 100_000, b'{"a":' * 50_000, b'{"messages": ' + b"9" * 10_000 + b"}", b"{", b"",
         b"\xff\xfe", b'{"messages": NaN}', b'{"temperature": 1e999}', b'"\\ud800"', b"null",
         b'{"messages": [{"role": "user", "content": "' + b"x" * 500_000 + b'"}]}',
-        b'{"messages": {}, "messages": 1}', b'{"model": "' + b"\\ud800" * 50 + b'", "messages": []}',
+        b'{"messages": {}, "messages": 1}',
+        b'{"model": "' + b"\\ud800" * 50 + b'", "messages": []}',
     ],
 )  # fmt: skip
 def test_odd_json_is_400(body):
@@ -234,6 +235,46 @@ def test_odd_json_is_400(body):
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["message"]
         assert len(answer.content) < 3000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", b'{"prompt": [' + b"1," * 2_000_000 + b"1]}"),
+        ("completions", b'{"prompt": [' + b"[]," * 1_000_000 + b"[]]}"),
+        ("completions", b'{"prompt": [' + b'"a",' * 1_000_000 + b'"a"]}'),
+        ("completions", b'{"prompt": [' + b"{}," * 1_000_000 + b"{}]}"),
+        ("chat/completions", b'{"messages": [' + b'{"role":1},' * 400_000 + b"{}]}"),
+        ("vision/person", b'{"images": [' + b'"data:",' * 400_000 + b'"x"]}'),
+    ],
+    ids=["tokens", "lists", "texts", "objects", "messages", "images"],
+)
+def test_long_lists_are_refused_in_a_few_words(path, body):
+    with serving() as server:
+        answer = server.client.post(
+            f"/v1/{path}", content=body, headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 400
+        assert len(answer.content) < 1000
+        assert server.client.get("/health").status_code == 200
+
+
+def test_pixels_are_given_back_when_a_request_ends():
+    engine = FakeEngine(step=0.02)
+    urls = [data_url(encoded(picture(50, 50)))] * 3
+    with serving(engine, max_held_pixels=3 * 2500) as server:
+        media = server.app.state.context.media
+        for body in ({"images": urls}, {"images": [*urls, *urls]}, {"images": [urls[0], "data:x"]}):
+            server.client.post("/v1/vision/person", json=body)
+            until(lambda: media._held == 0)
+        sock = begin(server, chat(url=urls[0], max_tokens=2000, ignore_eos=True, stream=True))
+        until(lambda: engine.running)
+        assert media._held == 2500
+        busy = server.client.post("/v1/vision/person", json={"images": urls})
+        assert busy.status_code == 429
+        sock.close()
+        until(lambda: media._held == 0, 3)
+        assert server.client.post("/v1/vision/person", json={"images": urls}).status_code == 200
 
 
 def test_a_huge_schema_is_400():

@@ -62,7 +62,8 @@ def router(context: Context) -> APIRouter:
             body, context, max_tokens=limit,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )  # fmt: skip
-        turns, images, videos = await asking.read_messages(body.messages, context)
+        pixels = request.state.stack.enter_context(context.media.pixels())
+        turns, images, videos = await asking.read_messages(body.messages, context, pixels)
         asked = types.Request(
             id=f"chatcmpl-{new_id()}",
             model=model.name,
@@ -74,10 +75,9 @@ def router(context: Context) -> APIRouter:
             sampling=params,
             deadline=asking.time_left(context, model, body.valora.deadline, since),
         )
-        requests = [
-            asking.constrained(one, context, as_json, schema)
-            for one in service.numbered(asked, body.n or 1)
-        ]
+        requests = await asking.constrained(
+            service.numbered(asked, body.n or 1), context, as_json, schema
+        )
         sizes = [image.size for image in images]
         chat = _Chat(context, model, requests, sizes, dict(request.headers), body, asked.id)
         if body.stream:

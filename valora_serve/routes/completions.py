@@ -57,13 +57,14 @@ def router(context: Context) -> APIRouter:
         deadline = asking.time_left(context, model, body.valora.deadline, since)
         identity = f"cmpl-{new_id()}"
         prompts = _prompts(body.prompt, context)
-        requests = [
-            asking.constrained(one, context, as_json, schema)
+        plain = [
+            one
             for number, prompt in enumerate(prompts)
             for one in service.numbered(
                 _request(f"{identity}-{number}", prompt, model, params, deadline), count
             )
         ]
+        requests = await asking.constrained(plain, context, as_json, schema)
         completion = _Completion(
             context, model, requests, len(prompts), identity, dict(request.headers), body
         )

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from valora_serve.context import Context
+    from valora_serve.media import Pixels
     from valora_serve.types import Output, ServedModel
 
 _FILES = {"image", "images", "video", "frames"}
@@ -77,11 +78,12 @@ def router(context: Context) -> APIRouter:
         since = time.monotonic()
         model = _domain(context, domain)
         request.state.facts["model"] = model.name
+        pixels = request.state.stack.enter_context(context.media.pixels())
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind == "application/json":
-            asked = await _from_json(await request.body(), context)
+            asked = await _from_json(await request.body(), context, pixels)
         elif kind == "multipart/form-data":
-            asked = await _from_form(request, context)
+            asked = await _from_form(request, context, pixels)
         else:
             raise ContentTypeError(
                 "The body must be application/json or multipart/form-data: send one of these"
@@ -103,22 +105,22 @@ def _domain(context: Context, name: str) -> ServedModel:
     return domains[name]
 
 
-async def _from_json(body: bytes, context: Context) -> _Asked:
+async def _from_json(body: bytes, context: Context, pixels: Pixels) -> _Asked:
     try:
         fields = VisionRequest.model_validate_json(body)
     except ValidationError as error:
         raise RequestError(_said(error)) from error
     _check_count(len(fields.images), fields.video is not None, len(fields.frames), context)
-    images = await asking.gathered(*(context.media.image(url) for url in fields.images))
+    images = await asking.gathered(*(context.media.image(url, pixels) for url in fields.images))
     video = None
     if fields.video is not None:
-        video = await context.media.video(fields.video)
+        video = await context.media.video(fields.video, pixels)
     elif fields.frames:
-        video = await context.media.frames(fields.frames)
+        video = await context.media.frames(fields.frames, pixels)
     return _Asked(fields, images, video)
 
 
-async def _from_form(request: Request, context: Context) -> _Asked:
+async def _from_form(request: Request, context: Context, pixels: Pixels) -> _Asked:
     settings = context.settings
     most = settings.max_images + settings.max_video_frames + 1
     files: dict[str, list[bytes]] = {name: [] for name in _FILES}
@@ -146,12 +148,12 @@ async def _from_form(request: Request, context: Context) -> _Asked:
     if len(videos) > 1:
         raise RequestError("The form has several videos: send them one by one")
     _check_count(len(images), bool(videos), len(files["frames"]), context)
-    decoded = await asking.gathered(*(context.media.decode_image(item) for item in images))
+    decoded = await asking.gathered(*(context.media.decode_image(item, pixels) for item in images))
     video = None
     if videos:
-        video = await context.media.decode_video(videos[0])
+        video = await context.media.decode_video(videos[0], pixels)
     elif files["frames"]:
-        frames = (context.media.decode_image(item) for item in files["frames"])
+        frames = (context.media.decode_image(item, pixels) for item in files["frames"])
         video = await asking.gathered(*frames)
     return _Asked(fields, decoded, video)
 

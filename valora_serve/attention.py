@@ -129,8 +129,8 @@ class Plan(Protocol):
         """
 
 
-class DecodePlan(Plan, Protocol):
-    """A plan in fixed buffers, for a CUDA graph of exactly so many sequences of one row."""
+class FixedPlan(Plan, Protocol):
+    """A plan in fixed buffers, for a CUDA graph."""
 
     def update(self, rows: Rows) -> None:
         """Describe the next step; enqueued, nothing waits."""
@@ -142,8 +142,14 @@ class Backend(Protocol):
     def plan(self, rows: Rows) -> Plan:
         """Plan a step of any mix of rows."""
 
-    def decode_plan(self, sequences: int) -> DecodePlan | None:
-        """A plan for CUDA graphs, or None if the library has no such thing."""
+    def decode_plan(self, sequences: int) -> FixedPlan | None:
+        """A plan of exactly so many sequences of one row, or None if there is no such thing."""
+
+    def mixed_plan(self, sequences: int, rows: int) -> FixedPlan | None:
+        """A plan of at most so many sequences and rows in all, likewise.
+
+        Rows behind those of the sequences write to page 0; what they attend to does not matter.
+        """
 
 
 @torch.compiler.disable
@@ -201,6 +207,10 @@ class TorchBackend:
     def decode_plan(self, sequences: int) -> None:
         """There is none."""
         return
+
+    def mixed_plan(self, sequences: int, rows: int) -> TorchMixedPlan:
+        """One that is not for graphs, but says what such a plan does."""
+        return TorchMixedPlan(self._cache, rows)
 
 
 class TorchPlan:
@@ -270,6 +280,28 @@ class TorchPlan:
         )
 
 
+class TorchMixedPlan:
+    """The definition of a plan in fixed buffers: rows behind the sequences' count for nothing."""
+
+    def __init__(self, cache: KVCache, rows: int) -> None:
+        self._cache, self._rows = cache, rows
+        self._plan: TorchPlan | None = None
+        self._used = 0
+
+    def update(self, rows: Rows) -> None:
+        """See `FixedPlan`."""
+        self._plan, self._used = TorchPlan(self._cache, rows), int(rows.starts[-1])
+
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See `Plan`."""
+        out = torch.zeros_like(query)
+        used = self._used
+        if self._plan is not None and used:
+            parts = (query[:used], key[:used], value[:used])
+            out[:used] = self._plan.run(layer, *parts, scale)
+        return out
+
+
 class FlashInferBackend:
     """FlashInfer's paged kernels, which compile at their first use."""
 
@@ -313,6 +345,10 @@ class FlashInferBackend:
     def decode_plan(self, sequences: int) -> FlashInferDecodePlan:
         """A plan for CUDA graphs."""
         return FlashInferDecodePlan(self._cache, self._workspace, sequences)
+
+    def mixed_plan(self, sequences: int, rows: int) -> FlashInferMixedPlan:
+        """A plan for CUDA graphs."""
+        return FlashInferMixedPlan(self._cache, self._workspace, sequences, rows)
 
 
 @dataclass(slots=True)
@@ -380,7 +416,7 @@ class FlashInferDecodePlan(FlashInferPlan):
         )
 
     def update(self, rows: Rows) -> None:
-        """See `DecodePlan`.
+        """See `FixedPlan`.
 
         Raises:
             ValueError: More pages in all tables together than the buffers have room for.
@@ -401,6 +437,88 @@ class FlashInferDecodePlan(FlashInferPlan):
             cache.kv_heads,
             cache.head_dim,
             cache.block_size,
+            q_data_type=cache.dtype,
+            kv_data_type=cache.dtype,
+        )
+
+
+class FlashInferMixedPlan(FlashInferPlan):
+    """Any mix of rows in fixed buffers; one sequence more takes the rows that only fill up."""
+
+    def __init__(self, cache: KVCache, workspace: Tensor, sequences: int, rows: int) -> None:
+        import flashinfer
+
+        device = cache.device
+        pages = int(cache.layers[0][0].shape[0])
+        self._sequences, self._rows = sequences, rows
+        super().__init__(
+            cache,
+            None,
+            owner=torch.zeros(rows, dtype=torch.int32, device=device),
+            position=torch.zeros(rows, dtype=torch.int32, device=device),
+            indices=torch.zeros(2 * pages + sequences, dtype=torch.int32, device=device),
+            indptr=torch.zeros(sequences + 2, dtype=torch.int32, device=device),
+            last=torch.ones(sequences + 1, dtype=torch.int32, device=device),
+        )
+        self.wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            workspace,
+            "NHD",
+            use_cuda_graph=True,
+            qo_indptr_buf=torch.zeros(sequences + 2, dtype=torch.int32, device=device),
+            paged_kv_indptr_buf=self.indptr,
+            paged_kv_indices_buf=self.indices,
+            paged_kv_last_page_len_buf=self.last,
+            backend="fa2",
+        )
+        # The first plan fixes the most rows.
+        full = Rows(np.array([0, rows], np.int32), np.array([rows], np.int32),
+                    [[0] * -(-rows // cache.block_size)])  # fmt: skip
+        self.update(full)
+
+    def update(self, rows: Rows) -> None:
+        """See `FixedPlan`.
+
+        Raises:
+            ValueError: More sequences, rows or pages than the buffers have room for.
+        """
+        cache, held, used = self.cache, len(rows.lengths), int(rows.starts[-1])
+        if held > self._sequences or used > self._rows:
+            raise ValueError(
+                f"plan: expected at most {self._sequences} sequences of {self._rows} rows, "
+                f"got {held} of {used}"
+            )
+        indices, indptr = rows.indices(cache.block_size)
+        if len(indices) + self._sequences + 1 - held > len(self.indices):
+            raise ValueError(
+                f"plan: expected at most {len(self.indices)} pages, got {len(indices)}"
+            )
+        # Sequences that are not there have one page, page 0, and no rows; the last one's rows
+        # fill up.
+        empty = self._sequences + 1 - held
+        pages = np.concatenate([indices, np.zeros(empty, np.int32)])
+        ends = np.concatenate([indptr, indptr[-1] + np.arange(1, empty + 1, dtype=np.int32)])
+        starts = np.concatenate([rows.starts, np.full(empty, used, np.int32)])
+        lengths = np.concatenate([rows.lengths, np.ones(empty, np.int32)])
+        last = ((lengths - 1) % cache.block_size + 1).astype(np.int32)
+        counts = np.diff(rows.starts)
+        where = np.zeros((2, self._rows), np.int32)
+        where[0] = self._sequences
+        where[0, :used] = np.repeat(np.arange(held, dtype=np.int32), counts)
+        first = rows.lengths - counts - rows.starts[:-1]
+        where[1, :used] = np.arange(used) + np.repeat(first, counts)
+        both = _to_device(where, cache.device)
+        self.owner.copy_(both[0])
+        self.position.copy_(both[1])
+        self.wrapper.plan(
+            torch.from_numpy(starts.astype(np.int32)),
+            torch.from_numpy(ends.astype(np.int32)),
+            _to_device(pages, cache.device),
+            torch.from_numpy(last),
+            cache.heads,
+            cache.kv_heads,
+            cache.head_dim,
+            cache.block_size,
+            causal=True,
             q_data_type=cache.dtype,
             kv_data_type=cache.dtype,
         )
@@ -450,6 +568,10 @@ class VarlenBackend:
 
     def decode_plan(self, sequences: int) -> None:
         """There is none: the longest sequence is an argument on the host."""
+        return
+
+    def mixed_plan(self, sequences: int, rows: int) -> None:
+        """There is none, as for decoding."""
         return
 
 
@@ -530,6 +652,10 @@ class FlexBackend:
 
     def decode_plan(self, sequences: int) -> None:
         """There is none: what is gathered has another size every step."""
+        return
+
+    def mixed_plan(self, sequences: int, rows: int) -> None:
+        """There is none, as for decoding."""
         return
 
 

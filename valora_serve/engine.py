@@ -85,6 +85,9 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 19
                384, 448, 512)  # fmt: skip
 
 
+PROMPT_SIZES = (64, 128, 192, 256, 288, 320, 384, 512, 640, 768, 1024)
+
+
 @dataclass(slots=True)
 class Flight:
     """A step under way: who chooses a token in it, and which heads answer."""
@@ -165,6 +168,7 @@ class Engine:
             max_requests=settings.max_requests,
             max_adapters=settings.max_adapters,
             graphs=sizes,
+            prompt_graphs=PROMPT_SIZES if settings.prompt_graphs else (),
         )
         self.cost = cost_model or load_or_estimate(self._cost_folder, self.machine, self.lmm.base)
         self.policy = make_policy(settings.policy, self.cost, settings.policy_settings)
@@ -319,7 +323,7 @@ class Engine:
                 })  # fmt: skip
         first = not self.runner.has_lora
         self.runner.has_lora = True
-        if self.device.type == "cuda" and not first:
+        if not first:  # the weights have moved
             self.runner.forget_graphs()
             self.warm_up()
 

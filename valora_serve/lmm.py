@@ -412,15 +412,35 @@ class Lmm:
         Returns:
             [rows, width].
         """
-        embedded = self._text.get_input_embeddings()(ids)
+        return self.forward(self.embed(ids, visible), positions, plan, visible)
+
+    def embed(self, ids: Tensor, visible: Visible | None = None) -> Tensor:
+        """What goes into the first layer: [rows, width]."""
+        embedded: Tensor = self._text.get_input_embeddings()(ids)
+        if visible is None:
+            return embedded
+        return embedded.index_copy(0, visible.rows, visible.embeddings.to(embedded.dtype))
+
+    def forward(
+        self, embedded: Tensor, positions: Tensor, plan: Plan, visible: Visible | None = None
+    ) -> Tensor:
+        """From the first layer to the final norm; arguments as in `hidden`.
+
+        Args:
+            embedded: [rows, width], what `embed` says.
+            positions: As in `hidden`.
+            plan: As in `hidden`.
+            visible: For what images add to the first layers.
+
+        Returns:
+            [rows, width].
+        """
         extra: dict[str, Any] = {}
-        if visible is not None:
-            embedded = embedded.index_copy(0, visible.rows, visible.embeddings.to(embedded.dtype))
-            if visible.deep:
-                mask = torch.zeros(1, len(ids), dtype=torch.bool, device=ids.device)
-                mask[0, visible.rows] = True
-                extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": visible.deep}
-        positions = positions[:, None] if positions.ndim == 2 else positions[None]
+        if visible is not None and visible.deep:
+            mask = torch.zeros(1, len(embedded), dtype=torch.bool, device=embedded.device)
+            mask[0, visible.rows] = True
+            extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": visible.deep}
+        positions = positions[:, None] if positions.ndim > 1 else positions[None]
         output = self._text(
             inputs_embeds=embedded[None],
             position_ids=positions,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,12 +15,21 @@ from valora_serve.lmm import Features, Visible
 from valora_serve.sampler import Choice, Likely, likely, sample
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from valora_serve.attention import DecodePlan, KVCache
+    from valora_serve.attention import FixedPlan, KVCache
     from valora_serve.lmm import Lmm, Visual
+
+
+T = TypeVar("T")
+
+MOST_SEQUENCES = 256
+"""Of a captured step with prompts."""
+
+PROMPT_ROWS = 128
+"""Rows of an adapter in a typical step with prompts, for which its tiles are chosen."""
 
 
 @dataclass(slots=True)
@@ -97,7 +106,7 @@ class _Graph:
     """A captured decode step of so many rows."""
 
     graph: Any
-    plan: DecodePlan
+    plan: FixedPlan
     lora: LoraBatch | None
     inputs: Tensor
     logits: Tensor
@@ -105,6 +114,27 @@ class _Graph:
     staging: list[Tensor] = field(default_factory=list)
     events: list[Any] = field(default_factory=list)
     turn: int = 0
+
+
+@dataclass(slots=True)
+class _PromptGraph:
+    """The captured layers of a step of up to so many rows, prompts among them.
+
+    Attributes:
+        replay: Computes `hidden` from the others.
+        plan: Attention.
+        lora: Adapters of the rows, None without any.
+        embedded: [rows, width].
+        positions: [rows] or [3, rows] int64.
+        hidden: [rows, width].
+    """
+
+    replay: Callable[[], None]
+    plan: FixedPlan
+    lora: LoraBatch | None
+    embedded: Tensor
+    positions: Tensor
+    hidden: Tensor
 
 
 class ModelRunner:
@@ -119,6 +149,8 @@ class ModelRunner:
         max_requests: Most requests that run.
         max_adapters: Most distinct adapters of a step.
         graphs: Numbers of rows for which decode steps are captured; none on a CPU.
+        prompt_graphs: Numbers of rows for which the layers of steps with prompts are captured; on
+            a CPU they run as they are, which tests the bookkeeping.
     """
 
     def __init__(
@@ -132,6 +164,7 @@ class ModelRunner:
         max_requests: int,
         max_adapters: int,
         graphs: Sequence[int] = (),
+        prompt_graphs: Sequence[int] = (),
     ) -> None:
         self._lmm = lmm
         self._cache = cache
@@ -145,6 +178,8 @@ class ModelRunner:
         self._lora = LoraBatch(max_tokens, self._most_segments, self._device)
         self._sizes = sorted(graphs) if self._device.type == "cuda" else []
         self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._prompt_sizes = sorted(prompt_graphs)
+        self._prompt_graphs: dict[tuple[int, int], _PromptGraph] = {}
         self._pool: Any = None
         self.has_lora = False
         """Whether any adapter is known: if not, no graph has LoRA in it."""
@@ -208,16 +243,11 @@ class ModelRunner:
             tokens[self._send(np.array(decoding))] = self._last[self._send(np.array(places))]
         where = self._send(positions if self._lmm.three_positions else positions[0])
         lengths = np.array([work.start + work.count for work in works], np.int32)
-        plan = self._backend.plan(Rows(starts, lengths, [work.table for work in works]))
-        self._lmm.linears.context.text = None
+        rows = Rows(starts, lengths, [work.table for work in works])
+        each = None
         if terms is not None:
-            adapters, coefficients = (np.repeat(part, counts, axis=0) for part in terms)
-            table = self._adapters
-            self._lora.update(adapters, table.ranks, table.scalings, coefficients)
-            # The operator wants exactly the batch's rows.
-            self._lmm.linears.context.text = self._lora
-        hidden = self._lmm.hidden(tokens, where, plan, self._visible(works, starts))
-        self._lmm.linears.context.text = None
+            each = (np.repeat(terms[0], counts, axis=0), np.repeat(terms[1], counts, axis=0))
+        hidden = self._layers(tokens, where, rows, each, self._visible(works, starts))
         kept: list[Tensor | None] = [
             None if work.keep is None else hidden[self._send(work.keep + at)]
             for work, at in zip(works, starts.tolist(), strict=False)
@@ -230,6 +260,58 @@ class ModelRunner:
         found = sample(logits, [work.choice for work in chosen if work.choice is not None])
         self._last[self._send(np.array([work.place for work in chosen]))] = found
         return self._result(found, self._likely(chosen, logits, found), kept)
+
+    def _layers(
+        self,
+        tokens: Tensor,
+        where: Tensor,
+        rows: Rows,
+        terms: tuple[NDArray[np.int64], NDArray[np.float32]] | None,
+        visible: Visible | None,
+    ) -> Tensor:
+        """Hidden states of a step, from a graph where one fits; `terms` are those of the rows."""
+        graph = self._prompt_graph_for(rows, terms, visible)
+        context, table = self._lmm.linears.context, self._adapters
+        if graph is None:
+            context.text = None
+            if terms is not None:
+                self._lora.update(terms[0], table.ranks, table.scalings, terms[1])
+                context.text = self._lora
+            hidden = self._lmm.hidden(tokens, where, self._backend.plan(rows), visible)
+            context.text = None
+            return hidden
+        used, size = len(tokens), len(graph.embedded)
+        graph.embedded[:used] = self._lmm.embed(tokens, visible)
+        graph.positions[..., :used] = where
+        graph.plan.update(rows)
+        if graph.lora is not None and terms is not None:
+            adapters = np.full((size, terms[0].shape[1]), NONE, np.int64)
+            coefficients = np.ones((size, terms[0].shape[1]), np.float32)
+            adapters[:used], coefficients[:used] = terms
+            graph.lora.update(adapters, table.ranks, table.scalings, coefficients)
+        graph.replay()
+        return graph.hidden[:used]
+
+    def _prompt_graph_for(
+        self,
+        rows: Rows,
+        terms: tuple[NDArray[np.int64], NDArray[np.float32]] | None,
+        visible: Visible | None,
+    ) -> _PromptGraph | None:
+        """The smallest captured step that these rows fit into."""
+        used = int(rows.starts[-1])
+        if not self._prompt_graphs or used > self._prompt_sizes[-1]:
+            return None
+        if visible is not None and visible.deep:
+            return None  # images that change later layers too
+        size = next(size for size in self._prompt_sizes if size >= used)
+        if len(rows.lengths) > self._sequences(size):
+            return None
+        return self._prompt_graphs.get((size, 0 if terms is None else terms[0].shape[1]))
+
+    def _sequences(self, rows: int) -> int:
+        """Most sequences of a captured step with prompts."""
+        return min(rows, self._max_requests, MOST_SEQUENCES)
 
     def _visible(self, works: Sequence[Work], starts: NDArray[np.int32]) -> Visible | None:
         rows, embeddings, deep = [], [], []
@@ -291,11 +373,16 @@ class ModelRunner:
         Returns:
             How many graphs there are now.
         """
-        if self._device.type != "cuda":
-            return 0
         for count in terms:
             if count and not self.has_lora:
                 continue
+            for size in reversed(self._prompt_sizes):
+                if (size, count) not in self._prompt_graphs:
+                    found = self._capture_prompt(size, count)
+                    if found is None:
+                        self._prompt_sizes = []
+                        break
+                    self._prompt_graphs[size, count] = found
             for size in reversed(self._sizes):
                 if (size, count) not in self._graphs:
                     graph = self._capture(size, count)
@@ -303,12 +390,63 @@ class ModelRunner:
                         self._sizes = []
                         return 0
                     self._graphs[size, count] = graph
-        return len(self._graphs)
+        return len(self._graphs) + len(self._prompt_graphs)
 
     def forget_graphs(self) -> None:
         """Weights or adapters' memory have moved: capture again."""
-        torch.cuda.synchronize(self._device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         self._graphs.clear()
+        self._prompt_graphs.clear()
+
+    def _capture_prompt(self, size: int, terms: int) -> _PromptGraph | None:
+        plan = self._backend.mixed_plan(self._sequences(size), size)
+        if plan is None:
+            return None
+        device, lmm = self._device, self._lmm
+        table = [0] * -(-size // self._cache.block_size)
+        plan.update(Rows(np.array([0, size], np.int32), np.array([size], np.int32), [table]))
+        lora = None
+        if terms:
+            lora = LoraBatch(size, min(size, self._most_segments), device, fixed=True)
+            self._typical(lora, size, terms, each=PROMPT_ROWS)
+        shape = (3, size) if lmm.three_positions else (size,)
+        embedded = torch.zeros((size, lmm.width), dtype=lmm.dtype, device=device)
+        positions = torch.zeros(shape, dtype=torch.int64, device=device)
+
+        def run() -> Tensor:
+            lmm.linears.context.text = lora
+            hidden = lmm.forward(embedded, positions, plan)
+            lmm.linears.context.text = None
+            return hidden
+
+        if device.type != "cuda":
+            hidden = torch.zeros_like(embedded)
+
+            def again() -> None:
+                hidden.copy_(run())
+
+            return _PromptGraph(again, plan, lora, embedded, positions, hidden)
+        graph, hidden = self._record(run)
+        return _PromptGraph(graph.replay, plan, lora, embedded, positions, hidden)
+
+    def _record(self, run: Callable[[], T]) -> tuple[Any, T]:
+        """Warm a function up and capture it; all graphs share their memory."""
+        with torch.inference_mode():
+            stream = torch.cuda.Stream(self._device)
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    run()
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+            torch.cuda.synchronize(self._device)
+            graph = torch.cuda.CUDAGraph()
+            # Adapters may be packed in another thread meanwhile, which locks host memory.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                found = run()
+        if self._pool is None:
+            self._pool = graph.pool()
+        return graph, found
 
     def _capture(self, size: int, terms: int) -> _Graph | None:
         plan = self._backend.decode_plan(size)
@@ -334,30 +472,18 @@ class ModelRunner:
             lmm.linears.context.text = None
             return logits, tokens
 
-        with torch.inference_mode():
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                for _ in range(2):
-                    run()
-            torch.cuda.current_stream(device).wait_stream(stream)
-            torch.cuda.synchronize(device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                logits, tokens = run()
-        if self._pool is None:
-            self._pool = graph.pool()
+        graph, (logits, tokens) = self._record(run)
         found = _Graph(graph, plan, lora, inputs, logits, tokens)
         found.staging = [torch.empty((4, size), dtype=torch.int64).pin_memory() for _ in "ab"]
         found.events = [torch.cuda.Event() for _ in "ab"]
         return found
 
-    def _typical(self, lora: LoraBatch, size: int, terms: int) -> None:
+    def _typical(self, lora: LoraBatch, size: int, terms: int, each: int = 2) -> None:
         """A mix that the tables may choose tiles for; the graph serves every other one too."""
         slots = len(self._adapters.ranks)
         rank = max(int(self._adapters.ranks.max(initial=0)), 8)
-        distinct = max(1, min(slots + 1 - terms, self._most_segments - 1, size // 2))
-        own = (np.arange(size) % distinct)[:, None]
+        distinct = max(1, min(slots + 1 - terms, self._most_segments - 1, size // each))
+        own = (np.arange(size) * distinct // size)[:, None]
         if terms > 1:
             # A single slot has no second adapter, and then no row ever has two terms.
             own = np.concatenate([own, np.full_like(own, min(distinct, slots - 1))], axis=1)

@@ -1,0 +1,69 @@
+"""Steps with prompts through fixed buffers, as a graph replays them, against steps as they are."""
+
+import pytest
+from PIL import Image
+
+from tests.serve_helpers import EVERYTHING, make_adapter
+from valora_serve.engine import Engine
+from valora_serve.engine_settings import EngineSettings
+from valora_serve.types import Request, SamplingParams
+
+TURNS = ("what is this?", "how many stars?", "describe the image.")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("adapters")
+    return {
+        f"a{number}": make_adapter(
+            root / f"a{number}", "tiny", seed=number, rank=rank, targets=EVERYTHING, strength=0.2
+        )
+        for number, rank in enumerate((8, 16, 4))
+    }
+
+
+def answers(folders, policy, **options):
+    engine = Engine(
+        EngineSettings(policy=policy, pages=300, chunk=40, max_tokens=150, max_requests=12,
+                       profile=False, **options)
+    )  # fmt: skip
+    for name, folder in folders.items():
+        engine.load(folder, name)
+    engine.warm_up()
+    models = [None, *folders]
+    for number in range(14):
+        parts = [{"type": "text", "text": TURNS[number % 3]}]
+        images = []
+        if number % 5:
+            parts.append({"type": "image"})
+            images.append(Image.new("RGB", (40 + number, 50), (number * 17, 90, 200 - number)))
+        request = Request(
+            str(number), models[number % 4], messages=[{"role": "user", "content": parts}],
+            images=images, sampling=SamplingParams(max_tokens=5 + number, ignore_eos=True),
+        )  # fmt: skip
+        engine.add(engine.prepare(request))
+    said = {}
+    while engine.busy:
+        for output in engine.step():
+            assert output.error is None
+            said.setdefault(output.id, []).extend(output.token_ids)
+    engine.close()
+    return said
+
+
+@pytest.mark.parametrize("policy", ["slora", "dlora"])
+def test_fixed_buffers_change_nothing(folders, policy, monkeypatch):
+    plain = answers(folders, policy)
+    replayed = []
+    from valora_serve.model_runner import ModelRunner
+
+    found = ModelRunner._prompt_graph_for
+
+    def spy(self, *arguments):
+        graph = found(self, *arguments)
+        replayed.append(graph is not None)
+        return graph
+
+    monkeypatch.setattr(ModelRunner, "_prompt_graph_for", spy)
+    assert answers(folders, policy, prompt_graphs=True) == plain
+    assert sum(replayed) > 10

@@ -152,7 +152,6 @@ class Backend(Protocol):
         """
 
 
-@torch.compiler.disable
 def attend(
     module: torch.nn.Module,
     query: Tensor,
@@ -190,7 +189,8 @@ def register() -> str:
     """Make `attend` known to transformers; returns the name to configure."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, attend)
+    # Where torch compiles layers, attention and its plan stay Python's.
+    AttentionInterface.register(NAME, torch.compiler.disable(attend))
     return NAME
 
 
@@ -539,10 +539,10 @@ class VarlenBackend:
         probe = Rows(np.array([0, 1], np.int32), np.array([1], np.int32), [[0]])
         kept = [part[0].clone() for part in cache.layers[0]]
         width = (cache.heads, cache.kv_heads, cache.kv_heads)
-        qkv = [
+        q, k, v = (
             torch.zeros(1, n, cache.head_dim, dtype=cache.dtype, device=cache.device) for n in width
-        ]
-        self.plan(probe).run(0, *qkv, 1.0)  # raises where no kernel takes pages of this size
+        )
+        self.plan(probe).run(0, q, k, v, 1.0)  # raises where no kernel takes pages of this size
         for part, old in zip(cache.layers[0], kept, strict=True):
             part[0] = old
 

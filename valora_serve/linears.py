@@ -8,7 +8,7 @@ adapters (VaLoRA §4.3), the others pick their part up.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 
     from valora_kernels.metadata import LoraBatch
     from valora_kernels.weights import LoraWeights
+
+Function = TypeVar("Function", bound="Callable[..., object]")
+
+
+def _uncompiled(function: Function) -> Function:
+    """Leave a function to Python when torch compiles what calls it."""
+    left: Function = torch.compiler.disable(function)
+    return left
+
 
 SHARING = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linears of one module that read the same input."""
@@ -89,10 +98,10 @@ class LinearGroup:
             self.weights: tuple[Tensor, ...] = (
                 weights[0] if len(weights) == 1 else torch.cat(weights),
             )
-            biases = [linear.bias for linear in linears]
+            biases: list[Tensor | None] = [linear.bias for linear in linears]
             self.bias: Tensor | None = None
             if any(bias is not None for bias in biases):
-                parts = [
+                parts: list[Tensor] = [
                     bias if bias is not None else weight.new_zeros(len(weight))
                     for bias, weight in zip(biases, weights, strict=True)
                 ]
@@ -105,9 +114,10 @@ class LinearGroup:
         """Weight of linear `index`: [outputs, inputs]."""
         if len(self.weights) > 1:
             return self.weights[index]
-        return self.weights[0].split(self.spec.out_features)[index]
+        parts: Sequence[Tensor] = self.weights[0].split(self.spec.out_features)
+        return parts[index]
 
-    @torch.compiler.disable
+    @_uncompiled
     def compute(self, x: Tensor) -> Tensor:
         """The first linear's output; the others' are kept until another group computes."""
         if self._context.last is not None:
@@ -144,7 +154,8 @@ class LinearGroup:
             y = self._base(flat)
             if batch is not None and self.lora is not None:
                 atmm_reference(y.split(self.spec.out_features, dim=1), flat, self.lora, batch)
-        return y.view(*x.shape[:-1], -1).split(self.spec.out_features, dim=-1)
+        parts: Sequence[Tensor] = y.view(*x.shape[:-1], -1).split(self.spec.out_features, dim=-1)
+        return parts
 
     def _base(self, x: Tensor) -> Tensor:
         """x·Wᵀ + bias of all linears: [rows, sum of outputs]."""

@@ -7,7 +7,6 @@ import statistics
 import time
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from valora_kernels.metadata import NONE
@@ -145,7 +144,7 @@ def _shape(
             rank = 0 if key is None else int(engine.adapters.ranks[slot])
             table = [next(rest) for _ in range(-(-(context + tokens) // size))]
             decoding = tokens == 1
-            ids = None if decoding else np.arange(tokens) % 1000 + 3
+            ids = None if decoding else [3 + token % 1000 for token in range(tokens)]
             works.append(Work(number, context, tokens, ids, table, slot, choice=choice))
             view = RequestView(
                 str(number), key, rank, 0.0, 0 if decoding else tokens, context=context

@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 DECODE_ROWS = (1, 8, 32, 64, 128, 256, 512)
 CONTEXTS = (32, 512)
 PREFILL_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+FEW_ROWS, FEW_CONTEXTS, FEW_TOKENS = (1, 8, 32), (32,), (64, 256)
+"""What is measured on a CPU, where a start shall not wait for more."""
+
 ADAPTERS = 16
 LOAD_WAIT = 5.0
 REPEATS = 5
@@ -103,13 +106,13 @@ def _steps(engine: Engine) -> Iterator[tuple[StepShape, list[Work], str | None]]
         mixes += [(Mode.UNMERGED, None, 1), (Mode.UNMERGED, None, len(resident))]
         if engine.lmm.linears.merged:
             mixes.append((Mode.MIXTURE, resident[0], len(resident)))
-    settings = engine.settings
+    settings, cuda = engine.settings, engine.device.type == "cuda"
     for mode, merged, distinct in mixes:
-        for context in CONTEXTS:
-            for rows in DECODE_ROWS:
+        for context in CONTEXTS if cuda else FEW_CONTEXTS:
+            for rows in DECODE_ROWS if cuda else FEW_ROWS:
                 if rows <= settings.max_requests and context + 1 < engine.context:
                     yield from _shape(engine, mode, merged, distinct, [(context, 1)] * rows)
-        for tokens in PREFILL_TOKENS:
+        for tokens in PREFILL_TOKENS if cuda else FEW_TOKENS:
             if tokens <= min(settings.max_tokens, settings.chunk, engine.context - 1):
                 yield from _shape(engine, mode, merged, distinct, [(0, tokens)])
                 if tokens > 64:  # prompts come beside decoding rows
@@ -161,11 +164,12 @@ def _time(engine: Engine, works: list[Work], merged: str | None) -> float:
     """Median seconds of a step, its planning included."""
     slot = NONE if merged is None else engine.adapters.slot(merged)
     times = []
-    for _ in range(REPEATS + 2):
+    warm, repeats = (2, REPEATS) if engine.device.type == "cuda" else (1, 2)
+    for _ in range(warm + repeats):
         start = time.perf_counter()
         engine.runner.step(works, slot).read()
         times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
+    return statistics.median(times[warm:])
 
 
 def _merge(engine: Engine, key: str | None) -> None:

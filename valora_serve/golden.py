@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from PIL import Image
 
 from valora_data.bundle import MANIFEST
 from valora_serve.errors import AdapterError
-from valora_serve.types import Finish, Request
+from valora_serve.types import Finish, Request, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,14 +55,7 @@ async def _check(
     engine: EngineClient, folder: Path, number: int, example: Mapping[str, Any], threshold: float
 ) -> None:
     domain, file = example["domain"], folder / str(example["image"])
-    with Image.open(file) as image:
-        picture = image.convert("RGB")
-    request = Request(
-        id=f"golden-{folder.name}-{number}",
-        model=domain,
-        images=[picture],
-        min_score=max(0.0, threshold - CONFIDENCE),
-    )
+    request = _request(folder, number, example, threshold)
     head: HeadResult | None = None
     text = ""
     async for output in engine.generate(request):
@@ -79,6 +73,32 @@ async def _check(
             f"{expected}, got {_said(head, text)}; the bundle is not served (set golden to "
             "false to serve it all the same)"
         )
+
+
+def _request(folder: Path, number: int, example: Mapping[str, Any], threshold: float) -> Request:
+    """The question of an example: images or frames, and words of its own if it has any."""
+    pictures = []
+    for name in (example["image"], *example.get("rest", ())):
+        with Image.open(folder / str(name)) as image:
+            pictures.append(image.convert("RGB"))
+    video = example.get("media") == "video"
+    messages = None
+    if example.get("question") is not None:
+        shown = [{"type": "video"}] if video else [{"type": "image"}] * len(pictures)
+        content = [{"type": "text", "text": str(example["question"])}, *shown]
+        messages = [{"role": "user", "content": content}]
+    sampling = SamplingParams()
+    if example.get("max_tokens") is not None:
+        sampling = replace(sampling, max_tokens=int(example["max_tokens"]))
+    return Request(
+        id=f"golden-{folder.name}-{number}",
+        model=example["domain"],
+        messages=messages,
+        images=() if video else pictures,
+        videos=[pictures] if video else (),
+        min_score=max(0.0, threshold - CONFIDENCE),
+        sampling=sampling,
+    )
 
 
 def _same(head: HeadResult | None, text: str, expected: Any, threshold: float) -> bool:

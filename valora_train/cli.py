@@ -55,9 +55,10 @@ class _Stages:
         from valora_train import distill, domains
         from valora_train.fuse import DomainInputs
 
-        teacher = self._settings.teacher
+        teacher = domain.taught_by or self._settings.teacher
         data = self._make(
-            domains.data_stage(domain), lambda folder, _: domains.build_data(domain, folder)
+            domains.data_stage(domain),
+            lambda folder, step: domains.build_data(domain, folder, step),
         )
         stage = distill.teach_stage(domain, teacher, data)
         taught = None
@@ -70,7 +71,9 @@ class _Stages:
             return DomainInputs(domain, data, data)
         distilled = self._make(
             distill.distill_stage(domain, teacher, data, taught),
-            lambda folder, _: distill.build_distilled(domain, teacher, data, taught, folder),
+            lambda folder, step: distill.build_distilled(
+                domain, teacher, data, taught, folder, step
+            ),
             distill.describe,
         )
         return DomainInputs(domain, data, distilled)

@@ -6,98 +6,97 @@ labels of the unlabelled split. Nothing learns from those; they tell how well a 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from valora_data import shards
 from valora_data.errors import DataError
-from valora_data.schema import Answer, Sample, Split
-from valora_data.splits import check_no_leak, split_samples
+from valora_data.prepare import TRUTH, prepare
+from valora_data.schema import CHOICE_TASKS, Split
+from valora_data.shards import open_shard
+from valora_data.sources.registry import Source, open_source
 from valora_train.settings import as_dict
 from valora_train.stage import Stage, digest
 
 if TYPE_CHECKING:
-    from valora_train.settings import DomainSettings, SourceSettings
+    from valora_train.progress import Step
+    from valora_train.settings import DomainSettings
 
-TRUTH = "unlabelled_truth"
+__all__ = ["TRUTH", "build_data", "data_stage"]
 
 
 def data_stage(domain: DomainSettings) -> Stage:
     """The stage that makes a domain's data."""
     source = domain.source
     inputs = {}
-    for path in (source.path, source.images):
-        if path is not None:
-            if not Path(path).exists():
-                raise DataError(f"data of domain {domain.name} not found: {path} does not exist")
+    for path in (source.path, source.images, source.annotations):
+        if path is None:
+            continue
+        if Path(path).exists():
             inputs[path] = digest(Path(path))
-    settings = {"labels": domain.labels, "name": domain.name, "source": as_dict(source)}
-    return Stage(f"data-{domain.name}", 2, settings, inputs)
+        elif source.kind != "hub":
+            raise DataError(f"data of domain {domain.name} not found: {path} does not exist")
+    settings = {
+        "labels": domain.labels,
+        "name": domain.name,
+        "task": str(domain.task),
+        "source": as_dict(source),
+    }
+    return Stage(f"data-{domain.name}", 3, settings, inputs)
 
 
-def build_data(domain: DomainSettings, folder: Path) -> None:
+def build_data(domain: DomainSettings, folder: Path, on_step: Step = lambda *_: None) -> None:
     """Fill the stage's folder.
 
     Raises:
-        DataError: If a split would be empty, or shares an image with another.
+        DataError: If a split would be empty, or shares an image with another; or if there is
+            nothing to tell apart.
     """
-    splits = _splits(domain)
-    for split in Split:
-        if not splits.get(split):
-            raise DataError(
-                f"domain {domain.name} has no {split} samples: add some, or raise the share in "
-                f"domains.{domain.name}.source"
-            )
-    check_no_leak(splits)
-    for split, samples in splits.items():
-        if split is Split.UNLABELLED:
-            shards.write(samples, domain.labels, folder / TRUTH)
-            samples = [replace(sample, answer=Answer()) for sample in samples]  # noqa: PLW2901
-        shards.write(samples, domain.labels, folder / split)
-
-
-def _splits(domain: DomainSettings) -> dict[Split, list[Sample]]:
     source = domain.source
-    if source.kind == "scenes":
-        from valora_data.sources.detection_scenes import detection_samples
-
-        return {
-            split: list(detection_samples(domain.name, split, source.counts[split], source.seed))
-            for split in Split
-        }
-    if source.path is None:
+    assert domain.task is not None, "`Settings.chosen` fills it in"
+    if source.kind != "scenes" and source.path is None:
         raise DataError(
             f"domain {domain.name} has no file to read: set domains.{domain.name}.source.path"
         )
-    if source.kind == "coco":
-        from valora_data.sources.coco import read_coco
+    opened = open_source(
+        Source(
+            kind=source.kind,
+            task=domain.task,
+            labels=tuple(domain.labels),
+            name=domain.name,
+            path=source.path,
+            images=source.images,
+            annotations=source.annotations,
+            columns=source.columns,
+            frames=source.frames,
+            counts=source.counts,
+            seed=source.seed,
+        )
+    )
+    total = sum(source.counts.values())
+    fractions = {Split(split): share for split, share in source.fractions.items()}
+    try:
+        prepare(
+            opened, domain.labels, fractions, folder, source.seed,
+            lambda done: on_step(done, max(done, total), 0.0),
+        )  # fmt: skip
+    except DataError as error:
+        raise DataError(f"data of domain {domain.name}: {error}") from error
+    _check_choices(domain, folder)
 
-        images = Path(source.images) if source.images else Path(source.path).parent
-        samples = list(read_coco(Path(source.path), images, domain.labels))
-        return split_samples(samples, _fractions(source, list(Split)), source.seed)
-    return _yolo_splits(domain)
 
-
-def _yolo_splits(domain: DomainSettings) -> dict[Split, list[Sample]]:
-    """The splits that the YAML names; what it lacks is taken out of its training images."""
-    from valora_data.sources.yolo import read_yolo, yolo_splits
-
-    source = domain.source
-    path = Path(source.path or "")
-    named = yolo_splits(path)
-    found = {
-        split: list(read_yolo(path, split, domain.labels))
-        for split in (Split.VAL, Split.TEST)
-        if split in named
-    }
-    samples = list(read_yolo(path, Split.TRAIN, domain.labels))
-    missing = [split for split in Split if split not in found]
-    return split_samples(samples, _fractions(source, missing), source.seed) | found
-
-
-def _fractions(source: SourceSettings, splits: list[Split]) -> dict[Split, float]:
-    """The shares of `splits`, scaled to add up to one."""
-    shares = {split: source.fractions.get(split, 0.25) for split in splits}
-    total = sum(shares.values())
-    return {split: share / total for split, share in shares.items()}
+def _check_choices(domain: DomainSettings, folder: Path) -> None:
+    """See to it that a domain that chooses has something to choose from."""
+    if domain.task not in CHOICE_TASKS or not domain.labels:
+        return
+    chosen = {answer.choice for answer in open_shard(folder / Split.TRAIN).answers()}
+    strange = sorted(str(choice) for choice in chosen if choice not in domain.labels)
+    if strange:
+        raise DataError(
+            f"domain {domain.name} has samples that are answered by {strange[0]!r}, which is none "
+            f"of its labels ({', '.join(domain.labels)}): add it, or leave those samples out"
+        )
+    if len(chosen) == 1:
+        raise DataError(
+            f"all training samples of domain {domain.name} are {chosen.pop()!r}, so that there is "
+            "nothing to tell apart: add samples of other labels"
+        )

@@ -27,6 +27,7 @@ from valora_train.progress import stopwatch
 from valora_train.report import counted
 from valora_train.settings import as_dict
 from valora_train.stage import Stage, digest, read_json, write_json
+from valora_train.tasks import make_task
 from valora_train.tracking import Tracker
 from valora_train.trainer import DomainData, Trainer
 
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     from valora_train.fusion_plan import Attempt
     from valora_train.progress import Display
     from valora_train.settings import DomainSettings, Settings
+    from valora_train.tasks import Evaluation
     from valora_train.tracking import AttemptRun
-    from valora_train.trainer import Evaluation
 
 FUSION = "fusion.json"
 STATE = "state.json"
@@ -84,10 +85,18 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
     }
     values: dict[str, Any] = {key: as_dict(value) for key, value in facts.items()}
     values["domains"] = [
-        [item.settings.name, item.settings.prompt, item.settings.labels, item.required]
+        {
+            "name": item.settings.name,
+            "task": str(item.settings.task),
+            "prompt": item.settings.prompt,
+            "labels": item.settings.labels,
+            "required": item.required,
+            "mirror": item.settings.mirror,
+            "video": item.settings.video,
+        }
         for item in domains
     ]
-    return Stage(f"fuse-{settings.task.name}", 1, values, inputs, resumable=True)
+    return Stage(f"fuse-{settings.task.name}", 2, values, inputs, resumable=True)
 
 
 def build_fusion(
@@ -154,13 +163,12 @@ class _Fusion:
         )
         with display.work("fuse", "loading the base model"):
             self._lmm = Lmm(settings.model, settings.train.lora)
-        data = {}
+        first_head = _first_head(settings.model.id)
+        self._data: dict[str, DomainData] = {}
         for name, item in self._inputs.items():
             with display.work("fuse", f"encoding images of {name}"):
-                data[name] = self._load(item)
-        self._trainer = Trainer(
-            self._lmm, data, settings.train, settings.heads, _first_head(settings.model.id)
-        )
+                self._data[name] = self._load(item, first_head)
+        self._trainer = Trainer(self._lmm, self._data, settings.train)
 
     @property
     def mlflow_run_id(self) -> str | None:
@@ -173,16 +181,21 @@ class _Fusion:
         self._state["mlflow_run_id"] = run
         self._save()
 
-    def _load(self, item: DomainInputs) -> DomainData:
-        domain = replace(
-            item.settings.domain(self._settings.task.type), required=item.required, relative=False
+    def _load(self, item: DomainInputs, first_head: Tensor | None) -> DomainData:
+        domain = replace(item.settings.domain(), required=item.required, relative=False)
+        task = make_task(
+            domain,
+            self._settings.heads,
+            self._lmm,
+            video=item.settings.video,
+            first_head=first_head,
         )
         return DomainData(
-            domain,
+            task,
             shards.read(item.distilled / TAUGHT),
             {split: shards.read(item.data / split) for split in (Split.VAL, Split.TEST)},
             self._lmm,
-            self._settings.train.flip,
+            self._settings.train.flip and item.settings.mirror,
         )
 
     def run(self, tracker: Tracker) -> None:
@@ -208,14 +221,15 @@ class _Fusion:
         for name in self._inputs:
             if name in self._state["head_only"]:
                 continue
-            with self._display.work("fuse", f"head alone: {name}"), stopwatch() as seconds:
+            with self._display.work("fuse", f"without LoRA: {name}"), stopwatch() as seconds:
                 head = self._trainer.probe(name, self._settings.train.seed)
                 val = self._trainer.evaluate(None, name, Split.VAL, head)
                 test = self._trainer.evaluate(None, name, Split.TEST, head)
                 self._state["head_only"][name] = {"val": val.accuracy, "test": test.accuracy}
                 self._save()
             misses = "" if val.accuracy >= self._required[name] else ", too little: needs LoRA"
-            self._display.done("fuse", f"{name}: head alone {val.accuracy:.3f}{misses}", seconds())
+            what = "base alone" if head is None else "head alone"
+            self._display.done("fuse", f"{name}: {what} {val.accuracy:.3f}{misses}", seconds())
         return {name: float(value["val"]) for name, value in self._state["head_only"].items()}
 
     def _plan(self, probes: Mapping[str, float]) -> FusionPlan:
@@ -313,10 +327,9 @@ class _Fusion:
         results: Mapping[str, Evaluation],
         seconds: float,
     ) -> None:
-        details = {}
+        details: dict[str, float] = {}
         for name, result in results.items():
-            details[f"map/{name}"] = result.map
-            details[f"ece/{name}"] = result.calibration_error
+            details |= {f"{key}/{name}": value for key, value in result.details.items()}
         sheets = {name: self._sheet(name, result, Split.VAL) for name, result in results.items()}
         run.decided(decision, seconds, sheets, details)
         colour = {"committed": "green", "rolled back": "red", "unreachable": "magenta"}
@@ -327,7 +340,12 @@ class _Fusion:
 
     def _sheet(self, name: str, result: Evaluation, split: Split) -> Any:
         samples = self._trainer.samples(name, split)[:SHOWN]
-        return pictures.contact_sheet(samples, result.boxes[:SHOWN], result.threshold)
+        if result.threshold is None:
+            return pictures.answer_sheet(
+                samples, [one.answer for one in result.said[:SHOWN]], self._data[name].task.domain
+            )
+        boxes = [one.answer.boxes for one in result.said[:SHOWN]]
+        return pictures.contact_sheet(samples, boxes, result.threshold)
 
     def _save(self) -> None:
         write_json(self._folder / STATE, self._state)
@@ -350,10 +368,7 @@ class _Fusion:
                 with self._display.work("fuse", f"measuring {name} on test"):
                     val = self._trainer.evaluate(adapter, name, Split.VAL)
                     test = self._trainer.evaluate(adapter, name, Split.TEST)
-                (self._folder / "heads").mkdir(exist_ok=True)
-                self._trainer.heads(adapter)[name].save(
-                    self._folder / "heads" / f"{name}.safetensors", self._settings.heads
-                )
+                self._write_head(adapter, name)
                 sheet = self._sheet(name, test, Split.TEST)
                 (self._folder / "pictures").mkdir(exist_ok=True)
                 sheet.save(self._folder / "pictures" / f"{name}.png")
@@ -387,28 +402,35 @@ class _Fusion:
         item = self._inputs[name]
         required = self._required[name]
         probe = self._state["head_only"][name]
+        task, head = self._data[name].task, self._trainer.heads(adapter)[name]
         return {
-            "task": str(self._settings.task.type),
-            "metric": item.settings.domain(self._settings.task.type).metric,
+            "task": str(task.domain.task),
+            "metric": task.domain.metric,
             "required": required,
             "accuracy": {
                 "val": val.accuracy,
                 "val_ci95": list(val.interval),
                 "test": test.accuracy,
                 "test_ci95": list(test.interval),
-                "test_map": test.map,
-                "test_ece": test.calibration_error,
+                **{f"test_{key}": value for key, value in test.details.items()},
                 "head_only": probe["test"],
                 "head_only_val": probe["val"],
                 "teacher": teacher_accuracy(item.distilled, Split.TEST),
             },
             "status": "met" if min(val.accuracy, test.accuracy) >= required else "missed",
             "adapter": adapter,
-            "head": f"heads/{name}.safetensors",
+            "head": None if head is None else f"heads/{name}.safetensors",
             "labels": item.settings.labels,
             "prompt": item.settings.prompt,
-            "threshold": test.threshold,
+            "media": "video" if task.video else "images",
+            **task.facts(head),
         }
+
+    def _write_head(self, adapter: str, name: str) -> None:
+        head: Any = self._trainer.heads(adapter)[name]
+        (self._folder / "heads").mkdir(exist_ok=True)
+        if head is not None:
+            head.save(self._folder / "heads" / f"{name}.safetensors", self._settings.heads)
 
     def _write_adapter(self, adapter: str) -> None:
         self._lmm.save_adapter(

@@ -18,20 +18,20 @@ from PIL import Image
 from valora_data import shards
 from valora_data.bundle import Bundle, check_base, read_bundle
 from valora_data.errors import ValoraError
-from valora_data.schema import Box, Split
+from valora_data.schema import Answer, Domain, Sample, Split, Task
 from valora_train.errors import GateError
-from valora_train.evaluate import match
-from valora_train.heads import DetectionHead
 from valora_train.lmm import Lmm
 from valora_train.settings import HeadSettings, LoraSettings, ModelSettings
-from valora_train.trainer import MIN_SCORE
+from valora_train.tasks import load_head, make_task
+from valora_train.tasks.base import MEASURED_AT_ONCE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from valora_train.tasks import DomainTask, Said
+
 GOLDEN = "golden/golden.json"
-PIXELS = 0.5  # by how far an edge of a golden box may differ
-CONFIDENCE = 0.01
+CONFIG = "adapter_config.json"
 ACCURACY = 1e-3
 
 
@@ -46,49 +46,67 @@ class BundleModel:
     def __init__(self, bundle: Bundle, base: str | None = None) -> None:
         self._bundle = bundle
         # Features must not be cached if an adapter changes the vision side.
-        configs = [
-            json.loads((bundle.folder / facts["path"] / "adapter_config.json").read_text())
+        patterns = [
+            str(json.loads((bundle.folder / facts["path"] / CONFIG).read_text())["target_modules"])
             for facts in bundle.adapters.values()
         ]
-        vision = any("vision_tower" in config["target_modules"] for config in configs)
-        projector = any("projector" in config["target_modules"] for config in configs)
-        lora = LoraSettings(vision_tower=vision, projector=projector)
-        base = base or bundle.manifest["base"]["id"]
-        self._lmm = Lmm(ModelSettings(id=base, dtype=bundle.manifest["base"]["dtype"]), lora)
-        for name, facts in bundle.adapters.items():
-            self._lmm.load_adapter(name, bundle.folder / facts["path"])
-        self._heads = {
-            name: DetectionHead.load(bundle.folder / facts["head"])
-            for name, facts in bundle.domains.items()
-        }
+        lora = LoraSettings(
+            vision_tower=any("vision_tower" in pattern for pattern in patterns),
+            projector=any("projector" in pattern for pattern in patterns),
+        )
+        facts = bundle.manifest["base"]
+        model = ModelSettings(
+            id=base or facts["id"],
+            dtype=facts["dtype"],
+            coordinates=facts.get("coordinates", "grid1000"),
+        )
+        self._lmm = Lmm(model, lora)
+        for name, adapter in bundle.adapters.items():
+            self._lmm.load_adapter(name, bundle.folder / adapter["path"])
+        self.tasks: dict[str, DomainTask] = {}
+        self._heads: dict[str, Any] = {}
+        for name, facts in bundle.domains.items():
+            self.tasks[name] = self._task(name, facts)
+            file = bundle.folder / facts["head"] if facts["head"] else None
+            self._heads[name] = load_head(self.tasks[name], file)
 
-    def detect(self, domain: str, images: Sequence[Image.Image]) -> list[list[Box]]:
-        """Boxes of every image, in its pixels, unsure ones included."""
+    def _task(self, name: str, facts: Mapping[str, Any]) -> DomainTask:
+        settings = replace(HeadSettings(), **self._bundle.manifest["nms"])
+        if "max_tokens" in facts:
+            settings = replace(settings, max_tokens=facts["max_tokens"])
+        domain = Domain(
+            name, Task(facts["task"]), tuple(facts["labels"]), facts["prompt"], facts["required"]
+        )
+        return make_task(domain, settings, self._lmm, video=facts.get("media") == "video")
+
+    def answer(self, domain: str, samples: Sequence[Sample]) -> list[Said]:
+        """What the bundle says of samples; their own answers are not looked at."""
         import torch
 
-        facts = self._bundle.domains[domain]
-        settings = replace(HeadSettings(), **self._bundle.manifest["nms"])
-        head = self._heads[domain]
-        self._lmm.activate(facts["adapter"])
-        found = []
+        task, head = self.tasks[domain], self._heads[domain]
+        self._lmm.activate(self._bundle.domains[domain]["adapter"])
+        said: list[Said] = []
         with torch.no_grad():
-            for start in range(0, len(images), 64):
-                batch = images[start : start + 64]
-                hidden = self._lmm.hidden([facts["prompt"]] * len(batch), self._lmm.inputs(batch))
-                found += [
-                    head.predict(raw, image.size, settings, MIN_SCORE)
-                    for raw, image in zip(head(hidden), batch, strict=True)
-                ]
-        return found
+            for start in range(0, len(samples), MEASURED_AT_ONCE):
+                batch = samples[start : start + MEASURED_AT_ONCE]
+                encoded = self._lmm.encode([task.asked(sample) for sample in batch], task.whole)
+                said += task.said(head, task.read(head, self._lmm, encoded), batch)
+        return said
+
+    def accuracy(self, domain: str, samples: Sequence[Sample]) -> float:
+        """What the bundle reaches on samples with the truth."""
+        said = self.answer(domain, samples)
+        return self.tasks[domain].evaluation(self._heads[domain], said, samples).accuracy
 
 
-def golden_rows(boxes: Sequence[Box], threshold: float) -> list[dict[str, Any]]:
-    """What ``golden.json`` says of an image: the boxes from the head's threshold on."""
-    return [
-        {"label": box.label, "box": list(box.xyxy), "confidence": box.confidence}
-        for box in boxes
-        if box.confidence >= threshold
-    ]
+def golden_sample(folder: Path, example: Mapping[str, Any]) -> Sample:
+    """The sample of a golden example."""
+    images = []
+    for file in [example["image"], *example.get("rest", [])]:
+        with Image.open(folder / file) as image:
+            images.append(image.convert("RGB"))
+    name = example["image"]
+    return Sample(name, images[0], Answer(), example.get("prompt"), tuple(images[1:]))
 
 
 def check_golden(model: BundleModel, bundle: Bundle) -> int:
@@ -103,39 +121,31 @@ def check_golden(model: BundleModel, bundle: Bundle) -> int:
     examples = json.loads((bundle.folder / GOLDEN).read_text(encoding="utf-8"))
     for example in examples:
         domain = example["domain"]
-        with Image.open(bundle.folder / example["image"]) as image:
-            found = model.detect(domain, [image.convert("RGB")])[0]
-        rows = golden_rows(found, bundle.domains[domain]["threshold"])
-        if not _same(rows, example["expected"]):
+        task = model.tasks[domain]
+        said = model.answer(domain, [golden_sample(bundle.folder, example)])[0]
+        found = task.golden(said, bundle.domains[domain].get("threshold"))
+        if not task.same(found, example["expected"]):
             raise GateError(
                 f"golden example {example['image']} of {domain} came out differently: expected "
-                f"{example['expected']}, got {rows}; export the bundle again"
+                f"{example['expected']}, got {found}; export the bundle again"
             )
     return len(examples)
 
 
-def _same(rows: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> bool:
-    return len(rows) == len(expected) and all(
-        row["label"] == other["label"]
-        and abs(row["confidence"] - other["confidence"]) <= CONFIDENCE
-        and all(abs(a - b) <= PIXELS for a, b in zip(row["box"], other["box"], strict=True))
-        for row, other in zip(rows, expected, strict=True)
-    )
-
-
 def check_accuracy(model: BundleModel, bundle: Bundle, data: Mapping[str, Path]) -> None:
-    """Measure every domain on its test split again.
+    """Measure the test split again.
+
+    Args:
+        model: The bundle at work.
+        bundle: The bundle.
+        data: Output of stage `data`, by domain.
 
     Raises:
-        GateError: If one differs from what the bundle promises.
+        GateError: If a domain does not reach what training measured.
     """
     for name, folder in data.items():
-        facts = bundle.domains[name]
-        samples = shards.read(folder / Split.TEST)
-        found = model.detect(name, [sample.image for sample in samples])
-        truth = [sample.answer.boxes for sample in samples]
-        reached = match(found, truth, facts["labels"]).f1(facts["threshold"])
-        promised = facts["accuracy"]["test"]
+        reached = model.accuracy(name, shards.read(folder / Split.TEST))
+        promised = bundle.domains[name]["accuracy"]["test"]
         if abs(reached - promised) > ACCURACY:
             raise GateError(
                 f"{name} reaches {reached:.4f} on test after reloading, but {promised:.4f} was "

@@ -208,7 +208,7 @@ class DetectionTargets:
 
     @classmethod
     def of(
-        cls, samples: Sequence[Sample], labels: Sequence[str], grid: tuple[int, int], mirror: bool
+        cls, samples: Sequence[Sample], labels: Sequence[str], grid: tuple[int, int]
     ) -> DetectionTargets:
         """Targets of samples.
 
@@ -216,7 +216,6 @@ class DetectionTargets:
             samples: Images with boxes in pixels, and the teacher's confidences.
             labels: Label set.
             grid: Rows and columns of visual tokens.
-            mirror: Whether the images are mirrored left to right.
         """
         tokens = grid[0] * grid[1]
         targets = cls(
@@ -227,7 +226,7 @@ class DetectionTargets:
         )
         for row, sample in enumerate(samples):
             for box in sorted(sample.answer.boxes, key=lambda box: -box.area):
-                edges, mine = cls._claim(box, sample.image.size, grid, mirror)
+                edges, mine = cls._claim(box, sample.image.size, grid)
                 targets.positive[row, mine] = True
                 targets.weight[row, mine] = box.confidence
                 targets.boxes[row, mine] = edges
@@ -236,14 +235,13 @@ class DetectionTargets:
 
     @classmethod
     def _claim(
-        cls, box: Box, size: tuple[int, int], grid: tuple[int, int], mirror: bool
+        cls, box: Box, size: tuple[int, int], grid: tuple[int, int]
     ) -> tuple[Tensor, Tensor]:
         """Edges of a box in shares of the image, and the (tokens,) bool of its cells."""
         rows, columns = grid
-        x0, x1 = box.x0 / size[0], box.x1 / size[0]
-        if mirror:
-            x0, x1 = 1 - x1, 1 - x0
-        edges = torch.tensor([x0, box.y0 / size[1], x1, box.y1 / size[1]])
+        edges = torch.tensor(
+            [box.x0 / size[0], box.y0 / size[1], box.x1 / size[0], box.y1 / size[1]]
+        )
         middle = (edges[:2] + edges[2:]) / 2
         shape = torch.tensor([columns, rows], dtype=torch.float32)
         centres = box_code.cell_centres(grid)
@@ -260,12 +258,6 @@ class DetectionTargets:
     def __getitem__(self, rows: Tensor) -> DetectionTargets:
         """The targets of some of the images."""
         return self._each(lambda part: part[rows.to(part.device)])
-
-    def __add__(self, other: DetectionTargets) -> DetectionTargets:
-        """These images and then the others."""
-        return DetectionTargets(
-            *(torch.cat([getattr(self, f.name), getattr(other, f.name)]) for f in fields(self))
-        )
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> DetectionTargets:
         return DetectionTargets(*(change(getattr(self, f.name)) for f in fields(self)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,10 +13,12 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-    from valora_data.schema import Box, Sample
+    from valora_data.schema import Answer, Box, Domain, Sample
     from valora_train.fusion_plan import Decision
 
 SCALE = 2
+TILE = 192  # pixels
+LINE, MOST_LINES, LETTERS = 12, 5, 32  # of text below a tile
 MARK = {"committed": "#2e7d32", "rolled back": "#c62828", "unreachable": "#6a1b9a"}
 
 
@@ -43,6 +46,65 @@ def contact_sheet(
                 draw.text(corner, f"{box.confidence:.2f}", fill="#00e676", stroke_width=1,
                           stroke_fill="black")  # fmt: skip
         tiles.append(tile)
+    return _sheet(tiles, columns)
+
+
+def answer_sheet(
+    samples: Sequence[Sample], said: Sequence[Answer], domain: Domain, columns: int = 4
+) -> Image.Image:
+    """Images side by side, with what was asked and answered; what is wrong also with the truth.
+
+    Args:
+        samples: Images or frames with the truth.
+        said: The answer to each.
+        domain: Says what was asked.
+        columns: Images per row.
+    """
+    tiles = []
+    for sample, answer in zip(samples, said, strict=True):
+        strip = _strip(sample)
+        draw = ImageDraw.Draw(strip)
+        scale = strip.height / sample.image.height
+        for boxes, colour in ((sample.answer.boxes, "white"), (answer.boxes[:1], "#00e676")):
+            for box in boxes:
+                draw.rectangle([edge * scale for edge in box.xyxy], outline=colour, width=2)
+        lines = [(domain.question(sample), "white")] if sample.prompt is not None else []
+        given, true = _words(answer), _words(sample.answer)
+        right = bool(answer.boxes) or given == true or given in sample.answer.captions
+        lines.append((given or "–", "#00e676" if right else "#ff5252"))
+        lines += [] if right else [(true, "#b0b0b0")]
+        tiles.append(_with_lines(strip, lines))
+    return _sheet(tiles, columns)
+
+
+def _strip(sample: Sample) -> Image.Image:
+    """An image, or up to four frames in a square."""
+    images = sample.images
+    side = TILE if len(images) == 1 else TILE // 2
+    shown = [images[round(i * (len(images) - 1) / max(1, min(4, len(images)) - 1))]
+             for i in range(min(4, len(images)))]  # fmt: skip
+    strip = Image.new("RGB", (TILE, TILE), "#202020")
+    for place, image in enumerate(shown):
+        strip.paste(image.resize((side, side)), (place % 2 * side, place // 2 * side))
+    return strip
+
+
+def _words(answer: Answer) -> str:
+    return answer.choice or next(iter(answer.captions), "")
+
+
+def _with_lines(tile: Image.Image, lines: Sequence[tuple[str, str]]) -> Image.Image:
+    """A tile with a few lines of text below it."""
+    rows = [(part, colour) for text, colour in lines for part in wrap(text, LETTERS)[:2]]
+    taller = Image.new("RGB", (tile.width, tile.height + LINE * MOST_LINES), "#202020")
+    taller.paste(tile)
+    draw = ImageDraw.Draw(taller)
+    for number, (text, colour) in enumerate(rows[:MOST_LINES]):
+        draw.text((2, tile.height + LINE * number), text, fill=colour)
+    return taller
+
+
+def _sheet(tiles: Sequence[Image.Image], columns: int) -> Image.Image:
     width, height = tiles[0].size
     rows = -(-len(tiles) // columns)
     sheet = Image.new("RGB", (columns * (width + 4), rows * (height + 4)), "#202020")

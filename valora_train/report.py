@@ -25,11 +25,12 @@ def print_report(bundle: Bundle, console: Console, seconds: float) -> None:
         console: Where to print.
         seconds: How long it all took.
     """
-    table = Table(
-        title=f"{bundle.name}, version {bundle.version}: F1 at IoU 0.5", title_style="bold"
-    )
-    for column in ("domain", "teacher", "required", "validation", "test (95 %)", "head alone"):
-        table.add_column(column, justify="left" if column == "domain" else "right")
+    table = Table(title=f"{bundle.name}, version {bundle.version}", title_style="bold")
+    columns = (
+        "domain", "metric", "teacher", "required", "validation", "test (95 %)", "without LoRA",
+    )  # fmt: skip
+    for column in columns:
+        table.add_column(column, justify="left" if column in columns[:2] else "right")
     table.add_column("adapter")
     for name, facts in bundle.domains.items():
         accuracy = facts["accuracy"]
@@ -38,6 +39,7 @@ def print_report(bundle: Bundle, console: Console, seconds: float) -> None:
         teacher = "–" if accuracy["teacher"] is None else f"{accuracy['teacher']:.3f}"
         table.add_row(
             name,
+            facts["metric"],
             teacher,
             f"{facts['required']:.3f}",
             f"{accuracy['val']:.3f}",

@@ -6,7 +6,7 @@ not here is refused.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from valora_data.schema import Domain, Task
@@ -21,65 +21,28 @@ class SourceSettings:
     """Where a domain's samples come from.
 
     Attributes:
-        kind: `scenes` (drawn here), `coco` (a COCO JSON file) or `yolo` (an Ultralytics YAML).
-        path: The file, for `coco` and `yolo`.
-        images: Folder of the images, for `coco`.
+        kind: `scenes` (drawn here), or what people have: `coco`, `yolo`, `imagefolder`,
+            `videofolder`, `llava`, `vqa`, `refcoco`, `hub`, `shards` (see
+            `valora_data.sources.registry`).
+        path: File or folder, or a name on the hub.
+        images: Folder of the images, where the file names them.
+        annotations: File of the annotations, for `vqa`.
+        columns: A column's name for a field, where it differs.
+        frames: Frames to take of each video.
         counts: Images to draw for each split, for `scenes`.
         fractions: Share of each split where a labelled set comes unsplit.
         seed: Seed of the drawing or splitting.
     """
 
-    kind: Literal["scenes", "coco", "yolo"] = "scenes"
+    kind: str = "scenes"
     path: str | None = None
     images: str | None = None
+    annotations: str | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+    frames: int = 8
     counts: dict[str, int] = field(default_factory=dict)
     fractions: dict[str, float] = field(default_factory=dict)
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class DomainSettings:
-    """A domain of a task (see `valora_data.schema.Domain`).
-
-    Attributes:
-        name: Identifier.
-        labels: Label set in the order of class indices.
-        prompt: What the LMM is asked, without the image.
-        required: Accuracy to keep, in (0, 1].
-        relative: Whether `required` is a share of the teacher's accuracy.
-        teacher: `train` (train a small model first), a path to a trained one, or `labels` (the
-            labels of the training split stand in for a teacher).
-        source: Where the samples come from.
-    """
-
-    name: str = ""
-    labels: list[str] = field(default_factory=list)
-    prompt: str = ""
-    required: float = 0.8
-    relative: bool = False
-    teacher: str = "train"
-    source: SourceSettings = field(default_factory=SourceSettings)
-
-    def domain(self, task: Task) -> Domain:
-        """The checked domain."""
-        return Domain(
-            self.name, task, tuple(self.labels), self.prompt, self.required, self.relative
-        )
-
-
-@dataclass(frozen=True)
-class TaskSettings:
-    """The task whose domains are fused.
-
-    Attributes:
-        name: Name of the task and of its bundle.
-        type: Task type (`valora_data.schema.Task`).
-        only: Fuse only these of the listed domains, in this order; empty for all.
-    """
-
-    name: str = ""
-    type: Task = Task.DETECTION
-    only: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -89,14 +52,74 @@ class TeacherSettings:
     Attributes:
         kind: Key of `valora_teachers.registry`.
         min_confidence: Boxes below it are not even stored.
-        threshold: Boxes below it do not teach; null for the teacher's best F1 on validation.
-        options: Settings of the kind's training.
+        threshold: Boxes, and answers of classifiers, that are less sure do not teach; null for the
+            best F1 on validation for boxes, and for all answers.
+        labelled: Whether the LMM also learns from the labelled training split.
+        options: Settings of the kind's training and loading.
     """
 
     kind: str = "yolo"
     min_confidence: float = 0.05
     threshold: float | None = None
+    labelled: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DomainSettings:
+    """A domain of a task (see `valora_data.schema.Domain`).
+
+    Attributes:
+        name: Identifier.
+        task: Its task type; null for that of the task.
+        labels: Label set in the order of class indices; empty where answers are language.
+        prompt: What the LMM is asked, without the image; ``{}`` stands for a sample's own words.
+        required: Accuracy to keep, in (0, 1], of CIDEr in (0, 10].
+        relative: Whether `required` is a share of the teacher's accuracy.
+        teacher: `train` (train a small model first), a trained one (path, name on the hub, or
+            ``package.module:function``), or `labels` (labels stand in for a teacher).
+        taught_by: Teacher of this domain alone; null for that of the task.
+        mirror: Whether a mirrored image has the mirrored answer, so that `train.flip` may use it.
+        source: Where the samples come from.
+    """
+
+    name: str = ""
+    task: Task | None = None
+    labels: list[str] = field(default_factory=list)
+    prompt: str = ""
+    required: float = 0.8
+    relative: bool = False
+    teacher: str = "train"
+    taught_by: TeacherSettings | None = None
+    mirror: bool = True
+    source: SourceSettings = field(default_factory=SourceSettings)
+
+    def domain(self) -> Domain:
+        """The checked domain."""
+        assert self.task is not None, "`Settings.chosen` fills it in"
+        return Domain(
+            self.name, self.task, tuple(self.labels), self.prompt, self.required, self.relative
+        )
+
+    @property
+    def video(self) -> bool:
+        """Whether its samples are videos."""
+        return self.task is Task.VIDEO or self.source.kind == "videofolder"
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """The task whose domains are fused.
+
+    Attributes:
+        name: Name of the task and of its bundle.
+        type: Task type (`valora_data.schema.Task`) of domains that name none.
+        only: Fuse only these of the listed domains, in this order; empty for all.
+    """
+
+    name: str = ""
+    type: Task = Task.DETECTION
+    only: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -108,12 +131,22 @@ class ModelSettings:
         device: In torch's terms, such as `cpu` or `cuda`.
         dtype: Of the frozen weights.
         batch_size: Images per forward pass without gradients.
+        coordinates: How it writes boxes: on a grid of 0 to 1000, or in the pixels that it sees.
+        attention: Attention backend in transformers' terms; `auto` for its own choice.
+        gradient_checkpointing: Whether layers are computed again for their gradients, which saves
+            memory.
+        keep_features: Whether encoded images are kept while the vision side is frozen, which
+            saves time.
     """
 
     id: str = "tiny"
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     batch_size: int = 64
+    coordinates: Literal["grid1000", "pixels"] = "grid1000"
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    gradient_checkpointing: bool = False
+    keep_features: bool = True
 
 
 @dataclass(frozen=True)
@@ -124,8 +157,8 @@ class LoraSettings:
         rank: Rank of every target; a power of two from 4 to 256.
         alpha: Numerator of the scaling alpha / rank.
         targets: Projections of the language model.
-        vision_tower: Whether the vision tower's projections get LoRA too.
-        projector: Whether the projector's linears get LoRA too.
+        vision_tower: Whether the attention of the vision tower gets LoRA too.
+        projector: Whether the projector's (or merger's) linears get LoRA too.
         rslora: Scale by alpha / √rank.
     """
 
@@ -145,13 +178,15 @@ class TrainSettings:
         steps: Optimiser steps for a domain in a new adapter.
         steps_per_held: Further steps for each domain that is rehearsed.
         batch_size: Samples per step.
+        micro_batch: Samples that go through the model at once; 0 for all of a step.
+        group_by_length: Whether samples of a step shall be of like length, so that less is padded.
         rehearsal_share: Share of a batch that held domains get together.
         lr: Peak learning rate of the LoRA weights.
         head_lr: Peak learning rate of the heads.
         warmup: Share of the steps with rising learning rate; then it falls along a cosine.
         weight_decay: AdamW's, on the LoRA weights.
         clip: Gradient norm limit.
-        flip: Whether mirrored images are used too.
+        flip: Whether mirrored images are used too, in domains that allow it.
         probe_steps: Steps of the head on the frozen base (head-only accuracy).
         threads: CPU threads; fixed, because results depend on it. 0 for all cores.
         seed: Seed of everything that is drawn.
@@ -160,6 +195,8 @@ class TrainSettings:
     steps: int = 220
     steps_per_held: int = 60
     batch_size: int = 16
+    micro_batch: int = 0
+    group_by_length: bool = False
     rehearsal_share: float = 0.5
     lr: float = 4e-3
     head_lr: float = 4e-3
@@ -175,10 +212,15 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """The detection head (VaLoRA §4.2.2).
+    """Heads (VaLoRA §4.2.2) and written answers.
 
     Attributes:
-        objectness_weight: Of its loss, beside the box losses.
+        pooling: What linear heads look at: `last` (token), `visual_mean`, `attention` (weighted
+            visual tokens), or `auto`, which chooses on validation.
+        soft: Share of the teacher's soft labels in the loss of linear heads.
+        temperature: That soft labels and logits are divided by before they are compared.
+        max_tokens: Longest written answer.
+        objectness_weight: Of the detection head's loss, beside the box losses.
         box_weight: Of the generalised-IoU loss.
         class_weight: Of the class cross entropy.
         nms_iou: Overlap above which the less sure of two boxes goes.
@@ -190,6 +232,10 @@ class HeadSettings:
     class_weight: float = 1.0
     nms_iou: float = 0.5
     most: int = 32
+    pooling: Literal["auto", "last", "visual_mean", "attention"] = "auto"
+    soft: float = 0.5
+    temperature: float = 2.0
+    max_tokens: int = 64
 
 
 @dataclass(frozen=True)
@@ -254,7 +300,10 @@ class Settings:
                 raise SettingsError(
                     f"unknown domain {name!r} of task {self.task.name}: choose from {known}"
                 )
-        chosen = [self.domains[name] for name in self.task.only or self.domains]
+        chosen = [
+            replace(domain, task=domain.task or self.task.type)
+            for domain in (self.domains[name] for name in self.task.only or self.domains)
+        ]
         if not chosen:
             raise SettingsError(
                 f"task {self.task.name} has no domain left to fuse: list at least one"
@@ -264,7 +313,7 @@ class Settings:
 
 _POSITIVE = (
     "model.batch_size", "train.steps", "train.batch_size", "train.lr", "train.head_lr",
-    "train.lora.rank", "train.lora.alpha", "heads.most",
+    "train.lora.rank", "train.lora.alpha", "heads.most", "heads.temperature", "heads.max_tokens",
 )  # fmt: skip
 
 
@@ -294,8 +343,10 @@ def from_config(config: DictConfig) -> Settings:
         raise SettingsError(
             f"train.rehearsal_share must lie in [0, 1), got {settings.train.rehearsal_share}"
         )
+    if not 0.0 <= settings.heads.soft <= 1.0:
+        raise SettingsError(f"heads.soft must lie in [0, 1], got {settings.heads.soft}")
     for domain in settings.chosen():
-        domain.domain(settings.task.type)  # checks itself
+        domain.domain()  # checks itself
     return settings
 
 

@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from valora_data.schema import Box, Domain, Sample, Split
-from valora_train.evaluate import Matches, match
-from valora_train.heads import DetectionHead, DetectionTargets
+from valora_data.schema import Sample, Split
+from valora_train.prompts import Encoded, Read, States
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from valora_train.lmm import Lmm
-    from valora_train.settings import HeadSettings, TrainSettings
+    from valora_train.settings import TrainSettings
+    from valora_train.tasks import DomainTask, Evaluation
 
-MIN_SCORE = 0.01  # of the boxes that are measured; mAP and calibration need the unsure ones too
+PROBED_AT_ONCE = 64
+ALIKE = 1.3  # lengths by whose ratio samples still go into one padded batch
+OFFERED = 8  # samples drawn for each that is taken, where those of a batch shall be of like length
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,11 @@ class LabelledSplit:
     """A split that accuracy is measured on.
 
     Attributes:
-        inputs: (n, …), see `Lmm.inputs`.
+        inputs: The samples, encoded.
         samples: The samples with the truth.
     """
 
-    inputs: Tensor
+    inputs: list[Encoded]
     samples: list[Sample]
 
 
@@ -39,60 +41,35 @@ class DomainData:
     """A domain's samples in the form that training wants.
 
     Args:
-        domain: The domain.
+        task: How the domain is asked and learns.
         taught: Samples that the teacher labelled.
         labelled: Splits with the truth, for measuring.
         lmm: Encodes the images, once.
-        flip: Whether to use mirrored images too.
+        mirror: Whether to use mirrored images too.
     """
 
     def __init__(
         self,
-        domain: Domain,
+        task: DomainTask,
         taught: Sequence[Sample],
         labelled: Mapping[Split, list[Sample]],
         lmm: Lmm,
-        flip: bool,
+        mirror: bool,
     ) -> None:
-        from PIL import ImageOps
-
-        self.domain = domain
-        images = [sample.image for sample in taught]
-        self.inputs = lmm.inputs(images)
-        self.targets = self._targets(taught, lmm, mirror=False)
-        if flip:
-            mirrored = lmm.inputs([ImageOps.mirror(image) for image in images])
-            self.inputs = torch.cat([self.inputs, mirrored])
-            self.targets += self._targets(taught, lmm, mirror=True)
+        self.task = task
+        samples = list(taught)
+        if mirror:
+            samples += [task.mirrored(sample) for sample in taught]
+        self.inputs = lmm.encode([task.taught(sample) for sample in samples], task.whole)
+        self.targets = task.targets(samples, self.inputs)
+        if self.targets is not None:
+            self.targets = self.targets.to(lmm.device)
         self.splits = {
-            split: LabelledSplit(lmm.inputs([sample.image for sample in samples]), samples)
+            split: LabelledSplit(
+                lmm.encode([task.asked(sample) for sample in samples], task.whole), samples
+            )
             for split, samples in labelled.items()
         }
-
-    def _targets(self, taught: Sequence[Sample], lmm: Lmm, mirror: bool) -> DetectionTargets:
-        targets = DetectionTargets.of(taught, self.domain.labels, lmm.grid, mirror)
-        return targets.to(lmm.device)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What a domain reaches on a split.
-
-    Attributes:
-        accuracy: F1 at IoU 0.5 at the head's threshold.
-        interval: 95 % bootstrap interval of it.
-        map: COCO mAP.
-        calibration_error: Expected calibration error of the confidences.
-        boxes: Detections of every image, unsure ones included.
-        threshold: Confidence from which a box counts.
-    """
-
-    accuracy: float
-    interval: tuple[float, float]
-    map: float
-    calibration_error: float
-    boxes: list[list[Box]]
-    threshold: float
 
 
 @dataclass
@@ -101,7 +78,7 @@ class _Bench:
 
     optimizer: torch.optim.AdamW
     generator: torch.Generator
-    heads: dict[str, DetectionHead] = field(default_factory=dict)
+    heads: dict[str, nn.Module | None] = field(default_factory=dict)
 
 
 class Trainer:
@@ -111,9 +88,6 @@ class Trainer:
         lmm: The model.
         data: Samples of every domain.
         settings: Of training.
-        heads: Of the heads.
-        first_head: (5, width + 1): weight and bias of a generic objectness and box head to start
-            heads from, if the base model ships one.
     """
 
     def __init__(
@@ -121,14 +95,10 @@ class Trainer:
         lmm: Lmm,
         data: Mapping[str, DomainData],
         settings: TrainSettings,
-        heads: HeadSettings,
-        first_head: Tensor | None = None,
     ) -> None:
         self._lmm = lmm
         self._data = data
         self._settings = settings
-        self._head_settings = heads
-        self._first_head = first_head
         self._benches: dict[str, _Bench] = {}
 
     # --- adapters -----------------------------------------------------------------------------
@@ -153,13 +123,27 @@ class Trainer:
         self._lmm.remove(adapter)
         del self._benches[adapter]
 
-    def heads(self, adapter: str) -> dict[str, DetectionHead]:
-        """The heads of an adapter, by domain."""
+    def heads(self, adapter: str) -> dict[str, nn.Module | None]:
+        """The heads of an adapter, by domain; None for domains whose answers it writes."""
         return self._benches[adapter].heads
+
+    def forget(self, adapter: str, domain: str) -> None:
+        """Take a domain's head off an adapter."""
+        bench = self._benches[adapter]
+        head = bench.heads.pop(domain, None)
+        if head is None:
+            return
+        gone = {id(parameter) for parameter in head.parameters()}
+        groups = bench.optimizer.param_groups
+        groups[:] = [group for group in groups if id(group["params"][0]) not in gone]
+        for parameter in head.parameters():
+            bench.optimizer.state.pop(parameter, None)
 
     def _add_head(self, adapter: str, domain: str, seed: int) -> None:
         bench = self._benches[adapter]
         bench.heads[domain] = head = self._new_head(domain, seed)
+        if head is None:
+            return
         group = {
             "params": list(head.parameters()),
             "peak": self._settings.head_lr,
@@ -167,17 +151,9 @@ class Trainer:
         }
         bench.optimizer.add_param_group(group)
 
-    def _new_head(self, domain: str, seed: int) -> DetectionHead:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            head = DetectionHead(
-                self._lmm.width, self._data[domain].domain.labels, self._lmm.grid
-            ).to(self._lmm.device)
-        if self._first_head is not None:
-            with torch.no_grad():
-                head.linear.weight[:5].copy_(self._first_head[:, :-1])
-                head.linear.bias[:5].copy_(self._first_head[:, -1])
-        return head
+    def _new_head(self, domain: str, seed: int) -> nn.Module | None:
+        data = self._data[domain]
+        return data.task.new_head(self._lmm, data.inputs[0], seed)
 
     # --- training -----------------------------------------------------------------------------
 
@@ -205,19 +181,19 @@ class Trainer:
         self._add_head(adapter, domain, seed)
         rehearsed = list(held) if rehearse else []
         for name, head in bench.heads.items():
-            head.requires_grad_(name == domain or name in rehearsed)
+            if head is not None:
+                head.requires_grad_(name == domain or name in rehearsed)
         self._lmm.activate(adapter)
         steps = self._settings.steps + self._settings.steps_per_held * len(rehearsed)
         for step in range(steps):
             self._set_lr(bench.optimizer, step / steps)
             batch = self._draw(bench.generator, domain, rehearsed)
-            loss = self._loss(bench.heads, batch)
             bench.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            loss = self._learn(bench.heads, batch)
             parameters = [p for group in bench.optimizer.param_groups for p in group["params"]]
             nn.utils.clip_grad_norm_(parameters, self._settings.clip)
             bench.optimizer.step()
-            on_step(step + 1, steps, float(loss.detach()))
+            on_step(step + 1, steps, loss)
 
     def _set_lr(self, optimizer: torch.optim.Optimizer, progress: float) -> None:
         warmup = self._settings.warmup
@@ -239,30 +215,77 @@ class Trainer:
         for offset, name in enumerate([*rehearsed[start:], *rehearsed[:start]]):
             counts[name] = old // len(rehearsed) + (offset < old % len(rehearsed))
         return {
-            name: torch.randint(len(self._data[name].inputs), (count,), generator=generator)
+            name: self._rows(self._data[name].inputs, count, generator)
             for name, count in counts.items()
             if count
         }
 
-    def _loss(self, heads: Mapping[str, DetectionHead], batch: Mapping[str, Tensor]) -> Tensor:
-        prompts = [self._data[name].domain.prompt for name, rows in batch.items() for _ in rows]
-        inputs = torch.cat([self._data[name].inputs[rows] for name, rows in batch.items()])
-        hidden = self._lmm.hidden(prompts, inputs)
-        total = hidden.new_zeros(())
-        for (name, rows), part in zip(
-            batch.items(), hidden.split([len(rows) for rows in batch.values()]), strict=True
+    def _rows(self, inputs: Sequence[Encoded], count: int, generator: torch.Generator) -> Tensor:
+        if not self._settings.group_by_length:
+            return torch.randint(len(inputs), (count,), generator=generator)
+        offered = torch.randint(len(inputs), (count * OFFERED,), generator=generator).tolist()
+        offered.sort(key=lambda row: len(inputs[row].ids))
+        start = count * int(torch.randint(OFFERED, (), generator=generator))
+        return torch.tensor(offered[start : start + count])
+
+    def _learn(self, heads: Mapping[str, nn.Module | None], batch: Mapping[str, Tensor]) -> float:
+        """Add the gradients of a batch up; its loss is the mean over its samples."""
+        size = sum(len(rows) for rows in batch.values())
+        loss = 0.0
+        for part in self._parts(batch):
+            loss_of_part = self._loss(heads, part, size)
+            loss_of_part.backward()
+            loss += float(loss_of_part.detach())
+        return loss
+
+    def _parts(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Pieces of a batch that go through the model at once: not too many, of like length."""
+        most = self._settings.micro_batch or sum(len(rows) for rows in batch.values())
+        groups: list[dict[str, Tensor]] = []
+        shortest = 0
+        for length, name in sorted(
+            (self._longest(name, rows), name) for name, rows in batch.items()
         ):
-            targets = self._data[name].targets[rows]
-            loss = heads[name].loss(heads[name](part), targets, self._head_settings)
-            total = total + loss * (len(rows) / len(inputs))
+            if not groups or length > ALIKE * shortest:
+                groups.append({})
+                shortest = length
+            groups[-1][name] = batch[name]
+        parts: list[dict[str, Tensor]] = []
+        for group in groups:
+            inside = {name: group[name] for name in batch if name in group}  # in the batch's order
+            parts += _pieces(inside, most)
+        return parts
+
+    def _longest(self, name: str, rows: Tensor) -> int:
+        inputs = self._data[name].inputs
+        return max(len(inputs[row].ids) for row in rows.tolist())
+
+    def _loss(
+        self, heads: Mapping[str, nn.Module | None], batch: Mapping[str, Tensor], size: int
+    ) -> Tensor:
+        """The part of a batch's loss that comes from these of its samples."""
+        encoded = [
+            self._data[name].inputs[row] for name, rows in batch.items() for row in rows.tolist()
+        ]
+        states = self._lmm.states(encoded)
+        total = states.hidden.new_zeros((), dtype=torch.float32)
+        for (name, rows), part in zip(
+            batch.items(), states.split([len(rows) for rows in batch.values()]), strict=True
+        ):
+            data = self._data[name]
+            targets = None if data.targets is None else data.targets[rows]
+            loss = data.task.loss(heads[name], part, targets, self._lmm)
+            total = total + loss * (len(rows) / size)
         return total
 
-    def probe(self, domain: str, seed: int) -> DetectionHead:
+    def probe(self, domain: str, seed: int) -> nn.Module | None:
         """Train a head alone, on the frozen base: what the domain reaches without LoRA."""
         head = self._new_head(domain, seed)
+        if head is None:
+            return None
         data = self._data[domain]
         self._lmm.activate(None)
-        hidden = torch.cat(list(self._hidden(domain, data.inputs)))
+        read = Read.cat([states.read() for states in self._states(data.inputs)])
         optimizer = torch.optim.AdamW(
             [{"params": head.parameters(), "peak": self._settings.head_lr}], weight_decay=0.0
         )
@@ -270,12 +293,17 @@ class Trainer:
         steps = self._settings.probe_steps
         for step in range(steps):
             self._set_lr(optimizer, step / steps)
-            rows = torch.randint(len(hidden), (64,), generator=generator)
-            loss = head.loss(head(hidden[rows]), data.targets[rows], self._head_settings)
+            rows = torch.randint(len(data.inputs), (PROBED_AT_ONCE,), generator=generator)
+            loss = data.task.probe_loss(head, read[rows], data.targets[rows])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
         return head
+
+    def _states(self, inputs: Sequence[Encoded]) -> Iterator[States]:
+        for start in range(0, len(inputs), PROBED_AT_ONCE):
+            with torch.no_grad():
+                yield self._lmm.states(inputs[start : start + PROBED_AT_ONCE])
 
     def samples(self, domain: str, split: Split) -> list[Sample]:
         """The samples that a domain is measured on."""
@@ -284,7 +312,7 @@ class Trainer:
     # --- measuring ----------------------------------------------------------------------------
 
     def evaluate(
-        self, adapter: str | None, domain: str, split: Split, head: DetectionHead | None = None
+        self, adapter: str | None, domain: str, split: Split, head: nn.Module | None = None
     ) -> Evaluation:
         """Measure a domain; on the validation split, calibrate its head first.
 
@@ -295,42 +323,16 @@ class Trainer:
             head: Other than the adapter's own.
         """
         self._lmm.activate(adapter)
-        if head is None:
-            assert adapter is not None
+        if head is None and adapter is not None:
             head = self._benches[adapter].heads[domain]
-        part = self._data[domain].splits[split]
+        data = self._data[domain]
+        part = data.splits[split]
         with torch.no_grad():
-            raw = torch.cat([head(hidden) for hidden in self._hidden(domain, part.inputs)]).cpu()
-        if split is Split.VAL:
-            head.calibrate(self._match(head, raw, domain, part)[1])
-            matches = self._match(head, raw, domain, part)[1]
-            head.threshold.fill_(matches.best_threshold())
-        boxes, matches = self._match(head, raw, domain, part)
-        threshold = float(head.threshold)
-        return Evaluation(
-            matches.f1(threshold),
-            matches.f1_interval(threshold),
-            matches.map,
-            matches.calibration_error(),
-            boxes,
-            threshold,
-        )
-
-    def _hidden(self, domain: str, inputs: Tensor) -> Iterator[Tensor]:
-        prompt = self._data[domain].domain.prompt
-        for batch in inputs.split(64):
-            with torch.no_grad():
-                yield self._lmm.hidden([prompt] * len(batch), batch)
-
-    def _match(
-        self, head: DetectionHead, raw: Tensor, domain: str, part: LabelledSplit
-    ) -> tuple[list[list[Box]], Matches]:
-        boxes = [
-            head.predict(row, sample.image.size, self._head_settings, MIN_SCORE)
-            for row, sample in zip(raw, part.samples, strict=True)
-        ]
-        truth = [sample.answer.boxes for sample in part.samples]
-        return boxes, match(boxes, truth, self._data[domain].domain.labels)
+            raw = data.task.read(head, self._lmm, part.inputs)
+            if split is Split.VAL:
+                data.task.calibrate(head, raw, part.samples)
+            said = data.task.said(head, raw, part.samples)
+        return data.task.evaluation(head, said, part.samples)
 
     # --- going back ---------------------------------------------------------------------------
 
@@ -343,6 +345,8 @@ class Trainer:
         bench = self._benches[adapter]
         state = {f"lora/{key}": p for key, p in self._lmm.lora_parameters(adapter).items()}
         for domain, head in bench.heads.items():
+            if head is None:
+                continue
             state |= {f"head/{domain}/{key}": value for key, value in head.state_dict().items()}
         named: list[tuple[str, Tensor]] = list(state.items())
         for key, parameter in self._named_parameters(adapter):
@@ -361,7 +365,9 @@ class Trainer:
         parts = _tree(state)
         for domain, values in parts.get("head", {}).items():
             self._add_head(adapter, domain, seed=0)
-            bench.heads[domain].load_state_dict(values)
+            head = bench.heads[domain]
+            assert head is not None, "only heads are in a snapshot"
+            head.load_state_dict(values)
         with torch.no_grad():
             for key, parameter in self._lmm.lora_parameters(adapter).items():
                 parameter.copy_(parts["lora"][key])
@@ -379,7 +385,7 @@ class Trainer:
     def _named_parameters(self, adapter: str) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self._lmm.lora_parameters(adapter).items()
         for domain, head in self._benches[adapter].heads.items():
-            for key, parameter in head.named_parameters():
+            for key, parameter in head.named_parameters() if head is not None else ():
                 yield f"{domain}/{key}", parameter
 
 
@@ -394,3 +400,19 @@ def _tree(state: Mapping[str, Tensor]) -> dict[str, Any]:
         else:
             tree.setdefault(kind, {})[rest] = value
     return tree
+
+
+def _pieces(group: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]:
+    """Cut a batch into pieces of at most so many samples."""
+    pieces: list[dict[str, Tensor]] = [{}]
+    room = most
+    for name, rows in group.items():
+        left = rows
+        while len(left):
+            if not room:
+                pieces.append({})
+                room = most
+            pieces[-1][name] = left[:room]
+            taken = len(pieces[-1][name])
+            left, room = left[taken:], room - taken
+    return pieces

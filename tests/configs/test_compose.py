@@ -7,6 +7,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from valora_data.errors import ValoraError
+from valora_data.schema import Task
+from valora_data.sources.builtin import builtin_labels, builtin_names, builtin_prompt
 from valora_train.cli import config_folder
 from valora_train.errors import SettingsError
 from valora_train.settings import Settings, as_dict, from_config
@@ -32,6 +34,10 @@ def choices():
             yield pytest.param([], id=name)
         elif group == "experiment":
             yield pytest.param([f"experiment={name}"], id=f"{group}/{name}")
+        elif group.startswith("domain/"):
+            task = group.removeprefix("domain/")
+            more = [f"task={task}", f"+{group}@domains.x={name}", "task.only=[x]"]
+            yield pytest.param(more, id=f"{group}/{name}")
         elif group != "domain":
             own = ["+domain@domains.cat=coco", *OWN] if name == "own" else []
             yield pytest.param([f"{group}={name}", *own], id=f"{group}/{name}")
@@ -50,6 +56,26 @@ def test_every_yaml_composes_and_fits(overrides):
         plain = OmegaConf.to_container(compose("config", overrides=overrides), resolve=True)
     for group in ("task", "teacher", "model", "fusion", "heads", "train", "paths"):
         assert set(plain[group]) == set(as_dict(getattr(found, group))), group
+
+
+@pytest.mark.parametrize("task", [task for task in Task if task is not Task.DETECTION])
+def test_built_in_domains_ask_and_answer_as_they_are_drawn(task):
+    for name in builtin_names(task):
+        found = settings(f"task={task}", f"+domain/{task}@domains.x={name}", "task.only=[x]")
+        (domain,) = found.chosen()
+        assert domain.name == name
+        assert domain.task is task
+        assert tuple(domain.labels) == builtin_labels(task, name)
+        assert domain.prompt == builtin_prompt(task, name)
+        assert domain.source.counts["val"] >= 250
+
+
+@pytest.mark.parametrize("task", list(Task))
+def test_every_task_has_four_domains(task):
+    found = settings(f"task={task}")
+    assert len(found.chosen()) >= 4
+    assert {domain.task for domain in found.chosen()} == {task}
+    assert found.task.name == task
 
 
 @pytest.mark.parametrize("group", ["model", "heads", "train", "fusion", "paths"])

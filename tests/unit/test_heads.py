@@ -10,24 +10,25 @@ from torchvision.ops import generalized_box_iou
 
 from valora_data import boxes as box_code
 from valora_data.errors import BundleError
-from valora_data.schema import Answer, Box, Sample
+from valora_data.schema import Answer, Box, Domain, Sample, Task
 from valora_train.evaluate import Matches
 from valora_train.heads import DetectionHead, DetectionTargets
 from valora_train.settings import HeadSettings
+from valora_train.tasks.detection import DetectionTask
 
 GRID = (4, 4)
 LABELS = ("cat", "dog", "eel")
 
 
-def targets(*images, mirror=False, labels=LABELS):
+def targets(*images, labels=LABELS):
     image = Image.new("RGB", (40, 80))
     samples = [Sample(str(n), image, Answer(tuple(found))) for n, found in enumerate(images)]
-    return DetectionTargets.of(samples, labels, GRID, mirror)
+    return DetectionTargets.of(samples, labels, GRID)
 
 
-def target(*found, mirror=False):
+def target(*found):
     """Of a single image."""
-    return targets(found, mirror=mirror)[torch.tensor(0)]
+    return targets(found)[torch.tensor(0)]
 
 
 def test_a_box_belongs_to_the_cell_of_its_centre_and_near_cells_inside():
@@ -48,8 +49,13 @@ def test_the_smaller_box_wins_a_cell():
 
 
 def test_mirrored_targets_are_mirrored():
-    left = target(Box(1, 22, 9, 38, "eel"))
-    right = target(Box(1, 22, 9, 38, "eel"), mirror=True)
+    box = Box(1, 22, 9, 38, "eel")
+    left = target(box)
+    domain = Domain("sea", Task.DETECTION, ("eel",), "detect eel", 0.8)
+    task = DetectionTask(domain, HeadSettings())
+    mirrored = task.mirrored(Sample("a", Image.new("RGB", (40, 80)), Answer((box,))))
+    assert mirrored.answer.boxes == (Box(31, 22, 39, 38, "eel"),)
+    right = DetectionTargets.of([mirrored], ("cat", "dog", "eel"), GRID)[torch.tensor(0)]
     assert torch.nonzero(left.positive).flatten().tolist() == [4]
     assert torch.nonzero(right.positive).flatten().tolist() == [7]
     assert right.boxes[7].tolist() == pytest.approx([31 / 40, 22 / 80, 39 / 40, 38 / 80])

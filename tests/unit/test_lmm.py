@@ -9,6 +9,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from tests.helpers import coloured_squares
 from valora_data.errors import BundleError
 from valora_train.lmm import Lmm
+from valora_train.prompts import Example
 from valora_train.settings import LoraSettings, ModelSettings
 
 PROMPTS = ["detect cat", "detect anything at all", "x"]
@@ -16,6 +17,13 @@ PROMPTS = ["detect cat", "detect anything at all", "x"]
 
 def load(folder, **lora):
     return Lmm(ModelSettings(id=str(folder)), LoraSettings(rank=4, alpha=12, **lora))
+
+
+def visual(lmm, prompts, images):
+    """Last hidden states of the visual tokens."""
+    examples = [Example(prompt, (image,)) for prompt, image in zip(prompts, images, strict=True)]
+    with torch.no_grad():
+        return lmm.states(lmm.encode(examples, whole=False)).read().visual
 
 
 def reference(model, processor, prompt, image):
@@ -43,11 +51,10 @@ def disturb(lmm, name):
 
 def test_hidden_states_equal_transformers(random_llava, images):
     lmm = load(random_llava)
-    with torch.no_grad():
-        hidden = lmm.hidden(PROMPTS, lmm.inputs(images))
+    hidden = visual(lmm, PROMPTS, images)
     model = AutoModelForImageTextToText.from_pretrained(random_llava)
     processor = AutoProcessor.from_pretrained(random_llava)
-    assert lmm.grid == (4, 4)
+    assert lmm.grid_of(images[0]) == (4, 4)
     for row, prompt, image in zip(hidden, PROMPTS, images, strict=True):
         torch.testing.assert_close(
             row, reference(model, processor, prompt, image), atol=2e-5, rtol=1e-4
@@ -56,9 +63,7 @@ def test_hidden_states_equal_transformers(random_llava, images):
 
 def test_the_prompt_changes_what_visual_tokens_know(random_llava, images):
     lmm = load(random_llava)
-    inputs = lmm.inputs([images[0], images[0]])
-    with torch.no_grad():
-        one, other = lmm.hidden(["detect cat", "detect dog"], inputs)
+    one, other = visual(lmm, ["detect cat", "detect dog"], [images[0], images[0]])
     assert (one - other).abs().max() > 1e-4
 
 
@@ -72,8 +77,7 @@ def test_saved_adapters_load_in_plain_peft(random_llava, images, tmp_path, visio
     processor = AutoProcessor.from_pretrained(random_llava)
     for name in ("one", "two"):
         lmm.activate(name)
-        with torch.no_grad():
-            hidden = lmm.hidden(PROMPTS, lmm.inputs(images))
+        hidden = visual(lmm, PROMPTS, images)
         base = AutoModelForImageTextToText.from_pretrained(random_llava)
         model = PeftModel.from_pretrained(base, tmp_path / name)
         for row, prompt, image in zip(hidden, PROMPTS, images, strict=True):
@@ -97,19 +101,18 @@ def test_targets_are_the_language_models_alone_by_default(random_llava):
 
 def test_without_adapter_it_is_the_base_again(random_llava, images):
     lmm = load(random_llava)
-    inputs = lmm.inputs(images)
-    with torch.no_grad():
-        before = lmm.hidden(PROMPTS, inputs)
-        lmm.adapt("one", seed=1)
-        disturb(lmm, "one")
-        assert not torch.equal(lmm.hidden(PROMPTS, inputs), before)
-        lmm.activate(None)
-        assert torch.equal(lmm.hidden(PROMPTS, inputs), before)
+    before = visual(lmm, PROMPTS, images)
+    lmm.adapt("one", seed=1)
+    disturb(lmm, "one")
+    assert not torch.equal(visual(lmm, PROMPTS, images), before)
+    lmm.activate(None)
+    assert torch.equal(visual(lmm, PROMPTS, images), before)
 
 
 def test_images_of_any_size(random_llava):
     lmm = load(random_llava)
-    assert lmm.inputs([Image.new("RGB", (640, 31)), Image.new("RGB", (5, 5))]).shape == (2, 16, 48)
+    shown = [Image.new("RGB", (640, 31)), Image.new("RGB", (5, 5))]
+    assert visual(lmm, ["a", "b"], shown).shape == (2, 16, 48)
 
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "./nothing"])

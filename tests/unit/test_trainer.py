@@ -8,6 +8,7 @@ from tests.helpers import coloured_squares
 from valora_data.schema import Domain, Split, Task
 from valora_train.lmm import Lmm
 from valora_train.settings import HeadSettings, LoraSettings, ModelSettings, TrainSettings
+from valora_train.tasks import make_task
 from valora_train.trainer import DomainData, Trainer
 
 COLOURS = {"apple": "red", "sky": "blue"}
@@ -19,15 +20,16 @@ def make(random_llava, steps=6, count=16, vision=False):
     lmm = Lmm(ModelSettings(id=str(random_llava)), lora)
     data = {}
     for name, colour in COLOURS.items():
+        domain = Domain(name, Task.DETECTION, (name,), f"detect {name}", 0.8)
         data[name] = DomainData(
-            Domain(name, Task.DETECTION, (name,), f"detect {name}", 0.8),
+            make_task(domain, HeadSettings(), lmm),
             coloured_squares(count, 1, name, colour),
             {split: coloured_squares(8, 2 + i, name, colour) for i, split in enumerate(
                 (Split.VAL, Split.TEST))},
             lmm,
-            flip=True,
+            mirror=True,
         )  # fmt: skip
-    return Trainer(lmm, data, train, HeadSettings()), lmm
+    return Trainer(lmm, data, train), lmm
 
 
 def train(trainer, domain, held=(), rehearse=False, seed=5):
@@ -118,7 +120,7 @@ def test_adapters_do_not_touch_each_other(random_llava):
         torch.equal(now[key], before[key]) for key in before if not key.startswith("random/torch")
     )
     trainer.close("adapter-2")
-    assert trainer.evaluate("adapter-1", "apple", Split.VAL).boxes
+    assert trainer.evaluate("adapter-1", "apple", Split.VAL).said[0].answer.boxes is not None
 
 
 def test_it_learns(random_llava):

@@ -71,6 +71,11 @@ class Board:
         number = suitable[int(rng.integers(len(suitable)))]
         return cls(photograph_crop(rng, split, SIZE, number).astype(np.float32))
 
+    @classmethod
+    def slate(cls, rng: np.random.Generator) -> Board:
+        """A board of one dark colour, to write on."""
+        return cls(np.zeros((SIZE, SIZE, 3), np.float32) + np.float32(rng.uniform(0, 60, 3)))
+
     def copy(self) -> Board:
         """The same board, to go on differently."""
         return Board(self.pixels.copy(), list(self.boxes))

@@ -111,14 +111,12 @@ def _patterns(rng: np.random.Generator, split: Split) -> Drawn:
 
 
 def _digits(rng: np.random.Generator, split: Split) -> Drawn:
-    board = Board.photograph(rng, split)
-    count = int(rng.integers(1, 4))
-    found = []
+    board, found = Board.slate(rng), []
+    count = int(rng.integers(1, 3))
     for place in range(count):
-        color = ((245, 245, 240), (250, 220, 70), (25, 25, 30))[int(rng.integers(3))]
-        layer, digit = digit_layer(rng, split, rng.uniform(24, 30), color)
+        layer, digit = digit_layer(rng, split, rng.uniform(42, 48), (245, 245, 240))
         middle = (place + 0.5) / count
-        if board.add(rng, layer, (middle - 0.04, 0.25, middle + 0.04, 0.75)) is not None:
+        if board.add(rng, layer, (middle - 0.1, 0.3, middle + 0.1, 0.7)) is not None:
             found.append(digit)
     return _captioned(
         board, rng, (joined(found), f"the numbers {joined(found)}", f"{' '.join(found)} in a row")

@@ -77,12 +77,12 @@ def _patterns(rng: np.random.Generator, split: Split) -> Drawn:
 
 
 def _digits(rng: np.random.Generator, split: Split) -> Drawn:
-    """Two or three handwritten digits, all different."""
+    """Two handwritten digits, not the same."""
     while True:
-        board = Board.photograph(rng, split)
+        board = Board.slate(rng)
         found: dict[str, Edges] = {}
-        for _ in range(int(rng.integers(2, 4))):
-            layer, digit = digit_layer(rng, split, rng.uniform(28, 40), (245, 245, 240))
+        for _ in range(2):
+            layer, digit = digit_layer(rng, split, rng.uniform(42, 50), (245, 245, 240))
             box = None if digit in found else board.add(rng, layer)
             if box is not None:
                 found[digit] = box

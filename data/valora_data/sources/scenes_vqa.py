@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from valora_data.schema import Answer, Task
 from valora_data.sources.boards import Board, resized
 from valora_data.sources.digits import LABELS as DIGITS
@@ -23,6 +21,8 @@ from valora_data.sources.scenes_words import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from valora_data.schema import Split
 
 STREET = {
@@ -87,7 +87,7 @@ def _place_content(rng: np.random.Generator, split: Split) -> Drawn:
 
 
 def _digit_facts(rng: np.random.Generator, split: Split) -> Drawn:
-    board = Board(np.zeros((96, 96, 3), np.float32) + np.float32(rng.uniform(0, 60, 3)))
+    board = Board.slate(rng)
     layer, digit = digit_layer(rng, split, rng.uniform(56, 88), (235, 235, 228))
     board.add(rng, layer)
     if rng.random() < 0.5:

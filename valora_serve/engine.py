@@ -31,7 +31,6 @@ from valora_serve.cost_model import load_or_estimate
 from valora_serve.errors import (
     CancelledRequestError,
     DeadlineError,
-    ImageError,
     OverloadedError,
     RequestError,
     ServeError,
@@ -39,6 +38,7 @@ from valora_serve.errors import (
     TooLongError,
 )
 from valora_serve.heads import HeadSet, HeadTask, check_visual
+from valora_serve.images import Images
 from valora_serve.lmm import Lmm
 from valora_serve.memory import PageShape, UnifiedMemory
 from valora_serve.model_runner import AdapterTable, ModelRunner, Work
@@ -61,16 +61,13 @@ from valora_serve.types import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from collections.abc import Sequence as Many
-
-    from numpy.typing import NDArray
 
     from valora_serve.adapters import Adapter
     from valora_serve.cost_model import CostModel
     from valora_serve.engine_settings import EngineSettings
     from valora_serve.heads import HeadLogits
-    from valora_serve.lmm import Features, Prompt
+    from valora_serve.lmm import Prompt
     from valora_serve.memory import PackedAdapter
     from valora_serve.model_runner import StepResult
     from valora_serve.orchestrator import Decision
@@ -186,8 +183,7 @@ class Engine:
         self._flight: Flight | None = None
         self._mode = Mode.UNMERGED
         self._merged: str | None = None
-        self._images: OrderedDict[bytes, Features] = OrderedDict()
-        self._image_bytes = 0
+        self.images = Images(self.runner, self.adapters, settings.image_cache_bytes)
         # Prompts are prepared in another thread, and a tokenizer is not made for two.
         self._tokenizer = copy.deepcopy(self.lmm.tokenizer)
         self._key_of: dict[str, str] = {}
@@ -614,17 +610,7 @@ class Engine:
 
     def _launch(self, decision: Decision) -> Flight | None:
         """Enqueue what was decided."""
-        shares: list[tuple[Sequence, int]] = []
-        for request_id, tokens in decision.batch:
-            sequence = self._running.get(request_id) or self._waiting.get(request_id)
-            if sequence is None or not self._admit(sequence):
-                continue
-            count = min(tokens, sequence.left)
-            if not self.blocks.reserve(sequence.id, sequence.computed + count):
-                continue
-            shares.append((sequence, count))
-        self._prefetch(decision)
-        shares, works = self._works(self._encode(shares))
+        shares, works = self._works(self._shares(decision))
         if not shares:
             return None
         merged = NONE if self._merged is None else self.adapters.slot(self._merged)
@@ -661,6 +647,21 @@ class Engine:
         for sequence in answering:  # its keys and values are not needed any more
             self._release(sequence)
         return Flight(choosing, result, answering, heads, self._mode)
+
+    def _shares(self, decision: Decision) -> list[tuple[Sequence, int]]:
+        """Who computes how many tokens: those that have their pages, adapter and images."""
+        shares: list[tuple[Sequence, int]] = []
+        for request_id, tokens in decision.batch:
+            sequence = self._running.get(request_id) or self._waiting.get(request_id)
+            if sequence is None or not self._admit(sequence):
+                continue
+            count = min(tokens, sequence.left)
+            if self.blocks.reserve(sequence.id, sequence.computed + count):
+                shares.append((sequence, count))
+        self._prefetch(decision)
+        for broken, error in self.images.encode(shares):
+            self._end(broken, Finish.ERROR, error=error)
+        return [share for share in shares if share[0].finish is None]
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting request its pages; False if they are not there after all."""
@@ -725,11 +726,11 @@ class Engine:
         if not (sequence.chosen and count == 1):
             work.tokens = sequence.ids[start:end]
         if prompt.positions is not None and start < sequence.prompt_tokens:
-            work.positions = _positions(prompt, start, end)
+            work.positions = sequence.positions(start, end)
         if start < sequence.prompt_tokens:
-            work.visuals = _visuals(sequence, start, end)
+            work.visuals = sequence.visuals(start, end)
         if sequence.head is not None:
-            work.keep = _kept(sequence, start, end)
+            work.keep = sequence.kept(start, end)
         elif end == sequence.length:
             work.choice = self._choice(sequence)
             work.logprobs = sequence.request.sampling.logprobs
@@ -757,87 +758,6 @@ class Engine:
         visual = torch.ones(len(hidden), dtype=torch.bool) if head.reads_visual else None
         sizes = [item.size for item in sequence.prompt.visuals] if head.reads_visual else ()
         return HeadTask(head, hidden, visual, sizes, sequence.request.min_score)
-
-    # ------------------------------------------------------------------ images
-
-    def _encode(self, shares: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-        """Encode the images that this step needs, of all requests together."""
-        missing: list[tuple[Sequence, int]] = []
-        for sequence, count in shares:
-            end = sequence.computed + count
-            for number, visual in enumerate(sequence.prompt.visuals):
-                if number in sequence.features:
-                    continue
-                if sequence.computed <= visual.at[-1] and visual.at[0] < end:
-                    self._counts["image_queries"] += 1
-                    cached = self._images.get(visual.key + sequence.vision)
-                    if cached is None:
-                        missing.append((sequence, number))
-                        continue
-                    self._images.move_to_end(visual.key + sequence.vision)
-                    self._counts["image_hits"] += 1
-                    sequence.features[number] = cached
-        if not missing:
-            return shares
-        groups: dict[tuple[object, ...], list[tuple[Sequence, int]]] = {}
-        for sequence, number in missing:
-            visual = sequence.prompt.visuals[number]
-            pixels = next(iter(visual.tensors.values()))
-            ragged = len(visual.tensors) > 1  # patches of images of any sizes are concatenated
-            shape = None if ragged else pixels.shape[1:]
-            groups.setdefault((visual.kind, shape), []).append((sequence, number))
-        broken: set[str] = set()
-        for members in groups.values():
-            broken |= self._encode_group(members)
-        return [share for share in shares if share[0].id not in broken]
-
-    def _encode_group(self, members: list[tuple[Sequence, int]]) -> set[str]:
-        """Encode together; if that fails one by one, so that it hits only whose image it is."""
-        try:
-            self._take_features(members)
-        except Exception:  # noqa: BLE001 - whatever it is, find out whose image it is
-            broken = set()
-            for member in members:
-                try:
-                    self._take_features([member])
-                except Exception as error:
-                    sequence = member[0]
-                    if sequence.id not in broken:
-                        log.exception("encoding an image of request %s", sequence.id)
-                        wrong = ImageError(f"an image cannot be encoded: {error}")
-                        self._end(sequence, Finish.ERROR, error=wrong)
-                        broken.add(sequence.id)
-            return broken
-        return set()
-
-    def _take_features(self, members: list[tuple[Sequence, int]]) -> None:
-        distinct: dict[bytes, tuple[Sequence, int]] = {}
-        for sequence, number in members:
-            key = sequence.prompt.visuals[number].key + sequence.vision
-            distinct.setdefault(key, (sequence, number))
-        slots = [
-            self.adapters.slot(sequence.adapter) if sequence.vision and sequence.adapter else NONE
-            for sequence, _ in distinct.values()
-        ]
-        visuals = [sequence.prompt.visuals[number] for sequence, number in distinct.values()]
-        found = dict(zip(distinct, self.runner.encode(visuals, slots), strict=True))
-        for key, features in found.items():
-            self._keep_image(key, features)
-        for sequence, number in members:
-            key = sequence.prompt.visuals[number].key + sequence.vision
-            sequence.features[number] = found[key]
-
-    def _keep_image(self, key: bytes, features: Features) -> None:
-        size = _bytes(features)
-        if size > self.settings.image_cache_bytes:
-            return
-        if (old := self._images.pop(key, None)) is not None:
-            self._image_bytes -= _bytes(old)
-        self._images[key] = features
-        self._image_bytes += size
-        while self._image_bytes > self.settings.image_cache_bytes:
-            _, old = self._images.popitem(last=False)
-            self._image_bytes -= _bytes(old)
 
     # ------------------------------------------------------------------ what came out
 
@@ -997,8 +917,8 @@ class Engine:
             adapters_known=len(self.adapters),
             prefix_hits=counts["prefix_hits"],
             prefix_queries=counts["prefix_queries"],
-            image_hits=counts["image_hits"],
-            image_queries=counts["image_queries"],
+            image_hits=self.images.hits,
+            image_queries=self.images.queries,
             preemptions=counts["preemptions"],
             finished=dict(self._finished),
             prompt_tokens=counts["prompt_tokens"],
@@ -1016,40 +936,3 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.empty(0, device=name).device  # with the index of a GPU
-
-
-def _positions(prompt: Prompt, start: int, end: int) -> NDArray[np.int64]:
-    """Positions of tokens `start` to `end`, generated ones behind the prompt included."""
-    assert prompt.positions is not None
-    known = prompt.positions[:, start:end]
-    first = start + known.shape[1]
-    rest = np.arange(first, end)[None] + prompt.delta
-    return np.concatenate([known, np.repeat(rest, 3, axis=0)], axis=1)
-
-
-def _visuals(
-    sequence: Sequence, start: int, end: int
-) -> list[tuple[NDArray[np.int64], Features, NDArray[np.int64]]]:
-    """Visual rows among tokens `start` to `end`: where, of what, and which of its rows."""
-    found = []
-    for number, visual in enumerate(sequence.prompt.visuals):
-        which = np.flatnonzero((visual.at >= start) & (visual.at < end))
-        if which.size:
-            found.append((visual.at[which] - start, sequence.features[number], which))
-    return found
-
-
-def _kept(sequence: Sequence, start: int, end: int) -> NDArray[np.int64]:
-    """Rows among tokens `start` to `end` that a head reads."""
-    head = sequence.head
-    assert head is not None
-    if not head.reads_visual:
-        last = sequence.prompt_tokens - 1
-        return np.array([last - start] if start <= last < end else [], np.int64)
-    at = np.concatenate([visual.at for visual in sequence.prompt.visuals])
-    return at[(at >= start) & (at < end)] - start
-
-
-def _bytes(features: Features) -> int:
-    parts: Iterable[torch.Tensor] = (features.embeddings, *features.deep)
-    return sum(part.numel() * part.element_size() for part in parts)

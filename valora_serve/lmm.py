@@ -72,6 +72,12 @@ class Features:
     embeddings: Tensor
     deep: tuple[Tensor, ...] = ()
 
+    @property
+    def bytes(self) -> int:
+        """Memory that it takes."""
+        parts = (self.embeddings, *self.deep)
+        return sum(part.numel() * part.element_size() for part in parts)
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from valora_serve.orchestrator import RequestView
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Generator, Tensor
 
     from valora_serve.block_manager import Span
@@ -95,3 +98,31 @@ class Sequence:
     def left(self) -> int:
         """Tokens still to be computed before the next one can be chosen."""
         return self.length - self.computed
+
+    def positions(self, start: int, end: int) -> NDArray[np.int64]:
+        """[3, rows] positions of tokens `start` to `end`, also of generated ones."""
+        assert self.prompt.positions is not None
+        known = self.prompt.positions[:, start:end]
+        first = start + known.shape[1]
+        rest = np.arange(first, end)[None] + self.prompt.delta
+        return np.concatenate([known, np.repeat(rest, 3, axis=0)], axis=1)
+
+    def visuals(
+        self, start: int, end: int
+    ) -> list[tuple[NDArray[np.int64], Features, NDArray[np.int64]]]:
+        """Visual rows among tokens `start` to `end`: where, of what, and which of its rows."""
+        found = []
+        for number, visual in enumerate(self.prompt.visuals):
+            which = np.flatnonzero((visual.at >= start) & (visual.at < end))
+            if which.size:
+                found.append((visual.at[which] - start, self.features[number], which))
+        return found
+
+    def kept(self, start: int, end: int) -> NDArray[np.int64]:
+        """Rows among tokens `start` to `end` that the head reads."""
+        assert self.head is not None
+        if not self.head.reads_visual:
+            last = self.prompt_tokens - 1
+            return np.array([last - start] if start <= last < end else [], np.int64)
+        at = np.concatenate([visual.at for visual in self.prompt.visuals])
+        return at[(at >= start) & (at < end)] - start

@@ -326,12 +326,12 @@ def test_images_are_encoded_once_for_each_adapter_of_the_tower(
     ]
     engine = make_engine(base, adapters, policy="unmerge_only", prefix_cache=False)
     check(run(engine, requests), requests, reference)
-    assert len(engine._images) == 4  # as the base model sees it, and three adapted ones
+    assert len(engine.images) == 4  # as the base model sees it, and three adapted ones
     again = [replace(one, id=f"again {one.id}") for one in requests]
     check(run(engine, again), again, reference)
     stats = engine.stats()
     assert (stats.image_queries, stats.image_queries - stats.image_hits) == (12, 4)
-    assert len(engine._images) == 4
+    assert len(engine.images) == 4
 
 
 def test_prompt_that_grows_in_a_conversation(base: str, reference: Reference) -> None:

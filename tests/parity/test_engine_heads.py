@@ -200,7 +200,7 @@ def test_heads_again_from_the_prefix_cache(
             assert_same(boxes_of(found[request.id])[0], trained[key])
             cached = found[request.id].last.usage.cached  # type: ignore[union-attr]
             assert (cached > 0) == (round_ > 0)  # words may come from the cache, visual tokens not
-    assert len(engine._images) == 4  # the same pictures for both adapters
+    assert len(engine.images) == 4  # the same pictures for both adapters
     assert engine.stats().image_hits == 16
 
 

@@ -572,7 +572,9 @@ def test_an_image_that_the_encoder_cannot_encode(
     found = finish(engine)
     assert isinstance(found["bad"].error, ImageError)
     check(found, reference, *requests)
-    assert engine._image_bytes == sum(one.embeddings.numel() * 4 for one in engine._images.values())
+    assert engine.images.held_bytes == sum(
+        one.embeddings.numel() * 4 for one in engine.images._kept.values()
+    )
     assert_empty(engine)
 
 
@@ -583,11 +585,11 @@ def test_the_image_cache_keeps_its_bound(base: str) -> None:
         asked = Request(f"{n}", messages=ask("Look", images=1), images=[noise(20, 20, n)],
                         sampling=SamplingParams(max_tokens=1))  # fmt: skip
         run(engine, [asked])
-        assert engine._image_bytes == len(engine._images) * one <= 2 * one
+        assert engine.images.held_bytes == len(engine.images) * one <= 2 * one
     assert engine.stats().image_hits == 2  # the least recently used one goes
     engine = make_engine(base, image_cache_bytes=one - 1)
     run(engine, [asked])
-    assert not engine._images
+    assert not len(engine.images)
 
 
 # ---------------------------------------------------------------------- behind an event loop

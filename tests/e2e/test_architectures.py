@@ -1,0 +1,144 @@
+"""The whole factory on tiny random checkpoints of every architecture, then the engine.
+
+Nothing here is accurate. All parts meet: data, heads, written answers, videos, adapters, export,
+the gate in its own process, and the serving engine says what the golden examples say.
+"""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.engine_reference import make_engine
+from tests.lmm_checkpoints import CHECKPOINTS
+from valora_data.bundle import read_bundle
+from valora_data.schema import Task
+from valora_data.sources.builtin import builtin_labels, builtin_prompt
+from valora_serve.async_engine import AsyncEngine
+from valora_serve.golden import replay
+from valora_train.cli import run
+from valora_train.progress import Display
+from valora_train.settings import (
+    DomainSettings,
+    FusionSettings,
+    LoraSettings,
+    ModelSettings,
+    PathSettings,
+    Settings,
+    SourceSettings,
+    TaskSettings,
+    TrainSettings,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+COUNTS = {"train": 8, "unlabelled": 4, "val": 6, "test": 6}
+EVERY_TASK = {
+    "person": Task.DETECTION,
+    "weather": Task.CLASSIFICATION,
+    "people_count": Task.COUNTING,
+    "ball_path": Task.VIDEO,
+    "street_presence": Task.VQA,
+    "vehicle_color": Task.VQA,
+    "place_caption": Task.CAPTION,
+    "color_reference": Task.GROUNDING,
+}
+SOME = ("ball_path", "color_reference", "street_presence")
+
+
+def domain(name: str) -> DomainSettings:
+    task = EVERY_TASK[name]
+    return DomainSettings(
+        name=name,
+        task=task,
+        labels=list(builtin_labels(task, name)),
+        prompt=builtin_prompt(task, name),
+        required=0.01,
+        teacher="labels",
+        mirror=task is Task.DETECTION,
+        source=SourceSettings(kind="scenes", counts=COUNTS),
+    )
+
+
+def settings_of(
+    base: Path, folder: Path, names: tuple[str, ...], *, vision: bool = False, **model: Any
+) -> Settings:
+    lora = LoraSettings(rank=4, alpha=8, vision_tower=vision, projector=vision)
+    return Settings(
+        task=TaskSettings(name="all", type=Task.DETECTION),
+        domains={name: domain(name) for name in names},
+        model=ModelSettings(id=str(base), batch_size=4, **model),
+        # Below any accuracy: what a random model reaches is no matter here.
+        fusion=FusionSettings(strategy="rehearsal", margin=-1.0),
+        train=TrainSettings(
+            steps=3, steps_per_held=1, batch_size=6, probe_steps=2, threads=1, lora=lora
+        ),
+        paths=PathSettings(str(folder / "work"), str(folder / "bundles"),
+                           f"sqlite:///{folder}/mlflow.db"),
+    )  # fmt: skip
+
+
+def make(base: Path, folder: Path, names: tuple[str, ...], **options: Any) -> Path:
+    run(settings_of(base, folder, names, **options), Display(Console(quiet=True)))
+    return folder / "bundles" / "all"
+
+
+def replayed(base: Path, bundle: Path) -> int:
+    async def ask() -> int:
+        engine = AsyncEngine(make_engine(str(base)))
+        try:
+            await engine.load_bundle(bundle)
+            return await replay(engine, bundle)
+        finally:
+            await engine.close()
+
+    return asyncio.run(ask())
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return CHECKPOINTS["llava"](tmp_path_factory.mktemp("llava"), seed=3)
+
+
+@pytest.fixture(scope="module")
+def everything(llava: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle with a domain of every task in one adapter."""
+    return make(llava, tmp_path_factory.mktemp("every"), tuple(EVERY_TASK))
+
+
+def test_domains_of_every_task_share_an_adapter(everything: Path) -> None:
+    bundle = read_bundle(everything)
+    assert list(bundle.adapters) == ["adapter-1"]
+    kinds = {name: facts["metric"] for name, facts in bundle.domains.items()}
+    assert kinds == {
+        "person": "f1@0.5", "weather": "top1", "people_count": "exact", "ball_path": "top1",
+        "street_presence": "vqa", "vehicle_color": "vqa", "place_caption": "cider",
+        "color_reference": "acc@iou0.5",
+    }  # fmt: skip
+    headless = {name for name, facts in bundle.domains.items() if facts["head"] is None}
+    assert headless == {"vehicle_color", "place_caption", "color_reference"}
+    assert bundle.domains["ball_path"]["media"] == "video"
+    assert bundle.domains["weather"]["pooling"] in ("last", "visual_mean", "attention")
+    assert "within_one" in " ".join(bundle.domains["people_count"]["accuracy"])
+    golden = json.loads((everything / "golden" / "golden.json").read_text())
+    assert {example["domain"] for example in golden} == set(EVERY_TASK)
+    for name in EVERY_TASK:
+        assert (everything / "pictures" / f"{name}.png").is_file()
+        assert name in (everything / "README.md").read_text()
+
+
+def test_the_engine_replays_every_golden_example(llava: Path, everything: Path) -> None:
+    assert replayed(llava, everything) == 2 * len(EVERY_TASK)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_every_architecture_goes_all_the_way(family: str, tmp_path: Path) -> None:
+    base = CHECKPOINTS[family](tmp_path / "base", seed=3)
+    coordinates = "pixels" if family == "qwen2_5_vl" else "grid1000"
+    vision = family != "qwen2_vl"  # adapt the vision tower and the merger too
+    bundle = make(base, tmp_path, SOME, coordinates=coordinates, vision=vision)
+    assert read_bundle(bundle).manifest["base"]["coordinates"] == coordinates
+    assert replayed(base, bundle) == 2 * len(SOME)

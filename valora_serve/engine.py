@@ -637,6 +637,7 @@ class Engine:
                 sequence.chosen = True
                 view.output_left = max(1, view.output_left - 1)
                 choosing.append(sequence)
+            view.images = len(sequence.prompt.visuals) - len(sequence.features)
             if not view.prompt_left:
                 view.images = 0
                 sequence.features.clear()

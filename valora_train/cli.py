@@ -80,9 +80,13 @@ class _Stages:
 
     def fuse(self, domains: list[DomainInputs]) -> Path:
         """Pack the domains."""
-        from valora_train.fuse import build_fusion, fuse_stage
+        from valora_train.fuse import build_fusion, fuse_stage, unchanged_parent
 
         stage = fuse_stage(self._settings, domains)
+        same = unchanged_parent(self._settings, domains, stage)
+        if same is not None:
+            self._display.done("fuse", f"{self._settings.fusion.parent} holds just these domains")
+            return same
         return self._make(
             stage,
             lambda folder, _: build_fusion(self._settings, domains, stage, folder, self._display),

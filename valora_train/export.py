@@ -18,8 +18,8 @@ from valora_data.bundle import MANIFEST, Bundle, base_hash, read_bundle, write_m
 from valora_data.errors import BundleError
 from valora_data.schema import Split
 from valora_train.errors import GateError
-from valora_train.fuse import FUSION
 from valora_train.gate import GOLDEN, BundleModel
+from valora_train.parent import FUSION
 from valora_train.report import counted
 from valora_train.settings import as_dict
 from valora_train.stage import read_json, versions, write_json
@@ -150,6 +150,7 @@ def _manifest(
         "lineage": {
             "mlflow_run_id": result["mlflow_run_id"],
             FUSION_KEY: fused.name,
+            "parent": result["parent"],
             "config": as_dict(settings),
             "data": {
                 item.settings.name: {"labelled": item.data.name, "taught": item.distilled.name}

@@ -8,6 +8,8 @@ decided, reached and promised), `adapters/<name>` (PEFT) and `heads/<domain>.saf
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +18,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from valora_data import shards
-from valora_data.bundle import base_folder, base_hash
+from valora_data.bundle import base_folder, base_hash, read_bundle
 from valora_data.schema import Split
 from valora_train import pictures
 from valora_train.distill import TAUGHT, teacher_accuracy
 from valora_train.errors import UnreachableError
 from valora_train.fusion_plan import STRATEGIES, Decision, FusionPlan, Verdict, order_domains
 from valora_train.lmm import Lmm
+from valora_train.parent import FUSION, SNAPSHOTS, STATE, Parent, find_parent, load_parent
 from valora_train.progress import stopwatch
 from valora_train.report import counted
 from valora_train.settings import as_dict
@@ -32,7 +35,7 @@ from valora_train.tracking import Tracker
 from valora_train.trainer import DomainData, Trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -42,9 +45,6 @@ if TYPE_CHECKING:
     from valora_train.tasks import Evaluation
     from valora_train.tracking import AttemptRun
 
-FUSION = "fusion.json"
-STATE = "state.json"
-SNAPSHOTS = "snapshots"
 SHOWN = 12  # images on a contact sheet
 
 
@@ -96,7 +96,36 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
         }
         for item in domains
     ]
+    values["fusion"].pop("parent")
+    if settings.fusion.parent is not None:
+        inputs["parent"] = find_parent(Path(settings.fusion.parent), Path(settings.paths.work)).name
     return Stage(f"fuse-{settings.task.name}", 2, values, inputs, resumable=True)
+
+
+def parent_of(settings: Settings, domains: Sequence[DomainInputs], stage: Stage) -> Parent | None:
+    """The fusion that this one goes on from, None if it begins anew."""
+    if settings.fusion.parent is None:
+        return None
+    bundle = Path(settings.fusion.parent)
+    folder = find_parent(bundle, Path(settings.paths.work))
+    required = {item.settings.name: item.required for item in domains}
+    version = read_bundle(bundle).version
+    return load_parent(folder, version, stage, required, settings.fusion.margin)
+
+
+def unchanged_parent(
+    settings: Settings, domains: Sequence[DomainInputs], stage: Stage
+) -> Path | None:
+    """The fusion to go on from, if it is already what is asked for."""
+    parent = parent_of(settings, domains, stage)
+    if parent is None:
+        return None
+    before = parent.result["domains"]
+    asked = {item.settings.name: item.required for item in domains}
+    same = set(parent.domains) == set(before) == set(asked)
+    if same and all(before[name]["required"] == asked[name] for name in asked):
+        return parent.folder
+    return None
 
 
 def build_fusion(
@@ -114,7 +143,7 @@ def build_fusion(
     if (folder / FUSION).is_file():  # killed after its last act
         return
     _make_deterministic(settings.train.threads)
-    fusion = _Fusion(settings, domains, folder, display)
+    fusion = _Fusion(settings, domains, folder, display, parent_of(settings, domains, stage))
     name = f"{settings.task.name} · {settings.fusion.strategy} · seed {settings.train.seed}"
     tracker = Tracker(settings.paths.tracking, f"valora/{settings.task.name}", stage.key)
     note = f"Packs {', '.join(item.settings.name for item in domains)} into the fewest adapters."
@@ -148,7 +177,9 @@ class _Fusion:
         domains: Sequence[DomainInputs],
         folder: Path,
         display: Display,
+        parent: Parent | None = None,
     ) -> None:
+        self._parent = parent
         self._settings = settings
         self._inputs = {item.settings.name: item for item in domains}
         self._folder = folder
@@ -159,15 +190,17 @@ class _Fusion:
         self._state: dict[str, Any] = (
             read_json(state)
             if state.is_file()
-            else {"head_only": {}, "told": [], "seconds": [], "snapshots": {}}
+            else {
+                "head_only": parent.head_only if parent else {},
+                "told": [],
+                "seconds": [],
+                "snapshots": {},
+            }
         )
         with display.work("fuse", "loading the base model"):
             self._lmm = Lmm(settings.model, settings.train.lora)
         first_head = _first_head(settings.model.id)
-        self._data: dict[str, DomainData] = {}
-        for name, item in self._inputs.items():
-            with display.work("fuse", f"encoding images of {name}"):
-                self._data[name] = self._load(item, first_head)
+        self._data = _Loaded(self._inputs, lambda name: self._load(self._inputs[name], first_head))
         self._trainer = Trainer(self._lmm, self._data, settings.train)
 
     @property
@@ -190,13 +223,14 @@ class _Fusion:
             video=item.settings.video,
             first_head=first_head,
         )
-        return DomainData(
-            task,
-            shards.read(item.distilled / TAUGHT),
-            {split: shards.read(item.data / split) for split in (Split.VAL, Split.TEST)},
-            self._lmm,
-            self._settings.train.flip and item.settings.mirror,
-        )
+        with self._display.work("fuse", f"encoding images of {domain.name}"):
+            return DomainData(
+                task,
+                shards.read(item.distilled / TAUGHT),
+                {split: shards.read(item.data / split) for split in (Split.VAL, Split.TEST)},
+                self._lmm,
+                self._settings.train.flip and item.settings.mirror,
+            )
 
     def run(self, tracker: Tracker) -> None:
         """Probe, pack, measure, write."""
@@ -243,16 +277,28 @@ class _Fusion:
             STRATEGIES[fusion.strategy],
             fusion.margin,
             keep_unreachable=fusion.unreachable == "keep",
+            packed=self._parent.kept if self._parent else None,
+            closed=self._parent.closed if self._parent else (),
+            used=self._parent.used if self._parent else 0,
         )
 
     def _resume(self, plan: FusionPlan) -> None:
         """Tell the plan what it was told before, and bring the adapters back."""
         for accuracy in self._state["told"]:
             plan.tell(accuracy)
-        for adapter, file in self._state["snapshots"].items():
-            self._trainer.restore(adapter, load_file(self._folder / SNAPSHOTS / file))
+        for adapter in self._state["snapshots"]:
+            self._bring(adapter)
         if self._state["told"]:
             self._display.done("fuse", f"continuing after attempt {len(self._state['told'])}")
+
+    def _bring(self, adapter: str) -> None:
+        """See to it that an adapter is there, as it was left or inherited."""
+        if adapter in self._trainer.adapters:
+            return
+        if file := self._state["snapshots"].get(adapter):
+            self._trainer.restore(adapter, load_file(self._folder / SNAPSHOTS / file))
+        elif self._parent is not None:
+            self._trainer.restore(adapter, self._parent.snapshot(adapter))
 
     def _attempt(self, plan: FusionPlan, attempt: Attempt, tracker: Tracker) -> None:
         trainer, adapter = self._trainer, attempt.adapter
@@ -262,6 +308,7 @@ class _Fusion:
         try:
             with self._display.work("fuse", attempt.name) as on_step, stopwatch() as seconds:
                 if attempt.held:
+                    self._bring(adapter)
                     before = trainer.snapshot(adapter)
                 else:
                     trainer.open(adapter, seed)
@@ -364,6 +411,10 @@ class _Fusion:
             )
         domains: dict[str, Any] = {}
         for adapter, names in plan.packing.items():
+            if adapter not in self._state["snapshots"]:
+                domains |= self._carry(adapter)
+                continue
+            self._bring(adapter)
             for name in names:
                 with self._display.work("fuse", f"measuring {name} on test"):
                     val = self._trainer.evaluate(adapter, name, Split.VAL)
@@ -378,6 +429,13 @@ class _Fusion:
         result = {
             "strategy": self._settings.fusion.strategy,
             "packing": plan.packing,
+            "closed": plan.closed,
+            "used": plan.used,
+            "parent": self._parent
+            and {
+                "version": self._parent.version,
+                "fusion_stage": self._parent.folder.name,
+            },
             "unreachable": plan.unreachable,
             "domains": {name: domains[name] for name in self._inputs if name in domains},
             "attempts": [_plain(decision) for decision in plan.decisions],
@@ -396,13 +454,36 @@ class _Fusion:
         tracker.finish("FINISHED", _note(result))
         write_json(self._folder / FUSION, result)
 
+    def _carry(self, adapter: str) -> dict[str, Any]:
+        """Take over an adapter that nothing was tried on: files, figures and promises."""
+        assert self._parent is not None, "every adapter of a new fusion has a snapshot"
+        before = self._parent.folder
+        shutil.copytree(before / "adapters" / adapter, self._folder / "adapters" / adapter,
+                        dirs_exist_ok=True)  # fmt: skip
+        state = self._parent.snapshot(adapter)
+        save_file(state, self._folder / SNAPSHOTS / f"{adapter}-00.safetensors")
+        self._state["snapshots"][adapter] = f"{adapter}-00.safetensors"
+        self._save()
+        carried = {}
+        for name in self._parent.kept[adapter]:
+            facts = dict(self._parent.result["domains"][name])
+            files = [f"pictures/{name}.png"] + ([facts["head"]] if facts["head"] else [])
+            for file in files:
+                (self._folder / file).parent.mkdir(exist_ok=True)
+                shutil.copyfile(before / file, self._folder / file)
+            reached = min(facts["accuracy"]["val"], facts["accuracy"]["test"])
+            facts["required"] = self._required[name]
+            facts["status"] = "met" if reached >= facts["required"] else "missed"
+            carried[name] = facts
+        return carried
+
     def _promise(
         self, name: str, adapter: str, val: Evaluation, test: Evaluation
     ) -> dict[str, Any]:
         item = self._inputs[name]
         required = self._required[name]
         probe = self._state["head_only"][name]
-        task, head = self._data[name].task, self._trainer.heads(adapter)[name]
+        task, head = self._data[name].task, self._trainer.heads(adapter).get(name)
         return {
             "task": str(task.domain.task),
             "metric": task.domain.metric,
@@ -427,7 +508,7 @@ class _Fusion:
         }
 
     def _write_head(self, adapter: str, name: str) -> None:
-        head: Any = self._trainer.heads(adapter)[name]
+        head: Any = self._trainer.heads(adapter).get(name)
         (self._folder / "heads").mkdir(exist_ok=True)
         if head is not None:
             head.save(self._folder / "heads" / f"{name}.safetensors", self._settings.heads)
@@ -436,6 +517,33 @@ class _Fusion:
         self._lmm.save_adapter(
             adapter, self._folder / "adapters" / adapter, self._settings.model.id
         )
+
+
+class _Loaded(Mapping[str, DomainData]):
+    """Samples of domains, encoded when they are first asked for.
+
+    Args:
+        names: The domains.
+        load: Loads one.
+    """
+
+    def __init__(self, names: Iterable[str], load: Callable[[str], DomainData]) -> None:
+        self._names = tuple(names)
+        self._load = load
+        self._loaded: dict[str, DomainData] = {}
+
+    def __getitem__(self, name: str) -> DomainData:
+        if name not in self._names:
+            raise KeyError(name)
+        if name not in self._loaded:
+            self._loaded[name] = self._load(name)
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _first_head(base: str) -> Tensor | None:

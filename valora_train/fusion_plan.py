@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from valora_train.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 
 class Verdict(StrEnum):
@@ -161,6 +161,9 @@ class FusionPlan:
             split also holds on the test split.
         keep_unreachable: Whether a domain that fails even alone keeps its own closed adapter, with
             a flag, instead of ending up in none.
+        packed: Adapters of an earlier fusion with the domains that they hold already, oldest first.
+        closed: Those of them that nothing may join.
+        used: Adapters that were ever named; new ones are numbered from there on.
     """
 
     def __init__(
@@ -169,15 +172,26 @@ class FusionPlan:
         strategy: Strategy,
         margin: float = 0.0,
         keep_unreachable: bool = False,
+        *,
+        packed: Mapping[str, tuple[str, ...]] | None = None,
+        closed: Iterable[str] = (),
+        used: int = 0,
     ) -> None:
         self._bar = {name: bar + margin for name, bar in required.items()}
         self._strategy = strategy
         self._keep_unreachable = keep_unreachable
-        self._held: dict[str, tuple[str, ...]] = {}
-        self._closed: set[str] = set()
-        self._waiting = list(required)
+        self._held = dict(packed or {})
+        self._closed = set(closed)
+        held = {name for names in self._held.values() for name in names}
+        self._waiting = [name for name in required if name not in held]
+        self.used = max(used, len(self._held))
         self._to_try: list[str] | None = None
         self.decisions: list[Decision] = []
+
+    @property
+    def closed(self) -> list[str]:
+        """Adapters that nothing may join."""
+        return sorted(self._closed)
 
     @property
     def packing(self) -> dict[str, tuple[str, ...]]:
@@ -203,7 +217,7 @@ class FusionPlan:
         if self._to_try is None:
             still_open = {k: v for k, v in self._held.items() if k not in self._closed}
             self._to_try = list(self._strategy.candidates(still_open))
-        fresh = f"adapter-{len(self._held) + 1}"
+        fresh = f"adapter-{self.used + 1}"
         adapter = self._to_try[0] if self._to_try else fresh
         held = self._held.get(adapter, ())
         return Attempt(
@@ -249,6 +263,7 @@ class FusionPlan:
             self._to_try.pop(0)
             return
         if verdict is Verdict.COMMITTED or self._keep_unreachable:
+            self.used += attempt.adapter not in self._held
             self._held[attempt.adapter] = attempt.domains
             if verdict is Verdict.UNREACHABLE:
                 self._closed.add(attempt.adapter)  # nothing may join a domain that is flagged

@@ -74,7 +74,9 @@ class Lmm:
         self._text = self._core.language_model
         self._checkpointing = settings.gradient_checkpointing
         if self._checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            # Newer transformers have another name for it.
+            enable = getattr(self.model, "activation_checkpointing_enable", None)
+            (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
         self._batch_size = settings.batch_size
         self._adapts_vision = lora.vision_tower or lora.projector
         self._keeps_features = settings.keep_features and not self._adapts_vision

@@ -247,12 +247,14 @@ class FusionSettings:
         order: `given`, `random` (by `train.seed`) or `probe` (hardest first).
         margin: Added to requirements when deciding on the validation split.
         unreachable: `fail`, or `keep` a domain that fails alone in a flagged adapter of its own.
+        parent: A bundle to go on from: what is the same in it stays as it is. Null to begin anew.
     """
 
     strategy: Literal["paper", "first_fit", "rehearsal"] = "rehearsal"
     order: Literal["given", "random", "probe"] = "given"
     margin: float = 0.02
     unreachable: Literal["fail", "keep"] = "fail"
+    parent: str | None = None
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class _Bench:
 
     optimizer: torch.optim.AdamW
     generator: torch.Generator
-    heads: dict[str, nn.Module | None] = field(default_factory=dict)
+    heads: dict[str, nn.Module] = field(default_factory=dict)
 
 
 class Trainer:
@@ -118,32 +118,26 @@ class Trainer:
         )
         self._benches[adapter] = _Bench(optimizer, torch.Generator().manual_seed(seed))
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The open adapters."""
+        return tuple(self._benches)
+
     def close(self, adapter: str) -> None:
         """Forget an adapter."""
         self._lmm.remove(adapter)
         del self._benches[adapter]
 
-    def heads(self, adapter: str) -> dict[str, nn.Module | None]:
-        """The heads of an adapter, by domain; None for domains whose answers it writes."""
+    def heads(self, adapter: str) -> dict[str, nn.Module]:
+        """The heads of an adapter, by domain; domains whose answers are written have none."""
         return self._benches[adapter].heads
-
-    def forget(self, adapter: str, domain: str) -> None:
-        """Take a domain's head off an adapter."""
-        bench = self._benches[adapter]
-        head = bench.heads.pop(domain, None)
-        if head is None:
-            return
-        gone = {id(parameter) for parameter in head.parameters()}
-        groups = bench.optimizer.param_groups
-        groups[:] = [group for group in groups if id(group["params"][0]) not in gone]
-        for parameter in head.parameters():
-            bench.optimizer.state.pop(parameter, None)
 
     def _add_head(self, adapter: str, domain: str, seed: int) -> None:
         bench = self._benches[adapter]
-        bench.heads[domain] = head = self._new_head(domain, seed)
+        head = self._new_head(domain, seed)
         if head is None:
             return
+        bench.heads[domain] = head
         group = {
             "params": list(head.parameters()),
             "peak": self._settings.head_lr,
@@ -181,8 +175,7 @@ class Trainer:
         self._add_head(adapter, domain, seed)
         rehearsed = list(held) if rehearse else []
         for name, head in bench.heads.items():
-            if head is not None:
-                head.requires_grad_(name == domain or name in rehearsed)
+            head.requires_grad_(name == domain or name in rehearsed)
         self._lmm.activate(adapter)
         steps = self._settings.steps + self._settings.steps_per_held * len(rehearsed)
         for step in range(steps):
@@ -228,7 +221,7 @@ class Trainer:
         start = count * int(torch.randint(OFFERED, (), generator=generator))
         return torch.tensor(offered[start : start + count])
 
-    def _learn(self, heads: Mapping[str, nn.Module | None], batch: Mapping[str, Tensor]) -> float:
+    def _learn(self, heads: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> float:
         """Add the gradients of a batch up; its loss is the mean over its samples."""
         size = sum(len(rows) for rows in batch.values())
         loss = 0.0
@@ -261,7 +254,7 @@ class Trainer:
         return max(len(inputs[row].ids) for row in rows.tolist())
 
     def _loss(
-        self, heads: Mapping[str, nn.Module | None], batch: Mapping[str, Tensor], size: int
+        self, heads: Mapping[str, nn.Module], batch: Mapping[str, Tensor], size: int
     ) -> Tensor:
         """The part of a batch's loss that comes from these of its samples."""
         encoded = [
@@ -274,7 +267,7 @@ class Trainer:
         ):
             data = self._data[name]
             targets = None if data.targets is None else data.targets[rows]
-            loss = data.task.loss(heads[name], part, targets, self._lmm)
+            loss = data.task.loss(heads.get(name), part, targets, self._lmm)
             total = total + loss * (len(rows) / size)
         return total
 
@@ -324,7 +317,7 @@ class Trainer:
         """
         self._lmm.activate(adapter)
         if head is None and adapter is not None:
-            head = self._benches[adapter].heads[domain]
+            head = self._benches[adapter].heads.get(domain)
         data = self._data[domain]
         part = data.splits[split]
         with torch.no_grad():
@@ -345,8 +338,6 @@ class Trainer:
         bench = self._benches[adapter]
         state = {f"lora/{key}": p for key, p in self._lmm.lora_parameters(adapter).items()}
         for domain, head in bench.heads.items():
-            if head is None:
-                continue
             state |= {f"head/{domain}/{key}": value for key, value in head.state_dict().items()}
         named: list[tuple[str, Tensor]] = list(state.items())
         for key, parameter in self._named_parameters(adapter):
@@ -365,9 +356,7 @@ class Trainer:
         parts = _tree(state)
         for domain, values in parts.get("head", {}).items():
             self._add_head(adapter, domain, seed=0)
-            head = bench.heads[domain]
-            assert head is not None, "only heads are in a snapshot"
-            head.load_state_dict(values)
+            bench.heads[domain].load_state_dict(values)
         with torch.no_grad():
             for key, parameter in self._lmm.lora_parameters(adapter).items():
                 parameter.copy_(parts["lora"][key])
@@ -385,7 +374,7 @@ class Trainer:
     def _named_parameters(self, adapter: str) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self._lmm.lora_parameters(adapter).items()
         for domain, head in self._benches[adapter].heads.items():
-            for key, parameter in head.named_parameters() if head is not None else ():
+            for key, parameter in head.named_parameters():
                 yield f"{domain}/{key}", parameter
 
 

@@ -153,3 +153,34 @@ def test_orders():
     assert order_domains(names, "probe", 0, shortfall) == ["b", "d", "a", "c"]
     with pytest.raises(SettingsError, match=r"unknown fusion\.order 'up'"):
         order_domains(names, "up", 0)
+
+
+@given(st.data())
+def test_a_plan_goes_on_from_what_is_packed(data):
+    names = [f"d{n}" for n in range(data.draw(st.integers(1, 6)))]
+    held = data.draw(st.integers(0, len(names)))
+    packed: dict[str, tuple[str, ...]] = {}
+    for name in names[:held]:
+        adapter = f"adapter-{data.draw(st.integers(1, 3))}"
+        packed[adapter] = (*packed.get(adapter, ()), name)
+    closed = [adapter for adapter in packed if data.draw(st.booleans())]
+    used = 3 + data.draw(st.integers(0, 2))
+    plan = FusionPlan(
+        dict.fromkeys(names, 0.5), STRATEGIES["first_fit"], keep_unreachable=True,
+        packed=packed, closed=closed, used=used,
+    )  # fmt: skip
+    asked = []
+    while (attempt := plan.next()) is not None:
+        asked.append(attempt.domain)
+        assert attempt.adapter not in closed
+        assert attempt.held == plan.packing.get(attempt.adapter, ())
+        plan.tell({name: data.draw(st.sampled_from([0.4, 0.6])) for name in attempt.domains})
+    # Each of the others is dealt with; who was packed stays where it was, under the same name.
+    assert set(asked) == set(names[held:])
+    for adapter, domains in packed.items():
+        assert plan.packing[adapter][: len(domains)] == domains
+        if adapter in closed:
+            assert plan.packing[adapter] == domains
+    fresh = [adapter for adapter in plan.packing if adapter not in packed]
+    assert fresh == [f"adapter-{used + 1 + n}" for n in range(len(fresh))]
+    assert sorted(n for held in plan.packing.values() for n in held) == sorted(names)

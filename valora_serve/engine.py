@@ -187,7 +187,7 @@ class Engine:
         # Prompts are prepared in another thread, and a tokenizer is not made for two.
         self._tokenizer = copy.deepcopy(self.lmm.tokenizer)
         self._key_of: dict[str, str] = {}
-        self._keys: set[str] = set()  # adapters that something nameable needs
+        self._keys: dict[str, str] = {}  # adapters that something nameable needs, and a name
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
 
@@ -286,9 +286,13 @@ class Engine:
 
     def _refresh_keys(self) -> set[str]:
         """Note which adapters are needed; returns those that no longer are."""
-        before = self._keys
-        self._keys = {self._key(adapter) for adapter in self.store.adapters.values()}
-        return before - self._keys
+        before = set(self._keys)
+        self._keys = {}
+        for model in self.store.models():
+            adapter = self.store.resolve(model.name).adapter
+            if adapter is not None:  # adapters are listed before the domains that use them
+                self._keys.setdefault(self._key(adapter), model.name)
+        return before - set(self._keys)
 
     def _retire(self, keys: set[str]) -> None:
         """Free what nothing names any more, now or when its last request ends."""
@@ -343,6 +347,7 @@ class Engine:
             log.info("captured %d decode steps in %.1f s", count, time.monotonic() - start)
         if self.settings.profile and not self.cost.measured and not self.busy:
             self.cost = measure(self)
+            self._counts.clear()  # switches of the measurement are none that a request needed
             self.cost.save(self._cost_folder)
             self.policy = make_policy(
                 self.settings.policy, self.cost, self.settings.policy_settings
@@ -907,14 +912,16 @@ class Engine:
             running=len(self._running),
             waiting=len(self._waiting),
             mode=self._mode,
-            merged_adapter=self._merged,
+            merged_adapter=self._merged and self._keys.get(self._merged, self._merged),
             switches=counts["switches"],
             steps=counts["steps"],
             pages_total=self.memory.pages - 1,
             pages_free=self.pool.free,
             pages_kv=self.pool.count(Owner.KV),
             pages_adapters=self.pool.count(Owner.ADAPTER),
-            adapters_resident=tuple(sorted(self.adapters.resident)),
+            adapters_resident=tuple(
+                sorted(self._keys.get(key, key) for key in self.adapters.resident)
+            ),
             adapters_known=len(self.adapters),
             prefix_hits=counts["prefix_hits"],
             prefix_queries=counts["prefix_queries"],

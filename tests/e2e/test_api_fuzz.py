@@ -22,6 +22,8 @@ from valora_data.bundle import base_folder
 from valora_serve.server import create_app
 from valora_serve.settings import ServerSettings
 
+pytestmark = pytest.mark.slow
+
 SECRET = "an-admin-key-for-the-fuzzing"
 CHECKS = [
     not_a_server_error,

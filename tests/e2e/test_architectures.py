@@ -33,7 +33,7 @@ from valora_train.settings import (
     TrainSettings,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 COUNTS = {"train": 8, "unlabelled": 4, "val": 6, "test": 6}
 EVERY_TASK = {

@@ -11,6 +11,8 @@ from tests.browser import chromium_path
 from tests.e2e.serving import Process
 from tests.videos import video_file
 
+pytestmark = pytest.mark.slow
+
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install")
 
 

@@ -21,6 +21,8 @@ from tests.http_helpers import until
 from tests.serve_helpers import DomainSpec, make_adapter, make_bundle
 from valora_data.bundle import read_bundle
 
+pytestmark = pytest.mark.slow
+
 SECRET = "an-admin-key-for-these-tests"
 HEADERS = {"authorization": f"Bearer {SECRET}"}
 

@@ -78,6 +78,18 @@ def test_every_task_has_four_domains(task):
     assert found.task.name == task
 
 
+def test_mixed_holds_domains_of_several_tasks():
+    for how in (["task=mixed"], ["experiment=mixed"]):
+        found = settings(*how)
+        assert found.task.name == "mixed"
+        tasks = {domain.name: domain.task for domain in found.chosen()}
+        assert len(set(tasks.values())) == 6
+        assert found.domains["person"].taught_by.kind == "yolo"
+        assert found.domains["person"].taught_by.options["epochs"] == 18
+        assert found.domains["digits"].taught_by is None
+        assert found.teacher.kind == "small"
+
+
 @pytest.mark.parametrize("group", ["model", "heads", "train", "fusion", "paths"])
 def test_there_is_one_set_of_defaults(group):
     assert getattr(settings(), group) == getattr(Settings(), group)

@@ -18,7 +18,8 @@ PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(shell \
 .PHONY: help
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo '  TASK=detection  which task; ARGS="fusion=paper train.seed=1" further settings'
+	@echo '  TASK=detection  which task (classification, detection, video, vqa, caption, grounding,'
+	@echo '                  counting, mixed); ARGS="fusion=paper train.seed=1" further settings'
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed: install one, or name it with PYTHON=…" >&2; exit 1; }
@@ -47,6 +48,11 @@ verify: $(READY) ## Check files, base model and golden examples of bundles/TASK
 serve: $(READY) ## Serve bundles/TASK at localhost:8000 (ARGS="--port 8001")
 	@test -f bundles/$(TASK)/bundle.json || { echo "There is no bundles/$(TASK) yet: make fuse TASK=$(TASK)" >&2; exit 1; }
 	@$(BIN)/valora-serve bundles/$(TASK) $(ARGS)
+
+.PHONY: curve
+curve: $(READY) ## Accuracy against the number of TASK's domains in one adapter (docs/tasks.md)
+	@$(BIN)/valora-train task=$(TASK) command=fuse fusion.margin=-10 $(ARGS)
+	@$(BIN)/python -m valora_train.curve "$$(ls -td .valora/fuse-$(TASK)-* | grep -v '[.]' | head -1)" --picture curve-$(TASK).png
 
 .PHONY: ui
 ui: $(READY) ## See every fusion step in MLflow

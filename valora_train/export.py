@@ -60,7 +60,7 @@ def export_bundle(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         _fill(partial, settings, domains, fused, _next_version(place))
-        _pass_gate(partial, domains)
+        _pass_gate(partial, domains, settings.model.device)
         bundle = read_bundle(partial)
         _register(settings, bundle)
         if standing is not None:
@@ -109,7 +109,7 @@ def _fill(
     for part in ("adapters", "heads", "pictures"):
         shutil.copytree(fused / part, folder / part)
     manifest = _manifest(settings, domains, fused, result, version)
-    _write_golden(folder, manifest, domains)
+    _write_golden(folder, manifest, domains, settings.model.device)
     (folder / "README.md").write_text(_card(manifest), encoding="utf-8")
     write_manifest(folder, manifest)
 
@@ -161,12 +161,14 @@ def _manifest(
     }
 
 
-def _write_golden(folder: Path, manifest: dict[str, Any], domains: Sequence[DomainInputs]) -> None:
+def _write_golden(
+    folder: Path, manifest: dict[str, Any], domains: Sequence[DomainInputs], device: str
+) -> None:
     """Keep test images with what the bundle, loaded as a server would, says of them."""
     (folder / GOLDEN).parent.mkdir()
     write_json(folder / GOLDEN, [])
     write_manifest(folder, manifest)
-    model = BundleModel(read_bundle(folder))
+    model = BundleModel(read_bundle(folder), device=device)
     examples: list[dict[str, Any]] = []
     for item in domains:
         if item.settings.name in manifest["domains"]:
@@ -204,8 +206,8 @@ def _golden_of(
     return examples
 
 
-def _pass_gate(folder: Path, domains: Sequence[DomainInputs]) -> None:
-    command = [sys.executable, "-m", "valora_train.gate", str(folder)]
+def _pass_gate(folder: Path, domains: Sequence[DomainInputs], device: str) -> None:
+    command = [sys.executable, "-m", "valora_train.gate", str(folder), "--device", device]
     promised = read_json(folder / MANIFEST)["domains"]
     for item in domains:
         if item.settings.name in promised:

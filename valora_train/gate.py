@@ -23,7 +23,6 @@ from valora_train.errors import GateError
 from valora_train.lmm import Lmm
 from valora_train.settings import HeadSettings, LoraSettings, ModelSettings
 from valora_train.tasks import load_head, make_task
-from valora_train.tasks.base import MEASURED_AT_ONCE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,9 +40,10 @@ class BundleModel:
     Args:
         bundle: The bundle.
         base: Id of the base model; the bundle's own by default.
+        device: Where to compute, in torch's terms.
     """
 
-    def __init__(self, bundle: Bundle, base: str | None = None) -> None:
+    def __init__(self, bundle: Bundle, base: str | None = None, device: str = "cpu") -> None:
         self._bundle = bundle
         # Features must not be cached if an adapter changes the vision side.
         patterns = [
@@ -57,6 +57,9 @@ class BundleModel:
         facts = bundle.manifest["base"]
         model = ModelSettings(
             id=base or facts["id"],
+            device=device,
+            keep_features=device == "cpu",
+            batch_size=bundle.manifest["lineage"]["config"]["model"]["batch_size"],
             dtype=facts["dtype"],
             coordinates=facts.get("coordinates", "grid1000"),
         )
@@ -85,13 +88,10 @@ class BundleModel:
 
         task, head = self.tasks[domain], self._heads[domain]
         self._lmm.activate(self._bundle.domains[domain]["adapter"])
-        said: list[Said] = []
         with torch.no_grad():
-            for start in range(0, len(samples), MEASURED_AT_ONCE):
-                batch = samples[start : start + MEASURED_AT_ONCE]
-                encoded = self._lmm.encode([task.asked(sample) for sample in batch], task.whole)
-                said += task.said(head, task.read(head, self._lmm, encoded), batch)
-        return said
+            # In the batches of training: other shapes round differently, and a word may flip.
+            encoded = self._lmm.encode([task.asked(sample) for sample in samples], task.whole)
+            return task.said(head, task.read(head, self._lmm, encoded), samples)
 
     def accuracy(self, domain: str, samples: Sequence[Sample]) -> float:
         """What the bundle reaches on samples with the truth."""
@@ -158,6 +158,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--base", help="base model, if not the one that the bundle names")
+    parser.add_argument("--device", default="cpu", help="where to compute, such as cuda")
     parser.add_argument(
         "--data", nargs=2, action="append", default=[], metavar=("DOMAIN", "FOLDER"),
         help="a domain's data, to measure its test split again",
@@ -166,7 +167,7 @@ def main() -> int:
     try:
         bundle = read_bundle(arguments.bundle)
         check_base(bundle, arguments.base or bundle.manifest["base"]["id"])
-        model = BundleModel(bundle, arguments.base)
+        model = BundleModel(bundle, arguments.base, arguments.device)
         examples = check_golden(model, bundle)
         check_accuracy(model, bundle, {name: Path(folder) for name, folder in arguments.data})
     except ValoraError as error:

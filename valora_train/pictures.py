@@ -70,7 +70,7 @@ def answer_sheet(
                 draw.rectangle([edge * scale for edge in box.xyxy], outline=colour, width=2)
         lines = [(domain.question(sample), "white")] if sample.prompt is not None else []
         given, true = _words(answer), _words(sample.answer)
-        right = bool(answer.boxes) or given == true or given in sample.answer.captions
+        right = _right(answer, sample.answer)
         lines.append((given or "–", "#00e676" if right else "#ff5252"))
         lines += [] if right else [(true, "#b0b0b0")]
         tiles.append(_with_lines(strip, lines))
@@ -90,7 +90,23 @@ def _strip(sample: Sample) -> Image.Image:
 
 
 def _words(answer: Answer) -> str:
-    return answer.choice or next(iter(answer.captions), "")
+    boxes = "".join(f"({b.x0:.0f}, {b.y0:.0f}, {b.x1:.0f}, {b.y1:.0f})" for b in answer.boxes[:1])
+    return answer.choice or next(iter(answer.captions), "") or boxes
+
+
+def _right(answer: Answer, truth: Answer) -> bool:
+    if not truth.boxes:
+        return _words(answer) == _words(truth) or _words(answer) in truth.captions
+    found, meant = answer.boxes[:1], truth.boxes[0]
+    return any(_overlap(box, meant) >= 0.5 for box in found)
+
+
+def _overlap(one: Box, other: Box) -> float:
+    """Intersection over union."""
+    width = min(one.x1, other.x1) - max(one.x0, other.x0)
+    height = min(one.y1, other.y1) - max(one.y0, other.y0)
+    shared = max(width, 0.0) * max(height, 0.0)
+    return shared / (one.area + other.area - shared)
 
 
 def _with_lines(tile: Image.Image, lines: Sequence[tuple[str, str]]) -> Image.Image:

@@ -19,6 +19,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from PIL import Image
 
 from valora_teachers.base import TeacherError
 
@@ -47,14 +48,18 @@ def load_ultralytics() -> Any:
     }
     added = [name for name in wanted if name not in os.environ]
     os.environ.update({name: wanted[name] for name in added})
+    # It replaces PIL's Image.open by one that asks for a HEIF reader when an image is broken.
+    opens = Image.open
     try:
         import ultralytics
+        import ultralytics.utils.patches
     except ImportError as error:
         raise TeacherError(
             "Ultralytics is not installed (it is AGPL-3.0 and optional): "
             "run pip install 'valora[yolo]'"
         ) from error
     finally:
+        Image.open = opens
         for name in added:
             if name != "YOLO_OFFLINE":  # read again on every use
                 del os.environ[name]

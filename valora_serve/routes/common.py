@@ -43,7 +43,15 @@ def error_answers(*, event_stream: bool = False, ok: str = "") -> dict[int | str
         status: {"model": ErrorAnswer, "description": text} for status, text in _TEXTS.items()
     }
     if event_stream:
-        stream = {"schema": {"type": "string", "description": "server-sent events"}}
+        # A schema here is one of a single event, as tools that check streams read it.
+        stream = {
+            "schema": {
+                "type": "object",
+                "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+                "required": ["data"],
+                "description": "server-sent events: a chunk as JSON, or [DONE]",
+            }
+        }
         declared[200] = {
             "description": ok or "The answer",
             "content": {"text/event-stream": stream},

@@ -124,7 +124,7 @@ class Valora(_Body):
         default=None, ge=0, le=1, description="confidence from which a box is given"
     )
     deadline: FiniteFloat | None = Field(
-        default=None, gt=0, le=86400, description="seconds in which to answer"
+        default=None, ge=0.001, le=86400, description="seconds in which to answer"
     )
 
 
@@ -205,7 +205,7 @@ class VisionRequest(_Body):
     prompt: Text | None = Field(default=None, description="the domain's own if absent")
     min_score: FiniteFloat | None = Field(default=None, ge=0, le=1)
     max_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
-    deadline: FiniteFloat | None = Field(default=None, gt=0, le=86400)
+    deadline: FiniteFloat | None = Field(default=None, ge=0.001, le=86400)
 
 
 class LoadAdapterRequest(_Body):

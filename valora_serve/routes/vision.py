@@ -43,7 +43,7 @@ _FORM_SCHEMA = {
         "prompt": {"type": "string", "description": "the domain's own if absent"},
         "min_score": {"type": "number", "minimum": 0, "maximum": 1},
         "max_tokens": {"type": "integer", "minimum": 1},
-        "deadline": {"type": "number", "exclusiveMinimum": 0},
+        "deadline": {"type": "number", "minimum": 0.001, "maximum": 86400},
     },
 }  # fmt: skip
 _SCHEMAS = {

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from valora_data.bundle import base_folder, base_hash, write_manifest
+from valora_data.grid_pooling import PLACES
 from valora_train.heads import DetectionHead
 from valora_train.settings import HeadSettings
 
@@ -107,8 +108,9 @@ def make_linear_head(
 ) -> Path:
     """Save a random linear head in the format of docs/bundle.md."""
     generator = torch.Generator().manual_seed(seed)
+    inputs = width * (PLACES if pooling == "grid" else 1)
     tensors = {
-        "weight": torch.randn(len(labels), width, generator=generator) * 0.3,
+        "weight": torch.randn(len(labels), inputs, generator=generator) * 0.3,
         "bias": torch.randn(len(labels), generator=generator),
     }
     if pooling == "attention":

@@ -37,7 +37,7 @@ from valora_serve.errors import (
     StoppedError,
     TooLongError,
 )
-from valora_serve.heads import HeadSet, HeadTask, check_visual
+from valora_serve.heads import HeadSet, HeadTask, Pooling, check_visual
 from valora_serve.images import Images
 from valora_serve.lmm import Lmm
 from valora_serve.memory import PageShape, UnifiedMemory
@@ -763,7 +763,10 @@ class Engine:
         sequence.hidden.clear()
         visual = torch.ones(len(hidden), dtype=torch.bool) if head.reads_visual else None
         sizes = [item.size for item in sequence.prompt.visuals] if head.reads_visual else ()
-        return HeadTask(head, hidden, visual, sizes, sequence.request.min_score)
+        places = None
+        if head.pooling is Pooling.GRID:
+            places = torch.cat([self.lmm.places(item) for item in sequence.prompt.visuals])
+        return HeadTask(head, hidden, visual, sizes, sequence.request.min_score, places)
 
     # ------------------------------------------------------------------ what came out
 

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from valora_data.boxes import read_detections
+from valora_data.grid_pooling import PLACES, pool_places
 from valora_serve.errors import AdapterError, RequestError, ServeError
 from valora_serve.types import Detection, HeadResult
 
@@ -36,6 +37,7 @@ class Pooling(StrEnum):
     LAST = "last"
     VISUAL_MEAN = "visual_mean"
     ATTENTION = "attention"
+    GRID = "grid"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +47,7 @@ class Head:
     Attributes:
         kind: `DETECTION` or one of `LINEAR_KINDS`.
         labels: In the order of the outputs.
-        weight: [outputs, width] float32.
+        weight: [outputs, width] float32; [outputs, 16 · width] with `Pooling.GRID`.
         bias: [outputs] float32.
         pooling: Of a linear head; None for detection, which reads every visual token.
         query: [width] float32, of `Pooling.ATTENTION`.
@@ -125,7 +127,8 @@ def _parse(facts: Mapping[str, str], tensors: Mapping[str, torch.Tensor], width:
     else:
         raise ValueError(f"kind: expected one of {(DETECTION, *LINEAR_KINDS)}, got {kind}")
     outputs = head.weight.shape[0]
-    shapes: dict[str, tuple[int, ...]] = {"weight": (outputs, width), "bias": (outputs,)}
+    inputs = width * (PLACES if head.pooling is Pooling.GRID else 1)
+    shapes: dict[str, tuple[int, ...]] = {"weight": (outputs, inputs), "bias": (outputs,)}
     if head.query is not None:
         shapes["query"] = (width,)
     for name, shape in shapes.items():
@@ -205,6 +208,8 @@ class HeadTask:
         sizes: Of a detection head: width and height in pixels of each image, in their order.
         min_score: Of a detection head: confidence below which boxes are dropped; the head's
             threshold if None.
+        places: With `Pooling.GRID`: [visual tokens] int64 on the CPU, see
+            `valora_data.grid_pooling.places_of`.
     """
 
     head: Head
@@ -212,6 +217,7 @@ class HeadTask:
     visual: torch.Tensor | None = None
     sizes: Sequence[tuple[int, int]] = ()
     min_score: float | None = None
+    places: torch.Tensor | None = None
 
     def check(self) -> None:
         """Make sure that the head can read this.
@@ -343,7 +349,7 @@ class HeadSet:
 
 
 def _pool(task: HeadTask) -> torch.Tensor:
-    """[rows, width] float32 that the head's linear layer acts on."""
+    """[rows, inputs] float32 that the head's linear layer acts on."""
     head, hidden = task.head, task.hidden
     if head.pooling is Pooling.LAST:
         return hidden[-1:].float()
@@ -358,6 +364,11 @@ def _pool(task: HeadTask) -> torch.Tensor:
         assert head.query is not None
         weights = torch.softmax(seen @ head.query / math.sqrt(seen.shape[1]), dim=0)
         return (weights @ seen)[None]
+    if head.pooling is Pooling.GRID:
+        assert task.places is not None
+        where = task.places.pin_memory() if hidden.is_cuda else task.places
+        where = where.to(hidden.device, non_blocking=True)[None]
+        return pool_places(seen[None], where, torch.ones_like(where, dtype=torch.bool))
     return seen
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from valora_data.bundle import base_folder
 from valora_data.errors import BundleError
+from valora_data.grid_pooling import places_of
 from valora_serve import attention
 from valora_serve.adapters import ModelTargets
 from valora_serve.block_manager import Span
@@ -374,6 +375,16 @@ class Lmm:
             for one, place, size in zip(tensors, places, sizes, strict=True):
                 found.append(Visual(kind, _hash(kind, one), one, place, size))
         return sorted(found, key=lambda visual: int(visual.at[0]))
+
+    def places(self, visual: Visual) -> Tensor:
+        """Where in the image its visual tokens lie: [tokens], see `grid_pooling.places_of`."""
+        grid = visual.tensors.get(f"{visual.kind}_grid_thw")
+        if grid is None:
+            assert self.grid is not None
+            return places_of(*self.grid)
+        merge = int(self.model.config.vision_config.spatial_merge_size)
+        times, rows, columns = grid[0].tolist()
+        return places_of(rows // merge, columns // merge, times)
 
     # ------------------------------------------------------------------ computing
 

@@ -1,7 +1,8 @@
 """The linear head: one of a closed set of labels in a single pass (VaLoRA §4.2.2).
 
-It can look at the last token, at the mean of the visual tokens, or at a learnt weighting of them;
-all are trained side by side and the one that does best on validation stays.
+It can look at the last token, at the mean of the visual tokens, at a learnt weighting of them, or
+at what is where in the image; all are trained side by side and the one that does best on
+validation stays.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from valora_data.errors import BundleError
+from valora_data.grid_pooling import PLACES, pool_places
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from valora_train.prompts import Read
     from valora_train.settings import HeadSettings
 
-POOLINGS = ("last", "visual_mean", "attention")
+POOLINGS = ("last", "visual_mean", "attention", "grid")
 TEMPERATURES = (0.05, 20.0)
 
 
@@ -40,7 +42,7 @@ class LinearHead(nn.Module):
         poolings: Those to train; of `POOLINGS`.
 
     Attributes:
-        linears: A layer (labels, width) for each pooling.
+        linears: A layer (labels, width) for each pooling, (labels, 16 · width) for ``grid``.
         query: (width,), what ``attention`` weighs the visual tokens by.
         chosen: (), index into `poolings` of the one that counts.
         temperature: (1,), by which logits are divided, see `calibrate`.
@@ -54,7 +56,10 @@ class LinearHead(nn.Module):
     ) -> None:
         super().__init__()
         self.labels, self.kind, self.poolings = tuple(labels), kind, tuple(poolings)
-        layers = [nn.Linear(width, len(self.labels)) for _ in self.poolings]
+        layers = [
+            nn.Linear(width * (PLACES if pooling == "grid" else 1), len(self.labels))
+            for pooling in self.poolings
+        ]
         for layer in layers:
             nn.init.normal_(layer.weight, std=0.01)
             nn.init.zeros_(layer.bias)
@@ -84,10 +89,12 @@ class LinearHead(nn.Module):
         return torch.stack(logits, dim=1)
 
     def _pool(self, read: Read, pooling: str) -> Tensor:
-        """(n, width) float32."""
+        """(n, inputs of the layer) float32."""
         if pooling == "last":
             return read.last.float()
         seen, real = read.visual.float(), read.real
+        if pooling == "grid":
+            return pool_places(seen, read.places, real)
         if pooling == "visual_mean":
             return (seen * real[..., None]).sum(1) / real.sum(1, keepdim=True)
         scores = seen @ self.query / math.sqrt(seen.shape[-1])
@@ -166,7 +173,8 @@ class LinearHead(nn.Module):
                 facts = parts.metadata() or {}
                 tensors = {key: parts.get_tensor(key) for key in parts.keys()}  # noqa: SIM118
             labels, pooling = json.loads(facts["labels"]), facts["pooling"]
-            head = cls(tensors["weight"].shape[1], labels, facts["kind"], [pooling])
+            width = tensors["weight"].shape[1] // (PLACES if pooling == "grid" else 1)
+            head = cls(width, labels, facts["kind"], [pooling])
             head.linears[0].load_state_dict({key: tensors[key] for key in ("weight", "bias")})
             head.temperature.copy_(tensors["temperature"])
             if pooling == "attention":

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from valora_data.bundle import base_folder
 from valora_data.errors import BundleError, DataError
+from valora_data.grid_pooling import places_of
 from valora_train.prompts import Encoded, States
 
 if TYPE_CHECKING:
@@ -145,7 +146,13 @@ class Lmm:
             ids = self._prompt(example.question, len(example.images))
             seen = (part.shape[-1], part.shape[-2])
             item = Encoded(
-                ids, ids == self._image_token, len(ids), seen, self._square, {PIXELS[0]: part}
+                ids,
+                ids == self._image_token,
+                len(ids),
+                seen,
+                self._square,
+                places_of(*self._square, len(example.images)),
+                {PIXELS[0]: part},
             )
             found.append(self._with_answer(item, example))
         return found
@@ -206,7 +213,8 @@ class Lmm:
         kinds[inputs["input_ids"] == self._video_token] = 2
         pixels = {key: inputs[key] for key in PIXELS if key in inputs}
         grids = {key: value for key, value in pixels.items() if key.endswith("thw")}
-        grid = next(iter(grids.values()))[0]
+        all_grids = next(iter(grids.values()))
+        grid = all_grids[0]
         if TEMPORAL in inputs:
             grids[TEMPORAL] = torch.as_tensor(inputs[TEMPORAL])
         positions, _ = self._core.get_rope_index(inputs["input_ids"], kinds, **grids)
@@ -218,6 +226,12 @@ class Lmm:
             len(ids),
             (int(grid[2]) * patch, int(grid[1]) * patch),
             (int(grid[1]) // merge, int(grid[2]) // merge),
+            torch.cat(
+                [
+                    places_of(rows // merge, columns // merge, times)
+                    for times, rows, columns in all_grids.tolist()
+                ]
+            ),
             {key: value.to(self.device) for key, value in pixels.items()},
             positions=positions[:, 0],
         )
@@ -306,6 +320,7 @@ class Lmm:
             tuple(item.prompt for item in batch),
             tuple(item.length for item in batch),
             ids,
+            tuple(item.places for item in batch),
         )
 
     def _embed(self, batch: Sequence[Encoded]) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:

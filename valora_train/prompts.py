@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +50,7 @@ class Encoded:
         positions: (3, length) int64 for models with positions in time, height and width.
         seen: Size of the first image as the encoder sees it, in pixels.
         grid: Rows and columns of visual tokens of the first image.
+        places: (visual tokens,) int64 on the CPU, see `valora_data.grid_pooling.places_of`.
     """
 
     ids: Tensor
@@ -56,6 +58,7 @@ class Encoded:
     prompt: int
     seen: Size
     grid: tuple[int, int]
+    places: Tensor
     pixels: Mapping[str, Tensor] = field(default_factory=dict)
     features: Tensor | None = None
     deep: tuple[Tensor, ...] = ()
@@ -80,11 +83,13 @@ class Read:
         last: (n, width), of the last token of each prompt.
         visual: (n, tokens, width), of the visual tokens; zeros where there are fewer.
         real: (n, tokens) bool, which of those there are.
+        places: (n, tokens) int64, where in its image each of them lies.
     """
 
     last: Tensor
     visual: Tensor
     real: Tensor
+    places: Tensor
 
     @classmethod
     def cat(cls, parts: Sequence[Read]) -> Read:
@@ -101,10 +106,11 @@ class Read:
             torch.cat([part.last for part in parts]),
             torch.cat([padded(part.visual) for part in parts]),
             torch.cat([padded(part.real) for part in parts]),
+            torch.cat([padded(part.places) for part in parts]),
         )
 
     def __getitem__(self, rows: Tensor) -> Read:
-        return Read(self.last[rows], self.visual[rows], self.real[rows])
+        return Read(self.last[rows], self.visual[rows], self.real[rows], self.places[rows])
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,7 @@ class States:
         prompts: Tokens of each prompt.
         lengths: Tokens of each prompt and answer.
         answers: (n, length) int64 token ids, of which those behind the prompts are answers.
+        places: For each row (visual tokens,) int64 on the CPU, see `Encoded.places`.
     """
 
     hidden: Tensor
@@ -124,6 +131,7 @@ class States:
     prompts: tuple[int, ...]
     lengths: tuple[int, ...]
     answers: Tensor
+    places: tuple[Tensor, ...]
 
     def split(self, counts: Sequence[int]) -> list[States]:
         """Rows of the batch, `counts` at a time."""
@@ -137,6 +145,7 @@ class States:
                     self.prompts[rows],
                     self.lengths[rows],
                     self.answers[rows],
+                    self.places[rows],
                 )
             )
             start += count
@@ -151,10 +160,11 @@ class States:
         counts = self.visual.sum(1)
         most = int(counts.max())
         real = torch.arange(most, device=self.hidden.device) < counts[:, None]
+        places = pad_sequence(list(self.places), batch_first=True).to(self.hidden.device)
         if bool(real.all()):
-            return Read(last, self.hidden[self.visual].view(n, most, width), real)
+            return Read(last, self.hidden[self.visual].view(n, most, width), real, places)
         seen = self.hidden[self.visual].split(counts.tolist())
-        return Read(last, torch.nn.utils.rnn.pad_sequence(list(seen), batch_first=True), real)
+        return Read(last, pad_sequence(list(seen), batch_first=True), real, places)
 
     def written(self) -> tuple[Tensor, Tensor]:
         """What the answers are learnt from, all answers in one.

@@ -216,7 +216,8 @@ class HeadSettings:
 
     Attributes:
         pooling: What linear heads look at: `last` (token), `visual_mean`, `attention` (weighted
-            visual tokens), or `auto`, which chooses on validation.
+            visual tokens), `grid` (their means at 4 × 4 places of the image), or `auto`, which
+            chooses on validation.
         soft: Share of the teacher's soft labels in the loss of linear heads.
         temperature: That soft labels and logits are divided by before they are compared.
         max_tokens: Longest written answer.
@@ -232,7 +233,7 @@ class HeadSettings:
     class_weight: float = 1.0
     nms_iou: float = 0.5
     most: int = 32
-    pooling: Literal["auto", "last", "visual_mean", "attention"] = "auto"
+    pooling: Literal["auto", "last", "visual_mean", "attention", "grid"] = "auto"
     soft: float = 0.5
     temperature: float = 2.0
     max_tokens: int = 64

@@ -20,6 +20,7 @@ from valora_data.sources.builtin import builtin_labels, builtin_prompt
 from valora_serve.async_engine import AsyncEngine
 from valora_serve.golden import replay
 from valora_train.cli import run
+from valora_train.linear_head import POOLINGS
 from valora_train.progress import Display
 from valora_train.settings import (
     DomainSettings,
@@ -121,7 +122,7 @@ def test_domains_of_every_task_share_an_adapter(everything: Path) -> None:
     headless = {name for name, facts in bundle.domains.items() if facts["head"] is None}
     assert headless == {"vehicle_color", "place_caption", "color_reference"}
     assert bundle.domains["ball_path"]["media"] == "video"
-    assert bundle.domains["weather"]["pooling"] in ("last", "visual_mean", "attention")
+    assert bundle.domains["weather"]["pooling"] in POOLINGS
     assert "within_one" in " ".join(bundle.domains["people_count"]["accuracy"])
     golden = json.loads((everything / "golden" / "golden.json").read_text())
     assert {example["domain"] for example in golden} == set(EVERY_TASK)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
+from torch.nn import functional as F
 
 from tests.engine_reference import Got, Reference, ask, assert_empty, make_engine, noise, run
 from tests.serve_helpers import DomainSpec, make_bundle
@@ -35,6 +36,7 @@ OTHERS = {
     ),
     "sure": DomainSpec("adapter-2", "yes_no", ["no", "yes"], "attention", "Is it?", 0.6),
     "move": DomainSpec("adapter-1", "action", ["sit", "run", "fall", "jump"], prompt="What now?"),
+    "place": DomainSpec("adapter-1", "classification", ["here", "there"], "grid", "Where?"),
     "caption": DomainSpec("adapter-2", None, [], prompt="Describe the image."),
 }
 
@@ -241,6 +243,9 @@ def test_other_heads_by_hand(others: Path) -> None:
             pooled = hidden[-1]
         elif spec.pooling == "visual_mean":
             pooled = hidden[visual].mean(0)
+        elif spec.pooling == "grid":  # 8 × 8 visual tokens, two by two
+            cells = hidden[visual].view(8, 8, -1).permute(2, 0, 1)
+            pooled = F.avg_pool2d(cells, 2).permute(1, 2, 0).flatten()
         else:
             scores = hidden[visual] @ tensors["query"] / hidden.shape[1] ** 0.5
             pooled = scores.softmax(0) @ hidden[visual]

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from valora_data.errors import BundleError
 from valora_serve.heads import HeadSet, HeadTask, read_head
-from valora_train.linear_head import ChoiceTargets, LinearHead, distillation_loss
+from valora_train.linear_head import POOLINGS, ChoiceTargets, LinearHead, distillation_loss
 from valora_train.prompts import Read
 from valora_train.settings import HeadSettings
 
@@ -23,10 +23,11 @@ def reads(count=5, tokens=4, seed=0):
         torch.randn(count, WIDTH, generator=generator),
         torch.randn(count, tokens, WIDTH, generator=generator),
         torch.ones(count, tokens, dtype=torch.bool),
+        torch.tensor([0, 0, 5, 15])[:tokens].expand(count, tokens),
     )
 
 
-def random_head(poolings=("last", "visual_mean", "attention"), seed=1):
+def random_head(poolings=POOLINGS, seed=1):
     head = LinearHead(WIDTH, LABELS, "classification", poolings)
     generator = torch.Generator().manual_seed(seed)
     for parameter in head.parameters():
@@ -69,7 +70,7 @@ def test_hard_labels_alone_are_cross_entropy():
     )
 
 
-@pytest.mark.parametrize("pooling", ["last", "visual_mean", "attention"])
+@pytest.mark.parametrize("pooling", POOLINGS)
 def test_the_server_says_the_same(tmp_path, pooling):
     head, read = random_head(), reads()
     head.chosen.fill_(head.poolings.index(pooling))
@@ -81,7 +82,7 @@ def test_the_server_says_the_same(tmp_path, pooling):
     for row in range(5):
         # A token before the image, the image, and the prompt's last token.
         hidden = torch.cat([torch.zeros(1, WIDTH), read.visual[row], read.last[row : row + 1]])
-        (result,) = HeadSet().run([HeadTask(served, hidden, visual)])
+        (result,) = HeadSet().run([HeadTask(served, hidden, visual, places=read.places[row])])
         told = [result.confidences[label] for label in LABELS]
         assert told == pytest.approx(ours[row].tolist(), abs=1e-5)
     again = LinearHead.load(tmp_path / "head.safetensors")
@@ -98,12 +99,13 @@ def test_padding_is_not_pooled():
         read.last,
         torch.cat([read.visual, torch.full((2, 3, WIDTH), 50.0)], dim=1),
         torch.cat([read.real, torch.zeros(2, 3, dtype=torch.bool)], dim=1),
+        torch.cat([read.places, torch.zeros(2, 3, dtype=torch.int64)], dim=1),
     )
     assert torch.allclose(head(longer), head(read), atol=1e-6)
 
 
 def test_the_pooling_with_the_most_hits_on_validation_is_chosen():
-    head = random_head()
+    head = random_head(("last", "visual_mean", "attention"))
     truth = torch.tensor([0, 1, 2, 0])
     right = F.one_hot(truth, 3).float() * 5
     wrong = right.roll(1, dims=-1)
@@ -134,7 +136,9 @@ def test_it_learns_from_what_only_attention_sees():
     visual[:, :, 5] = -3.0
     visual[torch.arange(400), place] = F.one_hot(label, WIDTH).float() * 4
     visual[torch.arange(400), place, 5] = 6.0
-    read = Read(torch.randn(400, WIDTH), visual, torch.ones(400, 8, dtype=torch.bool))
+    real = torch.ones(400, 8, dtype=torch.bool)
+    # All in one place, so that `grid` sees no more than the mean.
+    read = Read(torch.randn(400, WIDTH), visual, real, torch.zeros(400, 8, dtype=torch.int64))
     head = LinearHead(WIDTH, LABELS, "classification")
     optimizer = torch.optim.Adam(head.parameters(), lr=0.05)
     targets = ChoiceTargets(label, torch.zeros(400, 3))

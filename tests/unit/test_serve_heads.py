@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.serve_helpers import make_detection_head, make_linear_head
 from valora_serve.errors import AdapterError, RequestError
-from valora_serve.heads import HeadSet, HeadTask, check_visual, read_head
+from valora_serve.heads import HeadSet, HeadTask, Pooling, check_visual, read_head
 from valora_serve.types import HeadResult
 from valora_train.heads import DetectionHead
 from valora_train.settings import HeadSettings
@@ -77,17 +77,28 @@ def pooled(file, states, mask):
 
 
 @pytest.mark.parametrize("count", [2, 11, 101])
-@pytest.mark.parametrize("pooling", ["last", "visual_mean", "attention"])
+@pytest.mark.parametrize("pooling", list(Pooling))
 @pytest.mark.parametrize("temperature", [None, 2.5])
 def test_linear_heads_in_closed_form(count, pooling, temperature, tmp_path):
     file = linear(tmp_path, count, 7, pooling=pooling, temperature=temperature)
     states, mask = hidden(17, 2), visual(17, 4, 9)
-    (result,) = HeadSet().run([HeadTask(read_head(file, WIDTH), states, mask)])
+    task = HeadTask(read_head(file, WIDTH), states, mask, places=torch.tensor([2] * 4 + [9] * 5))
+    (result,) = HeadSet().run([task])
     rest, tensors = pooled(file, states, mask)
     point = {
         "last": states[-1].double(),
         "visual_mean": states[4:13].double().sum(0) / 9,
         "attention": rest,
+        "grid": torch.cat(
+            [
+                states[4:8].double().sum(0) / 4
+                if place == 2
+                else states[8:13].double().sum(0) / 5
+                if place == 9
+                else torch.zeros(WIDTH, dtype=torch.float64)
+                for place in range(16)
+            ]
+        ),
     }[pooling]
     logits = tensors["weight"] @ point + tensors["bias"]
     assert result.logits.shape == (1, count) and result.logits.dtype == np.float32

@@ -99,7 +99,7 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
     values["fusion"].pop("parent")
     if settings.fusion.parent is not None:
         inputs["parent"] = find_parent(Path(settings.fusion.parent), Path(settings.paths.work)).name
-    return Stage(f"fuse-{settings.task.name}", 2, values, inputs, resumable=True)
+    return Stage(f"fuse-{settings.task.name}", 3, values, inputs, resumable=True)
 
 
 def parent_of(settings: Settings, domains: Sequence[DomainInputs], stage: Stage) -> Parent | None:

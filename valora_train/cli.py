@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 import warnings
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from valora_data.errors import ValoraError
 from valora_train.progress import Display, stopwatch
+from valora_train.team import Team
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,15 +32,19 @@ INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
 
 def run(settings: Settings, display: Display) -> None:
     """Run the stages up to `settings.command`."""
-    with stopwatch() as seconds, display():
-        work = _Stages(settings, display)
+    team = Team(settings.model.device)
+    if not team.leads:
+        display = Display(Console(quiet=True))
+    with stopwatch() as seconds, display(), team:
+        work = _Stages(settings, display, team)
         domains = [work.domain(domain) for domain in settings.chosen()]
         if settings.command in ("teach", "distill"):
             return
         fused = work.fuse(domains)
         if settings.command == "fuse":
             return
-        work.export(domains, fused, seconds)
+        if team.leads:
+            work.export(domains, fused, seconds)
 
 
 class _Stages:
@@ -44,11 +53,13 @@ class _Stages:
     Args:
         settings: All settings.
         display: The terminal.
+        team: The processes that train together; the leader alone does what is not training.
     """
 
-    def __init__(self, settings: Settings, display: Display) -> None:
+    def __init__(self, settings: Settings, display: Display, team: Team) -> None:
         self._settings = settings
         self._display = display
+        self._team = team
 
     def domain(self, domain: DomainSettings) -> DomainInputs:
         """What comes before fusion: samples, a small model that knows them, what it says."""
@@ -87,10 +98,21 @@ class _Stages:
         if same is not None:
             self._display.done("fuse", f"{self._settings.fusion.parent} holds just these domains")
             return same
-        return self._make(
-            stage,
-            lambda folder, _: build_fusion(self._settings, domains, stage, folder, self._display),
-        )
+
+        def build(folder: Path) -> None:
+            self._team.wait()  # until all have seen how far an earlier process came
+            build_fusion(self._settings, domains, stage, folder, self._display, self._team)
+
+        if self._team.leads:
+            return self._make(stage, lambda folder, _: build(folder))
+        work = Path(self._settings.paths.work)
+        if not stage.folder(work).is_dir():
+            with TemporaryDirectory() as folder:
+                if stage.partial(work).is_dir():
+                    shutil.copytree(stage.partial(work), folder, dirs_exist_ok=True)
+                build(Path(folder))
+        self._team.wait()
+        return stage.folder(work)
 
     def export(
         self, domains: list[DomainInputs], fused: Path, seconds: Callable[[], float]
@@ -110,11 +132,15 @@ class _Stages:
         build: Callable[[Path, Step], None],
         describe: Callable[[Path], str] = lambda _: "",
     ) -> Path:
+        if not self._team.leads:
+            self._team.wait()
+            return stage.folder(Path(self._settings.paths.work))
         verb, _, what = stage.name.partition("-")
         with stopwatch() as took, self._display.work(verb, what) as on_step:
             folder, reused = stage.run(
                 Path(self._settings.paths.work), lambda folder: build(folder, on_step)
             )
+        self._team.wait()
         self._display.done(verb, what + describe(folder), None if reused else took())
         return folder
 
@@ -186,7 +212,8 @@ def _be_quiet() -> None:
 
 
 def _stop(message: str, status: int = 1) -> None:
-    print(message, file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # of processes that train together, one speaks
+        print(message, file=sys.stderr)
     sys.exit(status)
 
 

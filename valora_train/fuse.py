@@ -31,7 +31,7 @@ from valora_train.report import counted
 from valora_train.settings import as_dict
 from valora_train.stage import Stage, digest, read_json, write_json
 from valora_train.tasks import make_task
-from valora_train.tracking import Tracker
+from valora_train.tracking import NoTracker, Tracker
 from valora_train.trainer import DomainData, Trainer
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from valora_train.progress import Display
     from valora_train.settings import DomainSettings, Settings
     from valora_train.tasks import Evaluation
+    from valora_train.team import Team
     from valora_train.tracking import AttemptRun
 
 SHOWN = 12  # images on a contact sheet
@@ -134,8 +135,12 @@ def build_fusion(
     stage: Stage,
     folder: Path,
     display: Display,
+    team: Team,
 ) -> None:
     """Fill the stage's folder, going on from what is in it.
+
+    Where several processes train together, each fills a folder of its own, and that of the leader
+    counts.
 
     Raises:
         UnreachableError: If a domain misses its requirement even alone and the policy is `fail`.
@@ -143,9 +148,13 @@ def build_fusion(
     if (folder / FUSION).is_file():  # killed after its last act
         return
     _make_deterministic(settings.train.threads)
-    fusion = _Fusion(settings, domains, folder, display, parent_of(settings, domains, stage))
+    fusion = _Fusion(settings, domains, folder, display, team, parent_of(settings, domains, stage))
     name = f"{settings.task.name} · {settings.fusion.strategy} · seed {settings.train.seed}"
-    tracker = Tracker(settings.paths.tracking, f"valora/{settings.task.name}", stage.key)
+    tracker = (
+        Tracker(settings.paths.tracking, f"valora/{settings.task.name}", stage.key)
+        if team.leads
+        else NoTracker()
+    )
     note = f"Packs {', '.join(item.settings.name for item in domains)} into the fewest adapters."
     fusion.remember(tracker.start(name, as_dict(settings), note, fusion.mlflow_run_id))
     try:
@@ -177,9 +186,11 @@ class _Fusion:
         domains: Sequence[DomainInputs],
         folder: Path,
         display: Display,
-        parent: Parent | None = None,
+        team: Team,
+        parent: Parent | None,
     ) -> None:
         self._parent = parent
+        self._team = team
         self._settings = settings
         self._inputs = {item.settings.name: item for item in domains}
         self._folder = folder
@@ -198,10 +209,10 @@ class _Fusion:
             }
         )
         with display.work("fuse", "loading the base model"):
-            self._lmm = Lmm(settings.model, settings.train.lora)
+            self._lmm = Lmm(settings.model, settings.train.lora, team)
         first_head = _first_head(settings.model.id)
         self._data = _Loaded(self._inputs, lambda name: self._load(self._inputs[name], first_head))
-        self._trainer = Trainer(self._lmm, self._data, settings.train)
+        self._trainer = Trainer(self._lmm, self._data, settings.train, team)
 
     @property
     def mlflow_run_id(self) -> str | None:
@@ -328,7 +339,8 @@ class _Fusion:
                 results = {
                     name: trainer.evaluate(adapter, name, Split.VAL) for name in attempt.domains
                 }
-            decision = plan.tell({name: value.accuracy for name, value in results.items()})
+            reached = {name: value.accuracy for name, value in results.items()}
+            decision = plan.tell(self._team.agree(reached))
             if decision.verdict is Verdict.COMMITTED or (
                 adapter in plan.packing and not attempt.held
             ):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from valora_train.prompts import Example
     from valora_train.settings import LoraSettings, ModelSettings
+    from valora_train.team import Team
 
 PIXELS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 TEMPORAL = "second_per_grid_ts"
@@ -42,18 +43,22 @@ class Lmm:
         settings: Which model.
         lora: What will be adapted. While neither the vision tower nor the projector is, images
             may be encoded once and their features kept.
+        team: The processes that train together; this one alone if None.
 
     Attributes:
         model: The transformers model.
         processor: Its processor.
         width: Size of the hidden states.
         coordinates: How it writes boxes, `grid1000` or `pixels`.
+        parted: Whether its layers lie on several processes, which then run it together.
 
     Raises:
         BundleError: If there is no such model, or it takes no images.
     """
 
-    def __init__(self, settings: ModelSettings, lora: LoraSettings) -> None:
+    def __init__(
+        self, settings: ModelSettings, lora: LoraSettings, team: Team | None = None
+    ) -> None:
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         source = base_folder(settings.id)
@@ -70,14 +75,18 @@ class Lmm:
             raise BundleError(f"cannot load base model {settings.id}: {reason}") from error
         self.tokenizer: Any = getattr(self.processor, "tokenizer", self.processor)
         check_image_token(settings.id, self.model.config, self.processor)
-        self.model.requires_grad_(False).eval().to(settings.device)
         self._core = self.model.model
         self._text = self._core.language_model
+        self.model.requires_grad_(False).eval()
+        if settings.shard and team is not None:
+            team.part(self._text, self._text.layers)  # layer by layer, so that no device holds all
+        self.model.to(settings.device)
         self._checkpointing = settings.gradient_checkpointing
         if self._checkpointing:
             # Newer transformers have another name for it.
             enable = getattr(self.model, "activation_checkpointing_enable", None)
             (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
+        self.parted = settings.shard and team is not None and team.size > 1
         self._batch_size = settings.batch_size
         self._adapts_vision = lora.vision_tower or lora.projector
         self._keeps_features = settings.keep_features and not self._adapts_vision

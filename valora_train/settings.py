@@ -137,6 +137,8 @@ class ModelSettings:
             memory.
         keep_features: Whether encoded images are kept while the vision side is frozen, which
             saves time.
+        shard: Whether several processes part the language model's layers among them (FSDP2)
+            instead of holding a copy each.
     """
 
     id: str = "tiny"
@@ -147,6 +149,7 @@ class ModelSettings:
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     gradient_checkpointing: bool = False
     keep_features: bool = True
+    shard: bool = False
 
 
 @dataclass(frozen=True)

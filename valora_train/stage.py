@@ -57,6 +57,10 @@ class Stage:
         """Where its output is, or will be."""
         return work / f"{self.name}-{self.key}"
 
+    def partial(self, work: Path) -> Path:
+        """Where it is while it is made."""
+        return self.folder(work).with_suffix(".partial")
+
     def run(self, work: Path, build: Callable[[Path], None]) -> tuple[Path, bool]:
         """Make the output unless it is there.
 
@@ -73,7 +77,7 @@ class Stage:
         done = self.folder(work)
         if done.is_dir():
             return done, True
-        partial = done.with_suffix(".partial")
+        partial = self.partial(work)
         try:
             work.mkdir(parents=True, exist_ok=True)
             with FileLock(done.with_suffix(".lock"), timeout=0):

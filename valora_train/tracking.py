@@ -208,6 +208,41 @@ class Tracker:
         return list(self._client.search_runs([self._experiment], condition))
 
 
+class NoTracker(Tracker):
+    """Tracks nothing: of the processes that train along and do not lead."""
+
+    def __init__(self) -> None:
+        self.run_id = ""
+
+    def start(self, name: str, config: Mapping[str, Any], note: str, earlier: str | None) -> str:
+        """Nothing."""
+        return self.run_id
+
+    def input(self, name: str, digest: str, source: Path, context: str) -> None:
+        """Nothing."""
+
+    def attempt(self, attempt: Attempt, required: Mapping[str, float]) -> AttemptRun:
+        """A run that is none."""
+        return NoAttemptRun()
+
+    def summary(
+        self,
+        decisions: Sequence[Decision],
+        seconds: Sequence[float],
+        required: Mapping[str, float],
+    ) -> None:
+        """Nothing."""
+
+    def metrics(self, values: Mapping[str, float], step: int = 0) -> None:
+        """Nothing."""
+
+    def picture(self, image: Image, file: str) -> None:
+        """Nothing."""
+
+    def finish(self, status: str, note: str | None = None) -> None:
+        """Nothing."""
+
+
 class AttemptRun:
     """The nested run of one attempt."""
 
@@ -271,6 +306,28 @@ class AttemptRun:
     def abandon(self) -> None:
         """End the run of an attempt that was interrupted; the next start replaces it."""
         self._client.set_terminated(self._id, "KILLED")
+
+
+class NoAttemptRun(AttemptRun):
+    """Of `NoTracker`."""
+
+    def __init__(self) -> None:
+        pass
+
+    def loss(self, step: int, _steps: int, value: float) -> None:
+        """Nothing."""
+
+    def decided(
+        self,
+        decision: Decision,
+        seconds: float,
+        sheets: Mapping[str, Image],
+        details: Mapping[str, float],
+    ) -> None:
+        """Nothing."""
+
+    def abandon(self) -> None:
+        """Nothing."""
 
 
 def register(uri: str | None, run_id: str, name: str, bundle: Path, tags: Mapping[str, str]) -> int:

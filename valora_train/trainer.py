@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from valora_data.schema import Sample, Split
 from valora_train.prompts import Encoded, Read, States
+from valora_train.team import Team
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,6 +89,7 @@ class Trainer:
         lmm: The model.
         data: Samples of every domain.
         settings: Of training.
+        team: The processes that train together; this one alone if None.
     """
 
     def __init__(
@@ -95,10 +97,12 @@ class Trainer:
         lmm: Lmm,
         data: Mapping[str, DomainData],
         settings: TrainSettings,
+        team: Team | None = None,
     ) -> None:
         self._lmm = lmm
         self._data = data
         self._settings = settings
+        self._team = team or Team()
         self._benches: dict[str, _Bench] = {}
 
     # --- adapters -----------------------------------------------------------------------------
@@ -184,6 +188,7 @@ class Trainer:
             bench.optimizer.zero_grad(set_to_none=True)
             loss = self._learn(bench.heads, batch)
             parameters = [p for group in bench.optimizer.param_groups for p in group["params"]]
+            loss = self._team.add_up(parameters, loss)
             nn.utils.clip_grad_norm_(parameters, self._settings.clip)
             bench.optimizer.step()
             on_step(step + 1, steps, loss)
@@ -222,11 +227,15 @@ class Trainer:
         return torch.tensor(offered[start : start + count])
 
     def _learn(self, heads: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> float:
-        """Add the gradients of a batch up; its loss is the mean over its samples."""
+        """Add up the gradients of a batch's share; its loss is the mean over all its samples."""
         size = sum(len(rows) for rows in batch.values())
         loss = 0.0
         for part in self._parts(batch):
-            loss_of_part = self._loss(heads, part, size)
+            mine = {name: self._team.share(rows) for name, rows in part.items()}
+            mine = {name: rows for name, rows in mine.items() if len(rows)}
+            # Layers that are parted among processes want all of them to run as often.
+            spare = {} if mine else {name: rows[:1] for name, rows in list(part.items())[:1]}
+            loss_of_part = self._loss(heads, mine or spare, size) * (1.0 if mine else 0.0)
             loss_of_part.backward()
             loss += float(loss_of_part.detach())
         return loss
@@ -321,11 +330,16 @@ class Trainer:
         data = self._data[domain]
         part = data.splits[split]
         with torch.no_grad():
-            raw = data.task.read(head, self._lmm, part.inputs)
+            raw = self._read(data.task, head, part.inputs)
             if split is Split.VAL:
                 data.task.calibrate(head, raw, part.samples)
             said = data.task.said(head, raw, part.samples)
         return data.task.evaluation(head, said, part.samples)
+
+    def _read(self, task: DomainTask, head: nn.Module | None, inputs: Sequence[Encoded]) -> Any:
+        if self._lmm.parted or len(inputs) < self._team.size:  # all processes run as often
+            return task.read(head, self._lmm, inputs)
+        return self._team.collect(task.read(head, self._lmm, self._team.share(inputs)))
 
     # --- going back ---------------------------------------------------------------------------
 

@@ -30,13 +30,19 @@ if TYPE_CHECKING:
 INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
 
 
-def run(settings: Settings, display: Display) -> None:
-    """Run the stages up to `settings.command`."""
+def run(settings: Settings, display: Display, wait: bool = False) -> None:
+    """Run the stages up to `settings.command`.
+
+    Args:
+        settings: All settings.
+        display: The terminal.
+        wait: Wait for a stage that another process is making, instead of an error.
+    """
     team = Team(settings.model.device)
     if not team.leads:
         display = Display(Console(quiet=True))
     with stopwatch() as seconds, display(), team:
-        work = _Stages(settings, display, team)
+        work = _Stages(settings, display, team, wait)
         domains = [work.domain(domain) for domain in settings.chosen()]
         if settings.command in ("teach", "distill"):
             return
@@ -54,12 +60,14 @@ class _Stages:
         settings: All settings.
         display: The terminal.
         team: The processes that train together; the leader alone does what is not training.
+        wait: See `run`.
     """
 
-    def __init__(self, settings: Settings, display: Display, team: Team) -> None:
+    def __init__(self, settings: Settings, display: Display, team: Team, wait: bool) -> None:
         self._settings = settings
         self._display = display
         self._team = team
+        self._wait = wait
 
     def domain(self, domain: DomainSettings) -> DomainInputs:
         """What comes before fusion: samples, a small model that knows them, what it says."""
@@ -138,7 +146,7 @@ class _Stages:
         verb, _, what = stage.name.partition("-")
         with stopwatch() as took, self._display.work(verb, what) as on_step:
             folder, reused = stage.run(
-                Path(self._settings.paths.work), lambda folder: build(folder, on_step)
+                Path(self._settings.paths.work), lambda folder: build(folder, on_step), self._wait
             )
         self._team.wait()
         self._display.done(verb, what + describe(folder), None if reused else took())
@@ -146,11 +154,20 @@ class _Stages:
 
 
 def _hydra_main(config: DictConfig) -> None:
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
     from valora_train.settings import from_config
 
     # Ends the process itself: Hydra would put its own chain before ours.
     try:
-        run(from_config(config), Display())
+        settings = from_config(config)
+        if HydraConfig.get().mode is RunMode.MULTIRUN:
+            # Launchers may run jobs side by side: one waits for what another is making.
+            number = HydraConfig.get().job.num
+            run(settings, Display(job=f"{settings.task.name} {number}"), wait=True)
+        else:
+            run(settings, Display())
     except KeyboardInterrupt:
         _stop("interrupted: run the same command again to continue", INTERRUPTED)
     except ValoraError as error:

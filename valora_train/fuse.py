@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 from valora_data import shards
@@ -150,11 +151,10 @@ def build_fusion(
     _make_deterministic(settings.train.threads)
     fusion = _Fusion(settings, domains, folder, display, team, parent_of(settings, domains, stage))
     name = f"{settings.task.name} · {settings.fusion.strategy} · seed {settings.train.seed}"
-    tracker = (
-        Tracker(settings.paths.tracking, f"valora/{settings.task.name}", stage.key)
-        if team.leads
-        else NoTracker()
-    )
+    tracker: Tracker = NoTracker()
+    if team.leads:
+        with FileLock(Path(settings.paths.work) / "mlflow.lock"):  # one makes the database
+            tracker = Tracker(settings.paths.tracking, f"valora/{settings.task.name}", stage.key)
     note = f"Packs {', '.join(item.settings.name for item in domains)} into the fewest adapters."
     fusion.remember(tracker.start(name, as_dict(settings), note, fusion.mlflow_run_id))
     try:

@@ -30,10 +30,12 @@ class Display:
 
     Args:
         console: Where to write.
+        job: Which of several jobs at work side by side this is; then there is no live line.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, job: str | None = None) -> None:
         self.console = console or Console()
+        self._job = "" if job is None else f"[dim]{job:>20}[/] "
         if not self.console.is_terminal:
             self.console.width = WIDTH
         self._live = Progress(
@@ -46,7 +48,7 @@ class Display:
             TimeRemainingColumn(),
             console=self.console,
             transient=True,
-            disable=not self.console.is_terminal,
+            disable=not self.console.is_terminal or job is not None,
         )
 
     @contextmanager
@@ -77,7 +79,7 @@ class Display:
             seconds: How long it took; None if it was there already.
         """
         took = "[dim]up to date[/]" if seconds is None else f"[dim]{seconds:.1f} s[/]"
-        line = f"[bold]{stage:>8}[/] {what}  {took}"
+        line = f"{self._job}[bold]{stage:>8}[/] {what}  {took}"
         self.console.print(line, highlight=False, soft_wrap=True)
 
 

@@ -61,12 +61,15 @@ class Stage:
         """Where it is while it is made."""
         return self.folder(work).with_suffix(".partial")
 
-    def run(self, work: Path, build: Callable[[Path], None]) -> tuple[Path, bool]:
+    def run(
+        self, work: Path, build: Callable[[Path], None], wait: bool = False
+    ) -> tuple[Path, bool]:
         """Make the output unless it is there.
 
         Args:
             work: Folder of all stages.
             build: Fills the folder that it is given.
+            wait: Wait for another process that is making it, instead of an error.
 
         Returns:
             The finished folder, and whether it was there already.
@@ -80,9 +83,10 @@ class Stage:
         partial = self.partial(work)
         try:
             work.mkdir(parents=True, exist_ok=True)
-            with FileLock(done.with_suffix(".lock"), timeout=0):
-                if not done.is_dir():
-                    self._build(partial, done, build)
+            with FileLock(done.with_suffix(".lock"), timeout=-1 if wait else 0):
+                if done.is_dir():  # by another process, while we waited
+                    return done, True
+                self._build(partial, done, build)
         except Timeout as error:
             raise StageError(
                 f"stage {self.name} is being made by another process: wait for it or stop it"

@@ -19,6 +19,8 @@ from valora_train.tasks import make_task
 from valora_train.team import Team
 from valora_train.trainer import DomainData, Trainer
 
+pytestmark = pytest.mark.slow
+
 LABELS = ("no", "yes")
 
 

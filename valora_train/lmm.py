@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -320,9 +321,10 @@ class Lmm:
         Args:
             batch: Of any lengths.
         """
-        embedded, visual, ids, extra = self._embed(batch)
         self._text.train(self._checkpointing and torch.is_grad_enabled())
-        output = self._text(inputs_embeds=embedded, use_cache=False, **extra)
+        with self._precision():
+            embedded, visual, ids, extra = self._embed(batch)
+            output = self._text(inputs_embeds=embedded, use_cache=False, **extra)
         return States(
             output.last_hidden_state,
             visual,
@@ -375,7 +377,17 @@ class Lmm:
                     answers[row] = text
         return answers
 
+    def _precision(self) -> AbstractContextManager[Any]:
+        """Where the base is of 16 bits, adapters compute in it; their weights stay float32."""
+        if self.model.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.model.dtype)
+
     def _continue(self, batch: Sequence[Encoded], max_tokens: int) -> list[str]:
+        with self._precision():
+            return self._write(batch, max_tokens)
+
+    def _write(self, batch: Sequence[Encoded], max_tokens: int) -> list[str]:
         self._text.eval()
         embedded, _, _, extra = self._embed(batch)
         output = self._text(inputs_embeds=embedded, use_cache=True, **extra)
@@ -431,6 +443,7 @@ class Lmm:
                 self.peft: Any = get_peft_model(self.model, config, adapter_name=name)
             else:
                 self.peft.add_adapter(name, config)
+        self._stay_in_precision()
         self.activate(name)
 
     def load_adapter(self, name: str, folder: Path) -> None:
@@ -441,6 +454,15 @@ class Lmm:
             self.peft = PeftModel.from_pretrained(self.model, folder, adapter_name=name)
         else:
             self.peft.load_adapter(folder, adapter_name=name)
+        self._stay_in_precision()
+
+    def _stay_in_precision(self) -> None:
+        """Cast LoRA's few weights (autocast) and not, as PEFT does, the many activations."""
+        if self.model.dtype == torch.float32:
+            return
+        for module in self.model.modules():
+            if hasattr(module, "cast_input_dtype_enabled"):
+                module.cast_input_dtype_enabled = False
 
     def activate(self, name: str | None) -> None:
         """Make an adapter the one that acts, or none."""

@@ -264,6 +264,35 @@ def test_checkpointed_gradients_are_the_same(family, checkpoint):
         assert grad.abs().max() > 0
 
 
+def watched(layers):
+    """The dtypes that layers give, as they give them."""
+    found: list[torch.dtype] = []
+    for layer in layers:
+        layer.register_forward_hook(lambda *call: found.append(call[2].dtype))
+    return found
+
+
+def test_adapters_on_a_16_bit_base_compute_in_its_precision(family, checkpoint):
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        lmm = Lmm(ModelSettings(id=str(checkpoint), dtype=dtype), LoraSettings(rank=4))
+        lmm.adapt("one", seed=2)
+        disturb(lmm, "one")
+        layers = [m for n, m in lmm.model.named_modules() if n.endswith("lora_A.one")]
+        inside = watched(layers)
+        read = lmm.states(lmm.encode(questions(family))).read()
+        read.last.float().square().sum().backward()
+        weights = lmm.lora_parameters("one")
+        assert {p.dtype for p in weights.values()} == {torch.float32}
+        assert set(inside) == {getattr(torch, dtype)}
+        found[dtype] = read.last.detach().float(), {k: p.grad for k, p in weights.items()}
+    (exact, exact_grads), (half, half_grads) = found["float32"], found["bfloat16"]
+    assert (half - exact).norm() < 0.05 * exact.norm()
+    together = [torch.cat([g.flatten() for g in grads.values()])
+                for grads in (exact_grads, half_grads)]  # fmt: skip
+    assert torch.nn.functional.cosine_similarity(*together, dim=0) > 0.98
+
+
 def test_vision_and_projector_are_found_in_every_family(family, checkpoint):
     lmm = load(checkpoint, vision_tower=True, projector=True)
     lmm.adapt("one", seed=1)

@@ -191,7 +191,8 @@ def plain(
             bf16=model.dtype == "bfloat16" and model.device == "cuda", max_steps=len(drawn),
             learning_rate=train.lr, gradient_checkpointing=checkpointing,
             gradient_checkpointing_kwargs={"use_reentrant": False}, report_to=[],
-            save_strategy="no", logging_strategy="no", disable_tqdm=True, remove_unused_columns=False,
+            save_strategy="no", logging_strategy="no", disable_tqdm=True,
+            remove_unused_columns=False,
             use_cpu=model.device == "cpu", dataloader_num_workers=0,
         )  # fmt: skip
         InOrder(peft, arguments, train_dataset=[rows[row] for row in order], data_collator=collate,

@@ -1,10 +1,14 @@
 """Metrics, logs, traces, golden examples, finding bundles, constraints: each by itself."""
 
 import asyncio
+import gzip
 import json
 import logging
+import re
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import httpx
 import numpy as np
@@ -157,6 +161,49 @@ def test_a_request_is_a_span_in_the_callers_trace():
         assert f"{span.context.trace_id:032x}" == "0af7651916cd43dd8448eb211c80319c"
         assert span.attributes["gen_ai.request.model"] == "tiny"
         assert span.attributes["gen_ai.usage.output_tokens"] == 3
+
+
+def test_spans_reach_a_collector():
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    got: list[tuple[str, ExportTraceServiceRequest]] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["content-length"]))
+            if self.headers.get("content-encoding") == "gzip":
+                body = gzip.decompress(body)
+            got.append((self.path, ExportTraceServiceRequest.FromString(body)))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        tracer = Tracer.to(f"http://127.0.0.1:{collector.server_port}/")
+        with serving(tracer=tracer) as server:
+            server.client.post("/v1/chat/completions", json=chat(max_tokens=3))
+        tracer.close()
+        collector.shutdown()
+    ((path, request),) = got
+    assert path == "/v1/traces"
+    (resource,) = request.resource_spans
+    facts = {item.key: item.value.string_value for item in resource.resource.attributes}
+    assert facts["service.name"] == "valora-serve"
+    assert [span.name for span in resource.scope_spans[0].spans] == ["chat tiny"]
+
+
+def test_the_page_of_the_api_loads_nothing_from_elsewhere():
+    with serving() as server:
+        page = server.client.get("/docs").text
+        links = re.findall(r'(?:src|href)="([^"]+)"', page)
+        assert len(links) >= 3
+        for link in links:
+            assert link.startswith("/console/docs/")
+            assert server.client.get(link).status_code == 200
 
 
 # Golden examples

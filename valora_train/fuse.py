@@ -270,7 +270,8 @@ class _Fusion:
                 head = self._trainer.probe(name, self._settings.train.seed)
                 val = self._trainer.evaluate(None, name, Split.VAL, head)
                 test = self._trainer.evaluate(None, name, Split.TEST, head)
-                self._state["head_only"][name] = {"val": val.accuracy, "test": test.accuracy}
+                reached = {"val": val.accuracy, "test": test.accuracy}
+                self._state["head_only"][name] = self._team.agree(reached)
                 self._save()
             misses = "" if val.accuracy >= self._required[name] else ", too little: needs LoRA"
             what = "base alone" if head is None else "head alone"

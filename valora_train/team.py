@@ -90,14 +90,13 @@ class Team:
             if parameter.grad is None:  # no sample of it in the own share
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in trained if p.grad is not None]
-        flat = torch.cat(
-            [*(g.float().flatten() for g in gradients), gradients[0].new_tensor([loss]).float()]
-        )
+        told = torch.tensor([loss], device=gradients[0].device)
+        flat = torch.cat([*(g.float().flatten() for g in gradients), told])
         torch.distributed.all_reduce(flat)
-        pieces = flat.split([*(g.numel() for g in gradients), 1])
-        for gradient, piece in zip(gradients, pieces, strict=False):
+        *pieces, told = flat.split([*(g.numel() for g in gradients), 1])
+        for gradient, piece in zip(gradients, pieces, strict=True):
             gradient.copy_(piece.view_as(gradient))
-        return float(pieces[-1])
+        return float(told)
 
     def agree(self, value: Any) -> Any:
         """What the leader has, so that all decide alike."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from valora_data.sources.generic_questions import (
     CAPTIONED,
@@ -118,6 +118,8 @@ def build_tokenizer() -> Tokenizer:
     merges = [tuple(pair) for pair in learned["merges"]]
     for number in numbers:
         vocab.setdefault(number, len(vocab))
+    # Not special, so that they stand in the text of an answer.
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in MARKUP])
     # With `ignore_merges` a piece that is a token is taken whole: numbers need no merges.
     tokenizer.model = models.BPE(vocab=vocab, merges=merges, ignore_merges=True)
     return tokenizer

@@ -24,7 +24,7 @@ BOX = re.compile(
 )
 
 
-def write_box(box: Box, size: Size, seen: Size, convention: Convention) -> str:
+def write_box(box: Box, size: Size, seen: Size, convention: Convention, step: int = 1) -> str:
     """A box as Qwen-VL writes it: ``<ref>name</ref><box>(x0,y0),(x1,y1)</box>``.
 
     Args:
@@ -32,10 +32,11 @@ def write_box(box: Box, size: Size, seen: Size, convention: Convention) -> str:
         size: Of that image.
         seen: Of the image as the encoder sees it, for `pixels`.
         convention: `grid1000` or `pixels`.
+        step: What numbers are multiples of.
     """
     width, height = (GRID, GRID) if convention == "grid1000" else seen
     edges = [
-        round(min(max(edge / full, 0.0), 1.0) * scale)
+        round(min(max(edge / full, 0.0), 1.0) * scale / step) * step
         for edge, full, scale in zip(box.xyxy, (*size, *size), (width, height) * 2, strict=True)
     ]
     x0, y0, x1, y1 = edges

@@ -51,6 +51,7 @@ class Lmm:
         processor: Its processor.
         width: Size of the hidden states.
         coordinates: How it writes boxes, `grid1000` or `pixels`.
+        coordinate_step: What the numbers of boxes are multiples of.
         parted: Whether its layers lie on several processes, which then run it together.
 
     Raises:
@@ -101,6 +102,7 @@ class Lmm:
         self.width = int(config.get_text_config().hidden_size)
         self.device: torch.device = self.model.device
         self.coordinates = settings.coordinates
+        self.coordinate_step = settings.coordinate_step
         vision = config.vision_config
         side = 0 if self._three else vision.image_size // vision.patch_size
         self._square = (side, side)

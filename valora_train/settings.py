@@ -132,6 +132,7 @@ class ModelSettings:
         dtype: Of the frozen weights.
         batch_size: Images per forward pass without gradients.
         coordinates: How it writes boxes: on a grid of 0 to 1000, or in the pixels that it sees.
+        coordinate_step: What the numbers of boxes are multiples of.
         attention: Attention backend in transformers' terms; `auto` for its own choice.
         gradient_checkpointing: Whether layers are computed again for their gradients, which saves
             memory.
@@ -146,6 +147,7 @@ class ModelSettings:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     batch_size: int = 64
     coordinates: Literal["grid1000", "pixels"] = "grid1000"
+    coordinate_step: int = 1
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     gradient_checkpointing: bool = False
     keep_features: bool = True

@@ -112,6 +112,11 @@ def test_words_and_numbers_are_tokens(tiny):
     for sentence in (text, "where is the Straße? 日本 3.5 %", "  two  spaces\nand a line"):
         ids = tokenizer.encode(sentence, add_special_tokens=False)
         assert tokenizer.decode(ids) == sentence
+    # What marks a box is part of an answer's text.
+    box = "<ref>red star</ref><box>(10,20),(300,450)</box>"
+    ids = tokenizer.encode(f"<s>{box}</s>", add_special_tokens=False)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == box
+    assert tokenizer.get_added_vocab() == build_processor().tokenizer.get_added_vocab()
 
 
 def test_the_recipe_still_makes_the_shipped_tokenizer(tiny, tokenizer):

@@ -35,6 +35,9 @@ def test_as_qwen_writes_it():
     assert write_box(box, (100, 100), (50, 200), "pixels") == (
         "<ref>cat</ref><box>(6,16),(18,60)</box>"
     )
+    assert write_box(box, (97, 97), (50, 50), "grid1000", step=10) == (
+        "<ref>cat</ref><box>(120,80),(370,310)</box>"
+    )
 
 
 @pytest.mark.parametrize(

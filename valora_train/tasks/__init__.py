@@ -53,7 +53,7 @@ def make_task(
         return DetectionTask(domain, settings, first_head)
     if domain.labels:
         return ChoiceTask(domain, settings, video)
-    return LanguageTask(domain, settings, video, lmm.coordinates)
+    return LanguageTask(domain, settings, video, lmm.coordinates, lmm.coordinate_step)
 
 
 def load_head(task: DomainTask, file: Path | None) -> Any:

@@ -35,13 +35,19 @@ class LanguageTask(DomainTask):
         settings: Of the answers.
         video: Whether samples are videos.
         coordinates: How the base model writes boxes.
+        step: What the numbers of boxes are multiples of.
     """
 
     def __init__(
-        self, domain: Domain, settings: HeadSettings, video: bool, coordinates: Convention
+        self,
+        domain: Domain,
+        settings: HeadSettings,
+        video: bool,
+        coordinates: Convention,
+        step: int = 1,
     ) -> None:
         super().__init__(domain, settings, video)
-        self._coordinates = coordinates
+        self._coordinates, self._step = coordinates, step
 
     def asked(self, sample: Sample) -> Example:
         """The question, and all images or frames."""
@@ -68,7 +74,7 @@ class LanguageTask(DomainTask):
         return lambda _: text
 
     def _boxes_as_text(self, boxes: Any, size: Size, seen: Size) -> str:
-        return "".join(write_box(box, size, seen, self._coordinates) for box in boxes)
+        return "".join(write_box(box, size, seen, self._coordinates, self._step) for box in boxes)
 
     def mirrored(self, sample: Sample) -> Sample:
         """Not done: words say left and right."""

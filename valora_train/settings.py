@@ -150,7 +150,7 @@ class ModelSettings:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     batch_size: int = 64
     coordinates: Literal["grid1000", "pixels"] = "grid1000"
-    coordinate_step: int = 1
+    coordinate_step: int = 10
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     gradient_checkpointing: bool = False
     keep_features: bool = True

@@ -82,7 +82,8 @@ PIECES = [[0], [1], *([n] for n in range(259, 259 + len(WORDS)))]
 
 @given(
     parts=st.lists(
-        st.sampled_from(PIECES) | st.characters().map(lambda c: [3 + b for b in c.encode()]),
+        st.sampled_from(PIECES)
+        | st.characters(codec="utf-8").map(lambda c: [3 + b for b in c.encode()]),
         max_size=20,
     )
 )

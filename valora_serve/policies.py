@@ -74,11 +74,12 @@ class BasePolicy:
             batch = Batch(view, plan, starved)
         batch.run()
         stuck = not batch.items and not batch.preempt
-        if stuck and (plan.merged or view.merged) is not None and (plan.running or plan.waiting):
-            # The adapter in the weights takes the pages or the place of those that wait.
-            plan = Plan(
-                Mode.UNMERGED, None, view.running, plan.waiting, "the merged adapter makes room"
-            )
+        taken = (plan.merged or view.merged) is not None and bool(plan.running or plan.waiting)
+        if stuck and (taken or len(plan.running) < len(view.running)):
+            # The adapter in the weights, or requests that run and were left out, take the pages or
+            # the place of those that wait.
+            reason = "the merged adapter makes room" if taken else "what runs makes room"
+            plan = Plan(Mode.UNMERGED, None, view.running, plan.waiting, reason)
             batch = Batch(view, plan, starved)
             batch.run()
         else:

@@ -232,6 +232,17 @@ def test_merge_only_turns_to_the_oldest():
     assert (decision.mode, decision.merged, taken(decision)) == (Mode.MERGED, "b", {"r1", "w1"})
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_runs_goes_on_while_the_oldest_finds_no_room(name):
+    # It asks the bare model and wants five pages; two of an adapter, who run, leave but two.
+    limits = replace(LIMITS, free_pages=2)
+    oldest = replace(waiting(1, None, arrival=0.0), pages=5)
+    run = [running(number, "a", arrival=0.5 + number / 10, served=0.9) for number in range(2)]
+    decision = policy(name).decide(view(run, [oldest], limits=limits))
+    assert taken(decision) == {"r0", "r1"}
+    assert not decision.preempt
+
+
 def test_dlora_stalls_the_rest_while_merged():
     run = [running(i, "a") for i in range(19)]
     chooser = policy("dlora")

@@ -94,7 +94,6 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
             "labels": item.settings.labels,
             "required": item.required,
             "mirror": item.settings.mirror,
-            "moved_copies": item.settings.moved_copies,
             "video": item.settings.video,
         }
         for item in domains
@@ -242,7 +241,6 @@ class _Fusion:
                 {split: shards.read(item.data / split) for split in (Split.VAL, Split.TEST)},
                 self._lmm,
                 self._settings.train.flip and item.settings.mirror,
-                item.settings.moved_copies,
             )
 
     def run(self, tracker: Tracker) -> None:

@@ -80,8 +80,6 @@ class DomainSettings:
             ``package.module:function``), or `labels` (labels stand in for a teacher).
         taught_by: Teacher of this domain alone; null for that of the task.
         mirror: Whether a mirrored image has the mirrored answer, so that `train.flip` may use it.
-        moved_copies: Copies of each training image, slightly moved, turned and scaled, to learn
-            from too; for few images with labels that such a change leaves true.
         source: Where the samples come from.
     """
 
@@ -94,7 +92,6 @@ class DomainSettings:
     teacher: str = "train"
     taught_by: TeacherSettings | None = None
     mirror: bool = True
-    moved_copies: int = 0
     source: SourceSettings = field(default_factory=SourceSettings)
 
     def domain(self) -> Domain:

@@ -47,7 +47,6 @@ class DomainData:
         labelled: Splits with the truth, for measuring.
         lmm: Encodes the images, once.
         mirror: Whether to use mirrored images too.
-        moved_copies: Slightly moved copies of each image to use too.
     """
 
     def __init__(
@@ -57,13 +56,11 @@ class DomainData:
         labelled: Mapping[Split, list[Sample]],
         lmm: Lmm,
         mirror: bool,
-        moved_copies: int = 0,
     ) -> None:
         self.task = task
         samples = list(taught)
         if mirror:
             samples += [task.mirrored(sample) for sample in taught]
-        samples += [task.moved(sample, copy) for copy in range(moved_copies) for sample in taught]
         self.inputs = lmm.encode([task.taught(sample) for sample in samples], task.whole)
         self.targets = task.targets(samples, self.inputs)
         if self.targets is not None:

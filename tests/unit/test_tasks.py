@@ -4,7 +4,6 @@ import json
 import shutil
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -109,27 +108,6 @@ def test_a_mirrored_video_is_mirrored_in_every_frame(lmm):
     sample = Sample("a", left, Answer(label="a"), None, (left.copy(), left.copy()))
     made = make_task(domain(Task.VIDEO, ("a", "b")), HeadSettings(), lmm, video=True)
     assert [image.getpixel((3, 0)) for image in made.mirrored(sample).images] == [(255, 0, 0)] * 3
-
-
-def test_moved_copies_are_near_the_image_and_differ(lmm):
-    image = Image.new("RGB", (96, 96), (10, 20, 30))
-    image.paste((250, 240, 230), (40, 30, 60, 70))
-    sample = Sample("a", image, Answer(label="b"), None, (image,))
-    made = make_task(domain(Task.VIDEO, ("a", "b")), HeadSettings(), lmm, video=True)
-    copies = [made.moved(sample, copy) for copy in range(20)]
-    assert len({one.image.tobytes() for one in copies}) == 20
-    assert made.moved(sample, 3).image.tobytes() == copies[3].image.tobytes()
-    for one in copies:
-        assert one.answer == sample.answer
-        first, second = one.images
-        assert first.tobytes() == second.tobytes()  # all frames alike
-        assert first.getpixel((0, 0)) == (10, 20, 30)
-        bright = np.argwhere(np.asarray(first)[..., 0] > 128)
-        assert np.abs(bright.mean(0) - (49.5, 49.5)).max() < 9  # its middle, by a tenth at most
-        assert 0.75 < len(bright) / (20 * 40) < 1.3
-    boxes = make_task(domain(Task.DETECTION, ("a",)), HeadSettings(), lmm)
-    with pytest.raises(DataError, match=r"domains\.some\.moved_copies=0"):
-        boxes.moved(sample, 0)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from valora_data.errors import DataError
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -85,21 +83,6 @@ class DomainTask(ABC):
     @abstractmethod
     def mirrored(self, sample: Sample) -> Sample:
         """The same, left to right."""
-
-    def moved(self, sample: Sample, copy: int) -> Sample:
-        """The same, slightly moved, turned and scaled.
-
-        Args:
-            sample: The sample.
-            copy: Number of the copy; each is moved otherwise.
-
-        Raises:
-            DataError: If the answer may not be true of a moved image.
-        """
-        raise DataError(
-            f"answers of domain {self.domain.name} may not be true of moved images: set "
-            f"domains.{self.domain.name}.moved_copies=0"
-        )
 
     @abstractmethod
     def targets(self, samples: Sequence[Sample], encoded: Sequence[Encoded]) -> Any:

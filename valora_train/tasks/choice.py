@@ -5,9 +5,8 @@ A linear head gives the answer in one pass.
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from valora_train.prompts import Encoded, Read, States
 
 CONFIDENCE = 0.01  # by how far a golden confidence may differ
-TURN, SCALE, SHIFT = 10.0, 0.1, 0.06  # degrees; shares of the size, at most
 KINDS = {Task.CLASSIFICATION: "classification", Task.VIDEO: "action", Task.COUNTING: "counting"}
 
 
@@ -51,28 +49,6 @@ class ChoiceTask(DomainTask):
         from PIL import ImageOps
 
         first, *rest = (ImageOps.mirror(image) for image in sample.images)
-        return replace(sample, image=first, rest=tuple(rest))
-
-    def moved(self, sample: Sample, copy: int) -> Sample:
-        """All images or frames alike; what comes in at the edges has the colour of the corner."""
-        from torchvision.transforms import InterpolationMode
-        from torchvision.transforms.functional import affine
-
-        rng = random.Random(f"{sample.id}/{copy}")
-        angle, scale = rng.uniform(-TURN, TURN), rng.uniform(1 - SCALE, 1 + SCALE)
-        x, y = rng.uniform(-SHIFT, SHIFT), rng.uniform(-SHIFT, SHIFT)
-        first, *rest = (
-            affine(
-                image,
-                angle,
-                [round(x * image.width), round(y * image.height)],
-                scale,
-                [0.0],
-                InterpolationMode.BILINEAR,
-                list(cast("tuple[int, ...]", image.getpixel((0, 0)))),
-            )
-            for image in sample.images
-        )
         return replace(sample, image=first, rest=tuple(rest))
 
     def targets(self, samples: Sequence[Sample], encoded: Sequence[Encoded]) -> ChoiceTargets:

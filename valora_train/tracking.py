@@ -214,33 +214,18 @@ class NoTracker(Tracker):
     def __init__(self) -> None:
         self.run_id = ""
 
-    def start(self, name: str, config: Mapping[str, Any], note: str, earlier: str | None) -> str:
+    def start(self, *_: Any) -> str:
         """Nothing."""
         return self.run_id
 
-    def input(self, name: str, digest: str, source: Path, context: str) -> None:
-        """Nothing."""
-
-    def attempt(self, attempt: Attempt, required: Mapping[str, float]) -> AttemptRun:
+    def attempt(self, *_: Any) -> AttemptRun:
         """A run that is none."""
         return NoAttemptRun()
 
-    def summary(
-        self,
-        decisions: Sequence[Decision],
-        seconds: Sequence[float],
-        required: Mapping[str, float],
-    ) -> None:
+    def _nothing(self, *_: Any, **__: Any) -> None:
         """Nothing."""
 
-    def metrics(self, values: Mapping[str, float], step: int = 0) -> None:
-        """Nothing."""
-
-    def picture(self, image: Image, file: str) -> None:
-        """Nothing."""
-
-    def finish(self, status: str, note: str | None = None) -> None:
-        """Nothing."""
+    input = summary = metrics = picture = finish = _nothing
 
 
 class AttemptRun:
@@ -314,20 +299,10 @@ class NoAttemptRun(AttemptRun):
     def __init__(self) -> None:
         pass
 
-    def loss(self, step: int, _steps: int, value: float) -> None:
+    def _nothing(self, *_: Any, **__: Any) -> None:
         """Nothing."""
 
-    def decided(
-        self,
-        decision: Decision,
-        seconds: float,
-        sheets: Mapping[str, Image],
-        details: Mapping[str, float],
-    ) -> None:
-        """Nothing."""
-
-    def abandon(self) -> None:
-        """Nothing."""
+    loss = decided = abandon = _nothing
 
 
 def register(uri: str | None, run_id: str, name: str, bundle: Path, tags: Mapping[str, str]) -> int:

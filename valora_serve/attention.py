@@ -310,6 +310,7 @@ class FlashInferBackend:
 
         self._cache = cache
         self._workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=cache.device)
+        self._mixed_workspace = self._workspace
         new = torch.cuda.get_device_capability(cache.device) == (9, 0)
         self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace, "NHD", backend="fa3" if new else "auto"
@@ -348,7 +349,13 @@ class FlashInferBackend:
 
     def mixed_plan(self, sequences: int, rows: int) -> FlashInferMixedPlan:
         """A plan for CUDA graphs."""
-        return FlashInferMixedPlan(self._cache, self._workspace, sequences, rows)
+        # What split rows leave to be summed up; FlashInfer plans for 128 rows a sequence at least.
+        cache = self._cache
+        places = cache.heads * (-(-rows * cache.heads // cache.kv_heads // 128) + sequences + 2)
+        needed = places * 128 * (cache.head_dim + 1) * 4 + (16 << 20)
+        if needed > self._mixed_workspace.numel():
+            self._mixed_workspace = torch.empty(needed, dtype=torch.uint8, device=cache.device)
+        return FlashInferMixedPlan(cache, self._mixed_workspace, sequences, rows)
 
 
 @dataclass(slots=True)

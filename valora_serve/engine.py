@@ -156,6 +156,9 @@ class Engine:
         self.adapters = AdapterMemory(self.memory, self.pool, host_bytes=settings.host_bytes)
         cache = KVCache(self.memory.kv, settings.block_size, self.lmm.heads)
         sizes = [n for n in GRAPH_SIZES if n <= settings.max_requests] if settings.graphs else []
+        prompts_too = settings.prompt_graphs
+        if prompts_too is None:
+            prompts_too = cuda and settings.graphs
         self.runner = ModelRunner(
             self.lmm,
             cache,
@@ -165,7 +168,7 @@ class Engine:
             max_requests=settings.max_requests,
             max_adapters=settings.max_adapters,
             graphs=sizes,
-            prompt_graphs=PROMPT_SIZES if settings.prompt_graphs else (),
+            prompt_graphs=PROMPT_SIZES if prompts_too else (),
         )
         self.cost = cost_model or load_or_estimate(self._cost_folder, self.machine, self.lmm.base)
         self.policy = make_policy(settings.policy, self.cost, settings.policy_settings)

@@ -28,9 +28,8 @@ class EngineSettings:
         host_bytes: Most bytes of adapters kept in host memory.
         attention: Library that attends, see `valora_serve.attention`.
         graphs: Capture decode steps in CUDA graphs.
-        prompt_graphs: Capture the layers of steps with up to 1,024 rows of prompts as well. Off by
-            default: it saves the host's part of such steps, which is most of their time, and has
-            been tested on a CPU only.
+        prompt_graphs: Capture the layers of steps with up to 1,024 rows of prompts as well, most
+            of whose time is the host's otherwise; None for where decode steps are captured.
         compile: Fuse the small operations of a layer; None for where there is a GPU.
         overlap: Plan a step while the one before runs; None for where there is a GPU.
         prefix_cache: Keep computed prefixes for later requests.
@@ -58,7 +57,7 @@ class EngineSettings:
     host_bytes: int = 32 << 30
     attention: str = "auto"
     graphs: bool = True
-    prompt_graphs: bool = False
+    prompt_graphs: bool | None = None
     compile: bool | None = None
     overlap: bool | None = None
     prefix_cache: bool = True

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from valora_kernels.atmm import ALIGNMENT
 from valora_kernels.merge import MergeableWeights
-from valora_kernels.project import add_projection
+from valora_kernels.project import add_projection, linear
 from valora_kernels.reference import atmm_reference
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class LinearGroup:
     def _base(self, x: Tensor) -> Tensor:
         """x·Wᵀ + bias of all linears: [rows, sum of outputs]."""
         if len(self.weights) == 1:
-            return F.linear(x, self.weights[0], self.bias)
+            return linear(x, self.weights[0], self.bias)
         y = torch.cat([F.linear(x, weight) for weight in self.weights], dim=-1)
         return y if self.bias is None else y + self.bias
 

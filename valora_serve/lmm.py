@@ -13,6 +13,7 @@ from torch import Tensor
 from valora_data.bundle import base_folder
 from valora_data.errors import BundleError
 from valora_data.grid_pooling import places_of
+from valora_kernels.atmm import has_dependent_launch
 from valora_serve import attention
 from valora_serve.adapters import ModelTargets
 from valora_serve.block_manager import Span
@@ -471,11 +472,13 @@ class Lmm:
     def compile_layers(self) -> None:
         """Fuse what lies between products and attention: norms, rotations, activations, sums.
 
-        transformers' layers stay as they are; torch compiles them at their first use.
+        transformers' layers stay as they are; torch compiles them at their first use. From compute
+        capability 9.0 on kernels start while those before them still end.
         """
+        early = has_dependent_launch(self.device)
         torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 64)
         for layer in self._text.layers:
-            layer.compile(dynamic=True)
+            layer.compile(dynamic=True, options={"triton.enable_pdl": early})
 
     @property
     def three_positions(self) -> bool:

@@ -6,6 +6,7 @@ import logging
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from valora_kernels.reference import atmm_reference
@@ -22,6 +23,10 @@ log = logging.getLogger(__name__)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ALIGNMENT = 8
 """Elements; a row of 16-bit numbers that starts at a multiple of it starts at one of 16 bytes."""
+
+DENSE_RANK, DENSE_ROWS, DENSE_Y = 96, 3072, 7 << 22
+"""Rank and rows from which on, and elements of y up to which one adapter is fastest by the library's
+products, on an H200; above a rank of 128, and where y is not read, that begins earlier."""
 
 
 @cache
@@ -91,6 +96,9 @@ def atmm(
     _check_alignment(ys, x, weights)
     if tiling is not None:
         launch(tiling, ys, x, weights, batch)
+        return
+    if dense_pays(weights, batch):
+        dense(ys, x, weights, batch)
         return
     shape = shape_of(weights, batch)
     chosen = _instead.get(shape) or choose(_gpu_name(x.device), shape).tiling
@@ -237,6 +245,44 @@ def launch(
         num_stages=tiling.stages,
         **_common(tiling, x, weights, batch),
     )
+
+
+def dense_pays(weights: LoraWeights, batch: LoraBatch, *, add: bool = True) -> bool:
+    """Whether all rows have one adapter, many and wide enough for the library's products.
+
+    A graph's batch may have any mix at its next replay, and paged rows cannot be multiplied as one
+    matrix.
+    """
+    grouping = batch.grouping
+    rows, rank = grouping.rows, batch.max_rank
+    if batch.fixed or weights.paged:
+        return False
+    if (batch.terms, grouping.segments, grouping.active) != (1, 1, rows):
+        return False
+    if not add:
+        pays = rank >= DENSE_RANK * 2 // 3 and rows >= DENSE_ROWS * 2 // 3
+    elif rank > 128:
+        pays = rows >= DENSE_ROWS // 3
+    else:
+        few = rows * sum(weights.out_features) <= DENSE_Y
+        pays = rank >= DENSE_RANK and rows >= DENSE_ROWS and few
+    return pays and bool(np.ptp(grouping.scale[:, 0]) == 0)
+
+
+def dense(
+    ys: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    weights: LoraWeights,
+    batch: LoraBatch,
+    *,
+    add: bool = True,
+) -> None:
+    """Two dense products for a batch of one adapter (`dense_pays`); arguments as in `launch`."""
+    grouping = batch.grouping
+    slot, rank = int(grouping.adapters[0, 0]), int(grouping.ranks[0, 0])
+    for p, y in enumerate(ys):
+        a, b = weights.rows_of(p, slot, rank)
+        y.addmm_(x @ a.T, b, beta=1.0 if add else 0.0, alpha=float(grouping.scale[0, 0]))
 
 
 def shrink(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import statistics
 import time
@@ -26,6 +25,7 @@ from tests.bench.serve_models import PROCESSOR, add_adapters, add_head, llava_7b
 from valora_serve.engine import Engine
 from valora_serve.engine_settings import EngineSettings
 from valora_serve.lmm import Lmm
+from valora_serve.orchestrator import make_policy
 from valora_serve.types import Request, SamplingParams
 
 VLLM_THROUGHPUT = {  # requests/s
@@ -59,9 +59,15 @@ class Bench:
         self.model = llava_7b(self.device, arguments.layers, arguments.width)
         self.lmm = Lmm.of(self.model, PROCESSOR, self.device, "llava-7b")
         self.engine = None
+        self.started = None
 
     def start(self, policy="slora", adapters=0, ranks=(64,), **options):
-        """An engine with so many adapters, warmed up."""
+        """An engine with so many adapters, warmed up; one that is there takes the other policy."""
+        wanted = (adapters, tuple(ranks), options)
+        if self.engine is not None and wanted == self.started and not options:
+            settings = self.engine.settings.policy_settings
+            self.engine.policy = make_policy(policy, self.engine.cost, settings)
+            return self.names
         self.stop()
         small = self.device.type == "cpu"
         defaults = {
@@ -70,13 +76,18 @@ class Bench:
             "profile": False, "memory": 0.85, "prefix_cache": False,
             "attention": self.arguments.attention, "cost_folder": self.arguments.costs,
             "pages": 2000 if small else None,
+            "prompt_graphs": None if self.arguments.prompt_graphs else False,
         }  # fmt: skip
-        self.engine = Engine(EngineSettings(policy=policy, **(defaults | options)), self.lmm)
+        # `cost` goes into every mode, so all that any policy needs is captured.
+        self.engine = Engine(EngineSettings(policy="cost", **(defaults | options)), self.lmm)
         names = add_adapters(self.engine, adapters, ranks) if adapters else []
         start = time.monotonic()
         self.engine.warm_up()
-        print(f"[{policy}, {adapters} adapters: warm after {time.monotonic() - start:.1f} s, "
+        print(f"[{adapters} adapters: warm after {time.monotonic() - start:.1f} s, "
               f"{self.engine.memory.pages} pages]", flush=True)  # fmt: skip
+        settings = self.engine.settings.policy_settings
+        self.engine.policy = make_policy(policy, self.engine.cost, settings)
+        self.started, self.names = wanted, names
         return names
 
     def stop(self):
@@ -91,10 +102,14 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def synchronize(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
     def trace(self, name):
         """File for an engine's decisions, beside the other results."""
         out = self.arguments.out
-        return str(out.with_name(f"trace-{name}.txt")) if out and self.arguments.traces else None
+        return str(out.with_name(f"trace-{name}.txt")) if out else None
 
     def request(self, number, tokens, output, name, **options):
         ids = np.random.default_rng(number).integers(3, 32000, tokens).tolist()
@@ -306,9 +321,10 @@ def arrivals(bench):
             times = poisson(rate, bench.arguments.seconds, 3)
             chosen = skewed(len(times), 16, 0.6, 4)
             requests = [bench.request(i, 256, 200, names[chosen[i]]) for i in range(len(times))]
+            before = bench.engine.stats().switches
             m = metrics(*bench.drive(requests, times))
             print(policy, rate, {k: round(v, 3) for k, v in m.items()},
-                  "switches", bench.engine.stats().switches, flush=True)  # fmt: skip
+                  "switches", bench.engine.stats().switches - before, flush=True)  # fmt: skip
             rows.append([policy, rate, m["atl"], m["per_output"], m["ttft"], m["between"], vllm,
                          m["atl"] / vllm])  # fmt: skip
     table("Poisson arrivals, 60 % on one of 16 adapters",
@@ -321,16 +337,18 @@ def skew(bench):
     """Average token latency by skewness and policy: VaLoRA's visual retrieval (256 in, 200 out)."""
     found_here = {}
     for policy in bench.arguments.policies:
-        names = bench.start(policy, 16, trace=bench.trace(policy))
+        options = {"trace": bench.trace(policy)} if bench.arguments.traces else {}
+        names = bench.start(policy, 16, **options)
         bench.warm(names)
         for share in bench.arguments.shares:
             times = poisson(bench.arguments.rate, bench.arguments.seconds, 5)
             chosen = skewed(len(times), 16, share, 6)
             requests = [bench.request(i, 256, 200, names[chosen[i]]) for i in range(len(times))]
+            before = bench.engine.stats().switches
             m = metrics(*bench.drive(requests, times))
             found_here[policy, share] = m["atl"]
             print(policy, share, {k: round(v, 3) for k, v in m.items()},
-                  "switches", bench.engine.stats().switches, flush=True)  # fmt: skip
+                  "switches", bench.engine.stats().switches - before, flush=True)  # fmt: skip
     policies = bench.arguments.policies
     rows = [[p, *(found_here[p, s] for s in bench.arguments.shares)] for p in policies]
     rate = bench.arguments.rate
@@ -370,22 +388,21 @@ def switch(bench):
         engine.step()
     resident = sorted(engine.adapters.resident)
     rows = []
-    for label, targets in (
-        ("pristine → merged", [None, resident[0]] * 10),
-        ("merged → other merged", list(itertools.islice(itertools.cycle(resident[:4]), 20))),
-        ("merged → pristine", [resident[1], None] * 10),
+    for label, source, target in (
+        ("pristine → merged", None, resident[0]),
+        ("merged → other merged", resident[0], resident[1]),
+        ("merged → pristine", resident[1], None),
     ):
         times = []
-        for target in targets:
+        for _ in range(20):
             for _ in range(2):
-                engine.step()
-            torch.cuda.synchronize()
+                engine.step()  # the policy may switch by itself in these
+            engine.switch(engine._mode, source)
+            bench.synchronize()
             start = time.perf_counter()
             engine.switch(engine._mode, target)
-            torch.cuda.synchronize()
-            wanted = (target is None) == label.endswith("pristine")
-            if wanted:
-                times.append(1e3 * (time.perf_counter() - start))
+            bench.synchronize()
+            times.append(1e3 * (time.perf_counter() - start))
         rows.append([label, statistics.median(times), max(times)])
     table("Mode switch with 32 running requests, ms", ["switch", "median", "most"], rows)
     for i in range(32):
@@ -432,7 +449,7 @@ def kernels(bench):
 
 def heads(bench):
     """An answer by a head, beside the first token and the whole answer of the same prompt."""
-    names = bench.start("slora", 4)
+    names = bench.start("slora", 16)
     bench.warm(names)
     labels = tuple(f"action {i}" for i in range(101))
     add_head(bench.engine, "actions", names[1], labels)
@@ -546,6 +563,8 @@ def main():
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--prompt-graphs", action=argparse.BooleanOptionalAction, default=True,
+                        help="capture steps with prompts, too")  # fmt: skip
     parser.add_argument("--costs", default="/tmp/valora-costs")
     parser.add_argument("--policy", default="slora", help="of the throughput section")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tests.lora_cases import Case, assert_near, make_case
-from valora_kernels.atmm import atmm, launch
+from valora_kernels.atmm import atmm, dense_pays, launch
 from valora_kernels.merge import MergeableWeights
 from valora_kernels.metadata import LoraBatch
-from valora_kernels.project import ProjectTiling, add_projection
+from valora_kernels.project import ProjectTiling, add_projection, linear
 from valora_kernels.tiling import Kind, Mode, Shape, Tiling, choose
 from valora_kernels.weights import LoraWeights
 
@@ -121,6 +121,31 @@ def test_one_graph_serves_any_mix(tiling: Tiling | None) -> None:
         step = [w - y.double() for w, y in zip(case.expected(), case.ys, strict=True)]
         for o, y, change in zip(out, case.ys, step, strict=True):
             assert_near(o, y.double() + 3 * change)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 17])
+@pytest.mark.parametrize("width", [(12288, 4096), (4096, 11008), (3080, 520)])
+def test_a_product_without_lora(rows: int, width: tuple[int, int]) -> None:
+    g = torch.Generator("cuda").manual_seed(rows)
+    x, w, bias = (
+        torch.randn(shape, generator=g, device="cuda").bfloat16()
+        for shape in ((rows, width[1]), width, (width[0],))
+    )
+    for b in (None, bias):
+        want = x.double() @ w.double().T + (0 if b is None else b.double())
+        assert_near(linear(x, w, b), want)
+
+
+def test_one_adapter_of_high_rank_by_dense_products() -> None:
+    case = make_case(
+        3100, [128], 512, (256, 512), dtype=torch.bfloat16, popularity="identical", device="cuda"
+    )
+    assert dense_pays(case.weights, case.batch)
+    delta = case.scalings[0] * case.x.double()
+    out = [y.clone() for y in case.ys]
+    atmm(out, case.x, case.weights, case.batch)
+    for o, y, a, b in zip(out, case.ys, case.a[0], case.b[0], strict=True):
+        assert_near(o, y.double() + delta @ a.double().T @ b.double().T)
 
 
 def test_results_repeat_bit_for_bit() -> None:

@@ -91,19 +91,20 @@ def lmm():
     return Lmm.of(llava_7b(device, layers=2, width=1024), PROCESSOR, device, "small")
 
 
-@pytest.mark.parametrize("attention", ["flashinfer", "flex"])
+@pytest.mark.parametrize("attention", ["flashinfer", "flashinfer-prompts", "flex"])
 @pytest.mark.parametrize(
     "modes",
     [(Mode.UNMERGED,), (Mode.MIXTURE,), (Mode.UNMERGED, Mode.MIXTURE, Mode.MIXTURE)],
     ids=["unmerged", "mixture", "switching"],
 )
 def test_every_mode_matches_fp32(lmm, modes, attention, monkeypatch):
+    attention, _, prompts_too = attention.partition("-")
     if attention == "flashinfer":
         pytest.importorskip("flashinfer")
     engine = Engine(
         EngineSettings(policy="valora", pages=800, max_requests=32, max_tokens=256, chunk=64,
                        max_rank=64, slots=4, attention=attention, host_bytes=1 << 50,
-                       graphs=attention == "flashinfer"),
+                       graphs=attention == "flashinfer", prompt_graphs=bool(prompts_too)),
         lmm,
     )  # fmt: skip
     from tests.bench import serve_models
@@ -140,7 +141,7 @@ def test_every_mode_matches_fp32(lmm, modes, attention, monkeypatch):
         want = reference_logprobs(engine, kept, name, ids, said[key])
         assert len(want) == len(likely[key]) == 6 + int(key)
         worst = max(worst, *(abs(a - b) for a, b in zip(want, likely[key], strict=True)))
-    print(f"{attention} {[str(m) for m in modes]}: largest difference {worst:.4f}")
+    print(f"{attention} {prompts_too} {[str(m) for m in modes]}: largest difference {worst:.4f}")
     assert worst <= TOLERANCE
     assert engine.pool.free + engine.adapters.idle_pages == engine.memory.pages - 1
     lmm.linears.release()

@@ -1,10 +1,13 @@
 """The operator against row-by-row arithmetic; on the CPU through Triton's interpreter."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 from tests.lora_cases import DEVICE, Case, assert_near, make_case, needs_triton
-from valora_kernels.atmm import atmm, launch
+from valora_kernels.atmm import atmm, dense, dense_pays, launch
 from valora_kernels.metadata import LoraBatch
 from valora_kernels.reference import atmm_reference
 from valora_kernels.tiling import Choice, Kind, Mode, Tiling
@@ -66,6 +69,47 @@ def test_row_counts(kind: Kind, rows: int) -> None:
 def test_large_ranks(kind: Kind) -> None:
     case = make_case(9, [256, 8, 136], 64, (40, 24), dtype=torch.float16, terms=2)
     check(case, Tiling(kind, 16, 64, 64, 64, 64))
+
+
+@pytest.mark.parametrize("add", [True, False])
+def test_one_adapter_by_dense_products(add: bool) -> None:
+    case = make_case(
+        33, [8, 24], 72, (64, 40), dtype=torch.float16, popularity="identical", device="cpu"
+    )
+    got = [y.clone() if add else torch.full_like(y, float("nan")) for y in case.ys]
+    dense(got, case.x, case.weights, case.batch, add=add)
+    for one, other in zip(got, case.expected(add=add), strict=True):
+        assert_near(one, other)
+
+
+def test_dense_products_are_for_one_adapter_and_many_rows() -> None:
+    def pays(
+        rows: int, ranks: list[int], popularity: str = "identical", add: bool = True,
+        width: int = 24, coefficients: np.ndarray | None = None, **options: Any,
+    ) -> bool:  # fmt: skip
+        case = make_case(
+            rows, ranks, 40, (width,), dtype=torch.float16, popularity=popularity, device="cpu",
+            **options,
+        )  # fmt: skip
+        if coefficients is not None:
+            case.batch.update(case.adapters, case.ranks, case.scalings, coefficients)
+        return dense_pays(case.weights, case.batch, add=add)
+
+    assert pays(3072, [8, 96])
+    assert not pays(3071, [8, 96])
+    assert not pays(3072, [96, 88])  # its own rank counts, not the largest
+    assert not pays(3072, [8, 96], width=9560)  # y is too large to be read once more
+    assert pays(1024, [136])
+    assert not pays(1023, [136])
+    assert pays(2048, [64], add=False)
+    assert not pays(2048, [64])
+    assert not pays(2047, [64], add=False)
+    assert not pays(2048, [56], add=False)
+    assert not pays(3072, [96, 96], "uniform")
+    assert not pays(3072, [96], "none")
+    assert not pays(3072, [96], paged=True)
+    assert not pays(3072, [96], terms=2)
+    assert not pays(3072, [96], coefficients=np.arange(3072)[:, None])
 
 
 def test_reference_is_the_formula() -> None:

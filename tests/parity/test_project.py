@@ -5,7 +5,7 @@ import torch
 
 from tests.lora_cases import DEVICE, assert_near, make_case, needs_triton
 from valora_kernels.metadata import LoraBatch
-from valora_kernels.project import ProjectTiling, add_projection
+from valora_kernels.project import ProjectTiling, add_projection, linear
 
 pytest.importorskip("triton")
 pytestmark = needs_triton
@@ -67,6 +67,14 @@ def test_paged_adapters_and_changing_batches(tiling: ProjectTiling) -> None:
         changes = case.expected(add=False)
         for one, change, base in zip(out, changes, bases, strict=True):
             assert_near(one, change + case.x.double() @ base.double().T)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_without_lora(bias: bool) -> None:
+    x, w = torch.randn(5, 72), torch.randn(48, 72)
+    b = torch.randn(48) if bias else None
+    want = x.double() @ w.double().T + (0 if b is None else b.double())
+    assert_near(linear(x, w, b), want)
 
 
 def test_bad_base_weights_are_refused() -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from valora_serve.orchestrator import RequestView
 
-VERSION = 1
+VERSION = 2
 
 
 class CostModelError(ServeError):
@@ -120,7 +120,9 @@ DECODE_KNEES = (64, 256)
 PREFILL_KNEES = (128, 256, 512)
 
 # Names of the coefficients, in the order of `_decode_row` and `_prefill_row`.
-DECODE_TERMS = ("step", "row", "row>64", "row>256", "context", "lora", "lora_rank", "lora_work")
+DECODE_TERMS = (
+    "step", "row", "row>64", "row>256", "context", "lora", "lora_rank", "lora_work", "mixture"
+)  # fmt: skip
 PREFILL_TERMS = (
     "step",
     "token",
@@ -133,19 +135,23 @@ PREFILL_TERMS = (
     "lora",
     "lora_rank",
     "lora_work",
+    "mixture",
 )
 
 
 def _decode_row(s: StepShape) -> list[float]:
     knees = [max(0, s.decode - knee) for knee in DECODE_KNEES]
-    return [1, s.decode, *knees, s.context, s.terms > 0, s.ranks, s.work]
+    return [1, s.decode, *knees, s.context, *_lora_row(s)]
 
 
 def _prefill_row(s: StepShape) -> list[float]:
     tokens = s.decode + s.prefill
     knees = [max(0, tokens - knee) for knee in PREFILL_KNEES]
-    lora = [s.terms > 0, s.ranks, s.work]
-    return [1, tokens, *knees, s.context, s.pairs, s.images, *lora]
+    return [1, tokens, *knees, s.context, s.pairs, s.images, *_lora_row(s)]
+
+
+def _lora_row(s: StepShape) -> list[float]:
+    return [s.terms > 0, s.ranks, s.work, s.terms > 0 and s.mode is Mode.MIXTURE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +194,8 @@ class CostModel:
                         time += c[4] * (n - 512)
             if s.terms:
                 time += c[8] + c[9] * s.ranks + c[10] * s.work
+                if s.mode is Mode.MIXTURE:
+                    time += c[11]
             return time
         if not s.decode:
             return 0.0
@@ -200,6 +208,8 @@ class CostModel:
                 time += c[3] * (n - 256)
         if s.terms:
             time += c[5] + c[6] * s.ranks + c[7] * s.work
+            if s.mode is Mode.MIXTURE:
+                time += c[8]
         return time
 
     def switch(self, before: str | None, after: str | None, rank: int = 64) -> float:
@@ -345,15 +355,17 @@ def load_or_estimate(folder: Path, machine: str, model: str) -> CostModel:
 
 # An estimate from physical rates, not a measurement; `measured` is False until profiled.
 # Decode: 13.5 GB of weights at 4.2 TB/s plus launch gaps; 13.4 GFLOP a row near 700 TFLOP/s; 0.5 MB
-# of keys and values a token. LoRA of rank r on q, k, v, o: 128 projections of 3.5 us at least
-# (docs/benchmarks-kernels.md), 2.1 MB of weights per rank; 11.6 us each for 64 rows, 16 adapters.
-# Prefill runs without a graph: bound by launches up to about 256 tokens, then 21 us a token.
+# of keys and values a token. LoRA of rank 64 on q, k, v, o: 0.2 ms a step with one adapter, 0.5 with
+# 16, 0.2 more where rows have two terms (docs/benchmarks-serving.md).
+# Prefill: captured in graphs up to 1,024 rows; 21 us a token.
 # Merge: docs/benchmarks-kernels.md. Load: 2.1 MB per rank over PCIe 5 at 50 GB/s.
 H200_7B = CostModel(
     machine="NVIDIA H200",
     model="llama-7b",
-    decode=(4.4e-3, 14e-6, 6e-6, 0.0, 0.125e-6, 0.45e-3, 0.52e-6, 0.12e-6),
-    prefill=(8e-3, 1e-6, 0.0, 20e-6, 0.0, 0.125e-6, 1e-9, 1.5e-3, 3e-3, 0.52e-6, 0.017e-6),
+    decode=(4.05e-3, 14e-6, 6e-6, 0.0, 0.125e-6, 0.18e-3, 0.3e-6, 0.03e-6, 0.2e-3),
+    prefill=(
+        5.5e-3, 7e-6, 14e-6, 0.0, 0.0, 0.2e-6, 3e-9, 1.5e-3, 0.45e-3, 2e-6, 0.08e-6, 0.2e-3
+    ),  # fmt: skip
     merge=(2.0e-3, 5e-6),
     unmerge=2.0e-3,
     load_=(0.2e-3, 42e-6),

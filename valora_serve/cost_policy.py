@@ -130,6 +130,7 @@ class _Load:
             0 if group is None else group.rows + group.prompt * share,
         )
         return StepShape(
+            Mode.UNMERGED if adapter is None else Mode.MIXTURE,
             decode=self.rows,
             prefill=prompt,
             images=math.ceil(self.images * share),
@@ -153,6 +154,7 @@ class _Load:
             0 if group is None else group.rows + group.coming,
         )
         return StepShape(
+            Mode.UNMERGED if adapter is None else Mode.MIXTURE,
             decode=rows,
             context=self.context + self.prompt,
             terms=terms,

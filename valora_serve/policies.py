@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from valora_serve.admission import EarlyAbort
 from valora_serve.batching import FOREVER, LOOK_AHEAD, Batch, Plan, by_arrival
-from valora_serve.cost_model import StepShape
+from valora_serve.cost_model import StepShape, step_shape
 from valora_serve.orchestrator import POLICIES, Decision
 from valora_serve.types import Mode
 
@@ -289,7 +289,8 @@ class Valora(BasePolicy):
       merge must save more than it costs, so that a lone request neither never nor always merges.
     - `hysteresis` lies between entering and leaving a mode.
     - Running requests of other adapters never stall: to turn to an adapter with them running is
-      mixture. Only waiting ones are kept back, up to θ.
+      mixture, or no merge at all where the costs say that mixture's second terms outweigh what it
+      spares. Only waiting ones are kept back, up to θ.
     - Who starves on the merged adapter needs no mixture. More starving requests than the batch
       holds are cut by credit.
     - Ties go to the merged adapter, then to the name; the base model is never merged.
@@ -322,6 +323,11 @@ class Valora(BasePolicy):
         share = counts[adapter] / size
         if starving > size * 0.5:
             return Plan(Mode.UNMERGED, None, view.running, waiting, f"{starving} of {size} starve")
+        if starving and not self._mixture_pays(view, waiting, adapter):
+            return Plan(
+                Mode.UNMERGED, None, view.running, waiting,
+                f"{starving} others must not wait, and mixture would cost more",
+            )  # fmt: skip
         if starving:
             return Plan(
                 Mode.MIXTURE,
@@ -372,6 +378,44 @@ class Valora(BasePolicy):
         own = StepShape(decode=count, terms=count, work=count * rank, ranks=rank, adapters=1)
         saved = steps * (self.cost.step(own) - self.cost.step(plain))
         return saved > self.cost.switch(view.merged, adapter, rank)
+
+    def _mixture_pays(self, view: View, waiting: Sequence[RequestView], adapter: str) -> bool:
+        """Whether the steps to come are cheaper in mixture than unmerged, switches included.
+
+        A row of another adapter has two terms in mixture, so with kernels that are good at many
+        adapters unmerged rows may cost less.
+        """
+        rank = rows = own = named = work = steps = 0
+        ranks: dict[str, int] = {}
+        prompts = []
+        limits = view.limits
+        for request in islice(
+            chain(view.running, waiting), min(limits.max_requests, LOOK_AHEAD)
+        ):
+            rows += 1
+            steps = max(steps, request.output_left)
+            if request.prompt_left:
+                prompts.append((request, min(request.prompt_left, limits.chunk)))
+            if request.adapter == adapter:
+                own += 1
+                rank = request.rank
+            elif request.adapter is not None:
+                named += 1
+                work += request.rank
+                ranks[request.adapter] = request.rank
+        rank = rank or 64
+        others, total = rows - own, sum(ranks.values()) + rank
+        mixture = StepShape(
+            Mode.MIXTURE, decode=rows, terms=named + others, work=work + others * rank, ranks=total
+        )
+        unmerged = StepShape(decode=rows, terms=named + own, work=work + own * rank, ranks=total)
+        gain = steps * (self.cost.step(unmerged) - self.cost.step(mixture))
+        if prompts:
+            ranks[adapter] = rank
+            gain += self.cost.step(step_shape(Mode.UNMERGED, None, prompts, ranks))
+            gain -= self.cost.step(step_shape(Mode.MIXTURE, adapter, prompts, ranks))
+        switches = self.cost.switch(view.merged, adapter, rank)
+        return gain > switches - self.cost.switch(view.merged, None)
 
     def _step_time(self, view: View) -> float:
         rows = len(view.running)

@@ -34,6 +34,7 @@ FEW_ROWS, FEW_CONTEXTS, FEW_TOKENS = (1, 8, 32), (32,), (64, 256)
 ADAPTERS = 16
 LOAD_WAIT = 5.0
 REPEATS = 5
+STEPS = 3
 SECONDS = 60.0
 """Most time to spend; what was measured until then is fitted."""
 
@@ -161,15 +162,18 @@ def _shape(
 
 
 def _time(engine: Engine, works: list[Work], merged: str | None) -> float:
-    """Median seconds of a step, its planning included."""
+    """Median seconds of a step: on a GPU among others, each planned while the last is computed."""
     slot = NONE if merged is None else engine.adapters.slot(merged)
+    together = STEPS if engine.device.type == "cuda" else 1
+    engine.runner.step(works, slot).read()
     times = []
-    warm, repeats = (2, REPEATS) if engine.device.type == "cuda" else (1, 2)
-    for _ in range(warm + repeats):
+    for _ in range(REPEATS if together == 1 else STEPS):
         start = time.perf_counter()
-        engine.runner.step(works, slot).read()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[warm:])
+        for _ in range(together):
+            last = engine.runner.step(works, slot)
+        last.read()
+        times.append((time.perf_counter() - start) / together)
+    return statistics.median(times)
 
 
 def _merge(engine: Engine, key: str | None) -> None:

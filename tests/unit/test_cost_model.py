@@ -70,6 +70,7 @@ def points(model, rng, n=150):
         adapters = int(rng.integers(1, 16)) if lora else 0
         shapes.append(
             StepShape(
+                Mode.MIXTURE if rng.integers(0, 2) else Mode.UNMERGED,
                 decode=decode,
                 prefill=prefill,
                 images=int(rng.integers(0, 5)) if prefill else 0,
@@ -88,8 +89,8 @@ def test_a_fit_finds_the_coefficients_again():
     rng = np.random.default_rng(0)
     truth = replace(
         H200_7B,
-        decode=tuple(c * f for c, f in zip(H200_7B.decode, rng.uniform(0.3, 3, 8), strict=True)),
-        prefill=tuple(c * f for c, f in zip(H200_7B.prefill, rng.uniform(0.3, 3, 11), strict=True)),
+        decode=tuple(c * f for c, f in zip(H200_7B.decode, rng.uniform(0.3, 3, 9), strict=True)),
+        prefill=tuple(c * f for c, f in zip(H200_7B.prefill, rng.uniform(0.3, 3, 12), strict=True)),
     )
     fitted = H200_7B.fit(points(truth, rng), machine="m", model="n")
     assert fitted.decode == pytest.approx(truth.decode, rel=1e-5, abs=1e-12)

@@ -17,6 +17,13 @@ from valora_serve.orchestrator import (
 )
 from valora_serve.types import Mode
 
+COSTS = replace(
+    H200_7B,
+    decode=(4.4e-3, 14e-6, 6e-6, 0.0, 0.125e-6, 0.45e-3, 0.52e-6, 0.12e-6, 0.0),
+    prefill=(8e-3, 1e-6, 0.0, 20e-6, 0.0, 0.125e-6, 1e-9, 1.5e-3, 3e-3, 0.52e-6, 0.017e-6, 0.0),
+)
+"""A machine on which LoRA costs by the row, and a second term no more than a first."""
+
 LIMITS = Limits(max_requests=16, max_tokens=512, free_pages=1000, max_adapters=8, chunk=512)
 
 
@@ -49,7 +56,7 @@ def view(run=(), wait=(), *, now=1.0, merged=None, mode=None, resident="abcdefgh
 
 
 def policy(name, **knobs):
-    return make_policy(name, H200_7B, PolicySettings(**knobs))
+    return make_policy(name, COSTS, PolicySettings(**knobs))
 
 
 def taken(decision):
@@ -81,10 +88,23 @@ def test_valora_merges_what_most_ask_for():
 
 
 def test_valora_never_stalls_running_requests_of_others():
-    run = [running(i, "a") for i in range(5)] + [running(9, "b"), running(10, None)]
+    run = [running(i, "a", left=200) for i in range(5)] + [running(9, "b"), running(10, None)]
     decision = policy("valora").decide(view(run))
     assert (decision.mode, decision.merged) == (Mode.MIXTURE, "a")
     assert len(decision.batch) == 7
+
+
+def test_valora_stays_unmerged_where_second_terms_cost_more_than_they_spare():
+    run = [running(i, "a", left=200) for i in range(5)] + [running(9, "b"), running(10, None)]
+    dear = replace(COSTS, decode=(*COSTS.decode[:-1], 0.1e-3))
+    decision = make_policy("valora", dear).decide(view(run))
+    assert (decision.mode, decision.merged) == (Mode.UNMERGED, None)
+    assert len(decision.batch) == 7
+    # Long prompts of the adapter in the weights have no term at all.
+    coming = [waiting(i, "a", prompt=4000) for i in range(20, 24)]
+    cheap = replace(COSTS, prefill=(*COSTS.prefill[:-2], 4e-6, 0.0), decode=dear.decode)
+    decision = make_policy("valora", cheap).decide(view(run, coming))
+    assert (decision.mode, decision.merged) == (Mode.MIXTURE, "a")
 
 
 def test_valora_keeps_others_back_up_to_theta_only():
@@ -144,7 +164,7 @@ def test_credit_is_waiting_plus_execution_plus_switch():
     with_switch = other.credit
     chooser.decide(view([running(i, "a") for i in range(5)], [other], now=1.0, merged="a"))
     without = other.credit
-    assert with_switch - without == pytest.approx(H200_7B.switch(None, "a", 64))
+    assert with_switch - without == pytest.approx(COSTS.switch(None, "a", 64))
     assert 0.25 + 0.004 < without < 0.25 + 0.01
 
 
@@ -218,8 +238,8 @@ def test_cost_never_lets_limited_requests_stand():
     own = [running(i, "a", left=100) for i in range(15)]
     for i in range(60):
         chooser.decide(view(own, [waiting(i, "a", arrival=i * 0.01)], now=i * 0.01, merged="a"))
-    costly = make_policy("cost", H200_7B.with_lora(4.0))
-    costly.__dict__.update(chooser.__dict__, cost=H200_7B.with_lora(4.0))
+    costly = make_policy("cost", COSTS.with_lora(4.0))
+    costly.__dict__.update(chooser.__dict__, cost=COSTS.with_lora(4.0))
     free = running(90, "b", served=0.6)
     bound = running(91, "b", served=0.6, limit=3.0)
     assert "r90" not in taken(costly.decide(view([*own, free], now=0.6, merged="a")))

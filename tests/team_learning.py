@@ -1,4 +1,4 @@
-"""What one process of a team, or a single one, learns: run as `python FILE BASE SHARD FOLDER DEVICE`.
+"""What one process of a team, or a single one, learns: `python FILE BASE SHARD FOLDER DEVICE`.
 
 `tests/e2e/test_team.py` runs it on CPUs, `tests/gpu/test_team_gpu.py` on GPUs.
 """
@@ -50,7 +50,9 @@ def learn(base: str, shard: bool, folder: Path, device: str = "cpu") -> None:
             held.append(name)
             reached[name] = trainer.evaluate("adapter-1", name, Split.VAL)
         state = trainer.snapshot("adapter-1")
-        kept = {key: value.cpu() for key, value in state.items() if key.startswith(("lora", "head"))}
+        kept = {
+            key: value.cpu() for key, value in state.items() if key.startswith(("lora", "head"))
+        }
         kept["losses"] = torch.tensor(losses)
         kept["accuracy"] = torch.tensor([one.accuracy for one in reached.values()])
         save_file(kept, folder / f"{team.rank}.safetensors")
@@ -84,10 +86,17 @@ def domain(name: str, lmm: Lmm) -> DomainData:
     )
 
 
-def processes(count: int, program: list[str], **options) -> subprocess.Popen:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+def processes(
+    count: int, program: list[str], launcher: str = "torchrun", **options
+) -> subprocess.Popen:
+    launchers = {
+        "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count)],
+        "accelerate": ["accelerate.commands.launch", "--cpu", "--num_processes", str(count),
+                       "--num_machines", "1", "--mixed_precision", "no",
+                       "--dynamo_backend", "no", "--main_process_port", "0"],
+    }  # fmt: skip
     return subprocess.Popen(
-        [sys.executable, *launcher, *program],
+        [sys.executable, "-m", *launchers[launcher], *program],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, **options,
     )  # fmt: skip

@@ -353,19 +353,17 @@ def load_or_estimate(folder: Path, machine: str, model: str) -> CostModel:
     return CostModel.read(path) if path.exists() else H200_7B
 
 
-# An estimate from physical rates, not a measurement; `measured` is False until profiled.
+# An estimate, rounded from what one H200 measured; `measured` is False until profiled.
 # Decode: 13.5 GB of weights at 4.2 TB/s plus launch gaps; 13.4 GFLOP a row near 700 TFLOP/s; 0.5 MB
-# of keys and values a token. LoRA of rank 64 on q, k, v, o: 0.2 ms a step with one adapter, 0.5 with
-# 16, 0.2 more where rows have two terms (docs/benchmarks-serving.md).
+# of keys and values a token. LoRA of rank 64 on q, k, v, o: 0.2 ms a step with one adapter, 0.5
+# with 16 (docs/benchmarks-serving.md), and a guess of 0.2 more where rows have two terms.
 # Prefill: captured in graphs up to 1,024 rows; 21 us a token.
 # Merge: docs/benchmarks-kernels.md. Load: 2.1 MB per rank over PCIe 5 at 50 GB/s.
 H200_7B = CostModel(
     machine="NVIDIA H200",
     model="llama-7b",
     decode=(4.05e-3, 14e-6, 6e-6, 0.0, 0.125e-6, 0.18e-3, 0.3e-6, 0.03e-6, 0.2e-3),
-    prefill=(
-        5.5e-3, 7e-6, 14e-6, 0.0, 0.0, 0.2e-6, 3e-9, 1.5e-3, 0.45e-3, 2e-6, 0.08e-6, 0.2e-3
-    ),  # fmt: skip
+    prefill=(5.5e-3, 7e-6, 14e-6, 0.0, 0.0, 0.2e-6, 3e-9, 1.5e-3, 0.45e-3, 2e-6, 0.08e-6, 0.2e-3),
     merge=(2.0e-3, 5e-6),
     unmerge=2.0e-3,
     load_=(0.2e-3, 42e-6),

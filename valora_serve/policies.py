@@ -389,9 +389,7 @@ class Valora(BasePolicy):
         ranks: dict[str, int] = {}
         prompts = []
         limits = view.limits
-        for request in islice(
-            chain(view.running, waiting), min(limits.max_requests, LOOK_AHEAD)
-        ):
+        for request in islice(chain(view.running, waiting), min(limits.max_requests, LOOK_AHEAD)):
             rows += 1
             steps = max(steps, request.output_left)
             if request.prompt_left:

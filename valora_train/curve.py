@@ -59,9 +59,14 @@ def curve_of(result: Mapping[str, Any], adapter: str = "adapter-1") -> list[Poin
     ]
 
 
+def _names(points: Sequence[Point]) -> list[str]:
+    """All domains in the order of their attempts; one that was rolled back has one point."""
+    return list(dict.fromkeys(name for point in points for name in point.accuracy))
+
+
 def table(points: Sequence[Point]) -> str:
     """The points as a markdown table."""
-    names = list(points[-1].accuracy) if points else []
+    names = _names(points)
     lines = [
         f"| domains | mean | {' | '.join(names)} |",
         f"|---|---|{'---|' * len(names)}",
@@ -78,7 +83,7 @@ def picture(points: Sequence[Point], title: str) -> Figure:
 
     figure = Figure(figsize=(6, 3.6), dpi=110)
     axes = figure.add_subplot()
-    for name in points[-1].accuracy:
+    for name in _names(points):
         mine = [point for point in points if name in point.accuracy]
         axes.plot([p.held for p in mine], [p.accuracy[name] for p in mine], marker="o", label=name)
     axes.plot([p.held for p in points], [p.mean for p in points], "k--", label="mean")

@@ -25,8 +25,8 @@ ALIGNMENT = 8
 """Elements; a row of 16-bit numbers that starts at a multiple of it starts at one of 16 bytes."""
 
 DENSE_RANK, DENSE_ROWS, DENSE_Y = 96, 3072, 7 << 22
-"""Rank and rows from which on, and elements of y up to which one adapter is fastest by the library's
-products, on an H200; above a rank of 128, and where y is not read, that begins earlier."""
+"""Rank and rows from which on, and elements of y up to which, one adapter is fastest by the
+library's products, on an H200; above a rank of 128, and where y is not read, already earlier."""
 
 
 @cache

@@ -33,7 +33,7 @@ def test_two_processes_learn_what_one_does(shard, base, alone, tmp_path):
 def test_the_factory_with_two_processes(base, tmp_path, tmp_path_factory):
     data = overrides(tmp_path_factory.mktemp("data"), base)
     program = ["-m", "valora_train.cli", *data]
-    said = finish(processes(2, program, cwd=tmp_path))
+    said = finish(processes(2, program, "accelerate", cwd=tmp_path))
     assert said.count("fuse 01 ") == 1  # one speaks for both
     result = fusion(tmp_path)
     assert sorted(name for names in result["packing"].values() for name in names) == [

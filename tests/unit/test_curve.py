@@ -31,6 +31,16 @@ def test_points_are_the_attempts_on_an_adapter():
     ]
 
 
+def test_a_domain_that_was_rolled_back_has_its_column():
+    attempts = [*RESULT["attempts"], {"adapter": "adapter-1", "accuracy": {"a": 0.8, "d": 0.9}}]
+    lines = curve.table(curve.curve_of({"attempts": attempts})).splitlines()
+    assert lines[0] == "| domains | mean | a | b | c | d |"
+    assert lines[-2:] == [
+        "| 3 | 0.500 | 0.500 | 0.600 | 0.400 |  |",
+        "| 2 | 0.850 | 0.800 |  |  | 0.900 |",
+    ]
+
+
 def test_command(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "fuse-x-0123"
     folder.mkdir()

@@ -70,7 +70,9 @@ def test_rollback_is_bit_for_bit(random_llava, rehearse, vision):
 
 def test_a_head_starts_where_it_is_told_to(random_llava):
     trainer, _ = make(random_llava, steps=0)
-    probed = {key: value.clone() for key, value in trainer.probe("apple", seed=4).state_dict().items()}
+    probed = {
+        key: value.clone() for key, value in trainer.probe("apple", seed=4).state_dict().items()
+    }
     trainer.start_heads["apple"] = probed
     trainer.open("adapter-1", seed=3)
     train(trainer, "apple")

@@ -26,7 +26,7 @@ from valora_train.distill import TAUGHT, teacher_accuracy
 from valora_train.errors import UnreachableError
 from valora_train.fusion_plan import STRATEGIES, Decision, FusionPlan, Verdict, order_domains
 from valora_train.lmm import Lmm
-from valora_train.parent import FUSION, PROBES, SNAPSHOTS, STATE, Parent, find_parent, load_parent
+from valora_train.parent import FUSION, SNAPSHOTS, STATE, Parent, find_parent, load_parent
 from valora_train.progress import stopwatch
 from valora_train.report import counted
 from valora_train.settings import as_dict
@@ -38,7 +38,7 @@ from valora_train.trainer import DomainData, Trainer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from valora_train.fusion_plan import Attempt
     from valora_train.progress import Display
@@ -197,8 +197,6 @@ class _Fusion:
         self._display = display
         self._required = {name: item.required for name, item in self._inputs.items()}
         (folder / SNAPSHOTS).mkdir(exist_ok=True)
-        if parent and (parent.folder / PROBES).is_dir():
-            shutil.copytree(parent.folder / PROBES, folder / PROBES, dirs_exist_ok=True)
         state = folder / STATE
         self._state: dict[str, Any] = (
             read_json(state)
@@ -266,15 +264,10 @@ class _Fusion:
     def _probe(self) -> dict[str, float]:
         """What a head alone reaches on the frozen base, by domain."""
         for name in self._inputs:
-            file = self._folder / PROBES / f"{name}.safetensors"
             if name in self._state["head_only"]:
-                if file.is_file():
-                    self._trainer.start_heads[name] = load_file(file)
                 continue
             with self._display.work("fuse", f"without LoRA: {name}"), stopwatch() as seconds:
                 head = self._trainer.probe(name, self._settings.train.seed)
-                if head is not None and self._settings.train.start_head == "probe":
-                    self._keep_probe(name, head, file)
                 val = self._trainer.evaluate(None, name, Split.VAL, head)
                 test = self._trainer.evaluate(None, name, Split.TEST, head)
                 reached = {"val": val.accuracy, "test": test.accuracy}
@@ -284,14 +277,6 @@ class _Fusion:
             what = "base alone" if head is None else "head alone"
             self._display.done("fuse", f"{name}: {what} {val.accuracy:.3f}{misses}", seconds())
         return {name: float(value["val"]) for name, value in self._state["head_only"].items()}
-
-    def _keep_probe(self, name: str, head: nn.Module, file: Path) -> None:
-        """Attempts start from this head, also those of a process that continues this one."""
-        state = {key: value.detach().cpu().clone() for key, value in head.state_dict().items()}
-        file.parent.mkdir(exist_ok=True)
-        save_file(state, file.with_suffix(".tmp"))
-        file.with_suffix(".tmp").replace(file)
-        self._trainer.start_heads[name] = state
 
     def _plan(self, probes: Mapping[str, float]) -> FusionPlan:
         fusion = self._settings.fusion

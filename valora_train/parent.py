@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 FUSION = "fusion.json"
 STATE = "state.json"
 SNAPSHOTS = "snapshots"
-PROBES = "probes"
 SAME = ("model", "heads")
 """Groups of settings that must be those of the earlier fusion, beside the shape of adapters."""
 

@@ -193,8 +193,6 @@ class TrainSettings:
         clip: Gradient norm limit.
         flip: Whether mirrored images are used too, in domains that allow it.
         probe_steps: Steps of the head on the frozen base (head-only accuracy).
-        start_head: What a new domain's head starts from: `new` weights, or the head of the `probe`,
-            trained on the frozen base (linear probing, then fine-tuning; Kumar et al. 2022).
         threads: CPU threads; fixed, because results depend on it. 0 for all cores.
         seed: Seed of everything that is drawn.
     """
@@ -212,7 +210,6 @@ class TrainSettings:
     clip: float = 1.0
     flip: bool = True
     probe_steps: int = 300
-    start_head: Literal["new", "probe"] = "new"
     threads: int = 2
     seed: int = 0
     lora: LoraSettings = field(default_factory=LoraSettings)

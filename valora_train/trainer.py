@@ -90,9 +90,6 @@ class Trainer:
         data: Samples of every domain.
         settings: Of training.
         team: The processes that train together; this one alone if None.
-
-    Attributes:
-        start_heads: State of the heads that new domains start from; others start anew.
     """
 
     def __init__(
@@ -107,7 +104,6 @@ class Trainer:
         self._settings = settings
         self._team = team or Team()
         self._benches: dict[str, _Bench] = {}
-        self.start_heads: dict[str, Mapping[str, Tensor]] = {}
 
     # --- adapters -----------------------------------------------------------------------------
 
@@ -181,8 +177,6 @@ class Trainer:
         """
         bench = self._benches[adapter]
         self._add_head(adapter, domain, seed)
-        if domain in self.start_heads:
-            bench.heads[domain].load_state_dict(self.start_heads[domain])
         rehearsed = list(held) if rehearse else []
         for name, head in bench.heads.items():
             head.requires_grad_(name == domain or name in rehearsed)

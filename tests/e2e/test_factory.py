@@ -29,8 +29,8 @@ COLOURS = {"apple": "red", "sky": "blue", "leaf": "green"}
 def overrides(folder: Path, base: Path) -> list[str]:
     found = [
         "task=own", f"model.id={base}", "fusion=first_fit", "fusion.order=given", "fusion.margin=0",
-        "train.steps=60", "train.batch_size=8", "train.probe_steps=20", "train.start_head=probe",
-        "train.lora.rank=4", "train.threads=1", "train.flip=false",
+        "train.steps=60", "train.batch_size=8", "train.probe_steps=20", "train.lora.rank=4",
+        "train.threads=1", "train.flip=false",
     ]  # fmt: skip
     for name, colour in COLOURS.items():
         write_coco(folder / name, colour=colour, name=name)

@@ -68,20 +68,6 @@ def test_rollback_is_bit_for_bit(random_llava, rehearse, vision):
             assert torch.equal(value, base[plain]), key
 
 
-def test_a_head_starts_where_it_is_told_to(random_llava):
-    trainer, _ = make(random_llava, steps=0)
-    probed = {
-        key: value.clone() for key, value in trainer.probe("apple", seed=4).state_dict().items()
-    }
-    trainer.start_heads["apple"] = probed
-    trainer.open("adapter-1", seed=3)
-    train(trainer, "apple")
-    train(trainer, "sky")
-    heads = trainer.heads("adapter-1")
-    assert same(heads["apple"].state_dict(), probed)
-    assert not same(heads["sky"].state_dict(), probed)
-
-
 def test_a_snapshot_survives_the_disk_and_another_process(random_llava, tmp_path):
     trainer, _ = make(random_llava)
     trainer.open("adapter-1", seed=3)

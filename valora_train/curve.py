@@ -78,10 +78,10 @@ def table(points: Sequence[Point]) -> str:
 
 
 def picture(points: Sequence[Point], title: str) -> Figure:
-    """The curve: each domain in grey, their mean in black."""
+    """The curve: each domain in a colour, their mean dashed."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6, 3.6), dpi=110)
+    figure = Figure(figsize=(6, 3), dpi=90)
     axes = figure.add_subplot()
     for name in _names(points):
         mine = [point for point in points if name in point.accuracy]
@@ -91,7 +91,7 @@ def picture(points: Sequence[Point], title: str) -> Figure:
     axes.set_ylabel("accuracy on validation")
     axes.set_xticks([p.held for p in points])
     axes.set_title(title)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     axes.grid(alpha=0.3)
     figure.tight_layout()
     return figure
@@ -126,7 +126,8 @@ def main() -> int:
     print(table(points))
     print(f"\n{domains_per_adapter(result):.1f} domains per adapter here, {PAPER:.0f} in the paper")
     if arguments.picture is not None:
-        picture(points, arguments.stage.name.rpartition("-")[0]).savefig(arguments.picture)
+        task = arguments.stage.name.removeprefix("fuse-").rpartition("-")[0]
+        picture(points, task).savefig(arguments.picture)
     return 0
 
 

@@ -233,16 +233,18 @@ def decode(bench):
     idle = {n: decode_ms(bench, names, n, 0) for n in sizes}
     one = {n: decode_ms(bench, names, n, 1) for n in sizes}
     many = {n: decode_ms(bench, names, n, min(n, 16)) for n in sizes}
+    bench.start("merge_only", 16)
+    merged = {n: decode_ms(bench, names, n, 1) for n in sizes}
     rows = []
     for n in sizes:
         vllm = VLLM_DECODE.get(n, (None, None, None))
-        rows.append([n, bare[n], bare[n] / floor, idle[n] / bare[n], one[n], many[n],
-                     many[n] / bare[n], *vllm])  # fmt: skip
+        rows.append([n, bare[n], bare[n] / floor, idle[n] / bare[n], merged[n] / bare[n], one[n],
+                     many[n], many[n] / bare[n], *vllm])  # fmt: skip
     print(f"bandwidth {bandwidth / 1e12:.2f} TB/s, matrix rate {rate / 1e12:.0f} TFLOP/s, "
           f"weights {2 * weights / 1e9:.2f} GB: {floor:.2f} ms")  # fmt: skip
     table("Decode step, ms (rank 64 on q, k, v, o)",
-          ["batch", "bare", "of reading the weights", "idle LoRA / bare", "1 adapter",
-           "16 adapters", "16 / bare", "vLLM bare", "vLLM 1", "vLLM 16"], rows)  # fmt: skip
+          ["batch", "bare", "of reading the weights", "idle LoRA / bare", "merged / bare",
+           "1 adapter", "16 adapters", "16 / bare", "vLLM bare", "vLLM 1", "vLLM 16"], rows)  # fmt: skip
 
 
 def prefill(bench):

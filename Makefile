@@ -52,7 +52,7 @@ serve: $(READY) ## Serve bundles/TASK at localhost:8000 (ARGS="--port 8001")
 .PHONY: curve
 curve: $(READY) ## Accuracy against the number of TASK's domains in one adapter (docs/tasks.md)
 	@$(BIN)/valora-train task=$(TASK) command=fuse fusion.margin=-10 $(ARGS)
-	@$(BIN)/python -m valora_train.curve "$$(ls -td .valora/fuse-$(TASK)-* | grep -v '[.]' | head -1)" --picture curve-$(TASK).png
+	@$(BIN)/python -m valora_train.curve "$$(ls -td .valora/fuse-$(TASK)-*[0-9a-f]/ | head -1)" --picture curve-$(TASK).png
 
 .PHONY: ui
 ui: $(READY) ## See every fusion step in MLflow

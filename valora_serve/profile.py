@@ -34,7 +34,6 @@ FEW_ROWS, FEW_CONTEXTS, FEW_TOKENS = (1, 8, 32), (32,), (64, 256)
 ADAPTERS = 16
 LOAD_WAIT = 5.0
 REPEATS = 5
-STEPS = 3
 SECONDS = 60.0
 """Most time to spend; what was measured until then is fitted."""
 
@@ -164,10 +163,10 @@ def _shape(
 def _time(engine: Engine, works: list[Work], merged: str | None) -> float:
     """Median seconds of a step: on a GPU among others, each planned while the last is computed."""
     slot = NONE if merged is None else engine.adapters.slot(merged)
-    together = STEPS if engine.device.type == "cuda" else 1
+    repeats, together = (3, 3) if engine.device.type == "cuda" else (2, 1)
     engine.runner.step(works, slot).read()
     times = []
-    for _ in range(REPEATS if together == 1 else STEPS):
+    for _ in range(repeats):
         start = time.perf_counter()
         for _ in range(together):
             last = engine.runner.step(works, slot)

@@ -244,7 +244,8 @@ def decode(bench):
           f"weights {2 * weights / 1e9:.2f} GB: {floor:.2f} ms")  # fmt: skip
     table("Decode step, ms (rank 64 on q, k, v, o)",
           ["batch", "bare", "of reading the weights", "idle LoRA / bare", "merged / bare",
-           "1 adapter", "16 adapters", "16 / bare", "vLLM bare", "vLLM 1", "vLLM 16"], rows)  # fmt: skip
+           "1 adapter", "16 adapters", "16 / bare", "vLLM bare", "vLLM 1", "vLLM 16"],
+          rows)  # fmt: skip
 
 
 def prefill(bench):

@@ -33,6 +33,10 @@ class CostModelError(ServeError):
     """A file of costs cannot be read, or what was measured cannot be fitted."""
 
 
+class CostVersionError(CostModelError):
+    """A file of costs was written by another version."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """The counts of a step that its time depends on.
@@ -310,7 +314,7 @@ class CostModel:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["version"] != VERSION:
-                raise CostModelError(
+                raise CostVersionError(
                     f"{path} is of version {content['version']}, expected {VERSION}; "
                     "delete it and the costs are profiled again."
                 )
@@ -344,13 +348,16 @@ def cache_path(folder: Path, machine: str, model: str) -> Path:
 
 
 def load_or_estimate(folder: Path, machine: str, model: str) -> CostModel:
-    """The cached costs of a model on a machine, or the estimate if there are none yet.
+    """The cached costs of a model on a machine, or the estimate if there are none of this version.
 
     Raises:
         CostModelError: There is a file, but it is damaged.
     """
     path = cache_path(folder, machine, model)
-    return CostModel.read(path) if path.exists() else H200_7B
+    try:
+        return CostModel.read(path) if path.exists() else H200_7B
+    except CostVersionError:
+        return H200_7B
 
 
 # An estimate, rounded from what one H200 measured; `measured` is False until profiled.

@@ -166,6 +166,11 @@ def test_saved_and_read_again(tmp_path):
     assert CostModel.read(path) == fitted
     assert load_or_estimate(tmp_path, "GPU 1", "x/y 7B") == fitted
     assert load_or_estimate(tmp_path, "GPU 2", "x/y 7B") is H200_7B
+    # What another version measured is measured anew.
+    path.write_text(path.read_text().replace('"version": 2', '"version": 1'))
+    assert load_or_estimate(tmp_path, "GPU 1", "x/y 7B") is H200_7B
+    with pytest.raises(CostModelError, match="version 1, expected 2"):
+        CostModel.read(path)
     assert not H200_7B.measured
 
 

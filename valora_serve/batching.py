@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from valora_serve.types import Mode
 
 FOREVER = math.inf
-PREFETCHES = 8  # adapters asked for at a time; more would delay the first of them
+PREFETCHES = 32  # adapters on their way at a time; a step's prompts may all have different ones
 LOOK_AHEAD = 256  # waiting requests looked at for prefetching and clustering
 
 by_arrival = attrgetter("arrival")
@@ -298,7 +298,7 @@ class Batch:
                 continue
             seen.add(adapter)
             pages -= request.adapter_pages
-            if pages < 0 or len(self.prefetch) >= PREFETCHES:
+            if pages < 0 or len(self.prefetch) + len(view.loading) >= PREFETCHES:
                 break
             if adapter is not None and adapter not in view.resident:
                 self.prefetch.append(adapter)

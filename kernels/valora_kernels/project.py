@@ -24,8 +24,8 @@ FEW_ROWS = 16
 FEW_OUTPUTS = 3072
 """Below, columns are too few to occupy the processors; the library splits the inputs too."""
 
-MOST_BESIDE = 6 << 18
-"""Elements of y up to which the shrink runs beside our own product, on an H200."""
+MOST_BESIDE = (256, 6 << 18)
+"""Rows and elements of y up to which the shrink runs beside our own product, on an H200."""
 
 FOLDED = (1024, 1 << 24)
 """Rows from which on, and elements of y up to which one projection's expansion is folded in."""
@@ -64,7 +64,7 @@ def project_tiling(rows: int, out_features: Sequence[int]) -> ProjectTiling | No
     outputs = sum(out_features)
     if rows >= FOLDED[0] and len(out_features) == 1 and rows * outputs <= FOLDED[1]:
         return ProjectTiling(128, 256, 64, 8, 3, fold=True)
-    if outputs < FEW_OUTPUTS or rows * outputs > MOST_BESIDE:
+    if outputs < FEW_OUTPUTS or rows > MOST_BESIDE[0] or rows * outputs > MOST_BESIDE[1]:
         return None
     once = outputs <= 4224  # columns that all processors together can take at once
     if rows <= 16:

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from valora_kernels.profile import Inputs
 
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-FEWER = ((1, 1), (16, 16), (64, 16), (512, 4), (4096, 16))
+FEWER = ((1, 1), (16, 16), (64, 16), (256, 64), (256, 256), (512, 4), (4096, 16))
 """(rows, adapters) that the further projections of a model are measured for."""
-ADAPTERS = (1, 4, 16, 64)
+ADAPTERS = (1, 4, 16, 64, 256)
 ROWS_BETWEEN = (48, 96, 192, 384, 768, 1536, 3072, 6144)
 ADAPTERS_BETWEEN = (2, 8, 32)
 """Between those that all candidates are tried on; here only what did best around is."""

@@ -360,24 +360,33 @@ def skew(bench):
 
 
 def adapters(bench):
-    """Throughput by number of adapters, all but 256 of them in host memory."""
+    """Throughput by number of adapters, uniformly popular (S-LoRA's α = 1), from host memory.
+
+    At most 512 of them lie on the device: as many as there are requests in a step.
+    """
     rows = []
+    total, rate = bench.arguments.requests, bench.arguments.rate
+    times = poisson(rate, bench.arguments.seconds, 9)
+    alike = np.random.default_rng(7)  # the same lengths whatever the number
+    lengths = alike.integers(8, 513, (max(total, len(times)), 2))
     for n in bench.arguments.counts:
-        names = bench.start("slora", n, (8,))
+        names = bench.start("slora", n, (8,), slots=512, max_adapters=512)
         bench.warm(names[:64])
-        g = np.random.default_rng(7)
-        total = bench.arguments.requests
-        chosen = g.integers(0, n, total)
+        chosen = np.random.default_rng(8).integers(0, n, len(lengths))
         requests = [
-            bench.request(i, int(g.integers(8, 513)), int(g.integers(8, 513)), names[chosen[i]])
-            for i in range(total)
+            bench.request(i, *map(int, lengths[i]), names[chosen[i]]) for i in range(len(lengths))
         ]
-        m = metrics(*bench.drive(requests))
-        rows.append([n, m["requests"], m["output"], m["ttft"], m["requests"] / rows[0][1]
-                     if rows else 1.0])  # fmt: skip
-    table("Throughput by number of adapters (rank 8)",
-          ["adapters", "requests/s", "output tokens/s", "mean TTFT, ms", "of the first"],
-          rows)  # fmt: skip
+        bench.drive([replace(r, model=names[i % 5]) for i, r in enumerate(requests[:128])])
+        burst = metrics(*bench.drive(requests[:total]))
+        steady = metrics(*bench.drive(requests[: len(times)], times))
+        first = rows[0][2] if rows else burst["requests"]
+        distinct = len(set(chosen[:total].tolist()))
+        rows.append([n, distinct, burst["requests"], burst["requests"] / first,
+                     burst["ttft"], steady["requests"], steady["atl"], steady["ttft"]])  # fmt: skip
+        print(rows[-1], flush=True)
+    table(f"Throughput by number of adapters (rank 8): {total} at once, and {rate:g} a second",
+          ["adapters", "of them asked for", "requests/s at once", "of the first", "mean TTFT, ms",
+           "requests/s", "average token latency, ms", "mean TTFT, ms"], rows)  # fmt: skip
 
 
 def switch(bench):

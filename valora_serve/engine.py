@@ -192,6 +192,7 @@ class Engine:
         self._key_of: dict[str, str] = {}
         self._keys: dict[str, str] = {}  # adapters that something nameable needs, and a name
         self._counts: Counter[str] = Counter()
+        self._warm = False
         self._finished: Counter[str] = Counter()
 
     @property
@@ -324,9 +325,8 @@ class Engine:
                     module: (self.memory.lora[group.spec.name], index)
                     for module, (group, index) in found.items()
                 })  # fmt: skip
-        first = not self.runner.has_lora
         self.runner.has_lora = True
-        if not first:  # the weights have moved
+        if self._warm:  # the weights have moved
             self.runner.forget_graphs()
             self.warm_up()
 
@@ -344,10 +344,16 @@ class Engine:
             terms = (0, 1)
         if self.settings.policy == "merge_only":
             terms = (0,)
+        self._warm = True
         start = time.monotonic()
         count = self.runner.capture(terms)
         if count:
-            log.info("captured %d decode steps in %.1f s", count, time.monotonic() - start)
+            log.info("captured %d steps in %.1f s", count, time.monotonic() - start)
+        if self.device.type == "cuda":
+            start = time.monotonic()
+            self.runner.rehearse(terms)
+            torch.cuda.synchronize(self.device)
+            log.info("compiled kernels for all other steps in %.1f s", time.monotonic() - start)
         if self.settings.profile and not self.cost.measured and not self.busy:
             self.cost = measure(self)
             self._counts.clear()  # switches of the measurement are none that a request needed

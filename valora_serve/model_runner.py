@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -30,6 +31,12 @@ MOST_SEQUENCES = 256
 
 PROMPT_ROWS = 128
 """Rows of an adapter in a typical step with prompts, for which its tiles are chosen."""
+
+
+def _steps_to(most: int) -> list[int]:
+    """From 1 to `most`, two for each doubling."""
+    steps = np.geomspace(1, most, num=1 + 2 * max(most - 1, 0).bit_length())
+    return sorted({round(step) for step in steps.tolist()})
 
 
 @dataclass(slots=True)
@@ -392,6 +399,57 @@ class ModelRunner:
                     self._graphs[size, count] = graph
         return len(self._graphs) + len(self._prompt_graphs)
 
+    def rehearse(self, terms: Sequence[int] = (0, 1, 2)) -> None:
+        """Run what steps without a graph may need: kernels are compiled at their first use.
+
+        Which tiles LoRA takes depends on a step's rows and adapters; each new one would halt all
+        running requests for up to a second.
+
+        Args:
+            terms: LoRA terms a row, as in `capture`.
+        """
+        most = self._lora.max_rows
+        least = min(self._prompt_sizes[-1] + 1 if self._prompt_graphs else 1, most)
+        groups = {
+            (group.spec.in_features, group.spec.out_features): group
+            for group in self._lmm.linears.groups.values()
+            if group.spec.part == "text" and group.lora is not None
+        }
+        with torch.inference_mode():
+            for count in terms:
+                if count and not self.has_lora:
+                    continue
+                self._rehearse_layers(min(2 * least, most), count)
+                for active, distinct in product(
+                    _steps_to(most), _steps_to(self._most_segments - 1) if count else ()
+                ):
+                    if distinct > active:
+                        continue
+                    self._typical(self._lora, max(active, least), count, active, distinct)
+                    for group in groups.values():
+                        shape = (max(active, least), group.spec.in_features)
+                        group.compute(
+                            torch.zeros(shape, dtype=self._lmm.dtype, device=self._device)
+                        )
+        self._lmm.linears.context.text = None
+        if self._lmm.linears.context.last is not None:
+            self._lmm.linears.context.last.forget()
+
+    def _rehearse_layers(self, rows: int, terms: int) -> None:
+        """A step of one prompt; its keys and values go where graphs put those of unused rows."""
+        context = self._lmm.linears.context
+        shape = (3, rows) if self._lmm.three_positions else (rows,)
+        positions = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        table = [0] * -(-rows // self._cache.block_size)
+        plan = self._backend.plan(
+            Rows(np.array([0, rows], np.int32), np.array([rows], np.int32), [table])
+        )
+        context.text = None
+        if terms:
+            self._typical(self._lora, rows, terms, rows, 1)
+            context.text = self._lora
+        self._lmm.hidden(torch.zeros_like(positions.view(-1)[:rows]), positions, plan)
+
     def forget_graphs(self) -> None:
         """Weights or adapters' memory have moved: capture again."""
         if self._device.type == "cuda":
@@ -409,10 +467,11 @@ class ModelRunner:
         lora = None
         if terms:
             lora = LoraBatch(size, min(size, self._most_segments), device, fixed=True)
-            self._typical(lora, size, terms, each=PROMPT_ROWS)
+            self._typical(lora, size, terms, size, size // PROMPT_ROWS)
         shape = (3, size) if lmm.three_positions else (size,)
-        embedded = torch.zeros((size, lmm.width), dtype=lmm.dtype, device=device)
-        positions = torch.zeros(shape, dtype=torch.int64, device=device)
+        with torch.inference_mode():  # as in steps without a graph, or layers are compiled twice
+            embedded = torch.zeros((size, lmm.width), dtype=lmm.dtype, device=device)
+            positions = torch.zeros(shape, dtype=torch.int64, device=device)
 
         def run() -> Tensor:
             lmm.linears.context.text = lora
@@ -458,9 +517,10 @@ class ModelRunner:
         lora = None
         if terms:
             lora = LoraBatch(size, min(size, self._most_segments), device, fixed=True)
-            self._typical(lora, size, terms)
-        inputs = torch.zeros((4, size), dtype=torch.int64, device=device)
-        inputs[0] = self._max_requests
+            self._typical(lora, size, terms, size, size // 2)
+        with torch.inference_mode():
+            inputs = torch.zeros((4, size), dtype=torch.int64, device=device)
+            inputs[0] = self._max_requests
 
         def run() -> tuple[Tensor, Tensor]:
             lmm.linears.context.text = lora
@@ -478,15 +538,23 @@ class ModelRunner:
         found.events = [torch.cuda.Event() for _ in "ab"]
         return found
 
-    def _typical(self, lora: LoraBatch, size: int, terms: int, each: int = 2) -> None:
-        """A mix that the tables may choose tiles for; the graph serves every other one too."""
+    def _typical(self, lora: LoraBatch, size: int, terms: int, active: int, distinct: int) -> None:
+        """A mix that the tables may choose tiles for; a graph serves every other one too.
+
+        Args:
+            lora: The batch to fill.
+            size: Its rows.
+            terms: LoRA terms a row.
+            active: The first so many rows have adapters.
+            distinct: Adapters, if there may be that many.
+        """
         slots = len(self._adapters.ranks)
         rank = max(int(self._adapters.ranks.max(initial=0)), 8)
-        distinct = max(1, min(slots + 1 - terms, self._most_segments - 1, size // each))
-        own = (np.arange(size) * distinct // size)[:, None]
-        if terms > 1:
-            # A single slot has no second adapter, and then no row ever has two terms.
-            own = np.concatenate([own, np.full_like(own, min(distinct, slots - 1))], axis=1)
+        distinct = max(1, min(slots + 1 - terms, self._most_segments - 1, distinct))
+        own = np.full((size, terms), NONE, np.int64)
+        own[:active, 0] = np.arange(active) * distinct // active
+        # A single slot has no second adapter, and then no row ever has two terms.
+        own[:active, 1:] = min(distinct, slots - 1)
         coefficients = np.tile(np.array([1, -1], np.float32)[:terms], (size, 1))
         ranks = np.full(slots, rank, np.int32)
         lora.update(own, ranks, np.ones(slots, np.float32), coefficients)

@@ -16,6 +16,7 @@ import json
 import statistics
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -338,25 +339,25 @@ def arrivals(bench):
 
 def skew(bench):
     """Average token latency by skewness and policy: VaLoRA's visual retrieval (256 in, 200 out)."""
+    policies, shares = bench.arguments.policies, bench.arguments.shares
     found_here = {}
-    for policy in bench.arguments.policies:
+    for policy in policies:
         options = {"trace": bench.trace(policy)} if bench.arguments.traces else {}
         names = bench.start(policy, 16, **options)
         bench.warm(names)
-        for share in bench.arguments.shares:
-            times = poisson(bench.arguments.rate, bench.arguments.seconds, 5)
+        for rate, share in product(bench.arguments.rate, shares):
+            times = poisson(rate, bench.arguments.seconds, 5)
             chosen = skewed(len(times), 16, share, 6)
             requests = [bench.request(i, 256, 200, names[chosen[i]]) for i in range(len(times))]
             before = bench.engine.stats().switches
             m = metrics(*bench.drive(requests, times))
-            found_here[policy, share] = m["atl"]
-            print(policy, share, {k: round(v, 3) for k, v in m.items()},
+            found_here[policy, rate, share] = m["atl"]
+            print(policy, rate, share, {k: round(v, 3) for k, v in m.items()},
                   "switches", bench.engine.stats().switches - before, flush=True)  # fmt: skip
-    policies = bench.arguments.policies
-    rows = [[p, *(found_here[p, s] for s in bench.arguments.shares)] for p in policies]
-    rate = bench.arguments.rate
-    table(f"Average token latency (ms) at {rate} requests/s by share of one adapter",
-          ["policy", *(f"{s:.0%}" for s in bench.arguments.shares)], rows)  # fmt: skip
+    for rate in bench.arguments.rate:
+        table(f"Average token latency (ms) at {rate:g} requests/s by share of one adapter",
+              ["policy", *(f"{s:.0%}" for s in shares)],
+              [[p, *(found_here[p, rate, s] for s in shares)] for p in policies])  # fmt: skip
 
 
 def adapters(bench):
@@ -365,7 +366,7 @@ def adapters(bench):
     At most 512 of them lie on the device: as many as there are requests in a step.
     """
     rows = []
-    total, rate = bench.arguments.requests, bench.arguments.rate
+    total, rate = bench.arguments.requests, bench.arguments.rate[0]
     times = poisson(rate, bench.arguments.seconds, 9)
     alike = np.random.default_rng(7)  # the same lengths whatever the number
     lengths = alike.integers(8, 513, (max(total, len(times)), 2))
@@ -583,7 +584,8 @@ def main():
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 64])
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--rates", nargs="+", type=float, default=[2, 6, 10, 16])
-    parser.add_argument("--rate", type=float, default=10)
+    parser.add_argument("--rate", nargs="+", type=float, default=[10, 32],
+                        help="of `skew`; the first of `adapters`, too")  # fmt: skip
     parser.add_argument("--shares", nargs="+", type=float, default=[0.2, 0.4, 0.6, 0.8, 0.9])
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--counts", nargs="+", type=int, default=[5, 100, 2000])

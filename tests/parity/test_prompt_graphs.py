@@ -22,7 +22,7 @@ def folders(tmp_path_factory):
     }
 
 
-def answers(folders, policy, **options):
+def answers(folders, policy, rehearse=False, **options):
     engine = Engine(
         EngineSettings(policy=policy, pages=300, chunk=40, max_tokens=150, max_requests=12,
                        profile=False, **options)
@@ -44,6 +44,8 @@ def answers(folders, policy, **options):
         engine.add(engine.prepare(request))
     said = {}
     while engine.busy:
+        if rehearse and len(said) in (3, 9):
+            engine.runner.rehearse()
         for output in engine.step():
             assert output.error is None
             said.setdefault(output.id, []).extend(output.token_ids)
@@ -67,3 +69,16 @@ def test_fixed_buffers_change_nothing(folders, policy, monkeypatch):
     monkeypatch.setattr(ModelRunner, "_prompt_graph_for", spy)
     assert answers(folders, policy, prompt_graphs=True) == plain
     assert sum(replayed) > 10
+
+
+def test_a_rehearsal_between_steps_changes_nothing(folders):
+    assert answers(folders, "dlora", rehearse=True) == answers(folders, "dlora")
+
+
+def test_adapters_that_come_after_the_start_are_captured(folders):
+    engine = Engine(EngineSettings(policy="slora", pages=300, profile=False, prompt_graphs=True))
+    engine.warm_up()
+    before = engine.runner.capture((0, 1))
+    engine.load(folders["a0"], "a0")
+    assert engine.runner.capture((0, 1)) == 2 * before
+    engine.close()

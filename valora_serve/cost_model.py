@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from valora_serve.orchestrator import RequestView
 
-VERSION = 2
+VERSION = 3
 
 
 class CostModelError(ServeError):
@@ -120,6 +120,9 @@ def step_shape(
     )
 
 
+HOST_BOUND = 1.2
+"""Steps without a graph up to so many times the shortest are taken to wait for the host."""
+
 DECODE_KNEES = (64, 256)
 PREFILL_KNEES = (128, 256, 512)
 
@@ -170,6 +173,8 @@ class CostModel:
         merge: Seconds to merge an adapter: fixed, and per rank.
         unmerge: Seconds to restore the pristine weights.
         load_: Seconds to copy an adapter in: fixed, and per rank.
+        captured: Most rows of a step with prompts that is replayed from a graph; 0 for no graphs.
+        uncaptured: Seconds that a larger step takes at least, for the host has to launch all of it.
         measured: False for an estimate.
         error: Median relative error over the points of the fit, None for an estimate.
     """
@@ -181,6 +186,8 @@ class CostModel:
     merge: tuple[float, float]
     unmerge: float
     load_: tuple[float, float]
+    captured: int = 0
+    uncaptured: float = 0.0
     measured: bool = False
     error: float | None = None
 
@@ -200,6 +207,8 @@ class CostModel:
                 time += c[8] + c[9] * s.ranks + c[10] * s.work
                 if s.mode is Mode.MIXTURE:
                     time += c[11]
+            if time < self.uncaptured and n > self.captured:
+                return self.uncaptured
             return time
         if not s.decode:
             return 0.0
@@ -246,6 +255,8 @@ class CostModel:
         merges: Sequence[tuple[int, float]] = (),
         unmerges: Sequence[float] = (),
         loads: Sequence[tuple[int, float]] = (),
+        captured: int = 0,
+        uncaptured: float = 0.0,
     ) -> CostModel:
         """The model that fits what was measured, by non-negative least squares.
 
@@ -259,6 +270,8 @@ class CostModel:
             merges: Ranks and seconds of merging.
             unmerges: Seconds of unmerging.
             loads: Ranks and seconds of loading.
+            captured: See the attribute.
+            uncaptured: See the attribute.
 
         Raises:
             CostModelError: A time is not positive.
@@ -266,7 +279,11 @@ class CostModel:
         times = [t for _, t in points] + [t for _, t in (*merges, *loads)] + list(unmerges)
         if not all(0 < t < float("inf") for t in times):
             raise CostModelError("A measured time is not a positive number; profile again.")
-        groups = ([p for p in points if not p[0].prefill], [p for p in points if p[0].prefill])
+        # What the host takes to launch says nothing about tokens.
+        launched = [(s, t) for s, t in points
+                    if s.prefill and (t > HOST_BOUND * uncaptured
+                                      or s.decode + s.prefill <= captured)]  # fmt: skip
+        groups = ([p for p in points if not p[0].prefill], launched)
         decode = _fit([(_decode_row(s), t) for s, t in groups[0]], self.decode)
         prefill = _fit([(_prefill_row(s), t) for s, t in groups[1]], self.prefill)
         fitted = replace(
@@ -278,6 +295,8 @@ class CostModel:
             merge=_line(merges, self.merge),
             unmerge=float(np.median(unmerges)) if len(unmerges) else self.unmerge,
             load_=_line(loads, self.load_),
+            captured=captured,
+            uncaptured=uncaptured,
             measured=True,
         )
         errors = [abs(fitted.step(s) / t - 1) for s, t in points]
@@ -298,6 +317,8 @@ class CostModel:
             "merge_seconds": list(self.merge),
             "unmerge_seconds": self.unmerge,
             "load_seconds": list(self.load_),
+            "captured_rows": self.captured,
+            "uncaptured_seconds": self.uncaptured,
         }
         draft = path.with_suffix(f".{os.getpid()}.tmp")
         draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -326,6 +347,8 @@ class CostModel:
                 merge=_pair(content["merge_seconds"]),
                 unmerge=float(content["unmerge_seconds"]),
                 load_=_pair(content["load_seconds"]),
+                captured=int(content["captured_rows"]),
+                uncaptured=float(content["uncaptured_seconds"]),
                 measured=bool(content["measured"]),
                 error=content["error"],
             )
@@ -333,7 +356,8 @@ class CostModel:
             raise CostModelError(
                 f"{path} is no file of step costs ({error}); delete it and they are profiled again."
             ) from error
-        coefficients = (*model.decode, *model.prefill, *model.merge, model.unmerge, *model.load_)
+        coefficients = (*model.decode, *model.prefill, *model.merge, model.unmerge, *model.load_,
+                        model.captured, model.uncaptured)  # fmt: skip
         if not all(0 <= c < float("inf") for c in coefficients):
             raise CostModelError(
                 f"{path} holds a negative or infinite cost; delete it and they are profiled again."
@@ -364,7 +388,8 @@ def load_or_estimate(folder: Path, machine: str, model: str) -> CostModel:
 # Decode: 13.5 GB of weights at 4.2 TB/s plus launch gaps; 13.4 GFLOP a row near 700 TFLOP/s; 0.5 MB
 # of keys and values a token. LoRA of rank 64 on q, k, v, o: 0.2 ms a step with one adapter, 0.5
 # with 16 (docs/benchmarks-serving.md), and a guess of 0.2 more where rows have two terms.
-# Prefill: captured in graphs up to 1,024 rows; 21 us a token.
+# Prefill: captured in graphs up to 1,024 rows; 21 us a token. A larger step beside 60 running
+# requests with 16 adapters took 80 to 95 ms up to 2,600 rows, the host's time.
 # Merge: docs/benchmarks-kernels.md. Load: 2.1 MB per rank over PCIe 5 at 50 GB/s.
 H200_7B = CostModel(
     machine="NVIDIA H200",
@@ -374,6 +399,8 @@ H200_7B = CostModel(
     merge=(2.0e-3, 5e-6),
     unmerge=2.0e-3,
     load_=(0.2e-3, 42e-6),
+    captured=1024,
+    uncaptured=80e-3,
 )
 
 

@@ -199,8 +199,8 @@ class Cost(BasePolicy):
         self._same = 0
         self._stalled = False
         self._ranks: dict[str, int] = {}
-        many, few = StepShape(prefill=2048), StepShape(prefill=1024)
-        self._per_token = (cost_model.step(many) - cost_model.step(few)) / 1024
+        many, few = StepShape(prefill=1024), StepShape(prefill=512)
+        self._per_token = (cost_model.step(many) - cost_model.step(few)) / 512
 
     def _plan(self, view: View, waiting: Sequence[RequestView]) -> Plan:
         self._follow(waiting)
@@ -547,7 +547,8 @@ class Cost(BasePolicy):
         """How many prompt tokens to compute in the step."""
         base = self.cost.step(load.step(adapter, rank, 0))
         best, least = prompt, math.inf
-        for tokens in (prompt, *(c for c in CHUNKS if c < prompt)):
+        captured = self.cost.captured - load.rows
+        for tokens in (prompt, *(c for c in (*CHUNKS, captured) if 0 < c < prompt)):
             time = self.cost.step(load.step(adapter, rank, tokens))
             steps = math.ceil(prompt / tokens)
             # One after the other, the j-th of n prompts is done after j/n of the steps.

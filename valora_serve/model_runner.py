@@ -399,6 +399,11 @@ class ModelRunner:
                     self._graphs[size, count] = graph
         return len(self._graphs) + len(self._prompt_graphs)
 
+    @property
+    def most_captured(self) -> int:
+        """Most rows of a step with prompts that has a graph, 0 if none has."""
+        return self._prompt_sizes[-1] if self._prompt_graphs else 0
+
     def rehearse(self, terms: Sequence[int] = (0, 1, 2)) -> None:
         """Run what steps without a graph may need: kernels are compiled at their first use.
 
@@ -409,7 +414,7 @@ class ModelRunner:
             terms: LoRA terms a row, as in `capture`.
         """
         most = self._lora.max_rows
-        least = min(self._prompt_sizes[-1] + 1 if self._prompt_graphs else 1, most)
+        least = min(self.most_captured + 1, most)
         groups = {
             (group.spec.in_features, group.spec.out_features): group
             for group in self._lmm.linears.groups.values()

@@ -55,7 +55,10 @@ def measure(engine: Engine, seconds: float = SECONDS) -> CostModel:
         raise RuntimeError("profile: expected an engine without requests")
     start = time.monotonic()
     loads = _load(engine)
-    points = []
+    points, captured, uncaptured = [], engine.runner.most_captured, 0.0
+    if 0 < captured < engine.settings.max_tokens:
+        for _, works, merged in _uncaptured(engine, captured):
+            uncaptured = _time(engine, works, merged)
     for shape, works, merged in _steps(engine):
         if time.monotonic() - start > seconds:
             break
@@ -76,6 +79,8 @@ def measure(engine: Engine, seconds: float = SECONDS) -> CostModel:
         merges=merges if mergeable else (),
         unmerges=unmerges if mergeable else (),
         loads=loads,
+        captured=captured,
+        uncaptured=uncaptured,
     )
     log.info("measured %d steps in %.0f s", len(points), time.monotonic() - start)
     return found
@@ -119,6 +124,17 @@ def _steps(engine: Engine) -> Iterator[tuple[StepShape, list[Work], str | None]]
                     few = min(8, settings.max_requests - 1)
                     mixed = [(0, tokens - few), *[(256, 1)] * few]
                     yield from _shape(engine, mode, merged, distinct, mixed)
+
+
+def _uncaptured(
+    engine: Engine, captured: int
+) -> Iterator[tuple[StepShape, list[Work], str | None]]:
+    """The smallest step that no graph holds: a few prompts beside many decoding rows."""
+    few = min(4, engine.settings.max_requests)
+    rows = [(CONTEXTS[-1], 1)] * min(64, engine.settings.max_requests - few)
+    prompts = [(0, -(-(captured + 1 - len(rows)) // few))] * few
+    resident = sorted(engine.adapters.resident)
+    yield from _shape(engine, Mode.UNMERGED, None, len(resident), [*prompts, *rows])
 
 
 def _shape(

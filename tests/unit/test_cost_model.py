@@ -19,6 +19,8 @@ from valora_serve.cost_model import (
 from valora_serve.orchestrator import RequestView
 from valora_serve.types import Mode
 
+BEYOND = {"captured": H200_7B.captured, "uncaptured": H200_7B.uncaptured}
+
 
 def row(i, adapter, rank, prompt_left=0, context=10, images=0):
     return RequestView(str(i), adapter, rank, 0.0, prompt_left, context=context, images=images)
@@ -92,7 +94,7 @@ def test_a_fit_finds_the_coefficients_again():
         decode=tuple(c * f for c, f in zip(H200_7B.decode, rng.uniform(0.3, 3, 9), strict=True)),
         prefill=tuple(c * f for c, f in zip(H200_7B.prefill, rng.uniform(0.3, 3, 12), strict=True)),
     )
-    fitted = H200_7B.fit(points(truth, rng), machine="m", model="n")
+    fitted = H200_7B.fit(points(truth, rng), machine="m", model="n", **BEYOND)
     assert fitted.decode == pytest.approx(truth.decode, rel=1e-5, abs=1e-12)
     assert fitted.prefill == pytest.approx(truth.prefill, rel=1e-5, abs=1e-12)
     assert fitted.measured and fitted.error < 1e-8
@@ -101,7 +103,7 @@ def test_a_fit_finds_the_coefficients_again():
 def test_a_noisy_fit_predicts_well_and_never_falls():
     rng = np.random.default_rng(1)
     noisy = [(s, t * rng.uniform(0.95, 1.05)) for s, t in points(H200_7B, rng)]
-    fitted = H200_7B.fit(noisy, machine="m", model="n")
+    fitted = H200_7B.fit(noisy, machine="m", model="n", **BEYOND)
     for shape, time in points(H200_7B, rng, 60):
         assert fitted.step(shape) == pytest.approx(time, rel=0.08)
     assert min(fitted.decode) >= 0 and min(fitted.prefill) >= 0
@@ -116,6 +118,17 @@ def test_what_was_not_measured_keeps_its_estimate():
     assert fitted.prefill == H200_7B.prefill
     assert fitted.decode[5:] == H200_7B.decode[5:]
     assert fitted.step(only[1][0]) == pytest.approx(only[1][1], rel=1e-3)
+
+
+def test_a_step_without_a_graph_takes_at_least_what_the_host_needs():
+    costs = replace(H200_7B, captured=512, uncaptured=0.05)
+    captured = StepShape(decode=112, prefill=400)
+    beyond = replace(captured, prefill=401)
+    assert costs.step(captured) == H200_7B.step(captured) < 0.05
+    assert costs.step(beyond) == 0.05
+    long = StepShape(prefill=8000, pairs=8000 * 4000)
+    assert costs.step(long) == H200_7B.step(long) > 0.05
+    assert costs.step(StepShape(decode=600)) < 0.05
 
 
 def test_switches_and_loads():
@@ -160,16 +173,17 @@ def test_nnls_against_enumeration():
 
 
 def test_saved_and_read_again(tmp_path):
-    fitted = H200_7B.fit(points(H200_7B, np.random.default_rng(3)), machine="GPU 1", model="x/y 7B")
+    fitted = H200_7B.fit(points(H200_7B, np.random.default_rng(3)), machine="GPU 1", model="x/y 7B",
+                         captured=512, uncaptured=0.05)  # fmt: skip
     path = fitted.save(tmp_path)
     assert path == cache_path(tmp_path, "GPU 1", "x/y 7B")
     assert CostModel.read(path) == fitted
     assert load_or_estimate(tmp_path, "GPU 1", "x/y 7B") == fitted
     assert load_or_estimate(tmp_path, "GPU 2", "x/y 7B") is H200_7B
     # What another version measured is measured anew.
-    path.write_text(path.read_text().replace('"version": 2', '"version": 1'))
+    path.write_text(path.read_text().replace('"version": 3', '"version": 1'))
     assert load_or_estimate(tmp_path, "GPU 1", "x/y 7B") is H200_7B
-    with pytest.raises(CostModelError, match="version 1, expected 2"):
+    with pytest.raises(CostModelError, match="version 1, expected 3"):
         CostModel.read(path)
     assert not H200_7B.measured
 

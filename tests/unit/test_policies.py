@@ -233,6 +233,20 @@ def test_cost_collects_prompts_only_while_others_decode():
     assert "w99" in taken(chooser.decide(view([], [late], now=0.4, merged="a")))
 
 
+def test_cost_keeps_prompts_within_what_is_captured():
+    """Four prompts of 256 fit into 1,024 rows, but not beside 60 that decode."""
+    limits = replace(LIMITS, max_requests=100, max_tokens=8192, chunk=8192, free_pages=10**4)
+    run = [running(i, "a", left=100) for i in range(60)]
+    wait = [waiting(i, "b", arrival=0.1 * i, prompt=256, output=100) for i in range(4)]
+    tokens = {}
+    for captured in (0, 1024):
+        costs = replace(H200_7B, captured=captured, uncaptured=0.08 * (captured > 0))
+        decision = make_policy("cost", costs).decide(view(run, wait, limits=limits))
+        tokens[captured] = sum(count for _, count in decision.batch)
+    assert tokens[0] == 60 + 4 * 256
+    assert 60 < tokens[1024] <= 1024
+
+
 def test_cost_never_lets_limited_requests_stand():
     chooser = policy("cost")
     own = [running(i, "a", left=100) for i in range(15)]

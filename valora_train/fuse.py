@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from valora_train.tracking import AttemptRun
 
 SHOWN = 12  # images on a contact sheet
+EVEN = 0.05  # the larger, the more evenly domains of different slack are rehearsed
 
 
 @dataclass(frozen=True)
@@ -336,6 +337,7 @@ class _Fusion:
                     rehearse=attempt.rehearse,
                     seed=seed,
                     on_step=step,
+                    shares=self._shares(plan, attempt),
                 )
                 results = {
                     name: trainer.evaluate(adapter, name, Split.VAL) for name in attempt.domains
@@ -367,6 +369,22 @@ class _Fusion:
             | {f"required/{name}": self._required[name] for name in decision.accuracy},
             step=attempt.number,
         )
+
+    def _shares(self, plan: FusionPlan, attempt: Attempt) -> dict[str, float] | None:
+        """How much of what is rehearsed each held domain gets; None for the same."""
+        if self._settings.train.rehearsal == "equal" or not attempt.rehearse:
+            return None
+        reached: dict[str, float] = {}
+        if self._parent is not None:
+            known = self._parent.result["domains"]
+            reached |= {name: known[name]["accuracy"]["val"] for name in self._parent.domains}
+        for decision in plan.decisions:
+            if decision.verdict is not Verdict.ROLLED_BACK:
+                reached |= decision.accuracy
+        return {
+            name: 1 / (max(0.0, reached[name] / self._required[name] - 1) + EVEN)
+            for name in attempt.held
+        }
 
     def _keep(self, adapter: str, number: int) -> None:
         file = f"{adapter}-{number:02d}.safetensors"

@@ -420,40 +420,39 @@ class ModelRunner:
             for group in self._lmm.linears.groups.values()
             if group.spec.part == "text" and group.lora is not None
         }
+        context = self._lmm.linears.context
         with torch.inference_mode():
-            for count in terms:
-                if count and not self.has_lora:
-                    continue
+            for count in terms if self.has_lora else (0,):
+                context.text = self._lora if count else None
                 self._rehearse_layers(min(2 * least, most), count)
+                if not count:
+                    continue
                 for active, distinct in product(
-                    _steps_to(most), _steps_to(self._most_segments - 1) if count else ()
+                    _steps_to(most), _steps_to(self._most_segments - 1)
                 ):
                     if distinct > active:
                         continue
-                    self._typical(self._lora, max(active, least), count, active, distinct)
+                    rows = max(active, least)
+                    self._typical(self._lora, rows, count, active, distinct)
                     for group in groups.values():
-                        shape = (max(active, least), group.spec.in_features)
-                        group.compute(
-                            torch.zeros(shape, dtype=self._lmm.dtype, device=self._device)
-                        )
-        self._lmm.linears.context.text = None
-        if self._lmm.linears.context.last is not None:
-            self._lmm.linears.context.last.forget()
+                        shape = (rows, group.spec.in_features)
+                        x = torch.zeros(shape, dtype=self._lmm.dtype, device=self._device)
+                        group.compute(x)
+        context.text = None
+        if context.last is not None:
+            context.last.forget()
 
     def _rehearse_layers(self, rows: int, terms: int) -> None:
         """A step of one prompt; its keys and values go where graphs put those of unused rows."""
-        context = self._lmm.linears.context
         shape = (3, rows) if self._lmm.three_positions else (rows,)
         positions = torch.zeros(shape, dtype=torch.int64, device=self._device)
         table = [0] * -(-rows // self._cache.block_size)
         plan = self._backend.plan(
             Rows(np.array([0, rows], np.int32), np.array([rows], np.int32), [table])
         )
-        context.text = None
         if terms:
             self._typical(self._lora, rows, terms, rows, 1)
-            context.text = self._lora
-        self._lmm.hidden(torch.zeros_like(positions.view(-1)[:rows]), positions, plan)
+        self._lmm.hidden(positions.new_zeros(rows), positions, plan)
 
     def forget_graphs(self) -> None:
         """Weights or adapters' memory have moved: capture again."""

@@ -58,6 +58,7 @@ def measure(engine: Engine, seconds: float = SECONDS) -> CostModel:
     points, captured, uncaptured = [], engine.runner.most_captured, 0.0
     if 0 < captured < engine.settings.max_tokens:
         for _, works, merged in _uncaptured(engine, captured):
+            _merge(engine, merged)
             uncaptured = _time(engine, works, merged)
     for shape, works, merged in _steps(engine):
         if time.monotonic() - start > seconds:
@@ -131,10 +132,11 @@ def _uncaptured(
 ) -> Iterator[tuple[StepShape, list[Work], str | None]]:
     """The smallest step that no graph holds: a few prompts beside many decoding rows."""
     few = min(4, engine.settings.max_requests)
-    rows = [(CONTEXTS[-1], 1)] * min(64, engine.settings.max_requests - few)
+    rows = [(CONTEXTS[0], 1)] * min(64, engine.settings.max_requests - few)
     prompts = [(0, -(-(captured + 1 - len(rows)) // few))] * few
-    resident = sorted(engine.adapters.resident)
-    yield from _shape(engine, Mode.UNMERGED, None, len(resident), [*prompts, *rows])
+    if all(context + tokens < engine.context for context, tokens in (*prompts, *rows)):
+        distinct = len(engine.adapters.resident)
+        yield from _shape(engine, Mode.UNMERGED, None, distinct, [*prompts, *rows])
 
 
 def _shape(

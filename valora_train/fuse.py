@@ -379,12 +379,14 @@ class _Fusion:
             known = self._parent.result["domains"]
             reached |= {name: known[name]["accuracy"]["val"] for name in self._parent.domains}
         for decision in plan.decisions:
-            if decision.verdict is not Verdict.ROLLED_BACK:
+            if decision.verdict is Verdict.COMMITTED:
                 reached |= decision.accuracy
-        return {
-            name: 1 / (max(0.0, reached[name] / self._required[name] - 1) + EVEN)
-            for name in attempt.held
-        }
+        weights = {}
+        for name in attempt.held:
+            required = self._required[name]
+            slack = max(0.0, reached[name] - required) / max(required, EVEN)
+            weights[name] = 1 / (slack + EVEN)
+        return weights
 
     def _keep(self, adapter: str, number: int) -> None:
         file = f"{adapter}-{number:02d}.safetensors"

@@ -6,6 +6,7 @@ from PIL import Image
 from tests.serve_helpers import EVERYTHING, make_adapter
 from valora_serve.engine import Engine
 from valora_serve.engine_settings import EngineSettings
+from valora_serve.profile import measure
 from valora_serve.types import Request, SamplingParams
 
 TURNS = ("what is this?", "how many stars?", "describe the image.")
@@ -81,4 +82,14 @@ def test_adapters_that_come_after_the_start_are_captured(folders):
     before = engine.runner.capture((0, 1))
     engine.load(folders["a0"], "a0")
     assert engine.runner.capture((0, 1)) == 2 * before
+    engine.close()
+
+
+def test_costs_know_where_graphs_end(folders):
+    engine = Engine(EngineSettings(policy="slora", pages=300, max_tokens=1100, max_requests=12,
+                                   profile=False, prompt_graphs=True))  # fmt: skip
+    engine.load(folders["a0"], "a0")
+    engine.warm_up()
+    costs = measure(engine, seconds=0.0)
+    assert costs.captured == 1024 and costs.uncaptured > 0
     engine.close()

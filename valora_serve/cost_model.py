@@ -388,8 +388,8 @@ def load_or_estimate(folder: Path, machine: str, model: str) -> CostModel:
 # Decode: 13.5 GB of weights at 4.2 TB/s plus launch gaps; 13.4 GFLOP a row near 700 TFLOP/s; 0.5 MB
 # of keys and values a token. LoRA of rank 64 on q, k, v, o: 0.2 ms a step with one adapter, 0.5
 # with 16 (docs/benchmarks-serving.md), and a guess of 0.2 more where rows have two terms.
-# Prefill: captured in graphs up to 1,024 rows; 21 us a token. A larger step beside 60 running
-# requests with 16 adapters took 80 to 95 ms up to 2,600 rows, the host's time.
+# Prefill: captured in graphs up to 2,048 rows; 21 us a token. A larger step with 16 adapters took
+# 60 ms, the host's time, however few its rows.
 # Merge: docs/benchmarks-kernels.md. Load: 2.1 MB per rank over PCIe 5 at 50 GB/s.
 H200_7B = CostModel(
     machine="NVIDIA H200",
@@ -399,8 +399,8 @@ H200_7B = CostModel(
     merge=(2.0e-3, 5e-6),
     unmerge=2.0e-3,
     load_=(0.2e-3, 42e-6),
-    captured=1024,
-    uncaptured=80e-3,
+    captured=2048,
+    uncaptured=60e-3,
 )
 
 

@@ -28,7 +28,7 @@ class EngineSettings:
         host_bytes: Most bytes of adapters kept in host memory.
         attention: Library that attends, see `valora_serve.attention`.
         graphs: Capture decode steps in CUDA graphs.
-        prompt_graphs: Capture the layers of steps with up to 1,024 rows of prompts as well, most
+        prompt_graphs: Capture the layers of steps with up to 2,048 rows of prompts as well, most
             of whose time is the host's otherwise; None for where decode steps are captured.
         compile: Fuse the small operations of a layer; None for where there is a GPU.
         overlap: Plan a step while the one before runs; None for where there is a GPU.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from valora_serve.orchestrator import RequestView
 
-VERSION = 3
+VERSION = 4
 
 
 class CostModelError(ServeError):
@@ -120,6 +121,12 @@ def step_shape(
     )
 
 
+PROMPT_SIZES = (64, 128, 192, 256, 288, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+"""Rows of the steps with prompts that are captured on a GPU.
+
+Up to the last one a GPU is faster than the host that launches its kernels one by one (60 ms).
+"""
+
 HOST_BOUND = 1.2
 """Steps without a graph up to so many times the shortest are taken to wait for the host."""
 
@@ -151,8 +158,7 @@ def _decode_row(s: StepShape) -> list[float]:
     return [1, s.decode, *knees, s.context, *_lora_row(s)]
 
 
-def _prefill_row(s: StepShape) -> list[float]:
-    tokens = s.decode + s.prefill
+def _prefill_row(s: StepShape, tokens: int) -> list[float]:
     knees = [max(0, tokens - knee) for knee in PREFILL_KNEES]
     return [1, tokens, *knees, s.context, s.pairs, s.images, *_lora_row(s)]
 
@@ -173,7 +179,8 @@ class CostModel:
         merge: Seconds to merge an adapter: fixed, and per rank.
         unmerge: Seconds to restore the pristine weights.
         load_: Seconds to copy an adapter in: fixed, and per rank.
-        captured: Most rows of a step with prompts that is replayed from a graph; 0 for no graphs.
+        captured: Rows of the steps with prompts that are replayed from graphs, ascending; a step
+            of fewer rows takes the next graph's time.
         uncaptured: Seconds that a larger step takes at least, for the host has to launch all of it.
         measured: False for an estimate.
         error: Median relative error over the points of the fit, None for an estimate.
@@ -186,7 +193,7 @@ class CostModel:
     merge: tuple[float, float]
     unmerge: float
     load_: tuple[float, float]
-    captured: int = 0
+    captured: tuple[int, ...] = ()
     uncaptured: float = 0.0
     measured: bool = False
     error: float | None = None
@@ -195,7 +202,7 @@ class CostModel:
         """Seconds of a step; 0 for an empty one."""
         if s.prefill:
             c = self.prefill
-            n = s.decode + s.prefill
+            n = self.rows(s.decode + s.prefill)
             time = c[0] + c[1] * n + c[5] * s.context + c[6] * s.pairs + c[7] * s.images
             if n > 128:
                 time += c[2] * (n - 128)
@@ -207,7 +214,7 @@ class CostModel:
                 time += c[8] + c[9] * s.ranks + c[10] * s.work
                 if s.mode is Mode.MIXTURE:
                     time += c[11]
-            if time < self.uncaptured and n > self.captured:
+            if time < self.uncaptured and not self.is_captured(n):
                 return self.uncaptured
             return time
         if not s.decode:
@@ -224,6 +231,16 @@ class CostModel:
             if s.mode is Mode.MIXTURE:
                 time += c[8]
         return time
+
+    def is_captured(self, rows: int) -> bool:
+        """Whether a step of so many rows with prompts is replayed from a graph."""
+        return bool(self.captured) and rows <= self.captured[-1]
+
+    def rows(self, rows: int) -> int:
+        """Rows that are computed in a step of so many with prompts: graphs are filled up."""
+        if not self.is_captured(rows):
+            return rows
+        return self.captured[bisect_left(self.captured, rows)]
 
     def switch(self, before: str | None, after: str | None, rank: int = 64) -> float:
         """Seconds to go from one merged adapter (None: pristine) to another of this rank."""
@@ -255,7 +272,7 @@ class CostModel:
         merges: Sequence[tuple[int, float]] = (),
         unmerges: Sequence[float] = (),
         loads: Sequence[tuple[int, float]] = (),
-        captured: int = 0,
+        captured: tuple[int, ...] = (),
         uncaptured: float = 0.0,
     ) -> CostModel:
         """The model that fits what was measured, by non-negative least squares.
@@ -280,12 +297,14 @@ class CostModel:
         if not all(0 < t < float("inf") for t in times):
             raise CostModelError("A measured time is not a positive number; profile again.")
         # What the host takes to launch says nothing about tokens.
+        known = replace(self, captured=captured)
         launched = [(s, t) for s, t in points
                     if s.prefill and (t > HOST_BOUND * uncaptured
-                                      or s.decode + s.prefill <= captured)]  # fmt: skip
+                                      or known.is_captured(s.decode + s.prefill))]  # fmt: skip
         groups = ([p for p in points if not p[0].prefill], launched)
         decode = _fit([(_decode_row(s), t) for s, t in groups[0]], self.decode)
-        prefill = _fit([(_prefill_row(s), t) for s, t in groups[1]], self.prefill)
+        rows = [(_prefill_row(s, known.rows(s.decode + s.prefill)), t) for s, t in groups[1]]
+        prefill = _fit(rows, self.prefill)
         fitted = replace(
             self,
             machine=machine,
@@ -317,7 +336,7 @@ class CostModel:
             "merge_seconds": list(self.merge),
             "unmerge_seconds": self.unmerge,
             "load_seconds": list(self.load_),
-            "captured_rows": self.captured,
+            "captured_rows": list(self.captured),
             "uncaptured_seconds": self.uncaptured,
         }
         draft = path.with_suffix(f".{os.getpid()}.tmp")
@@ -347,7 +366,7 @@ class CostModel:
                 merge=_pair(content["merge_seconds"]),
                 unmerge=float(content["unmerge_seconds"]),
                 load_=_pair(content["load_seconds"]),
-                captured=int(content["captured_rows"]),
+                captured=tuple(int(n) for n in content["captured_rows"]),
                 uncaptured=float(content["uncaptured_seconds"]),
                 measured=bool(content["measured"]),
                 error=content["error"],
@@ -357,7 +376,7 @@ class CostModel:
                 f"{path} is no file of step costs ({error}); delete it and they are profiled again."
             ) from error
         coefficients = (*model.decode, *model.prefill, *model.merge, model.unmerge, *model.load_,
-                        model.captured, model.uncaptured)  # fmt: skip
+                        *model.captured, model.uncaptured)  # fmt: skip
         if not all(0 <= c < float("inf") for c in coefficients):
             raise CostModelError(
                 f"{path} holds a negative or infinite cost; delete it and they are profiled again."
@@ -399,7 +418,7 @@ H200_7B = CostModel(
     merge=(2.0e-3, 5e-6),
     unmerge=2.0e-3,
     load_=(0.2e-3, 42e-6),
-    captured=2048,
+    captured=PROMPT_SIZES,
     uncaptured=60e-3,
 )
 

@@ -27,7 +27,7 @@ from valora_serve.adapter_memory import AdapterMemory
 from valora_serve.adapters import read_adapter
 from valora_serve.attention import KVCache
 from valora_serve.block_manager import BlockManager, Owner, PagePool
-from valora_serve.cost_model import load_or_estimate
+from valora_serve.cost_model import PROMPT_SIZES, load_or_estimate
 from valora_serve.errors import (
     CancelledRequestError,
     DeadlineError,
@@ -80,10 +80,6 @@ SEEN = 1024
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320,
                384, 448, 512)  # fmt: skip
-
-
-PROMPT_SIZES = (64, 128, 192, 256, 288, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
-"""Up to where a GPU is faster than the host that launches its kernels one by one (60 ms)."""
 
 
 @dataclass(slots=True)

@@ -400,9 +400,9 @@ class ModelRunner:
         return len(self._graphs) + len(self._prompt_graphs)
 
     @property
-    def most_captured(self) -> int:
-        """Most rows of a step with prompts that has a graph, 0 if none has."""
-        return self._prompt_sizes[-1] if self._prompt_graphs else 0
+    def captured_prompts(self) -> tuple[int, ...]:
+        """Rows of the steps with prompts that have graphs, ascending."""
+        return tuple(self._prompt_sizes) if self._prompt_graphs else ()
 
     def rehearse(self, terms: Sequence[int] = (0, 1, 2)) -> None:
         """Run what steps without a graph may need: kernels are compiled at their first use.
@@ -414,7 +414,7 @@ class ModelRunner:
             terms: LoRA terms a row, as in `capture`.
         """
         most = self._lora.max_rows
-        least = min(self.most_captured + 1, most)
+        least = min(max(self.captured_prompts, default=0) + 1, most)
         groups = {
             (group.spec.in_features, group.spec.out_features): group
             for group in self._lmm.linears.groups.values()

@@ -55,9 +55,9 @@ def measure(engine: Engine, seconds: float = SECONDS) -> CostModel:
         raise RuntimeError("profile: expected an engine without requests")
     start = time.monotonic()
     loads = _load(engine)
-    points, captured, uncaptured = [], engine.runner.most_captured, 0.0
-    if 0 < captured < engine.settings.max_tokens:
-        for _, works, merged in _uncaptured(engine, captured):
+    points, captured, uncaptured = [], engine.runner.captured_prompts, 0.0
+    if captured and captured[-1] < engine.settings.max_tokens:
+        for _, works, merged in _uncaptured(engine, captured[-1]):
             _merge(engine, merged)
             uncaptured = _time(engine, works, merged)
     for shape, works, merged in _steps(engine):

@@ -8,6 +8,7 @@ import pytest
 
 from valora_serve.cost_model import (
     H200_7B,
+    VERSION,
     CostModel,
     CostModelError,
     StepShape,
@@ -121,7 +122,7 @@ def test_what_was_not_measured_keeps_its_estimate():
 
 
 def test_a_step_without_a_graph_takes_at_least_what_the_host_needs():
-    costs = replace(H200_7B, captured=512, uncaptured=0.05)
+    costs = replace(H200_7B, captured=(256, 512), uncaptured=0.05)
     captured = StepShape(decode=112, prefill=400)
     beyond = replace(captured, prefill=401)
     assert costs.step(captured) == H200_7B.step(captured) < 0.05
@@ -129,6 +130,28 @@ def test_a_step_without_a_graph_takes_at_least_what_the_host_needs():
     long = StepShape(prefill=8000, pairs=8000 * 4000)
     assert costs.step(long) == H200_7B.step(long) > 0.05
     assert costs.step(StepShape(decode=600)) < 0.05
+
+
+def test_a_captured_step_takes_as_long_as_if_it_were_full():
+    costs = replace(H200_7B, captured=(64, 256), uncaptured=0.0)
+    assert [costs.rows(n) for n in (1, 64, 65, 256, 257)] == [64, 64, 256, 256, 257]
+    full = costs.step(StepShape(decode=16, prefill=240, context=160))
+    assert costs.step(StepShape(decode=16, prefill=60, context=160)) == full
+    assert costs.step(StepShape(decode=4, prefill=60, context=160)) < full
+    assert costs.step(StepShape(decode=17, prefill=240, context=160)) > full
+    free = replace(costs, captured=())
+    assert free.step(StepShape(decode=16, prefill=60, context=160)) < full
+
+
+def test_the_fit_knows_that_graphs_are_filled_up():
+    """Times of full steps, asked for with fewer rows: the slope is that of the full ones."""
+    true = replace(H200_7B, captured=(), uncaptured=0.0)
+    sizes = (64, 192, 384, 768)
+    seen = [(StepShape(prefill=n - 30), true.step(StepShape(prefill=n))) for n in sizes]
+    fitted = true.fit(seen, machine="m", model="n", captured=sizes)
+    for (shape, time), size in zip(seen, sizes, strict=True):
+        assert fitted.step(shape) == pytest.approx(time, rel=1e-3)
+        assert fitted.step(StepShape(prefill=size)) == pytest.approx(time, rel=1e-3)
 
 
 def test_switches_and_loads():
@@ -174,16 +197,16 @@ def test_nnls_against_enumeration():
 
 def test_saved_and_read_again(tmp_path):
     fitted = H200_7B.fit(points(H200_7B, np.random.default_rng(3)), machine="GPU 1", model="x/y 7B",
-                         captured=512, uncaptured=0.05)  # fmt: skip
+                         captured=(64, 512), uncaptured=0.05)  # fmt: skip
     path = fitted.save(tmp_path)
     assert path == cache_path(tmp_path, "GPU 1", "x/y 7B")
     assert CostModel.read(path) == fitted
     assert load_or_estimate(tmp_path, "GPU 1", "x/y 7B") == fitted
     assert load_or_estimate(tmp_path, "GPU 2", "x/y 7B") is H200_7B
     # What another version measured is measured anew.
-    path.write_text(path.read_text().replace('"version": 3', '"version": 1'))
+    path.write_text(path.read_text().replace(f'"version": {VERSION}', '"version": 1'))
     assert load_or_estimate(tmp_path, "GPU 1", "x/y 7B") is H200_7B
-    with pytest.raises(CostModelError, match="version 1, expected 3"):
+    with pytest.raises(CostModelError, match=f"version 1, expected {VERSION}"):
         CostModel.read(path)
     assert not H200_7B.measured
 

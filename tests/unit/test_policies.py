@@ -239,12 +239,22 @@ def test_cost_keeps_prompts_within_what_is_captured():
     run = [running(i, "a", left=100) for i in range(60)]
     wait = [waiting(i, "b", arrival=0.1 * i, prompt=256, output=100) for i in range(4)]
     tokens = {}
-    for captured in (0, 1024):
-        costs = replace(H200_7B, captured=captured, uncaptured=0.08 * (captured > 0))
+    for captured in ((), (256, 1024)):
+        costs = replace(H200_7B, captured=captured, uncaptured=0.08 if captured else 0.0)
         decision = make_policy("cost", costs).decide(view(run, wait, limits=limits))
         tokens[captured] = sum(count for _, count in decision.batch)
-    assert tokens[0] == 60 + 4 * 256
-    assert 60 < tokens[1024] <= 1024
+    assert tokens[()] == 60 + 4 * 256
+    assert 60 < tokens[256, 1024] <= 1024
+
+
+def test_cost_cuts_prompts_so_that_they_fill_a_graph():
+    """128 prompt tokens beside 8 rows would be computed as 192 rows."""
+    limits = replace(LIMITS, max_requests=100, max_tokens=8192, chunk=8192, free_pages=10**4)
+    run = [running(i, "a", left=100) for i in range(8)]
+    costs = replace(H200_7B, captured=(64, 128, 192, 2048), uncaptured=0.06)
+    late = [waiting(i, "b", prompt=300, output=100) for i in range(2)]
+    step = make_policy("cost", costs).decide(view(run, late, now=5.0, limits=limits))
+    assert sum(count for _, count in step.batch) in costs.captured[:3]
 
 
 def test_cost_never_lets_limited_requests_stand():

@@ -404,20 +404,31 @@ def load_or_estimate(folder: Path, machine: str, model: str) -> CostModel:
 
 
 # An estimate, rounded from what one H200 measured; `measured` is False until profiled.
-# Decode: 13.5 GB of weights at 4.2 TB/s plus launch gaps; 13.4 GFLOP a row near 700 TFLOP/s; 0.5 MB
-# of keys and values a token. LoRA of rank 64 on q, k, v, o: 0.2 ms a step with one adapter, 0.5
-# with 16 (docs/benchmarks-serving.md), and a guess of 0.2 more where rows have two terms.
-# Prefill: captured in graphs up to 2,048 rows; 21 us a token. A larger step with 16 adapters took
-# 60 ms, the host's time, however few its rows.
-# Merge: docs/benchmarks-kernels.md. Load: 2.1 MB per rank over PCIe 5 at 50 GB/s.
+# Decode: 13.5 GB of weights at 4.2 TB/s plus launch gaps; 0.5 MB of keys and values a token. LoRA
+# of rank 64 on q, k, v, o: 0.25 ms a step with one adapter, 0.7 with 16, 0.27 more where rows have
+# two terms. Prefill: 22 us a token; a step too large for a graph, with 16 adapters, takes the host
+# 60 ms, however few its rows. Load: 2.1 MB per rank over PCIe 5 at 50 GB/s.
 H200_7B = CostModel(
     machine="NVIDIA H200",
     model="llama-7b",
-    decode=(4.05e-3, 14e-6, 6e-6, 0.0, 0.125e-6, 0.18e-3, 0.3e-6, 0.03e-6, 0.2e-3),
-    prefill=(5.5e-3, 7e-6, 14e-6, 0.0, 0.0, 0.2e-6, 3e-9, 1.5e-3, 0.45e-3, 2e-6, 0.08e-6, 0.2e-3),
-    merge=(2.0e-3, 5e-6),
+    decode=(4.33e-3, 10e-6, 4.5e-6, 10e-6, 0.116e-6, 0.22e-3, 0.4e-6, 0.044e-6, 0.27e-3),
+    prefill=(
+        5e-3,
+        7e-6,
+        15e-6,
+        0.9e-6,
+        0.0,
+        0.21e-6,
+        2e-9,
+        1.5e-3,
+        0.4e-3,
+        0.65e-6,
+        0.03e-6,
+        0.7e-3,
+    ),
+    merge=(2.8e-3, 7e-6),
     unmerge=2.0e-3,
-    load_=(0.2e-3, 42e-6),
+    load_=(0.2e-3, 39e-6),
     captured=PROMPT_SIZES,
     uncaptured=60e-3,
 )

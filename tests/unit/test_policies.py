@@ -239,12 +239,12 @@ def test_cost_keeps_prompts_within_what_is_captured():
     run = [running(i, "a", left=100) for i in range(60)]
     wait = [waiting(i, "b", arrival=0.1 * i, prompt=256, output=100) for i in range(4)]
     tokens = {}
-    for captured in ((), (256, 1024)):
-        costs = replace(H200_7B, captured=captured, uncaptured=0.08 if captured else 0.0)
+    for most in (1024, 1280):
+        costs = replace(H200_7B, captured=(most,), uncaptured=0.08)
         decision = make_policy("cost", costs).decide(view(run, wait, limits=limits))
-        tokens[captured] = sum(count for _, count in decision.batch)
-    assert tokens[()] == 60 + 4 * 256
-    assert 60 < tokens[256, 1024] <= 1024
+        tokens[most] = sum(count for _, count in decision.batch)
+    assert tokens[1280] == 60 + 4 * 256
+    assert 60 < tokens[1024] <= 1024
 
 
 def test_cost_cuts_prompts_so_that_they_fill_a_graph():

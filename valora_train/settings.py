@@ -185,7 +185,8 @@ class TrainSettings:
         batch_size: Samples per step.
         micro_batch: Samples that go through the model at once; 0 for all of a step.
         group_by_length: Whether samples of a step shall be of like length, so that less is padded.
-        rehearsal_share: Share of a batch that held domains get together.
+        rehearsal_share: Share of a batch that held domains get together at most; each gets no more
+            than the new one.
         rehearsal: How they divide it: `equal`, or by `slack`, the more the nearer a domain is to
             its requirement.
         lr: Peak learning rate of the LoRA weights.

@@ -213,7 +213,9 @@ class Trainer:
     ) -> dict[str, Tensor]:
         """Indices of the samples of a batch, by domain."""
         size = self._settings.batch_size
-        old = round(size * self._settings.rehearsal_share) if rehearsed else 0
+        # A new domain gets no less than one that is there already.
+        share = min(self._settings.rehearsal_share, len(rehearsed) / (len(rehearsed) + 1))
+        old = round(size * share)
         counts = {domain: size - old}
         if shares is None:
             start = int(torch.randint(max(len(rehearsed), 1), (), generator=generator))

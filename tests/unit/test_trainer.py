@@ -15,9 +15,12 @@ from valora_train.trainer import DomainData, Trainer
 COLOURS = {"apple": "red", "sky": "blue"}
 
 
-def make(random_llava, steps=6, count=16, vision=False):
+def make(random_llava, steps=6, count=16, vision=False, batch_size=6, rehearsal_share=0.5):
     lora = LoraSettings(rank=4, alpha=8, vision_tower=vision, projector=vision)
-    train = TrainSettings(steps=steps, steps_per_held=3, batch_size=6, probe_steps=5, lora=lora)
+    train = TrainSettings(
+        steps=steps, steps_per_held=3, batch_size=batch_size, rehearsal_share=rehearsal_share,
+        probe_steps=5, lora=lora,
+    )  # fmt: skip
     lmm = Lmm(ModelSettings(id=str(random_llava)), lora)
     data = {}
     for name, colour in COLOURS.items():
@@ -96,6 +99,20 @@ def test_what_is_rehearsed_is_shared_by_weight(random_llava):
     assert (drawn[:, :2].sum(1) == old).all() and (drawn[:, 2] == size - old).all()
     assert drawn[:, 0].mean() == pytest.approx(old * 5 / 6, abs=0.03)
     assert np.ptp(drawn[:, 0]) <= 1
+
+
+def test_a_new_domain_gets_no_less_than_one_that_is_held(random_llava):
+    trainer, _ = make(random_llava, batch_size=12, rehearsal_share=0.75)
+    data = trainer._data["sky"]
+    trainer._data |= {"sea": data, "hill": data, "lake": data}
+    held = ["apple", "sea", "hill", "lake"]
+    generator = torch.Generator().manual_seed(0)
+    new = []
+    for count in range(5):
+        batch = trainer._draw(generator, "sky", held[:count], None)
+        assert sum(len(rows) for rows in batch.values()) == 12
+        new.append(len(batch["sky"]))
+    assert new == [12, 6, 4, 3, 3]
 
 
 def test_without_rehearsal_earlier_heads_rest(random_llava):

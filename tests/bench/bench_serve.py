@@ -157,8 +157,11 @@ class Bench:
         self.drive(big)
 
 
-def metrics(done, wall):
-    """Latencies in milliseconds, requests and output tokens a second."""
+def metrics(done, wall, slo=6.0):
+    """Latencies in milliseconds, requests and output tokens a second.
+
+    `slo` is the share of requests whose first token came within so many seconds (S-LoRA §7: 6 s).
+    """
     latency = [o.times.finished - o.times.arrival for o in done]
     first = [o.times.first_token - o.times.arrival for o in done]
     tokens = sum(o.usage.prompt + o.usage.completion for o in done)
@@ -174,6 +177,7 @@ def metrics(done, wall):
         "requests": len(done) / wall,
         "output": out / wall,
         "p99": 1e3 * float(np.quantile(latency, 0.99)),
+        "slo": statistics.mean(seconds <= slo for seconds in first),
     }
 
 
@@ -326,14 +330,14 @@ def arrivals(bench):
             chosen = skewed(len(times), 16, 0.6, 4)
             requests = [bench.request(i, 256, 200, names[chosen[i]]) for i in range(len(times))]
             before = bench.engine.stats().switches
-            m = metrics(*bench.drive(requests, times))
+            m = metrics(*bench.drive(requests, times), bench.arguments.slo)
             print(policy, rate, {k: round(v, 3) for k, v in m.items()},
                   "switches", bench.engine.stats().switches - before, flush=True)  # fmt: skip
-            rows.append([policy, rate, m["atl"], m["per_output"], m["ttft"], m["between"], vllm,
-                         m["atl"] / vllm])  # fmt: skip
+            rows.append([policy, rate, m["atl"], m["per_output"], m["ttft"], m["between"], m["slo"],
+                         vllm, m["atl"] / vllm])  # fmt: skip
     table("Poisson arrivals, 60 % on one of 16 adapters",
           ["policy", "requests/s", "average token latency, ms", "per output token, ms",
-           "mean TTFT, ms", "mean inter-token, ms", "vLLM average token latency", "ours / vLLM"],
+           "mean TTFT, ms", "mean inter-token, ms", "SLO attainment", "vLLM average token latency", "ours / vLLM"],
           rows)  # fmt: skip
 
 
@@ -350,14 +354,16 @@ def skew(bench):
             chosen = skewed(len(times), 16, share, 6)
             requests = [bench.request(i, 256, 200, names[chosen[i]]) for i in range(len(times))]
             before = bench.engine.stats().switches
-            m = metrics(*bench.drive(requests, times))
-            found_here[policy, rate, share] = m["atl"]
+            m = metrics(*bench.drive(requests, times), bench.arguments.slo)
+            found_here[policy, rate, share] = m
             print(policy, rate, share, {k: round(v, 3) for k, v in m.items()},
                   "switches", bench.engine.stats().switches - before, flush=True)  # fmt: skip
-    for rate in bench.arguments.rate:
-        table(f"Average token latency (ms) at {rate:g} requests/s by share of one adapter",
+    for (name, key), rate in product(
+        (("Average token latency (ms)", "atl"), ("SLO attainment", "slo")), bench.arguments.rate
+    ):
+        table(f"{name} at {rate:g} requests/s by share of one adapter",
               ["policy", *(f"{s:.0%}" for s in shares)],
-              [[p, *(found_here[p, rate, s] for s in shares)] for p in policies])  # fmt: skip
+              [[p, *(found_here[p, rate, s][key] for s in shares)] for p in policies])  # fmt: skip
 
 
 def adapters(bench):
@@ -588,6 +594,7 @@ def main():
                         help="of `skew`; the first of `adapters`, too")  # fmt: skip
     parser.add_argument("--shares", nargs="+", type=float, default=[0.2, 0.4, 0.6, 0.8, 0.9])
     parser.add_argument("--seconds", type=float, default=30)
+    parser.add_argument("--slo", type=float, default=6.0, help="seconds to the first token")
     parser.add_argument("--counts", nargs="+", type=int, default=[5, 100, 2000])
     parser.add_argument("--peft-steps", type=int, default=48, help="decode steps of the baseline")
     parser.add_argument("--out", type=Path)

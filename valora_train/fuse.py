@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from valora_train.tracking import AttemptRun
 
 SHOWN = 12  # images on a contact sheet
-EVEN = 0.05  # the larger, the more evenly domains of different slack are rehearsed
 
 
 @dataclass(frozen=True)
@@ -337,7 +336,6 @@ class _Fusion:
                     rehearse=attempt.rehearse,
                     seed=seed,
                     on_step=step,
-                    shares=self._shares(plan, attempt),
                 )
                 results = {
                     name: trainer.evaluate(adapter, name, Split.VAL) for name in attempt.domains
@@ -369,24 +367,6 @@ class _Fusion:
             | {f"required/{name}": self._required[name] for name in decision.accuracy},
             step=attempt.number,
         )
-
-    def _shares(self, plan: FusionPlan, attempt: Attempt) -> dict[str, float] | None:
-        """How much of what is rehearsed each held domain gets; None for the same."""
-        if self._settings.train.rehearsal == "equal" or not attempt.rehearse:
-            return None
-        reached: dict[str, float] = {}
-        if self._parent is not None:
-            known = self._parent.result["domains"]
-            reached |= {name: known[name]["accuracy"]["val"] for name in self._parent.domains}
-        for decision in plan.decisions:
-            if decision.verdict is Verdict.COMMITTED:
-                reached |= decision.accuracy
-        weights = {}
-        for name in attempt.held:
-            required = self._required[name]
-            slack = max(0.0, reached[name] - required) / max(required, EVEN)
-            weights[name] = 1 / (slack + EVEN)
-        return weights
 
     def _keep(self, adapter: str, number: int) -> None:
         file = f"{adapter}-{number:02d}.safetensors"

@@ -187,8 +187,6 @@ class TrainSettings:
         group_by_length: Whether samples of a step shall be of like length, so that less is padded.
         rehearsal_share: Share of a batch that held domains get together at most; each gets no more
             than the new one.
-        rehearsal: How they divide it: `equal`, or by `slack`, the more the nearer a domain is to
-            its requirement.
         lr: Peak learning rate of the LoRA weights.
         head_lr: Peak learning rate of the heads.
         warmup: Share of the steps with rising learning rate; then it falls along a cosine.
@@ -206,7 +204,6 @@ class TrainSettings:
     micro_batch: int = 0
     group_by_length: bool = False
     rehearsal_share: float = 0.5
-    rehearsal: Literal["equal", "slack"] = "equal"
     lr: float = 4e-3
     head_lr: float = 4e-3
     warmup: float = 0.1

@@ -164,7 +164,6 @@ class Trainer:
         rehearse: bool,
         seed: int,
         on_step: Callable[[int, int, float], None],
-        shares: Mapping[str, float] | None = None,
     ) -> None:
         """Train an open adapter on a domain that is new to it.
 
@@ -175,7 +174,6 @@ class Trainer:
             rehearse: Mix samples of `held` in and train their heads on; otherwise those rest.
             seed: Of the new head.
             on_step: Called with step (from 1), number of steps, and loss.
-            shares: Weight of each of `held` in what is rehearsed; all the same by default.
         """
         bench = self._benches[adapter]
         self._add_head(adapter, domain, seed)
@@ -186,7 +184,7 @@ class Trainer:
         steps = self._settings.steps + self._settings.steps_per_held * len(rehearsed)
         for step in range(steps):
             self._set_lr(bench.optimizer, step / steps)
-            batch = self._draw(bench.generator, domain, rehearsed, shares)
+            batch = self._draw(bench.generator, domain, rehearsed)
             bench.optimizer.zero_grad(set_to_none=True)
             loss = self._learn(bench.heads, batch)
             parameters = [p for group in bench.optimizer.param_groups for p in group["params"]]
@@ -205,11 +203,7 @@ class Trainer:
             group["lr"] = group["peak"] * factor
 
     def _draw(
-        self,
-        generator: torch.Generator,
-        domain: str,
-        rehearsed: Sequence[str],
-        shares: Mapping[str, float] | None,
+        self, generator: torch.Generator, domain: str, rehearsed: Sequence[str]
     ) -> dict[str, Tensor]:
         """Indices of the samples of a batch, by domain."""
         size = self._settings.batch_size
@@ -217,16 +211,9 @@ class Trainer:
         share = min(self._settings.rehearsal_share, len(rehearsed) / (len(rehearsed) + 1))
         old = round(size * share)
         counts = {domain: size - old}
-        if shares is None:
-            start = int(torch.randint(max(len(rehearsed), 1), (), generator=generator))
-            for offset, name in enumerate([*rehearsed[start:], *rehearsed[:start]]):
-                counts[name] = old // len(rehearsed) + (offset < old % len(rehearsed))
-        else:  # systematic sampling: exact on average, and at most one off in every batch
-            weights = torch.tensor([shares[name] for name in rehearsed], dtype=torch.float64)
-            ends = weights.cumsum(0) * (old / weights.sum()) + torch.rand((), generator=generator)
-            ends[-1] = old  # whatever was rounded on the way
-            whole = ends.floor().long().diff(prepend=torch.zeros(1, dtype=torch.int64))
-            counts |= dict(zip(rehearsed, whole.tolist(), strict=True))
+        start = int(torch.randint(max(len(rehearsed), 1), (), generator=generator))
+        for offset, name in enumerate([*rehearsed[start:], *rehearsed[:start]]):
+            counts[name] = old // len(rehearsed) + (offset < old % len(rehearsed))
         return {
             name: self._rows(self._data[name].inputs, count, generator)
             for name, count in counts.items()

@@ -337,7 +337,8 @@ def arrivals(bench):
                          vllm, m["atl"] / vllm])  # fmt: skip
     table("Poisson arrivals, 60 % on one of 16 adapters",
           ["policy", "requests/s", "average token latency, ms", "per output token, ms",
-           "mean TTFT, ms", "mean inter-token, ms", "SLO attainment", "vLLM average token latency", "ours / vLLM"],
+           "mean TTFT, ms", "mean inter-token, ms", "SLO attainment",
+           "vLLM average token latency", "ours / vLLM"],
           rows)  # fmt: skip
 
 

@@ -54,10 +54,10 @@ def _one_thread() -> Iterator[None]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A YOLO that has learned enough to be recognised."""
     out = tmp_path_factory.mktemp("teacher")
-    settings = replace(TINY, epochs=12, width=0.125, lr=5e-3, jitter=0.1, shift=0.05, scale=0.1)
+    settings = replace(TINY, epochs=18, width=0.125, lr=5e-3, jitter=0.1, shift=0.05, scale=0.1)
     scenes = [scene(1000 + i) for i in range(200)]
     report = train_yolo(scenes, LABELS, out, settings=settings)
-    assert (report.epochs, report.images) == (12, 200)
+    assert (report.epochs, report.images) == (18, 200)
     return out / "teacher.pt"
 
 

@@ -412,26 +412,14 @@ H200_7B = CostModel(
     machine="NVIDIA H200",
     model="llama-7b",
     decode=(4.33e-3, 10e-6, 4.5e-6, 10e-6, 0.116e-6, 0.22e-3, 0.4e-6, 0.044e-6, 0.27e-3),
-    prefill=(
-        5e-3,
-        7e-6,
-        15e-6,
-        0.9e-6,
-        0.0,
-        0.21e-6,
-        2e-9,
-        1.5e-3,
-        0.4e-3,
-        0.65e-6,
-        0.03e-6,
-        0.7e-3,
-    ),
+    prefill=(5e-3, 7e-6, 15e-6, 0.9e-6, 0.0, 0.21e-6, 2e-9, 1.5e-3, 0.4e-3, 0.65e-6, 0.03e-6,
+             0.7e-3),
     merge=(2.8e-3, 7e-6),
     unmerge=2.0e-3,
     load_=(0.2e-3, 39e-6),
     captured=PROMPT_SIZES,
     uncaptured=60e-3,
-)
+)  # fmt: skip
 
 
 def _pair(values: Sequence[float]) -> tuple[float, float]:

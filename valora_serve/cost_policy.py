@@ -42,7 +42,7 @@ CANDIDATES = 2  # adapters considered for merging beside the one that is merged
 HORIZON = 64  # steps ahead that a choice of weights is taken to hold at most
 URGENT = 1.5  # a request is urgent when what is left of its limit is this many times its need
 RECONSIDER = 0.1  # seconds after which an unchanged queue is looked at again
-CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # rows of a step that prompts may be cut for
+CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # rows that prompts may be cut for, besides graphs'
 LONE_SHARE = 0.7  # share of all requests from which on an adapter's may be a group of their own
 RATE_NEW = 0.1  # share of the newest gap between arrivals in their mean
 AT_ONCE = 1e-3  # seconds between arrivals that count as one
@@ -199,6 +199,7 @@ class Cost(BasePolicy):
         self._same = 0
         self._stalled = False
         self._ranks: dict[str, int] = {}
+        self._sizes = sorted({*cost_model.captured, *CHUNKS})
         many, few = StepShape(prefill=1024), StepShape(prefill=512)
         self._per_token = (cost_model.step(many) - cost_model.step(few)) / 512
 
@@ -547,8 +548,7 @@ class Cost(BasePolicy):
         """How many prompt tokens to compute in the step."""
         base = self.cost.step(load.step(adapter, rank, 0))
         best, least = prompt, math.inf
-        # Those beside the rows that decode that fill a graph up, and larger ones.
-        chunks = (size - load.rows for size in {*self.cost.captured, *CHUNKS})
+        chunks = (size - load.rows for size in self._sizes)
         for tokens in (prompt, *(c for c in chunks if 0 < c < prompt)):
             time = self.cost.step(load.step(adapter, rank, tokens))
             steps = math.ceil(prompt / tokens)

@@ -14,6 +14,7 @@ import copy
 import heapq
 import logging
 import time
+from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,7 +166,10 @@ class Engine:
             max_requests=settings.max_requests,
             max_adapters=settings.max_adapters,
             graphs=sizes,
-            prompt_graphs=[n for n in PROMPT_SIZES if prompts_too and n <= settings.max_tokens],
+            # Up to the first that holds any step.
+            prompt_graphs=PROMPT_SIZES[: bisect_left(PROMPT_SIZES, settings.max_tokens) + 1]
+            if prompts_too
+            else (),
         )
         self.cost = cost_model or load_or_estimate(self._cost_folder, self.machine, self.lmm.base)
         self.policy = make_policy(settings.policy, self.cost, settings.policy_settings)

@@ -9,7 +9,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TRAIN := $(BIN)/valora-train task=$(TASK) $(ARGS)
-BASE := $(BIN)/python -m valora_train.base --out data/valora_data/tiny
+BASE := $(BIN)/python -m valora_train.base_model.pretrain --out data/valora_data/tiny
 
 # The first Python that we support.
 PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(shell \
@@ -42,7 +42,7 @@ export: fuse ## The same as fuse: what is up to date is not made again
 
 .PHONY: verify
 verify: $(READY) ## Check files, base model and golden examples of bundles/TASK
-	@$(BIN)/python -m valora_train.gate bundles/$(TASK)
+	@$(BIN)/python -m valora_train.stages.gate bundles/$(TASK)
 
 .PHONY: serve
 serve: $(READY) ## Serve bundles/TASK at localhost:8000 (ARGS="--port 8001")
@@ -52,7 +52,7 @@ serve: $(READY) ## Serve bundles/TASK at localhost:8000 (ARGS="--port 8001")
 .PHONY: curve
 curve: $(READY) ## Accuracy against the number of TASK's domains in one adapter (docs/tasks.md)
 	@$(BIN)/valora-train task=$(TASK) command=fuse fusion.margin=-10 $(ARGS)
-	@$(BIN)/python -m valora_train.curve "$$(ls -td .valora/fuse-$(TASK)-*[0-9a-f]/ | head -1)" --picture curve-$(TASK).png
+	@$(BIN)/python -m valora_train.fusion.curve "$$(ls -td .valora/fuse-$(TASK)-*[0-9a-f]/ | head -1)" --picture curve-$(TASK).png
 
 .PHONY: ui
 ui: $(READY) ## See every fusion step in MLflow
@@ -83,15 +83,15 @@ format: $(READY) ## Put the style right
 
 .PHONY: bench-http
 bench-http: $(READY) ## Overhead of the HTTP side, connections held, memory over 20,000 requests
-	@$(BIN)/python tests/bench/bench_http.py $(ARGS)
+	@$(BIN)/python tests/bench/valora_serve/bench_http.py $(ARGS)
 
 .PHONY: bench-serve
 bench-serve: $(READY) ## Time the runtime end to end on a 7B shape (needs a CUDA GPU)
-	@$(BIN)/python -m tests.bench.bench_serve $(ARGS)
+	@$(BIN)/python -m tests.bench.valora_serve.bench_serve $(ARGS)
 
 .PHONY: bench-kernels
 bench-kernels: $(READY) ## Time the LoRA kernels beside their peers (needs a CUDA GPU)
-	@$(BIN)/python tests/bench/bench_atmm.py $(ARGS)
+	@$(BIN)/python tests/bench/valora_kernels/bench_atmm.py $(ARGS)
 
 .PHONY: clean
 clean: ## Delete what stages made; bundles, MLflow's store and the environment stay

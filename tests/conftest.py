@@ -1,7 +1,8 @@
 """What all tests share: no network, a tiny random LLaVA, poisoned memory, one gate for GPUs."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("YOLO_OFFLINE", "1")
@@ -16,7 +17,7 @@ import torch
 if not torch.cuda.is_available():  # before anything imports Triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tests.helpers import save_random_llava
+from tests.support.helpers import save_random_llava
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -43,6 +44,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], str]:
+    """Install a module of another author, with an entry point, for one test.
+
+    `installed(group, name, source)` writes `source` into a module of its own, registers its
+    attribute `extension` as `name` in the entry-point group, and returns the module's name.
+    """
+    number = count()
+
+    def install(group: str, name: str, source: str) -> str:
+        module = f"outside_{tmp_path.name.replace('-', '_')}_{next(number)}"
+        (tmp_path / f"{module}.py").write_text(source)
+        folder = tmp_path / f"{module}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(f"[{group}]\n{name} = {module}:extension\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        return module
+
+    return install
 
 
 @pytest.fixture(scope="session")

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import ValoraError
 from valora_serve import options
-from valora_serve.engine_settings import EngineSettings
-from valora_serve.keys import ROLES, new_key
-from valora_serve.settings import ServerSettings
+from valora_serve.engine.settings import EngineSettings
+from valora_serve.server.access.keys import ROLES, new_key
+from valora_serve.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from valora_serve.async_engine import AsyncEngine
+    from valora_serve.engine.async_engine import AsyncEngine
 
 _ABOUT = """\
 Serve bundles over HTTP: OpenAI's chat and completions endpoints, /v1/vision/DOMAIN, a web console
@@ -82,7 +82,7 @@ def read(arguments: Sequence[str]) -> tuple[list[str], ServerSettings, EngineSet
 
 def serve(bundles: Sequence[str], settings: ServerSettings, engine_settings: EngineSettings) -> int:
     """Load, check, say what is served, and serve until told to stop."""
-    from valora_serve import logs
+    from valora_serve.server.telemetry import logs
 
     logs.set_up(settings.log_level, settings.log_format)
     return asyncio.run(_serve(bundles, settings, engine_settings))
@@ -95,10 +95,10 @@ async def _serve(
 
     from rich.console import Console
 
-    from valora_serve import golden, startup
-    from valora_serve.keys import KeyRing
-    from valora_serve.served_set import ServedSet
-    from valora_serve.server import create_app, make_server
+    from valora_serve.server.access.keys import KeyRing
+    from valora_serve.server.app import create_app, make_server
+    from valora_serve.server.loading import golden, startup
+    from valora_serve.server.loading.served_set import ServedSet
 
     began = time.monotonic()
     KeyRing.from_settings(settings)  # what is wrong with the settings is said before models load
@@ -138,8 +138,8 @@ async def make_engine(settings: EngineSettings) -> AsyncEngine:
     """The engine, running."""
     from transformers.utils import logging
 
-    from valora_serve.async_engine import AsyncEngine
-    from valora_serve.engine import Engine
+    from valora_serve.engine.async_engine import AsyncEngine
+    from valora_serve.engine.engine import Engine
 
     logging.disable_progress_bar()
 
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given[:1] == ["key"]:
             return make_key(given[1:])
         if given[:1] == ["bench"]:
-            from valora_serve import bench
+            from valora_serve.workloads import bench
 
             return bench.main(given[1:])
         return serve(*read(given))

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from valora_data.errors import ValoraError
-from valora_train.progress import Display, stopwatch
-from valora_train.team import Team
+from valora_train.model.team import Team
+from valora_train.reporting.progress import Display, stopwatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from omegaconf import DictConfig
 
-    from valora_train.fuse import DomainInputs
-    from valora_train.progress import Step
+    from valora_train.reporting.progress import Step
     from valora_train.settings import DomainSettings, Settings
     from valora_train.stage import Stage
+    from valora_train.stages.fuse import DomainInputs
 
 INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
 
@@ -71,8 +71,9 @@ class _Stages:
 
     def domain(self, domain: DomainSettings) -> DomainInputs:
         """What comes before fusion: samples, a small model that knows them, what it says."""
-        from valora_train import distill, domains
-        from valora_train.fuse import DomainInputs
+        from valora_train.stages import data as domains
+        from valora_train.stages import distill
+        from valora_train.stages.fuse import DomainInputs
 
         teacher = domain.taught_by or self._settings.teacher
         data = self._make(
@@ -99,7 +100,7 @@ class _Stages:
 
     def fuse(self, domains: list[DomainInputs]) -> Path:
         """Pack the domains."""
-        from valora_train.fuse import build_fusion, fuse_stage, unchanged_parent
+        from valora_train.stages.fuse import build_fusion, fuse_stage, unchanged_parent
 
         stage = fuse_stage(self._settings, domains)
         same = unchanged_parent(self._settings, domains, stage)
@@ -126,8 +127,8 @@ class _Stages:
         self, domains: list[DomainInputs], fused: Path, seconds: Callable[[], float]
     ) -> None:
         """Write the bundle and say what it promises."""
-        from valora_train.export import export_bundle
-        from valora_train.report import print_report
+        from valora_train.reporting.report import print_report
+        from valora_train.stages.export import export_bundle
 
         with self._display.work("export", "writing and checking the bundle"), stopwatch() as took:
             bundle, reused = export_bundle(self._settings, domains, fused)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from valora_data.inspection import Inspection, SplitFacts
     from valora_data.sources.registry import Source
+    from valora_data.validation.inspection import Inspection, SplitFacts
 
 BAR = 30
 SHOWN_LABELS = 20
@@ -71,9 +71,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _source(options: argparse.Namespace) -> Source:
-    from valora_data.inspection import guess_task, task_of
     from valora_data.shards import open_shard
     from valora_data.sources.registry import Source, detect_kind, shard_folders
+    from valora_data.validation.inspection import guess_task, task_of
 
     path = Path(options.path)
     on_hub = not path.exists() and options.kind in (None, "hub") and options.path.count("/") == 1
@@ -101,7 +101,7 @@ def _columns(kind: str, path: str) -> set[str]:
     import json
 
     if kind == "hub":
-        from valora_data.sources.hub import hub_columns
+        from valora_data.sources.formats.hub import hub_columns
 
         return hub_columns(path)
     if kind in ("imagefolder", "videofolder"):
@@ -109,15 +109,15 @@ def _columns(kind: str, path: str) -> set[str]:
         lines = files[0].read_text(encoding="utf-8").splitlines() if files else []
         return set(json.loads(lines[0])) if lines else set()
     if kind == "coco":
-        from valora_data.sources.tables import load_json
+        from valora_data.sources.formats.tables import load_json
 
         return set(load_json(Path(path)))
     return set()
 
 
 def _check(source: Source, out: Path, console: Console) -> int:
-    from valora_data.contact_sheet import contact_sheet, leak_sheet
-    from valora_data.inspection import inspect
+    from valora_data.validation.contact_sheets import contact_sheet, leak_sheet
+    from valora_data.validation.inspection import inspect
 
     examples: dict[str, _Reservoir] = {}
 
@@ -189,8 +189,8 @@ def _histogram(found: Inspection, console: Console) -> None:
 
 
 def _preview(source: Source, options: argparse.Namespace, console: Console) -> int:
-    from valora_data.contact_sheet import contact_sheet
     from valora_data.sources.registry import open_source
+    from valora_data.validation.contact_sheets import contact_sheet
 
     if options.count < 1:
         raise DataError(f"--count must be at least 1, got {options.count}")

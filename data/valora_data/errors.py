@@ -14,3 +14,7 @@ class DataError(ValoraError):
 
 class BundleError(ValoraError):
     """A bundle or base model is missing, damaged or does not fit."""
+
+
+class UnknownNameError(ValoraError):
+    """A name in a configuration or a request that nothing is registered under."""

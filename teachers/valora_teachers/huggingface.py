@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from valora_data.schema import Answer, Box, Task
-from valora_data.sources.videos import frame_places
+from valora_data.sources.formats.videos import frame_places
 from valora_teachers.base import BATCH, BatchTeacher, TeacherError, choice_answer, map_classes
 
 if TYPE_CHECKING:

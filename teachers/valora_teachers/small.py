@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from valora_data.schema import Answer, Task
-from valora_data.sources.videos import frame_places
+from valora_data.sources.formats.videos import frame_places
 from valora_teachers.base import BatchTeacher, TeacherError, choice_answer, map_classes
 
 if TYPE_CHECKING:

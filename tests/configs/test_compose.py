@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from valora_data.errors import ValoraError
 from valora_data.schema import Task
-from valora_data.sources.builtin import builtin_labels, builtin_names, builtin_prompt
+from valora_data.sources.scenes.builtin import builtin_labels, builtin_names, builtin_prompt
 from valora_train.cli import config_folder
 from valora_train.errors import SettingsError
 from valora_train.settings import Settings, as_dict, from_config

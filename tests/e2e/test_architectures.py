@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.engine_reference import make_engine
-from tests.lmm_checkpoints import CHECKPOINTS
-from valora_data.bundle import read_bundle
+from tests.support.engine_reference import make_engine
+from tests.support.lmm_checkpoints import CHECKPOINTS
+from valora_data.contract.bundle import read_bundle
 from valora_data.schema import Task
-from valora_data.sources.builtin import builtin_labels, builtin_prompt
-from valora_serve.async_engine import AsyncEngine
-from valora_serve.golden import replay
+from valora_data.sources.scenes.builtin import builtin_labels, builtin_prompt
+from valora_serve.engine.async_engine import AsyncEngine
+from valora_serve.server.loading.golden import replay
 from valora_train.cli import run
-from valora_train.linear_head import POOLINGS
-from valora_train.progress import Display
+from valora_train.reporting.progress import Display
 from valora_train.settings import (
     DomainSettings,
     FusionSettings,
@@ -33,6 +32,7 @@ from valora_train.settings import (
     TaskSettings,
     TrainSettings,
 )
+from valora_train.tasks.linear_head import POOLINGS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from valora_data.schema import Domain
-    from valora_train.lmm import Lmm
+    from valora_train.model.lmm import Lmm
     from valora_train.settings import HeadSettings
 
 __all__ = ["DomainTask", "Evaluation", "Said", "load_head", "make_task"]
@@ -61,9 +61,9 @@ def load_head(task: DomainTask, file: Path | None) -> Any:
     if file is None:
         return None
     if isinstance(task, DetectionTask):
-        from valora_train.heads import DetectionHead
+        from valora_train.tasks.detection_head import DetectionHead
 
         return DetectionHead.load(file)
-    from valora_train.linear_head import LinearHead
+    from valora_train.tasks.linear_head import LinearHead
 
     return LinearHead.load(file)

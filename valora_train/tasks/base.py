@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from valora_data.schema import Answer, Domain, Sample
-    from valora_train.lmm import Lmm
-    from valora_train.prompts import Encoded, Example, Read, States
+    from valora_train.model.lmm import Lmm
+    from valora_train.model.prompts import Encoded, Example, Read, States
     from valora_train.settings import HeadSettings
 
 MEASURED_AT_ONCE = 64

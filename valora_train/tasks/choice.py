@@ -12,10 +12,10 @@ import torch
 
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Task
-from valora_train.linear_head import POOLINGS, ChoiceTargets, LinearHead
-from valora_train.measures import measure
-from valora_train.prompts import Example
+from valora_train.metrics.measures import measure
+from valora_train.model.prompts import Example
 from valora_train.tasks.base import MEASURED_AT_ONCE, DomainTask, Evaluation, Said
+from valora_train.tasks.linear_head import POOLINGS, ChoiceTargets, LinearHead
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from valora_data.schema import Sample
-    from valora_train.lmm import Lmm
-    from valora_train.prompts import Encoded, Read, States
+    from valora_train.model.lmm import Lmm
+    from valora_train.model.prompts import Encoded, Read, States
 
 CONFIDENCE = 0.01  # by how far a golden confidence may differ
 KINDS = {Task.CLASSIFICATION: "classification", Task.VIDEO: "action", Task.COUNTING: "counting"}

@@ -9,10 +9,10 @@ import torch
 
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Sample
-from valora_train.evaluate import match
-from valora_train.heads import DetectionHead, DetectionTargets
-from valora_train.prompts import Example
+from valora_train.metrics.evaluate import match
+from valora_train.model.prompts import Example
 from valora_train.tasks.base import DomainTask, Evaluation, Said
+from valora_train.tasks.detection_head import DetectionHead, DetectionTargets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from valora_data.schema import Domain
-    from valora_train.evaluate import Matches
-    from valora_train.lmm import Lmm
-    from valora_train.prompts import Encoded, Read, States
+    from valora_train.metrics.evaluate import Matches
+    from valora_train.model.lmm import Lmm
+    from valora_train.model.prompts import Encoded, Read, States
     from valora_train.settings import HeadSettings
 
 MIN_SCORE = 0.01  # of the boxes that are measured; mAP and calibration need the unsure ones too

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Task
-from valora_train.coordinates import read_boxes, write_box
-from valora_train.measures import measure
-from valora_train.prompts import Example
+from valora_train.metrics.measures import measure
+from valora_train.model.prompts import Example
 from valora_train.tasks.base import DomainTask, Evaluation, Said
+from valora_train.tasks.coordinates import read_boxes, write_box
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from valora_data.schema import Domain, Sample
-    from valora_train.coordinates import Convention
-    from valora_train.lmm import Lmm
-    from valora_train.prompts import Encoded, Size, States
+    from valora_train.model.lmm import Lmm
+    from valora_train.model.prompts import Encoded, Size, States
     from valora_train.settings import HeadSettings
+    from valora_train.tasks.coordinates import Convention
 
 
 class LanguageTask(DomainTask):

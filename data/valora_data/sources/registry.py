@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from valora_data.errors import DataError
 from valora_data.schema import Sample, Split, Task
-from valora_data.sources.videos import FRAMES
+from valora_data.sources.formats.videos import FRAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from valora_data.sources.labelled import ImageReader
+    from valora_data.sources.formats.labelled import ImageReader
 
 READS: Mapping[str, frozenset[Task]] = {
     "scenes": frozenset(Task),
@@ -132,7 +132,7 @@ def detect_kind(path: Path) -> str:
 
 def _kind_of_json(path: Path) -> str | None:
     """By the keys that a kind alone has."""
-    from valora_data.sources.tables import load_json
+    from valora_data.sources.formats.tables import load_json
 
     content = load_json(path)
     first = content[0] if isinstance(content, list) and content else content
@@ -142,7 +142,7 @@ def _kind_of_json(path: Path) -> str | None:
 
 
 def _kind_of_folder(path: Path) -> str:
-    from valora_data.sources import videos, yolo
+    from valora_data.sources.formats import videos, yolo
 
     if shard_folders(path):
         return "shards"
@@ -161,7 +161,7 @@ def _images_of(source: Source, path: str) -> Path:
 
 
 def _scenes(source: Source) -> Splits:
-    from valora_data.sources.builtin import builtin_samples
+    from valora_data.sources.scenes.builtin import builtin_samples
 
     return {
         split: partial(
@@ -173,7 +173,7 @@ def _scenes(source: Source) -> Splits:
 
 
 def _coco(source: Source, path: str) -> Splits:
-    from valora_data.sources.coco import read_coco, read_coco_captions
+    from valora_data.sources.formats.coco import read_coco, read_coco_captions
 
     file, images = Path(path), _images_of(source, path)
     if source.task is Task.CAPTION:
@@ -182,7 +182,7 @@ def _coco(source: Source, path: str) -> Splits:
 
 
 def _yolo(source: Source, path: str) -> Splits:
-    from valora_data.sources.yolo import read_yolo, yolo_splits
+    from valora_data.sources.formats.yolo import read_yolo, yolo_splits
 
     return {
         key: partial(read_yolo, Path(path), split, source.labels or None, source.reader)
@@ -191,7 +191,7 @@ def _yolo(source: Source, path: str) -> Splits:
 
 
 def _folder(source: Source, path: str) -> Splits:
-    from valora_data.sources.folders import folder_splits, read_folder
+    from valora_data.sources.formats.folders import folder_splits, read_folder
 
     folders: dict[Split, Path] = folder_splits(Path(path))
     frames = source.frames if source.kind == "videofolder" else None
@@ -218,7 +218,7 @@ def _with_rest(splits: Mapping[Split, T]) -> dict[Split | None, T]:
 
 
 def _llava(source: Source, path: str) -> Splits:
-    from valora_data.sources.llava import read_llava
+    from valora_data.sources.formats.llava import read_llava
 
     return {
         None: partial(
@@ -234,7 +234,7 @@ def _llava(source: Source, path: str) -> Splits:
 
 
 def _vqa(source: Source, path: str) -> Splits:
-    from valora_data.sources.vqa import read_vqa
+    from valora_data.sources.formats.vqa import read_vqa
 
     if source.annotations is None:
         raise DataError(
@@ -254,7 +254,7 @@ def _vqa(source: Source, path: str) -> Splits:
 
 
 def _refcoco(source: Source, path: str) -> Splits:
-    from valora_data.sources.refcoco import read_refcoco, refcoco_splits
+    from valora_data.sources.formats.refcoco import read_refcoco, refcoco_splits
 
     named = {split: split for split in refcoco_splits(Path(path))}
     places: Mapping[Split | None, Split | None] = _with_rest(named) if named else {None: None}
@@ -287,7 +287,7 @@ def _iterate(opened: Callable[[], Iterable[Sample]]) -> Iterator[Sample]:
 
 
 def _hub(source: Source, path: str) -> Splits:
-    from valora_data.sources.hub import hub_splits, read_hub
+    from valora_data.sources.formats.hub import hub_splits, read_hub
 
     named = hub_splits(path)
     places: Mapping[Split | None, str | None] = _with_rest(named) if named else {None: None}

@@ -1,0 +1,210 @@
+"""Folders of images or videos, as Hugging Face's `imagefolder` and `videofolder` have them.
+
+Either a folder per class, or any folders with a `metadata.jsonl`: one object per line, whose
+`file_name` is relative to that file and whose other columns `records` reads. Folders named like
+splits at the top make splits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from valora_data.errors import DataError
+from valora_data.schema import Answer, Sample, Split, Task
+from valora_data.sources.formats import videos
+from valora_data.sources.formats.labelled import ImageReader, check_labels
+from valora_data.sources.formats.records import RowReader, read_count
+from valora_data.sources.formats.yolo import SUFFIXES as IMAGES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from PIL import Image
+
+METADATA = "metadata.jsonl"
+SPLIT_NAMES: Mapping[str, Split] = {
+    "train": Split.TRAIN, "training": Split.TRAIN, "unlabelled": Split.UNLABELLED,
+    "unlabeled": Split.UNLABELLED, "unsupervised": Split.UNLABELLED, "val": Split.VAL,
+    "validation": Split.VAL, "valid": Split.VAL, "dev": Split.VAL, "test": Split.TEST,
+    "testing": Split.TEST, "testA": Split.TEST, "testB": Split.TEST,
+}  # fmt: skip
+"""What other tools call our splits."""
+
+
+def folder_splits(folder: Path) -> dict[Split, Path]:
+    """Folders of the splits, if any are named so.
+
+    Raises:
+        DataError: If the folder does not exist, or two folders stand for one split.
+    """
+    if not folder.is_dir():
+        raise DataError(f"folder {folder} does not exist: check the path")
+    found: dict[Split, Path] = {}
+    for item in sorted(folder.iterdir()):
+        split = SPLIT_NAMES.get(item.name)
+        if item.is_dir() and split is not None:
+            if split in found:
+                raise DataError(
+                    f"{folder.name} has folders {found[split].name} and {item.name} for the split "
+                    f"{split}: keep one"
+                )
+            found[split] = item
+    return found
+
+
+def read_folder(
+    folder: Path,
+    task: Task,
+    labels: Sequence[str] | None = None,
+    *,
+    frames: int | None = None,
+    columns: Mapping[str, str] | None = None,
+    reader: ImageReader | None = None,
+) -> Iterator[Sample]:
+    """Read a folder of images or of videos.
+
+    Args:
+        folder: The folder of one split, or of a set that comes in one piece.
+        task: What the samples are for. Only classification, video and counting can do without a
+            `metadata.jsonl`.
+        labels: Labels that the domain asks for; folders of other classes are left out. None for
+            all.
+        frames: Frames to take of each video, which makes it a folder of videos; None for images.
+        columns: A column's name for a field of `records.NAMES`, where it differs.
+        reader: Opens the files; by default one that tolerates few broken ones.
+
+    Yields:
+        One sample per file that decodes, by path, or per row of the metadata, in its order. The id
+        is the path below `folder`, followed by `#` and a number where a file has several rows.
+
+    Raises:
+        DataError: If there are no files, a label is missing or stray, a row is malformed or a file
+            is listed twice, or too many files do not decode.
+    """
+    if not folder.is_dir():
+        raise DataError(f"folder {folder} does not exist: check the path")
+    reader = reader or ImageReader(folder.name)
+    opener = _Opener(reader, frames)
+    if (folder / METADATA).is_file():
+        rows = RowReader(f"{folder.name}/{METADATA}", task, labels, columns or {})
+        yield from _listed(folder, rows, opener)
+    else:
+        yield from _by_class(folder, task, labels, opener)
+    reader.finish()
+
+
+class _Opener:
+    """Opens images, or frames of videos, through one reader that counts failures."""
+
+    def __init__(self, reader: ImageReader, frames: int | None) -> None:
+        self.reader = reader
+        self.frames = frames
+        self.suffixes = IMAGES if frames is None else videos.SUFFIXES
+        self.what = "images" if frames is None else "videos"
+
+    def open(self, path: Path) -> list[Image.Image]:
+        if self.frames is None:
+            picture = self.reader.open(path)
+            return [] if picture is None else [picture]
+        try:
+            return videos.read_frames(path, self.frames)
+        except DataError as error:
+            self.reader.skip(path.name, error)
+            return []
+
+
+def _files(folder: Path, suffixes: frozenset[str]) -> list[Path]:
+    return sorted(
+        path for path in folder.rglob("*") if path.suffix.lower() in suffixes and path.is_file()
+    )
+
+
+def _by_class(
+    folder: Path, task: Task, labels: Sequence[str] | None, opener: _Opener
+) -> Iterator[Sample]:
+    if task not in (Task.CLASSIFICATION, Task.VIDEO, Task.COUNTING):
+        raise DataError(
+            f"{folder.name} has no {METADATA}, which task {task} needs: write one row with "
+            "file_name and the answer for each file"
+        )
+    files = _files(folder, opener.suffixes)
+    if not files:
+        raise DataError(f"{folder} holds no {opener.what}: the data set is empty")
+    loose = [path for path in files if path.parent == folder]
+    if len(loose) == len(files):  # nothing but files: what they show is not known
+        class_of: dict[Path, str | None] = dict.fromkeys(files)
+    elif loose:
+        raise DataError(
+            f"{folder.name}/{loose[0].name} lies beside the folders of the classes: move it into "
+            "one of them"
+        )
+    else:
+        class_of = {path: path.relative_to(folder).parts[0] for path in files}
+        found = list(dict.fromkeys(str(label) for label in class_of.values()))
+        labels = found if labels is None else labels
+        check_labels(folder.name, found, labels)
+        class_of = {path: label for path, label in class_of.items() if label in labels}
+    opener.reader.total += len(class_of)
+    for path, label in class_of.items():
+        images = opener.open(path)
+        if images:
+            answer = Answer(label=label)
+            if task is Task.COUNTING and label is not None:
+                answer = Answer(count=read_count(label, labels, f"folder {label}"))
+            name = path.relative_to(folder).as_posix()
+            yield Sample(name, images[0], answer, rest=tuple(images[1:]))
+
+
+def _listed(folder: Path, rows: RowReader, opener: _Opener) -> Iterator[Sample]:
+    entries = _metadata(folder / METADATA)
+    opener.reader.total += len(entries)
+    often = Counter(str(entry["file_name"]) for entry in entries)
+    several = rows.task in (Task.VQA, Task.GROUNDING)
+    for name, count in often.items():
+        if count > 1 and not several:
+            raise DataError(f"{folder.name}/{METADATA} lists {name} {count} times: keep one row")
+    seen: Counter[str] = Counter()
+    last: tuple[str, list[Image.Image]] = ("", [])
+    for number, entry in enumerate(entries, start=1):
+        name = str(entry["file_name"])
+        if name != last[0]:  # rows of one file often follow each other
+            path = folder / name
+            if not path.resolve().is_relative_to(folder.resolve()):
+                raise DataError(
+                    f"{folder.name}/{METADATA}, row {number}: {name} lies outside the folder: "
+                    "move it inside"
+                )
+            last = (name, opener.open(path))
+        images = last[1]
+        if not images:
+            continue
+        where = f"{folder.name}/{METADATA}, row {number} ({name})"
+        found = rows.read(entry, images[0].size, where)
+        for prompt, answer in found:
+            key = f"{name}#{seen[name]}" if often[name] > 1 or len(found) > 1 else name
+            seen[name] += 1
+            yield Sample(key, images[0], answer, prompt, tuple(images[1:]))
+
+
+def _metadata(path: Path) -> list[dict[str, Any]]:
+    entries = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise DataError(
+                f"{path.parent.name}/{path.name}, row {number} is not valid JSON ({error}): fix it"
+            ) from error
+        if not isinstance(entry, dict) or "file_name" not in entry:
+            raise DataError(
+                f"{path.parent.name}/{path.name}, row {number} has no file_name: name its file"
+            )
+        entries.append(entry)
+    if not entries:
+        raise DataError(f"{path} is empty: write one row for each file")
+    return entries

@@ -1,0 +1,203 @@
+"""Conversations about images in LLaVA's JSON format.
+
+A list (or one object per line) of `image` (a path or several) or `video`, and `conversations`:
+turns of `from` (human, gpt) and `value`, in which `<image>` stands for an image.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+from valora_data.errors import DataError
+from valora_data.schema import Answer, Box, Sample, Task
+from valora_data.sources.formats import videos
+from valora_data.sources.formats.labelled import ImageReader, checked_box, stray_label
+from valora_data.sources.formats.records import read_count
+from valora_data.sources.formats.tables import check_keys, load_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from PIL import Image
+
+log = logging.getLogger(__name__)
+
+PLACE = re.compile(r"\s*<(image|video)>\s*")
+ON_GRID = re.compile(r"<box>\s*\((\d+),\s*(\d+)\),\s*\((\d+),\s*(\d+)\)\s*</box>")
+IN_SHARES = re.compile(r"\[\s*([\d.]+),\s*([\d.]+),\s*([\d.]+),\s*([\d.]+)\s*\]")
+REFERRED = re.compile(r"<ref>(.*?)</ref>")
+GRID = 1000
+"""Boxes in `<box>` are on Qwen-VL's grid; those in brackets are LLaVA's, in shares of the image."""
+
+
+def read_llava(
+    json_path: Path,
+    image_folder: Path,
+    task: Task,
+    labels: Sequence[str] | None = None,
+    *,
+    frames: int = videos.FRAMES,
+    reader: ImageReader | None = None,
+) -> Iterator[Sample]:
+    """Read conversations: each question with its answer becomes a sample.
+
+    Args:
+        json_path: The `.json` or `.jsonl` file.
+        image_folder: What paths of images and videos are relative to.
+        task: What the samples are for; every task but detection.
+        labels: Answers that the domain chooses from, if it does; None for any.
+        frames: Frames to take of a video.
+        reader: Opens the files; by default one that tolerates few broken ones.
+
+    Yields:
+        Samples in the file's order, with the question as prompt; the id is the entry's, or its
+        number, followed by `#` and the number of the question where there are several. Entries
+        without an image are left out.
+
+    Raises:
+        DataError: If the file is missing, corrupt or without images, a conversation is not made of
+            questions and answers, has other images than it shows, or an answer is of no use.
+    """
+    if task is Task.DETECTION:
+        raise DataError(
+            f"{json_path.name}: conversations do not list objects: use COCO or Ultralytics files "
+            "for detection"
+        )
+    source = json_path.name
+    entries = _entries(json_path)
+    shown = [entry for entry in entries if entry.get("image") or entry.get("video")]
+    if not shown:
+        raise DataError(f"{source}: no conversation has an image: the data set is empty")
+    if len(shown) < len(entries):
+        log.info("%s: %d conversations have no image", source, len(entries) - len(shown))
+    reader = reader or ImageReader(source)
+    reader.total += len(shown)
+    for position, entry in enumerate(shown):
+        key = str(entry.get("id", position))
+        where = f"{source}, conversation {key}"
+        turns = _turns(entry["conversations"], where)
+        paths = _paths(entry, turns, where)
+        images = _open(reader, image_folder, paths, "video" in entry, frames)
+        if not images:
+            continue
+        for number, (question, text) in enumerate(turns):
+            answer = _answer(text, task, labels, images[0].size, f"{where}, question {number}")
+            prompt: str | None = PLACE.sub(" ", question).strip()
+            if task is Task.GROUNDING:
+                prompt = answer.boxes[0].label or prompt
+            if task in (Task.CLASSIFICATION, Task.VIDEO, Task.COUNTING, Task.CAPTION):
+                prompt = prompt or None
+            name = key if len(turns) == 1 else f"{key}#{number}"
+            yield Sample(name, images[0], _named(answer, prompt), prompt, tuple(images[1:]))
+    reader.finish()
+
+
+def _entries(json_path: Path) -> list[dict[str, Any]]:
+    if json_path.suffix == ".jsonl":
+        try:
+            lines = json_path.read_text(encoding="utf-8").splitlines()
+            content: Any = [json.loads(line) for line in lines if line.strip()]
+        except OSError as error:
+            raise DataError(
+                f"cannot read {json_path} ({error.strerror}): check the path"
+            ) from error
+        except ValueError as error:
+            raise DataError(
+                f"{json_path.name} is not valid JSON ({error}): export it again"
+            ) from error
+    else:
+        content = load_json(json_path)
+    if not isinstance(content, list):
+        raise DataError(f"{json_path.name} is no list: expected LLaVA conversations")
+    check_keys(json_path.name, "conversations", content, ("conversations",))
+    return content
+
+
+def _turns(turns: Any, where: str) -> list[tuple[str, str]]:
+    """Pairs of question and answer."""
+    said = [(turn.get("from"), str(turn.get("value", ""))) for turn in turns]
+    if said and said[0][0] == "system":
+        said = said[1:]
+    people = [who for who, _ in said]
+    if not said or len(said) % 2 or people != ["human", "gpt"] * (len(said) // 2):
+        raise DataError(
+            f"{where} is told by {', '.join(map(str, people)) or 'nobody'}: expected human and gpt "
+            "in turn"
+        )
+    texts = [text for _, text in said]
+    return list(zip(texts[0::2], texts[1::2], strict=True))
+
+
+def _paths(entry: dict[str, Any], turns: list[tuple[str, str]], where: str) -> list[str]:
+    value = entry.get("image") or entry["video"]
+    paths = [str(path) for path in (value if isinstance(value, list) else [value])]
+    places = sum(len(PLACE.findall(question)) for question, _ in turns)
+    if places not in (0, len(paths)):
+        raise DataError(
+            f"{where} has {len(paths)} images and {places} <image>: make the numbers match"
+        )
+    return paths
+
+
+def _open(
+    reader: ImageReader, folder: Path, paths: list[str], moving: bool, frames: int
+) -> list[Image.Image]:
+    """All images of an entry; none if one of them does not decode."""
+    images: list[Image.Image] = []
+    for path in paths:
+        if moving:
+            try:
+                images += videos.read_frames(folder / path, frames)
+            except DataError as error:
+                reader.skip(path, error)
+                return []
+            continue
+        picture = reader.open(folder / path)
+        if picture is None:
+            return []
+        images.append(picture)
+    return images
+
+
+def _answer(
+    text: str, task: Task, labels: Sequence[str] | None, size: tuple[int, int], where: str
+) -> Answer:
+    text = text.strip()
+    if not text:
+        raise DataError(f"{where}: the answer is empty: write one or remove the question")
+    if task is Task.GROUNDING:
+        return Answer(_boxes(text, size, where))
+    if task is Task.CAPTION:
+        return Answer(captions=(text,))
+    if task is Task.COUNTING:
+        return Answer(count=read_count(text, labels, where))
+    if labels and text not in labels:
+        raise stray_label(where, text, labels)
+    return Answer(answers=(text,)) if task is Task.VQA else Answer(label=text)
+
+
+def _boxes(text: str, size: tuple[int, int], where: str) -> tuple[Box, ...]:
+    phrase = REFERRED.search(text)
+    label = phrase[1].strip() if phrase else ""
+    found = [tuple(int(edge) / GRID for edge in edges) for edges in ON_GRID.findall(text)]
+    found = found or [tuple(map(float, edges)) for edges in IN_SHARES.findall(text)]
+    if not found:
+        raise DataError(
+            f"{where}: {text!r} holds no box: expected <box>(x0,y0),(x1,y1)</box> on a grid of "
+            "0 to 1000, or [x0, y0, x1, y1] in shares of the image"
+        )
+    width, height = size
+    return tuple(
+        checked_box((x0 * width, y0 * height, x1 * width, y1 * height), label, size, where)
+        for x0, y0, x1, y1 in found
+    )
+
+
+def _named(answer: Answer, prompt: str | None) -> Answer:
+    """Boxes that bear the phrase they were asked for."""
+    boxes = tuple(Box(*box.xyxy, box.label or prompt or "") for box in answer.boxes)
+    return Answer(boxes, answer.label, answer.soft, answer.answers, answer.captions, answer.count)

@@ -1,0 +1,200 @@
+"""Rows of a table about images: `metadata.jsonl` of a folder, or a data set on the hub.
+
+What a task reads from a row, by the names that are customary on the hub; the first that is there
+counts. `columns` of a source maps a field to another name.
+
+- classification, video: `label` (a name, or a class index where the names are declared), `soft`
+- detection: `objects` with `bbox` (x, y, width, height in pixels) and `category`
+- vqa: `question`; `answers` or `answer` (a text, texts, or objects with `answer`)
+- caption: `captions`, `caption` or `text`
+- grounding: `phrase`, `expression`, `sentence` or `text`; `bbox`
+- counting: `count` or `label`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from valora_data.errors import DataError
+from valora_data.schema import Answer, Box, Task
+from valora_data.sources.formats.coco import pixel_box
+from valora_data.sources.formats.labelled import stray_label
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "label": ("label", "labels", "class"),
+    "soft": ("soft", "probabilities"),
+    "objects": ("objects",),
+    "question": ("question", "prompt"),
+    "answers": ("answers", "answer"),
+    "captions": ("captions", "caption", "text"),
+    "phrase": ("phrase", "expression", "sentence", "sentences", "text"),
+    "bbox": ("bbox", "box"),
+    "count": ("count", "label"),
+}
+
+
+@dataclass(slots=True)
+class RowReader:
+    """Reads the rows of one data set for a domain.
+
+    Attributes:
+        source: The data set, for messages.
+        task: Task of the domain.
+        labels: The domain's labels; None where all are wanted.
+        columns: A column's name for a field, where it is not one of `NAMES`.
+        names: Declared names of class indices, if the data set has such.
+    """
+
+    source: str
+    task: Task
+    labels: Sequence[str] | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    names: Sequence[str] | None = None
+    _kinds: dict[type, Any] = field(default_factory=dict)
+
+    def read(
+        self, row: Mapping[str, Any], size: tuple[int, int], where: str
+    ) -> list[tuple[str | None, Answer]]:
+        """What a row says: questions or phrases, where samples have their own, with answers.
+
+        Args:
+            row: Values by column.
+            size: Width and height of the image in pixels.
+            where: Names the row in messages.
+
+        Returns:
+            One pair, or one for each of several phrases; none if the row's declared class is none
+            that the domain asks for.
+
+        Raises:
+            DataError: If a column is missing or its value is of no use.
+        """
+        if self.task in (Task.CLASSIFICATION, Task.VIDEO):
+            return self._classified(row, where)
+        if self.task is Task.DETECTION:
+            return [(None, Answer(self._objects(row, size, where)))]
+        if self.task is Task.COUNTING:
+            return [(None, Answer(count=self._count(row, where)))]
+        if self.task is Task.CAPTION:
+            captions = _texts(self._get(row, "captions", where), ("raw", "caption", "text"))
+            return [(None, Answer(captions=_filled(captions, "caption", where)))]
+        if self.task is Task.GROUNDING:
+            phrases = _texts(self._get(row, "phrase", where), ("sent", "raw", "phrase"))
+            bbox = self._get(row, "bbox", where)
+            return [
+                (text, Answer((pixel_box(bbox, text, size, where),)))
+                for text in _filled(phrases, "phrase", where)
+            ]
+        return self._asked(row, where)
+
+    def _asked(self, row: Mapping[str, Any], where: str) -> list[tuple[str | None, Answer]]:
+        question = self._find(row, "question")
+        answers = _filled(_texts(self._get(row, "answers", where), ("answer",)), "answer", where)
+        answer = Answer(answers=answers)
+        if self.labels and answer.choice not in self.labels:
+            raise stray_label(where, str(answer.choice), self.labels)
+        return [(None if question is None else str(question), answer)]
+
+    def _classified(self, row: Mapping[str, Any], where: str) -> list[tuple[str | None, Answer]]:
+        value = self._get(row, "label", where)
+        label = self._name(value, where)
+        soft = tuple(float(share) for share in self._find(row, "soft") or ())
+        if self.labels is not None and label not in self.labels:
+            if self.names is not None:
+                return []
+            raise stray_label(where, label, self.labels)
+        return [(None, Answer(label=label, soft=soft))]
+
+    def _name(self, value: Any, where: str) -> str:
+        """A label's name; labels must be all numbers or all names."""
+        if isinstance(value, list):
+            if len(value) != 1:
+                raise DataError(f"{where}: expected one label, got {value}: keep one")
+            value = value[0]
+        kind = int if isinstance(value, int) else str
+        other = next((known for known in self._kinds if known is not kind), None)
+        if other is not None:
+            raise DataError(
+                f"{where}: label {value!r} and, before, {self._kinds[other]!r}: "
+                f"{self.source} mixes numbers and names; use one kind of labels"
+            )
+        self._kinds.setdefault(kind, value)
+        if isinstance(value, int) and self.names is not None:
+            if not 0 <= value < len(self.names):
+                raise DataError(
+                    f"{where}: class index {value} lies outside the {len(self.names)} declared "
+                    "names: correct it"
+                )
+            return self.names[value]
+        return str(value)
+
+    def _objects(
+        self, row: Mapping[str, Any], size: tuple[int, int], where: str
+    ) -> tuple[Box, ...]:
+        objects = self._get(row, "objects", where)
+        if isinstance(objects, list):  # a list of objects instead of an object of lists
+            keys = objects[0] if objects else ()
+            objects = {key: [entry.get(key) for entry in objects] for key in keys}
+        categories = objects.get("category", objects.get("categories", objects.get("label", [])))
+        boxes = []
+        for bbox, category in zip(objects.get("bbox", []), categories, strict=False):
+            label = self._name(category, where)
+            if self.labels is None or label in self.labels:
+                boxes.append(pixel_box(bbox, label, size, where))
+            elif self.names is None:
+                raise stray_label(where, label, self.labels)
+        return tuple(boxes)
+
+    def _count(self, row: Mapping[str, Any], where: str) -> int:
+        value = self._get(row, "count", where)
+        return read_count(value, self.labels, where)
+
+    def _find(self, row: Mapping[str, Any], name: str) -> Any:
+        names = (self.columns[name],) if name in self.columns else NAMES[name]
+        return next((row[key] for key in names if row.get(key) is not None), None)
+
+    def _get(self, row: Mapping[str, Any], name: str, where: str) -> Any:
+        value = self._find(row, name)
+        if value is None:
+            wanted = self.columns.get(name) or " or ".join(NAMES[name])
+            raise DataError(
+                f"{where} has no {wanted}, only {', '.join(row)}: add it, or name the column in "
+                "source.columns"
+            )
+        return value
+
+
+def read_count(value: Any, labels: Sequence[str] | None, where: str) -> int:
+    """A count, checked against the counts that a domain lists.
+
+    Raises:
+        DataError: If it is no whole number, or none of `labels`.
+    """
+    text = str(value).strip()
+    if not text.isdecimal():
+        raise DataError(f"{where}: count {value!r} is no whole number: write digits")
+    if labels and str(int(text)) not in labels:
+        raise stray_label(where, str(int(text)), labels)
+    return int(text)
+
+
+def _texts(value: Any, keys: tuple[str, ...]) -> list[str]:
+    """Texts from a text, texts, or objects that hold one."""
+    entries = value if isinstance(value, (list, tuple)) else [value]
+    texts = []
+    for entry in entries:
+        if isinstance(entry, dict):
+            entry = next((entry[key] for key in keys if key in entry), "")  # noqa: PLW2901
+        texts.append(str(entry).strip())
+    return texts
+
+
+def _filled(texts: list[str], what: str, where: str) -> tuple[str, ...]:
+    kept = tuple(text for text in texts if text)
+    if not kept:
+        raise DataError(f"{where}: the {what} is empty: write one or remove the row")
+    return kept

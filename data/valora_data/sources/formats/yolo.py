@@ -1,0 +1,225 @@
+"""Labelled data sets in Ultralytics' YAML format (normalised centre x, y, width, height)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from valora_data.errors import DataError
+from valora_data.schema import Answer, Box, Sample, Split
+from valora_data.sources.formats.labelled import ImageReader, check_labels, checked_box
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
+
+
+def read_yolo(
+    yaml_path: Path,
+    split: str,
+    labels: Sequence[str] | None = None,
+    reader: ImageReader | None = None,
+) -> Iterator[Sample]:
+    """Read one split of a data set that Ultralytics can train from.
+
+    Each image `…/images/….jpg` has its boxes in `…/labels/….txt`, one row per object; no file
+    means no objects. Rows of a polygon (segmentation) count as the box around it.
+
+    Args:
+        yaml_path: File with `path`, `names` and the splits' folders, lists of folders, or text
+            files of image paths.
+        split: Key of the split in that file, such as ``train`` or ``val``.
+        labels: Class names that the domain asks for; others are left out. None for all.
+        reader: Opens the images; by default one that tolerates few broken files.
+
+    Yields:
+        One sample per image that decodes, in the order of paths; its id is the image's path below
+        the data set's folder.
+
+    Raises:
+        DataError: If the file is missing, corrupt or without that split, the split is empty, a
+            label is no class, a row is malformed or names an unknown class, a box lies outside its
+            image, or too many images do not decode.
+    """
+    source = yaml_path.name
+    content = _parsed(yaml_path)
+    names = _names(source, content)
+    if labels is None:
+        labels = tuple(names.values())
+    check_labels(source, names.values(), labels)
+    root = yaml_path.parent / str(content.get("path") or "")
+    images = _images(source, root, content, split)
+    reader = reader or ImageReader(source)
+    reader.total += len(images)
+    for path in images:
+        picture = reader.open(path)
+        if picture is None:
+            continue
+        boxes = [
+            box for box in _boxes(_label_file(path), names, picture.size) if box.label in labels
+        ]
+        name = path.relative_to(root) if path.is_relative_to(root) else path
+        yield Sample(name.as_posix(), picture, Answer(tuple(boxes)))
+    reader.finish()
+
+
+def yolo_splits(yaml_path: Path) -> frozenset[Split]:
+    """The splits that a YAML file names.
+
+    Raises:
+        DataError: If the file is missing or corrupt.
+    """
+    content = _parsed(yaml_path)
+    return frozenset(split for split in Split if content.get(split))
+
+
+def write_yolo(
+    samples_by_split: Mapping[str, Sequence[Sample]], labels: Sequence[str], folder: Path
+) -> Path:
+    """Write samples so that Ultralytics can train from them.
+
+    Args:
+        samples_by_split: Samples per key of the YAML file, such as ``train`` and ``val``.
+        labels: Label set in the order of class indices.
+        folder: Where to write; made if missing.
+
+    Returns:
+        The YAML file, `folder`/data.yaml.
+
+    Raises:
+        DataError: If a split is empty or a box bears a label outside `labels`.
+    """
+    index_of = {label: index for index, label in enumerate(labels)}
+    for split, samples in samples_by_split.items():
+        if not samples:
+            raise DataError(f"no samples to write to split {split} of {folder.name}")
+        image_folder, label_folder = folder / "images" / split, folder / "labels" / split
+        image_folder.mkdir(parents=True, exist_ok=True)
+        label_folder.mkdir(parents=True, exist_ok=True)
+        for position, sample in enumerate(samples):
+            stem = f"{position:06d}"
+            sample.image.save(image_folder / f"{stem}.png")
+            rows = [_row(box, sample, index_of) for box in sample.answer.boxes]
+            (label_folder / f"{stem}.txt").write_text("".join(rows), encoding="utf-8")
+    content = {
+        "path": str(folder.resolve()),
+        **{str(split): f"images/{split}" for split in samples_by_split},
+        "names": dict(enumerate(labels)),
+    }
+    yaml_path = folder / "data.yaml"
+    yaml_path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    return yaml_path
+
+
+def _row(box: Box, sample: Sample, index_of: Mapping[str, int]) -> str:
+    if box.label not in index_of:
+        raise DataError(
+            f"sample {sample.id}: label {box.label!r} is not one of {', '.join(index_of)}"
+        )
+    width, height = sample.image.size
+    numbers = (
+        (box.x0 + box.x1) / 2 / width,
+        (box.y0 + box.y1) / 2 / height,
+        (box.x1 - box.x0) / width,
+        (box.y1 - box.y0) / height,
+    )
+    return f"{index_of[box.label]} " + " ".join(f"{number:.8f}" for number in numbers) + "\n"
+
+
+def _parsed(yaml_path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(yaml_path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"cannot read {yaml_path} ({error.strerror}): check the path") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problem = " ".join(str(error).split())
+        raise DataError(f"{yaml_path.name} is not valid YAML ({problem}): fix it") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{yaml_path.name} is no Ultralytics data set: it needs names and paths")
+    return content
+
+
+def _names(source: str, content: dict[str, Any]) -> dict[int, str]:
+    names = content.get("names")
+    if isinstance(names, list):
+        names = dict(enumerate(names))
+    if not isinstance(names, dict) or not all(isinstance(key, int) for key in names):
+        raise DataError(f"{source} has no 'names': list the class names in the order of their ids")
+    return {key: str(name) for key, name in names.items()}
+
+
+def _images(source: str, root: Path, content: dict[str, Any], split: str) -> list[Path]:
+    places = content.get(split)
+    if not places:
+        raise DataError(f"{source} has no split {split!r}: add its folder of images")
+    found: list[Path] = []
+    for place in places if isinstance(places, list) else [places]:
+        path = root / str(place)
+        if path.is_dir():
+            found += [file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES]
+        elif path.is_file() and path.suffix == ".txt":
+            lines = path.read_text(encoding="utf-8").split("\n")
+            # As Ultralytics has it: "./" is relative to the list itself.
+            found += [
+                path.parent / line[2:] if line.startswith("./") else root / line
+                for line in map(str.strip, lines)
+                if line
+            ]
+        else:
+            raise DataError(f"{source}: split {split!r} names {path}, which does not exist")
+    if not found:
+        raise DataError(f"{source}: split {split!r} holds no images: the data set is empty")
+    double = len(found) - len(set(found))
+    if double:
+        raise DataError(f"{source}: split {split!r} lists {double} images twice: remove them")
+    return sorted(found)
+
+
+def _label_file(image: Path) -> Path:
+    """`…/images/a/b.jpg` → `…/labels/a/b.txt`: the last folder of that name counts."""
+    parts = list(image.parts)
+    for position in range(len(parts) - 2, -1, -1):
+        if parts[position] == "images":
+            parts[position] = "labels"
+            break
+    return Path(*parts).with_suffix(".txt")
+
+
+def _boxes(path: Path, names: Mapping[int, str], size: tuple[int, int]) -> list[Box]:
+    if not path.is_file():
+        return []
+    boxes = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if line.strip():
+            boxes.append(_box(line.split(), names, size, f"{path.name}, row {number}"))
+    return boxes
+
+
+def _box(row: list[str], names: Mapping[int, str], size: tuple[int, int], where: str) -> Box:
+    try:
+        index, *numbers = (float(cell) for cell in row)
+    except ValueError as error:
+        raise DataError(f"{where}: {' '.join(row)!r} is not a row of numbers: fix it") from error
+    if len(numbers) != 4 and (len(numbers) < 6 or len(numbers) % 2):
+        raise DataError(
+            f"{where}: expected a class and 4 numbers (centre x, y, width, height) or a polygon, "
+            f"got {len(numbers)} numbers"
+        )
+    if index not in names:
+        raise DataError(
+            f"{where}: class {index:g} is none of {', '.join(map(str, list(names)[:10]))}: "
+            "make the ids and names match"
+        )
+    width, height = size
+    if len(numbers) == 4:
+        x, y, w, h = numbers
+        edges = (x - w / 2, y - h / 2, x + w / 2, y + h / 2)
+    else:
+        xs, ys = numbers[0::2], numbers[1::2]
+        edges = (min(xs), min(ys), max(xs), max(ys))
+    x0, y0, x1, y1 = edges
+    pixels = (x0 * width, y0 * height, x1 * width, y1 * height)
+    return checked_box(pixels, names[int(index)], size, where)

@@ -1,0 +1,1 @@
+"""Generic drawn scenes: what the base model was pretrained on."""

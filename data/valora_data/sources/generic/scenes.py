@@ -1,0 +1,478 @@
+"""Varied generic scenes for pretraining the base model: things, textures, light and clutter.
+
+A scene is a function of its seed alone. It is 96 pixels square, holds one to six named things of
+about 15 to 60 pixels on a background with the statistics of photographs (multi-octave noise with
+edges, tilings, gradients) among unnamed clutter, and is blurred, lit and grainy.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageChops, ImageDraw, ImageFilter
+
+from valora_data.sources.generic.shapes import FREE_TURN, KEEP_ASPECT, KEEP_SIDE, SHAPES
+
+Floats = npt.NDArray[np.float32]
+Pixels = npt.NDArray[np.uint8]
+
+SIZE = 96
+"""Width and height of a scene in pixels."""
+
+MOST_THINGS = 6
+"""Named things in a scene."""
+
+SMALLEST = 15.0
+"""Shortest long side of a named thing in pixels, little more than a visual token."""
+
+OVERSAMPLING = 3
+"""Things are drawn this many times larger and averaged down, so that their edges are smooth."""
+
+DOMAIN_WORDS = frozenset(
+    re.findall(
+        "[a-z]+",
+        """license licence plate plates number traffic sign signs vehicle vehicles car cars truck
+        trucks bus buses van vans vegetation tree trees plant plants leaf leaves grass bush bushes
+        flower flowers forest bicycle bicycles bike bikes cycle wheel wheels person persons people
+        man men woman women child children human humans pedestrian pedestrians rider face street
+        road""",
+    )
+)
+"""Words of the built-in detection domains, which the base model must never have seen."""
+
+COLORS: dict[str, tuple[tuple[float, float], tuple[float, float], tuple[float, float]]] = {
+    "red": ((0.97, 1.015), (0.78, 1.0), (0.68, 0.95)),
+    "orange": ((0.065, 0.09), (0.85, 1.0), (0.9, 1.0)),
+    "yellow": ((0.14, 0.17), (0.75, 1.0), (0.88, 1.0)),
+    "green": ((0.29, 0.39), (0.6, 1.0), (0.45, 0.8)),
+    "cyan": ((0.48, 0.52), (0.6, 1.0), (0.78, 1.0)),
+    "blue": ((0.59, 0.66), (0.7, 1.0), (0.55, 0.95)),
+    "purple": ((0.74, 0.79), (0.55, 0.9), (0.45, 0.75)),
+    "pink": ((0.88, 0.93), (0.32, 0.55), (0.92, 1.0)),
+    "brown": ((0.05, 0.08), (0.6, 0.85), (0.3, 0.42)),
+    "white": ((0.0, 1.0), (0.0, 0.05), (0.93, 1.0)),
+    "black": ((0.0, 1.0), (0.0, 0.3), (0.04, 0.13)),
+    "gray": ((0.0, 1.0), (0.0, 0.05), (0.42, 0.6)),
+}
+"""Name to the ranges of hue, saturation and value that people call so."""
+
+RESERVED_EVERY = 23
+"""One in so many pairs of colour and shape is kept from training, to test new combinations."""
+
+PATTERNS = ("plain", "striped", "dotted", "checked", "outlined")
+
+
+@dataclass(frozen=True, slots=True)
+class Thing:
+    """One named thing of a scene.
+
+    Attributes:
+        shape: One of `SHAPES`.
+        color: One of `COLORS`.
+        pattern: One of `PATTERNS`.
+        box: Extent (x0, y0, x1, y1) in pixels, x1 and y1 exclusive, inside the image; what other
+            things cover counts as well.
+    """
+
+    shape: str
+    color: str
+    pattern: str
+    box: tuple[float, float, float, float]
+
+    @property
+    def name(self) -> str:
+        """Colour and shape, as questions name it."""
+        return f"{self.color} {self.shape}"
+
+    @property
+    def center(self) -> tuple[float, float]:
+        """Middle of the box in pixels."""
+        return (self.box[0] + self.box[2]) / 2, (self.box[1] + self.box[3]) / 2
+
+    @property
+    def length(self) -> float:
+        """Longer side of the box in pixels."""
+        return max(self.box[2] - self.box[0], self.box[3] - self.box[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A drawn image, (96, 96, 3) RGB, and the things in it from back to front."""
+
+    pixels: Pixels
+    things: tuple[Thing, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sprite:
+    """A thing before it is put on a background.
+
+    Attributes:
+        thing: Its names; the box is where it will be.
+        alpha: Coverage in [0, 1], (h, w).
+        rgb: Colours in [0, 1], (h, w, 3).
+        corner: Where its upper left pixel goes, (x, y).
+    """
+
+    thing: Thing
+    alpha: Floats
+    rgb: Floats
+    corner: tuple[int, int]
+
+    def moved(self, dx: int, dy: int) -> Sprite:
+        """The same sprite, (dx, dy) pixels further right and down."""
+        x0, y0, x1, y1 = self.thing.box
+        thing = replace(self.thing, box=(x0 + dx, y0 + dy, x1 + dx, y1 + dy))
+        return replace(self, thing=thing, corner=(self.corner[0] + dx, self.corner[1] + dy))
+
+
+def domain_words_in(text: str) -> frozenset[str]:
+    """Words of `text` that belong to the built-in detection domains."""
+    return DOMAIN_WORDS & set(re.findall(r"[a-z]+", text.lower()))
+
+
+def is_reserved(shape: str, color: str) -> bool:
+    """Whether this combination occurs only in scenes drawn with `novel`."""
+    return (list(SHAPES).index(shape) + 5 * list(COLORS).index(color)) % RESERVED_EVERY == 0
+
+
+def color_of(name: str, rng: np.random.Generator) -> Floats:
+    """A random RGB in [0, 1] that people call `name`, (3,)."""
+    h, s, v = (float(rng.uniform(*limits)) for limits in COLORS[name])
+    # Piecewise-linear hue: each channel is v · (1 − s · how far its own hue is away).
+    away = np.abs((h * 6.0 + np.array([0.0, 4.0, 2.0])) % 6.0 - 3.0)
+    return np.asarray(v * (1.0 - s * (1.0 - np.clip(away - 1.0, 0.0, 1.0))), dtype=np.float32)
+
+
+def _field(rng: np.random.Generator, cells: int) -> Floats:
+    """Smooth noise around 0 with about `cells` bumps across, (SIZE, SIZE)."""
+    grid = Image.fromarray(rng.standard_normal((cells, cells)).astype(np.float32))
+    return np.asarray(grid.resize((SIZE, SIZE), Image.Resampling.BICUBIC), dtype=np.float32)
+
+
+def _ramp(rng: np.random.Generator) -> Floats:
+    """A plane from about −1 to 1 in a random direction, (SIZE, SIZE)."""
+    angle = rng.uniform(0, 2 * np.pi)
+    at = np.linspace(-1, 1, SIZE, dtype=np.float32)
+    return np.asarray(np.cos(angle) * at[None, :] + np.sin(angle) * at[:, None], dtype=np.float32)
+
+
+def _octaves(rng: np.random.Generator) -> Floats:
+    """Noise over several scales whose amplitude falls like a random power, (SIZE, SIZE)."""
+    falloff = rng.uniform(0.4, 0.85)
+    first = int(rng.integers(2, 7))
+    return np.asarray(
+        sum(falloff**i * _field(rng, min(first * 2**i, SIZE)) for i in range(4)), dtype=np.float32
+    )
+
+
+def _tiling(rng: np.random.Generator) -> Floats:
+    """Stripes, checks or bricks in perspective-free but warped coordinates, about −1 to 1."""
+    angle = rng.uniform(0, np.pi)
+    at = np.linspace(-1, 1, SIZE, dtype=np.float32)
+    bend = _field(rng, 3) * rng.uniform(0, 0.12)
+    u = np.cos(angle) * at[None, :] + np.sin(angle) * at[:, None] + bend
+    v = np.cos(angle) * at[:, None] - np.sin(angle) * at[None, :] + bend
+    period = rng.uniform(0.08, 0.5)
+    kind = int(rng.integers(3))
+    if kind == 0:
+        return np.asarray(np.tanh(3 * np.sin(2 * np.pi * u / period)), dtype=np.float32)
+    if kind == 1:
+        checks = np.sin(2 * np.pi * u / period) * np.sin(2 * np.pi * v / period)
+        return np.asarray(np.tanh(4 * checks), dtype=np.float32)
+    row = np.floor(v / period)
+    seam = np.minimum((v / period) % 1.0, ((u / period / 2 + row / 2) % 1.0) * 2)
+    return np.asarray(np.where(seam < 0.15, -1.0, 0.4), dtype=np.float32)
+
+
+def _surface(rng: np.random.Generator) -> Floats:
+    """One textured surface, RGB around [0, 1], (SIZE, SIZE, 3)."""
+    tone = rng.uniform(0.1, 0.9)
+    base = np.clip(tone + rng.normal(0, 0.13, 3), 0.03, 0.97)
+    swing = rng.normal(0, 0.06, 3) + rng.normal(0, 0.16)
+    texture = _octaves(rng) * rng.uniform(0.1, 0.8)
+    if rng.random() < 0.25:
+        texture = texture + _tiling(rng) * rng.uniform(0.2, 1.0)
+    return np.asarray(base + texture[:, :, None] * swing, dtype=np.float32)
+
+
+def draw_background(rng: np.random.Generator) -> Floats:
+    """Surfaces that meet at natural borders under one light, RGB in [0, 1], (SIZE, SIZE, 3)."""
+    image = _surface(rng)
+    for _ in range(int(rng.integers(0, 3))):
+        border = _octaves(rng) * rng.uniform(0.1, 0.7) + _ramp(rng) * rng.uniform(0, 2.5)
+        sharpness = np.exp(rng.uniform(0.5, 3.5))
+        share = 1 / (1 + np.exp(-np.clip(sharpness * (border - rng.normal(0, 0.5)), -30, 30)))
+        image += (_surface(rng) - image) * share[:, :, None]
+    clipped: Floats = np.clip(image, 0.0, 1.0, dtype=np.float32)
+    return clipped
+
+
+def _draw_clutter(image: Floats, rng: np.random.Generator) -> Floats:
+    """Adds unnamed scraps, threads and blots, which resemble no thing."""
+    canvas = Image.fromarray((image * 255).astype(np.uint8))
+    pen = ImageDraw.Draw(canvas, "RGBA")
+    for _ in range(int(rng.integers(0, 9))):
+        x, y = rng.uniform(0, SIZE, 2)
+        ink = (*(int(c) for c in rng.integers(0, 256, 3)), int(rng.integers(60, 230)))
+        steps = rng.normal(0, np.exp(rng.uniform(0.7, 2.1)), (int(rng.integers(3, 7)), 2))
+        points = [(float(x + a), float(y + b)) for a, b in steps]
+        if rng.random() < 0.55:
+            pen.polygon(points, fill=ink)
+        else:
+            pen.line(points, fill=ink, width=int(rng.integers(1, 3)))
+    return np.asarray(canvas, dtype=np.float32) / 255.0
+
+
+def _draw_masks(
+    shape: str, length: float, rng: np.random.Generator
+) -> tuple[Image.Image, Image.Image, Image.Image]:
+    """Oversampled silhouette, dark and light details of one specimen, turned and bent at random."""
+    parts = SHAPES[shape](rng)
+    turn = rng.uniform(0, 2 * np.pi) if shape in FREE_TURN else np.radians(rng.normal(0, 9))
+    stretch = rng.normal(0, 0.03 if shape in KEEP_ASPECT else 0.12)
+    shear = rng.normal(0, 0.02 if shape in KEEP_ASPECT else 0.08)
+    mirror = -1.0 if shape not in KEEP_SIDE and rng.random() < 0.5 else 1.0
+    cos, sin = np.cos(turn), np.sin(turn)
+    matrix = np.array([[cos, -sin], [sin, cos]]) @ np.array(
+        [[mirror * np.exp(stretch), shear], [0.0, np.exp(-stretch)]]
+    )
+    phase, bend = rng.uniform(0, 6, 2), rng.uniform(0, 0.06)
+    thickness = rng.uniform(0.85, 1.25)
+
+    moved = []
+    for part in parts:
+        points = part.points + bend * np.sin(2.5 * part.points[:, ::-1] + phase)
+        moved.append(points @ matrix.T)
+    reach = [
+        (points.min(0) - part.width / 2, points.max(0) + part.width / 2)
+        for points, part in zip(moved, parts, strict=True)
+        if part.role == "fill"
+    ]
+    low, high = np.min([a for a, _ in reach], 0), np.max([b for _, b in reach], 0)
+    scale = length * OVERSAMPLING / float((high - low).max())
+    margin = 2 * OVERSAMPLING
+    # One more pixel at random: specimens do not sit on the pixel grid.
+    shift = margin - low * scale + rng.uniform(0, OVERSAMPLING, 2)
+    side = (np.ceil((high - low) * scale / OVERSAMPLING).astype(int) + 5) * OVERSAMPLING
+    canvas = (int(side[0]), int(side[1]))
+    masks = {role: Image.new("L", canvas) for role in ("fill", "dark", "light")}
+    pens = {role: ImageDraw.Draw(mask) for role, mask in masks.items()}
+    # Holes cut what was drawn before them, so strokes may cross them later.
+    for points, part in zip(moved, parts, strict=True):
+        pen = pens["fill" if part.role == "hole" else part.role]
+        ink = 0 if part.role == "hole" else 255
+        xy = [(float(x), float(y)) for x, y in points * scale + shift]
+        if part.width:
+            width = max(round(part.width * thickness * scale), OVERSAMPLING)
+            pen.line(xy, fill=ink, width=width, joint="curve")
+        else:
+            pen.polygon(xy, fill=ink)
+    return masks["fill"], masks["dark"], masks["light"]
+
+
+def _pattern(name: str, shape: tuple[int, int], rng: np.random.Generator) -> Floats:
+    """Where the second tone of a pattern goes, in [0, 1], (h, w)."""
+    y, x = np.mgrid[: shape[0], : shape[1]].astype(np.float32)
+    angle = rng.uniform(0, np.pi)
+    period = max(4.0, max(shape) * rng.uniform(0.18, 0.3))
+    u = 2 * np.pi * (np.cos(angle) * x + np.sin(angle) * y) / period + rng.uniform(0, 6)
+    v = 2 * np.pi * (np.cos(angle) * y - np.sin(angle) * x) / period + rng.uniform(0, 6)
+    wave = {
+        "striped": lambda: np.sin(u),
+        "dotted": lambda: np.cos(u) + np.cos(v) - 0.9,
+        "checked": lambda: 1.5 * np.sin(u) * np.sin(v),
+    }[name]()
+    return np.asarray(np.clip(0.5 + 1.6 * wave, 0, 1), dtype=np.float32)
+
+
+def draw_sprite(
+    shape: str, color: str, pattern: str, length: float, rng: np.random.Generator
+) -> Sprite:
+    """Draws one specimen of a named thing with its upper left corner at (0, 0).
+
+    Args:
+        shape: One of `SHAPES`.
+        color: One of `COLORS`.
+        pattern: One of `PATTERNS`.
+        length: About its longer side, in pixels.
+        rng: Source of everything that varies.
+    """
+    fill, dark, light = _draw_masks(shape, length, rng)
+    if pattern == "outlined":
+        inner = fill.filter(ImageFilter.GaussianBlur(max(length * OVERSAMPLING * 0.055, 3.5)))
+        fill = ImageChops.subtract(fill, inner.point(lambda level: 255 if level > 225 else 0))
+    cover, shade, shine = (
+        np.asarray(mask.reduce(OVERSAMPLING), dtype=np.float32) / 255.0
+        for mask in (fill, dark, light)
+    )
+    main = color_of(color, rng)
+    rgb = np.broadcast_to(main, (*cover.shape, 3)).astype(np.float32)
+    toned = float(main.mean())
+    if pattern in ("striped", "dotted", "checked"):
+        strong = rng.uniform(0.5, 0.75)
+        second = main * (1 - strong) if toned > 0.35 else main + (1 - main) * strong * 0.7
+        rgb += _pattern(pattern, cover.shape, rng)[:, :, None] * (second - main)
+    if pattern != "outlined":
+        rgb += shade[:, :, None] * (main * 0.25 + (0.35 if toned < 0.15 else 0.0) - rgb) * 0.9
+        rgb += shine[:, :, None] * (main * 0.25 + 0.75 - (0.5 if toned > 0.85 else 0.0) - rgb) * 0.9
+    if rng.random() < 0.5:  # a border, as of cut paper
+        soft = np.asarray(fill.filter(ImageFilter.GaussianBlur(3.0)).reduce(OVERSAMPLING))
+        edge = np.clip((0.92 - soft.astype(np.float32) / 255.0) * 2.0, 0, 1)[:, :, None]
+        rgb += edge * (main * (0.45 if toned > 0.3 else 1.0) + (0.0 if toned > 0.3 else 0.3) - rgb)
+    if rng.random() < 0.7:  # light from one side
+        y, x = np.mgrid[-1 : 1 : cover.shape[0] * 1j, -1 : 1 : cover.shape[1] * 1j]
+        angle, depth = rng.uniform(0, 2 * np.pi), rng.uniform(0, 0.18)
+        rgb *= (1 + depth * (np.cos(angle) * x + np.sin(angle) * y))[:, :, None].astype(np.float32)
+    rows, columns = np.flatnonzero(cover.max(1) > 0.4), np.flatnonzero(cover.max(0) > 0.4)
+    box = (float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1))
+    return Sprite(Thing(shape, color, pattern, box), cover, np.clip(rgb, 0, 1), (0, 0))
+
+
+def _covered(a: Thing, b: Thing) -> float:
+    """Share of the smaller of two things' boxes that lies in the other's."""
+    w = min(a.box[2], b.box[2]) - max(a.box[0], b.box[0])
+    h = min(a.box[3], b.box[3]) - max(a.box[1], b.box[1])
+    areas = [(t.box[2] - t.box[0]) * (t.box[3] - t.box[1]) for t in (a, b)]
+    return max(w, 0.0) * max(h, 0.0) / min(areas)
+
+
+def place(sprite: Sprite, others: list[Sprite], rng: np.random.Generator) -> Sprite | None:
+    """Moves a sprite to a random place where it hides little; None if none is found."""
+    x0, y0, x1, y1 = (int(edge) for edge in sprite.thing.box)
+    if x1 - x0 > SIZE or y1 - y0 > SIZE:
+        return None
+    allowed = 0.25 if rng.random() < 0.4 else 0.03
+    for _ in range(12):
+        dx, dy = rng.integers(-x0, SIZE - x1 + 1), rng.integers(-y0, SIZE - y1 + 1)
+        moved = sprite.moved(int(dx), int(dy))
+        if all(_covered(moved.thing, other.thing) <= allowed for other in others):
+            return moved
+    return None
+
+
+def compose(background: Floats, sprites: list[Sprite], rng: np.random.Generator) -> Floats:
+    """Puts sprites on a copy of a background from back to front, with borders where they vanish."""
+    image = background.copy()
+    shadow = rng.uniform(0, 0.5) if rng.random() < 0.4 else 0.0
+    for sprite in sprites:
+        x, y = sprite.corner
+        h, w = sprite.alpha.shape
+        left, top = max(x, 0), max(y, 0)
+        right, bottom = min(x + w, SIZE), min(y + h, SIZE)
+        window = (slice(top, bottom), slice(left, right))
+        inside = (slice(top - y, bottom - y), slice(left - x, right - x))
+        under, alpha = image[window], sprite.alpha[inside][:, :, None]
+        rgb = sprite.rgb[inside]
+        ink = (rgb * alpha).sum((0, 1)) / alpha.sum()
+        if np.abs(ink - under.mean((0, 1))).sum() < 0.45:
+            # Nobody could tell it from what is behind: a halo sets it off.
+            halo = np.asarray(
+                Image.fromarray((alpha[:, :, 0] * 255).astype(np.uint8)).filter(
+                    ImageFilter.GaussianBlur(1.5)
+                ),
+                dtype=np.float32,
+            )[:, :, None] / 255.0  # fmt: skip
+            tone = 0.0 if ink.mean() > 0.45 else 1.0
+            under = under + np.clip(2.0 * halo, 0, 1) * (tone - under)
+        elif shadow:
+            under = under * (1 - shadow * np.roll(alpha, (1, 1), (0, 1)))
+        image[window] = under + alpha * (rgb - under)
+    return image
+
+
+def finish(image: Floats, rng: np.random.Generator) -> Pixels:
+    """Light, blur and grain of a camera; colours keep their names."""
+    light = rng.uniform(0.8, 1.12) * (1 + _ramp(rng) * rng.uniform(0, 0.14))
+    tint = rng.normal(1.0, 0.02, 3)
+    image = np.clip(image * light[:, :, None] * tint, 0, 1)
+    photo = Image.fromarray((image * 255).astype(np.uint8))
+    if rng.random() < 0.5:
+        photo = photo.filter(ImageFilter.GaussianBlur(float(rng.uniform(0.2, 0.9))))
+    grain = rng.standard_normal((SIZE, SIZE, 3), dtype=np.float32) * rng.uniform(0, 9)
+    return np.clip(np.asarray(photo, dtype=np.float32) + grain, 0, 255).astype(np.uint8)
+
+
+def draw_sprites(
+    rng: np.random.Generator, most: int = MOST_THINGS, *, novel: bool = False
+) -> list[Sprite]:
+    """One to `most` things of few kinds, so that counting and confusing them is possible.
+
+    With `novel` the first one, if it finds a place, is a reserved combination.
+    """
+    wanted = int(rng.integers(1, most + 1))
+    kinds = [str(k) for k in rng.choice(list(SHAPES), max(1, int(rng.integers(1, 6))))]
+    tones = [str(c) for c in rng.choice(list(COLORS), int(rng.integers(2, 6)))]
+    largest = 62.0 if wanted <= 2 else 46.0 if wanted <= 4 else 34.0
+    sprites: list[Sprite] = []
+    for i in range(wanted):
+        length = float(np.exp(rng.uniform(np.log(SMALLEST), np.log(largest))))
+        pattern = "plain" if rng.random() < 0.6 else str(rng.choice(PATTERNS))
+        if length < 18 and pattern != "plain":
+            pattern = "plain"  # a pattern of two pixels is none
+        shape, color = str(rng.choice(kinds)), str(rng.choice(tones))
+        while is_reserved(shape, color) != (novel and i == 0):
+            color = str(rng.choice(list(COLORS)))
+            shape = str(rng.choice(list(SHAPES))) if novel and i == 0 else shape
+        placed = place(draw_sprite(shape, color, pattern, length, rng), sprites, rng)
+        if placed is not None:
+            sprites.append(placed)
+    return sprites
+
+
+def draw_scene(seed: int, most: int = MOST_THINGS, *, novel: bool = False) -> Scene:
+    """Draws the scene of a seed with one to `most` things.
+
+    Args:
+        seed: Any non-negative integer; equal seeds give equal scenes.
+        most: Largest number of things.
+        novel: Whether the rearmost thing is a combination of colour and shape kept from training.
+    """
+    rng = np.random.default_rng(seed)
+    background = _draw_clutter(draw_background(rng), rng)
+    sprites = draw_sprites(rng, most, novel=novel)
+    pixels = finish(compose(background, sprites, rng), rng)
+    return Scene(pixels, tuple(sprite.thing for sprite in sprites))
+
+
+def draw_clip(seed: int, frames: int) -> tuple[tuple[Scene, ...], str, str]:
+    """Draws frames in which one thing moves and the others stand still.
+
+    Args:
+        seed: Any non-negative integer.
+        frames: Number of frames, 2 or more.
+
+    Returns:
+        The frames in order, the moving thing's shape (the only one of its kind) and the direction:
+        left, right, up, down.
+    """
+    rng = np.random.default_rng(seed)
+    background = _draw_clutter(draw_background(rng), rng)
+    way, dx, dy = [("left", -1, 0), ("right", 1, 0), ("up", 0, -1), ("down", 0, 1)][
+        int(rng.integers(4))
+    ]
+    shape, color = str(rng.choice(list(SHAPES))), str(rng.choice(list(COLORS)))
+    while is_reserved(shape, color):
+        color = str(rng.choice(list(COLORS)))
+    mover = draw_sprite(shape, color, "plain", float(rng.uniform(14, 30)), rng)
+    w, h = (int(n) for n in (mover.thing.box[2] - mover.thing.box[0],
+                             mover.thing.box[3] - mover.thing.box[1]))  # fmt: skip
+    path = int(rng.integers(20, 46))
+    start_x = int(rng.integers(path, SIZE - w)) if dx < 0 else int(
+        rng.integers(0, SIZE - w - path * dx + 1))  # fmt: skip
+    start_y = int(rng.integers(path, SIZE - h)) if dy < 0 else int(
+        rng.integers(0, SIZE - h - path * dy + 1))  # fmt: skip
+    mover = mover.moved(start_x - int(mover.thing.box[0]), start_y - int(mover.thing.box[1]))
+    others = [s for s in draw_sprites(rng, 3) if s.thing.shape != shape]
+    state = rng.bit_generator.state
+    scenes = []
+    for i in range(frames):
+        rng.bit_generator.state = state  # one camera: the same shadow, light and blur
+        step = round(path * i / (frames - 1))
+        sprites = [*others, mover.moved(dx * step, dy * step)]
+        pixels = finish(compose(background, sprites, rng), rng)
+        scenes.append(Scene(pixels, tuple(sprite.thing for sprite in sprites)))
+    return tuple(scenes), shape, way

@@ -1,0 +1,1 @@
+"""The built-in domains: scenes drawn on photographs."""

@@ -1,0 +1,299 @@
+"""What is in a data set and what is wrong with it: counts, labels, broken files, leaks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image
+
+from valora_data.errors import DataError
+from valora_data.schema import CHOICE_TASKS, Sample, Split, Task
+from valora_data.sources.formats.labelled import ImageReader
+from valora_data.sources.registry import Source, open_source
+from valora_data.splits import content_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+THUMB = 8
+NEAR_BITS = 6
+"""Bits of 64 by which the hashes of two pictures of the same thing may differ."""
+NEAR_LEVELS = 6.0
+"""Mean difference of their thumbnails, of 255."""
+FLAT = 4.0
+"""Standard deviation of grey below which a picture shows too little to be recognised."""
+KEPT_PICTURES = 12
+"""Pairs of leaking pictures that are kept to be shown."""
+
+
+@dataclass(slots=True)
+class SplitFacts:
+    """What a split holds.
+
+    Attributes:
+        samples: How many samples.
+        images: How many images or frames.
+        labels: How often each label, answer or class of objects occurs.
+        unanswered: Samples without any answer.
+        sizes: How often each width and height occurs.
+    """
+
+    samples: int = 0
+    images: int = 0
+    labels: Counter[str] = field(default_factory=Counter)
+    unanswered: int = 0
+    sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """A picture that two splits share.
+
+    Attributes:
+        first: Split and id.
+        second: Split and id.
+        exact: Whether the pixels are equal; otherwise they look the same.
+        pictures: Small copies of both.
+    """
+
+    first: tuple[str, str]
+    second: tuple[str, str]
+    exact: bool
+    pictures: tuple[Image.Image, Image.Image] | None = None
+
+
+@dataclass(slots=True)
+class Inspection:
+    """What was found in a data set.
+
+    Attributes:
+        task: What its answers are for.
+        splits: Facts by name of the split; `all` for a set in one piece.
+        broken: Files that do not decode.
+        leaks: Pictures in two splits, exact ones first.
+        duplicates: Pictures that occur again in their own split, questions about one image aside.
+        problems: One sentence for each thing that must be put right.
+    """
+
+    task: Task
+    splits: dict[str, SplitFacts] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
+    leaks: list[Leak] = field(default_factory=list)
+    duplicates: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def inspect(source: Source, on_sample: Callable[[str, Sample], None] | None = None) -> Inspection:
+    """Read a data set from end to end.
+
+    Args:
+        source: What to read; broken files are counted, however many there are.
+        on_sample: Called with the split's name and each sample.
+
+    Raises:
+        DataError: If the set cannot be read at all.
+    """
+    reader = ImageReader(source.path or source.name, tolerance=1.0)
+    found = Inspection(source.task)
+    prints = _Prints()
+    for split, stream in open_source(replace(source, reader=reader)).items():
+        name = "all" if split is None else str(split)
+        if split is None and len(open_source(source)) > 1:
+            name = str(Split.TRAIN)
+        facts = found.splits.setdefault(name, SplitFacts())
+        for sample in stream():
+            _note(facts, sample, source.task)
+            found.duplicates += prints.add(name, sample)
+            if on_sample is not None:
+                on_sample(name, sample)
+    found.broken = reader.skipped
+    found.leaks = prints.leaks()
+    found.problems = _problems(found)
+    return found
+
+
+def _note(facts: SplitFacts, sample: Sample, task: Task) -> None:
+    answer = sample.answer
+    facts.samples += 1
+    facts.images += len(sample.images)
+    facts.sizes[sample.image.size] += 1
+    if task is Task.DETECTION:
+        facts.labels.update(box.label for box in answer.boxes)
+        return
+    if answer.choice is not None:
+        facts.labels[answer.choice] += 1
+    elif not answer.captions and not answer.boxes:
+        facts.unanswered += 1
+
+
+def _problems(found: Inspection) -> list[str]:
+    problems = []
+    if found.broken:
+        shown = ", ".join(found.broken[:3])
+        problems.append(
+            f"{len(found.broken)} files do not decode or are missing ({shown}): repair or remove "
+            "them"
+        )
+    for exact, what in ((True, "are in two splits"), (False, "look the same in two splits")):
+        leaks = [leak for leak in found.leaks if leak.exact == exact]
+        if leaks:
+            one = leaks[0]
+            problems.append(
+                f"{len(leaks)} pictures {what} (such as {one.first[1]} in {one.first[0]} and "
+                f"{one.second[1]} in {one.second[0]}): keep each in one split"
+            )
+    problems += [
+        f"split {name} holds no samples: add some"
+        for name, facts in found.splits.items()
+        if not facts.samples
+    ]
+    labels = {name: facts.labels for name, facts in found.splits.items() if facts.labels}
+    learnt = labels.get(str(Split.TRAIN), labels.get("all"))
+    if found.task in CHOICE_TASKS - {Task.VQA} and learnt is not None:
+        if len(learnt) == 1:
+            problems.append(
+                f"there is one class, {next(iter(learnt))!r}, so that there is nothing to choose: "
+                "add another"
+            )
+        for name, used in labels.items():
+            strange = sorted(set(used) - set(learnt))
+            if strange:
+                problems.append(
+                    f"split {name} has labels that {Split.TRAIN} lacks ({', '.join(strange[:5])}): "
+                    "give all splits the same label set"
+                )
+    return problems
+
+
+class _Prints:
+    """Fingerprints of what was seen: exact hashes, perceptual hashes and thumbnails."""
+
+    def __init__(self) -> None:
+        self._exact: dict[str, tuple[str, str]] = {}
+        self._own: set[tuple[str, str]] = set()
+        self._leaks: list[Leak] = []
+        self._names: list[tuple[str, str]] = []
+        self._bits: list[np.uint64] = []
+        self._thumbs: list[npt.NDArray[np.uint8]] = []
+
+    def add(self, split: str, sample: Sample) -> int:
+        """Take note of a sample; 1 if its picture was in its split already, else 0."""
+        image_id = sample.id.split("#", 1)[0]
+        if (split, image_id) in self._own:
+            return 0  # another question about the same image
+        self._own.add((split, image_id))
+        digest = content_hash(sample)
+        twin = self._exact.setdefault(digest, (split, sample.id))
+        if twin != (split, sample.id):
+            if twin[0] == split:
+                return 1
+            small = _small(sample.image)
+            pictures = (small, small) if len(self._leaks) < KEPT_PICTURES else None
+            self._leaks.append(Leak(twin, (split, sample.id), True, pictures))
+            return 0
+        middle = sample.images[len(sample.images) // 2]
+        bits = perceptual_hash(middle)
+        if bits is not None:
+            self._names.append((split, sample.id))
+            self._bits.append(bits)
+            thumb = middle.resize((THUMB, THUMB), Image.Resampling.BOX)
+            self._thumbs.append(np.asarray(thumb, dtype=np.uint8))
+        return 0
+
+    def leaks(self) -> list[Leak]:
+        """All leaks, exact ones first."""
+        near: list[Leak] = []
+        bits, splits = np.array(self._bits, np.uint64), np.array([n[0] for n in self._names])
+        for place, name in enumerate(self._names):
+            apart = np.bitwise_count(bits[:place] ^ bits[place])
+            others = np.flatnonzero((apart <= NEAR_BITS) & (splits[:place] != name[0]))
+            for other in others:
+                gap = self._thumbs[place].astype(float) - self._thumbs[other]
+                if np.abs(gap).mean() <= NEAR_LEVELS:
+                    pictures = None
+                    if len(near) < KEPT_PICTURES:
+                        first, second = (
+                            Image.fromarray(self._thumbs[i]).resize((96, 96), Image.Resampling.BOX)
+                            for i in (int(other), place)
+                        )
+                        pictures = (first, second)
+                    near.append(Leak(self._names[int(other)], name, False, pictures))
+                    break
+        return [*self._leaks, *near]
+
+
+def perceptual_hash(image: Image.Image) -> np.uint64 | None:
+    """Difference hash: whether each of 8 × 8 places is brighter than its right neighbour.
+
+    It survives resizing, recompression and changes of brightness.
+
+    Returns:
+        64 bits, or None for a picture that is too flat to be recognised.
+    """
+    small = image.convert("L").resize((9, 8), Image.Resampling.BOX)
+    grey = np.asarray(small, dtype=np.float32)
+    if grey.std() < FLAT:
+        return None
+    packed = np.packbits(grey[:, :-1] > grey[:, 1:])
+    return np.uint64(int.from_bytes(packed.tobytes(), "big"))
+
+
+def _small(image: Image.Image) -> Image.Image:
+    copy = image.copy()
+    copy.thumbnail((96, 96))
+    return copy
+
+
+def task_of(sample: Sample) -> Task:
+    """The task whose answer a sample holds.
+
+    Raises:
+        DataError: If it holds none.
+    """
+    answer = sample.answer
+    if answer.boxes:
+        return Task.DETECTION if sample.prompt is None else Task.GROUNDING
+    if answer.label is not None:
+        return Task.VIDEO if sample.rest else Task.CLASSIFICATION
+    held = {Task.CAPTION: answer.captions, Task.VQA: answer.answers}
+    for task, texts in held.items():
+        if texts:
+            return task
+    if answer.count is not None:
+        return Task.COUNTING
+    raise DataError(f"sample {sample.id} holds no answer: give the task with --task")
+
+
+def guess_task(source_kind: str, columns: set[str]) -> Task:
+    """The task that a source is most likely meant for.
+
+    Args:
+        source_kind: Key of `registry.READS`.
+        columns: Columns or tables that it has, for kinds that serve several tasks.
+
+    Raises:
+        DataError: If none of them tells.
+    """
+    fixed = {"yolo": Task.DETECTION, "llava": Task.VQA, "vqa": Task.VQA, "refcoco": Task.GROUNDING}
+    if source_kind in fixed:
+        return fixed[source_kind]
+    if source_kind == "coco":
+        return Task.DETECTION if "categories" in columns else Task.CAPTION
+    marks = {
+        "question": Task.VQA, "objects": Task.DETECTION, "phrase": Task.GROUNDING,
+        "expression": Task.GROUNDING, "sentence": Task.GROUNDING, "caption": Task.CAPTION,
+        "captions": Task.CAPTION, "text": Task.CAPTION, "count": Task.COUNTING,
+    }  # fmt: skip
+    for column, task in marks.items():
+        if column in columns:
+            return task
+    if not columns or "label" in columns or "labels" in columns:
+        return Task.VIDEO if source_kind == "videofolder" else Task.CLASSIFICATION
+    raise DataError(
+        f"columns {', '.join(sorted(columns))} do not tell the task: give one with --task"
+    )

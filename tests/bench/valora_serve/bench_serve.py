@@ -1,0 +1,615 @@
+"""End-to-end measurements of the runtime on a LLaVA-1.5-7B shape with random weights.
+
+`python -m tests.bench.valora_serve.bench_serve [SECTION …]` runs the named sections (all by
+default), prints a table for each and, with `--out`, writes every figure as JSON. Random weights cost what trained
+ones do. The workloads of `throughput`, `decode` and `arrivals` are those of vLLM's published
+figures in `VLLM` (one H200, Llama-7B shape, LoRA on q, k, v, o, adapters on the GPU).
+
+Average token latency is Σ end-to-end latency over Σ (input + image + output) tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.bench.valora_serve.serve_models import PROCESSOR, add_adapters, add_head, llava_7b
+from valora_serve.engine.engine import Engine
+from valora_serve.engine.settings import EngineSettings
+from valora_serve.model.lmm import Lmm
+from valora_serve.orchestrator.decision import make_policy
+from valora_serve.types import Request, SamplingParams
+
+VLLM_THROUGHPUT = {  # requests/s
+    "no LoRA": 31.1, "S1 n=5": 22.4, "S1 n=100": 18.5, "S2 n=5": 22.9, "S2 n=100": 17.3,
+}  # fmt: skip
+VLLM_DECODE = {  # ms: no adapter, 1 adapter, 16 adapters
+    1: (4.54, 5.88, None), 8: (4.79, 5.99, 8.22), 32: (5.63, 6.78, 11.29), 64: (6.62, 8.48, 13.09),
+}  # fmt: skip
+VLLM_ARRIVALS = {2: 3.17, 6: 3.95, 10: 5.44, 16: 10.29}  # average token latency, ms
+POLICIES = ("merge_only", "unmerge_only", "dlora", "slora", "valora", "cost")
+
+found: dict[str, object] = {}
+
+
+def table(title, head, rows):
+    print(f"\n## {title}\n")
+    print("| " + " | ".join(head) + " |")
+    print("|" + "---|" * len(head))
+    for row in rows:
+        cells = [f"{c:.3g}" if isinstance(c, float) else "–" if c is None else str(c) for c in row]
+        print("| " + " | ".join(cells) + " |", flush=True)
+    found[title] = {"head": head, "rows": rows}
+
+
+class Bench:
+    """The model, and engines on it one after the other."""
+
+    def __init__(self, arguments):
+        self.arguments = arguments
+        self.device = torch.device(arguments.device)
+        self.model = llava_7b(self.device, arguments.layers, arguments.width)
+        self.lmm = Lmm.of(self.model, PROCESSOR, self.device, "llava-7b")
+        self.engine = None
+        self.started = None
+
+    def start(self, policy="slora", adapters=0, ranks=(64,), **options):
+        """An engine with so many adapters, warmed up; one that is there takes the other policy."""
+        wanted = (adapters, tuple(ranks), options)
+        if self.engine is not None and wanted == self.started and not options:
+            settings = self.engine.settings.policy_settings
+            self.engine.policy = make_policy(policy, self.engine.cost, settings)
+            return self.names
+        self.stop()
+        small = self.device.type == "cpu"
+        defaults = {
+            "max_requests": 512, "max_tokens": 8192, "chunk": 8192, "max_adapters": 128,
+            "slots": min(max(adapters, 1), 256), "max_rank": max(ranks), "host_bytes": 1 << 50,
+            "profile": False, "memory": 0.85, "prefix_cache": False,
+            "attention": self.arguments.attention, "cost_folder": self.arguments.costs,
+            "pages": 2000 if small else None,
+            "prompt_graphs": None if self.arguments.prompt_graphs else False,
+        }  # fmt: skip
+        # `cost` goes into every mode, so all that any policy needs is captured.
+        self.engine = Engine(EngineSettings(policy="cost", **(defaults | options)), self.lmm)
+        names = add_adapters(self.engine, adapters, ranks) if adapters else []
+        start = time.monotonic()
+        self.engine.warm_up()
+        print(f"[{adapters} adapters: warm after {time.monotonic() - start:.1f} s, "
+              f"{self.engine.memory.pages} pages]", flush=True)  # fmt: skip
+        settings = self.engine.settings.policy_settings
+        self.engine.policy = make_policy(policy, self.engine.cost, settings)
+        self.started, self.names = wanted, names
+        return names
+
+    def stop(self):
+        """Let the engine go, and put the model back as it was."""
+        if self.engine is None:
+            return
+        self.engine.switch(self.engine._mode, None)
+        self.engine.close()
+        self.lmm.linears.release()
+        self.engine = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def synchronize(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def trace(self, name):
+        """File for an engine's decisions, beside the other results."""
+        out = self.arguments.out
+        return str(out.with_name(f"trace-{name}.txt")) if out else None
+
+    def request(self, number, tokens, output, name, **options):
+        ids = np.random.default_rng(number).integers(3, 32000, tokens).tolist()
+        sampling = SamplingParams(max_tokens=output, ignore_eos=True)
+        return Request(str(number), name, token_ids=ids, sampling=sampling, **options)
+
+    def drive(self, requests, arrivals=None, most=600.0):
+        """Run requests, arriving at the given seconds; returns their last outputs and the time."""
+        engine = self.engine
+        prepared = [engine.prepare(request) for request in requests]
+        order = range(len(requests)) if arrivals is None else np.argsort(arrivals)
+        queue = iter([(0.0 if arrivals is None else arrivals[i], prepared[i]) for i in order])
+        due = next(queue, None)
+        done = []
+        start = time.monotonic()
+        while due is not None or engine.busy:
+            now = time.monotonic() - start
+            while due is not None and due[0] <= now:
+                engine.add(due[1])
+                due = next(queue, None)
+            if engine.busy:
+                for output in engine.step():
+                    if output.finish is not None:
+                        if output.error:
+                            raise output.error
+                        done.append(output)
+                if engine.stalled:
+                    time.sleep(2e-4)
+            elif due is not None:
+                time.sleep(max(0.0, min(due[0] - (time.monotonic() - start), 0.001)))
+            if now > most:
+                raise TimeoutError("the requests did not end in time")
+        return done, time.monotonic() - start
+
+    def warm(self, names, count=24):
+        """Let compilers see the shapes before the clock runs."""
+        requests = [
+            self.request(10**6 + i, 20 + 37 * i, 8, names[i % len(names)] if names else None)
+            for i in range(count)
+        ]
+        self.drive(requests)
+        big = [self.request(2 * 10**6 + i, 400, 4, names[i % len(names)] if names else None)
+               for i in range(30)]  # fmt: skip
+        self.drive(big)
+
+
+def metrics(done, wall, slo=6.0):
+    """Latencies in milliseconds, requests and output tokens a second.
+
+    `slo` is the share of requests whose first token came within so many seconds (S-LoRA §7: 6 s).
+    """
+    latency = [o.times.finished - o.times.arrival for o in done]
+    first = [o.times.first_token - o.times.arrival for o in done]
+    tokens = sum(o.usage.prompt + o.usage.completion for o in done)
+    out = sum(o.usage.completion for o in done)
+    between = [
+        (o.times.finished - o.times.first_token) / max(o.usage.completion - 1, 1) for o in done
+    ]
+    return {
+        "atl": 1e3 * sum(latency) / tokens,
+        "per_output": 1e3 * sum(latency) / out,
+        "ttft": 1e3 * statistics.mean(first),
+        "between": 1e3 * statistics.mean(between),
+        "requests": len(done) / wall,
+        "output": out / wall,
+        "p99": 1e3 * float(np.quantile(latency, 0.99)),
+        "slo": statistics.mean(seconds <= slo for seconds in first),
+    }
+
+
+def physical(bench):
+    """Bandwidth and matrix rate of this machine, measured now."""
+    device = bench.device
+    if device.type == "cpu":
+        return 1e11, 1e11
+    source = torch.empty(1 << 31, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    x = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+
+    def seconds(function):
+        times = []
+        for _ in range(10):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            function()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    bandwidth = 2 * source.numel() / seconds(lambda: target.copy_(source))
+    rate = 2 * 8192**3 / seconds(lambda: x @ x)
+    return bandwidth, rate
+
+
+def decode_ms(bench, names, batch, active, steps=(1, 128)):
+    """(T128 − T1) / 127 of requests with 32 input tokens."""
+    times = []
+    for output in steps:
+        best = []
+        for repeat in range(3 if output > 1 else 5):
+            requests = [
+                bench.request(1000 * repeat + i, 32, output, names[i % active] if active else None)
+                for i in range(batch)
+            ]
+            best.append(bench.drive(requests)[1])
+        times.append(statistics.median(best))
+    return 1e3 * (times[1] - times[0]) / (steps[1] - steps[0])
+
+
+def decode(bench):
+    """Decode steps beside the time of reading the weights once, and vLLM's."""
+    bandwidth, rate = physical(bench)
+    text = bench.model.model.language_model
+    weights = sum(p.numel() for p in text.parameters()) - text.embed_tokens.weight.numel()
+    weights += sum(w.numel() for g in bench.lmm.linears.groups.values()
+                   if g.spec.part == "text" for w in g.weights)  # fmt: skip
+    weights += bench.model.lm_head.weight.numel()
+    floor = 1e3 * 2 * weights / bandwidth
+    sizes = bench.arguments.batches
+    bench.start("slora")
+    bench.warm([])
+    bare = {n: decode_ms(bench, [], n, 0) for n in sizes}
+    names = bench.start("slora", 16)
+    bench.warm(names)
+    idle = {n: decode_ms(bench, names, n, 0) for n in sizes}
+    one = {n: decode_ms(bench, names, n, 1) for n in sizes}
+    many = {n: decode_ms(bench, names, n, min(n, 16)) for n in sizes}
+    bench.start("merge_only", 16)
+    merged = {n: decode_ms(bench, names, n, 1) for n in sizes}
+    rows = []
+    for n in sizes:
+        vllm = VLLM_DECODE.get(n, (None, None, None))
+        rows.append([n, bare[n], bare[n] / floor, idle[n] / bare[n], merged[n] / bare[n], one[n],
+                     many[n], many[n] / bare[n], *vllm])  # fmt: skip
+    print(f"bandwidth {bandwidth / 1e12:.2f} TB/s, matrix rate {rate / 1e12:.0f} TFLOP/s, "
+          f"weights {2 * weights / 1e9:.2f} GB: {floor:.2f} ms")  # fmt: skip
+    table("Decode step, ms (rank 64 on q, k, v, o)",
+          ["batch", "bare", "of reading the weights", "idle LoRA / bare", "merged / bare",
+           "1 adapter", "16 adapters", "16 / bare", "vLLM bare", "vLLM 1", "vLLM 16"],
+          rows)  # fmt: skip
+
+
+def prefill(bench):
+    """Prompt tokens a second as a share of the matrix rate."""
+    _, rate = physical(bench)
+    weights = sum(w.numel() for g in bench.lmm.linears.groups.values()
+                  if g.spec.part == "text" for w in g.weights)  # fmt: skip
+    rows = []
+    for adapters in (0, 16):
+        names = bench.start("slora", adapters)
+        bench.warm(names)
+        for count, length in ((1, 256), (1, 1024), (4, 1024), (8, 1024), (16, 512)):
+            times = []
+            for repeat in range(4):
+                requests = [
+                    bench.request(100 * repeat + i, length, 1, names[i] if names else None)
+                    for i in range(count)
+                ]
+                times.append(bench.drive(requests)[1])
+            seconds = min(times)
+            flops = 2 * weights * count * length
+            flops += 2 * 2 * bench.lmm.layers * bench.lmm.width * count * length * length / 2
+            rows.append([adapters, f"{count} × {length}", 1e3 * seconds,
+                         count * length / seconds, flops / seconds / rate])  # fmt: skip
+    table("Prefill", ["adapters", "prompts", "ms", "tokens/s", "of the matrix rate"], rows)
+
+
+def throughput(bench):
+    """S-LoRA's Table 3 workload: 400 requests at once, lengths uniform in [8, 512] both ways."""
+    g = np.random.default_rng(0)
+    inputs, outputs = g.integers(8, 513, 400), g.integers(8, 513, 400)
+    count = bench.arguments.requests
+    rows = []
+    cases = [("no LoRA", 0, (8,)), ("S1 n=5", 5, (8,)), ("S1 n=100", 100, (8,)),
+             ("S2 n=5", 5, (64, 32, 16, 8)), ("S2 n=100", 100, (64, 32, 16, 8))]  # fmt: skip
+    for name, n, ranks in cases:
+        names = bench.start(bench.arguments.policy, n, ranks)
+        bench.warm(names)
+        chosen = np.random.default_rng(1).integers(0, max(n, 1), 400)
+        requests = [
+            bench.request(i, int(inputs[i]), int(outputs[i]), names[chosen[i]] if n else None)
+            for i in range(count)
+        ]
+        bench.drive(requests[:128])
+        done, wall = bench.drive(requests)
+        m = metrics(done, wall)
+        vllm = VLLM_THROUGHPUT[name]
+        rows.append([name, m["requests"], m["output"], vllm, m["requests"] / vllm])
+    table("Throughput, 400 requests at once",
+          ["adapters", "requests/s", "output tokens/s", "vLLM requests/s", "ours / vLLM"],
+          rows)  # fmt: skip
+
+
+def poisson(rate, seconds, seed):
+    gaps = np.random.default_rng(seed).exponential(1 / rate, int(4 * rate * seconds) + 10)
+    times = np.cumsum(gaps)
+    return times[times < seconds]
+
+
+def skewed(count, adapters, share, seed):
+    """Adapter of each request: the first with exactly this probability, else any other."""
+    g = np.random.default_rng(seed)
+    other = g.integers(1, adapters, count) if adapters > 1 else np.zeros(count, int)
+    return np.where(g.random(count) < share, 0, other)
+
+
+def arrivals(bench):
+    """Poisson arrivals, 16 adapters of rank 64, 60 % on one, input 256, output 200."""
+    rows = []
+    for policy in bench.arguments.policies:
+        names = bench.start(policy, 16)
+        bench.warm(names)
+        for rate, vllm in VLLM_ARRIVALS.items():
+            if rate not in bench.arguments.rates:
+                continue
+            times = poisson(rate, bench.arguments.seconds, 3)
+            chosen = skewed(len(times), 16, 0.6, 4)
+            requests = [bench.request(i, 256, 200, names[chosen[i]]) for i in range(len(times))]
+            before = bench.engine.stats().switches
+            m = metrics(*bench.drive(requests, times), bench.arguments.slo)
+            print(policy, rate, {k: round(v, 3) for k, v in m.items()},
+                  "switches", bench.engine.stats().switches - before, flush=True)  # fmt: skip
+            rows.append([policy, rate, m["atl"], m["per_output"], m["ttft"], m["between"], m["slo"],
+                         vllm, m["atl"] / vllm])  # fmt: skip
+    table("Poisson arrivals, 60 % on one of 16 adapters",
+          ["policy", "requests/s", "average token latency, ms", "per output token, ms",
+           "mean TTFT, ms", "mean inter-token, ms", "SLO attainment",
+           "vLLM average token latency", "ours / vLLM"],
+          rows)  # fmt: skip
+
+
+def skew(bench):
+    """Average token latency by skewness and policy: VaLoRA's visual retrieval (256 in, 200 out)."""
+    policies, shares = bench.arguments.policies, bench.arguments.shares
+    found_here = {}
+    for policy in policies:
+        options = {"trace": bench.trace(policy)} if bench.arguments.traces else {}
+        names = bench.start(policy, 16, **options)
+        bench.warm(names)
+        for rate, share in product(bench.arguments.rate, shares):
+            times = poisson(rate, bench.arguments.seconds, 5)
+            chosen = skewed(len(times), 16, share, 6)
+            requests = [bench.request(i, 256, 200, names[chosen[i]]) for i in range(len(times))]
+            before = bench.engine.stats().switches
+            m = metrics(*bench.drive(requests, times), bench.arguments.slo)
+            found_here[policy, rate, share] = m
+            print(policy, rate, share, {k: round(v, 3) for k, v in m.items()},
+                  "switches", bench.engine.stats().switches - before, flush=True)  # fmt: skip
+    for (name, key), rate in product(
+        (("Average token latency (ms)", "atl"), ("SLO attainment", "slo")), bench.arguments.rate
+    ):
+        table(f"{name} at {rate:g} requests/s by share of one adapter",
+              ["policy", *(f"{s:.0%}" for s in shares)],
+              [[p, *(found_here[p, rate, s][key] for s in shares)] for p in policies])  # fmt: skip
+
+
+def adapters(bench):
+    """Throughput by number of adapters, uniformly popular (S-LoRA's α = 1), from host memory.
+
+    At most 512 of them lie on the device: as many as there are requests in a step.
+    """
+    rows = []
+    total, rate = bench.arguments.requests, bench.arguments.rate[0]
+    times = poisson(rate, bench.arguments.seconds, 9)
+    alike = np.random.default_rng(7)  # the same lengths whatever the number
+    lengths = alike.integers(8, 513, (max(total, len(times)), 2))
+    for n in bench.arguments.counts:
+        names = bench.start("slora", n, (8,), slots=512, max_adapters=512)
+        bench.warm(names[:64])
+        chosen = np.random.default_rng(8).integers(0, n, len(lengths))
+        requests = [
+            bench.request(i, *map(int, lengths[i]), names[chosen[i]]) for i in range(len(lengths))
+        ]
+        bench.drive([replace(r, model=names[i % 5]) for i, r in enumerate(requests[:128])])
+        burst = metrics(*bench.drive(requests[:total]))
+        steady = metrics(*bench.drive(requests[: len(times)], times))
+        first = rows[0][2] if rows else burst["requests"]
+        distinct = len(set(chosen[:total].tolist()))
+        rows.append([n, distinct, burst["requests"], burst["requests"] / first,
+                     burst["ttft"], steady["requests"], steady["atl"], steady["ttft"]])  # fmt: skip
+        print(rows[-1], flush=True)
+    table(f"Throughput by number of adapters (rank 8): {total} at once, and {rate:g} a second",
+          ["adapters", "of them asked for", "requests/s at once", "of the first", "mean TTFT, ms",
+           "requests/s", "average token latency, ms", "mean TTFT, ms"], rows)  # fmt: skip
+
+
+def switch(bench):
+    """A mode switch with running requests, from decision to the weights being there."""
+    names = bench.start("valora", 16)
+    bench.warm(names)
+    engine = bench.engine
+    for i in range(32):
+        engine.add(engine.prepare(bench.request(i, 64, 400, names[i % 4])))
+    for _ in range(12):
+        engine.step()
+    resident = sorted(engine.adapters.resident)
+    rows = []
+    for label, source, target in (
+        ("pristine → merged", None, resident[0]),
+        ("merged → other merged", resident[0], resident[1]),
+        ("merged → pristine", resident[1], None),
+    ):
+        times = []
+        for _ in range(20):
+            for _ in range(2):
+                engine.step()  # the policy may switch by itself in these
+            engine.switch(engine._mode, source)
+            bench.synchronize()
+            start = time.perf_counter()
+            engine.switch(engine._mode, target)
+            bench.synchronize()
+            times.append(1e3 * (time.perf_counter() - start))
+        rows.append([label, statistics.median(times), max(times)])
+    table("Mode switch with 32 running requests, ms", ["switch", "median", "most"], rows)
+    for i in range(32):
+        engine.cancel(str(i))
+    while engine.busy:
+        engine.step()
+
+
+def kernels(bench):
+    """Where a decode step's time goes."""
+    from torch.profiler import ProfilerActivity, profile
+
+    names = bench.start("slora", 16)
+    bench.warm(names)
+    rows = []
+    for batch, active in ((1, 0), (32, 0), (32, 16)):
+        for i in range(batch):
+            name = names[i % active] if active else None
+            bench.engine.add(bench.engine.prepare(bench.request(i, 64, 300, name)))
+        for _ in range(20):
+            bench.engine.step()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(50):
+            bench.engine.step()
+        torch.cuda.synchronize()
+        wall = (time.perf_counter() - start) / 50
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            for _ in range(5):
+                bench.engine.step()
+            torch.cuda.synchronize()
+        events = sorted(seen.key_averages(), key=lambda e: -e.device_time_total)
+        busy = sum(e.device_time_total for e in events) / 5e3
+        rows.append([batch, active, "step, wall clock", None, 1e3 * wall])
+        rows.append([batch, active, "kernels together", None, busy])
+        for e in events[:16]:
+            rows.append([batch, active, e.key[:60], e.count / 5, e.device_time_total / 5e3])
+        for i in range(batch):
+            bench.engine.cancel(str(i))
+        while bench.engine.busy:
+            bench.engine.step()
+    table("A decode step by kernel", ["batch", "adapters", "kernel", "times", "ms"], rows)
+
+
+def heads(bench):
+    """An answer by a head, beside the first token and the whole answer of the same prompt."""
+    names = bench.start("slora", 16)
+    bench.warm(names)
+    labels = tuple(f"action {i}" for i in range(101))
+    add_head(bench.engine, "actions", names[1], labels)
+    rows = []
+    for rate in (None, 2, 6):
+        times = None if rate is None else poisson(rate, bench.arguments.seconds, 8)
+        count = 12 if times is None else len(times)
+        latency = {}
+        cases = (("head", "actions", 0), ("first token", names[1], 1),
+                 ("5 tokens", names[1], 5), ("10 tokens", names[1], 10))  # fmt: skip
+        for label, name, output in cases:
+            requests = [bench.request(50 * i, 6 * 256, max(output, 1), name) for i in range(count)]
+            requests = [replace(r, id=str(i)) for i, r in enumerate(requests)]
+            if times is None:  # one after the other
+                done = [bench.drive([request])[0][0] for request in requests]
+            else:
+                done = bench.drive(requests, times)[0]
+            latency[label] = 1e3 * statistics.median(
+                o.times.finished - o.times.arrival for o in done
+            )
+        rows.append(["one at a time" if rate is None else f"{rate}/s", *latency.values(),
+                     latency["head"] / latency["first token"],
+                     1 - latency["head"] / latency["5 tokens"],
+                     1 - latency["head"] / latency["10 tokens"]])  # fmt: skip
+    table("Video understanding, 6 × 256 input tokens: median latency, ms",
+          ["requests", "head", "first token", "LM head, 5 tokens", "LM head, 10 tokens",
+           "head / first token", "saved of 5", "saved of 10"], rows)  # fmt: skip
+
+
+def peft(bench):
+    """PEFT's mixed batches in transformers' generate, on the same requests."""
+    from peft import LoraConfig, get_peft_model
+
+    arguments = bench.arguments
+    g = np.random.default_rng(0)
+    count = min(arguments.requests, 64)
+    inputs, outputs = g.integers(8, 513, count), g.integers(8, 513, count)
+    rows = []
+    for n in (5, 100):
+        names = bench.start("slora", n, (8,))
+        bench.warm(names)
+        chosen = np.random.default_rng(1).integers(0, n, count)
+        requests = [
+            bench.request(i, int(inputs[i]), int(outputs[i]), names[chosen[i]])
+            for i in range(count)
+        ]
+        ours = bench.drive(requests)[1]
+        bench.stop()
+        model = llava_7b(bench.device, arguments.layers, arguments.width)
+        config = LoraConfig(
+            r=8, lora_alpha=8, target_modules=r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj)"
+        )
+        wrapped = get_peft_model(model, config, adapter_name="a0")
+        for i in range(1, n):
+            wrapped.add_adapter(f"a{i}", config)
+        wrapped.to(bench.device, torch.bfloat16).eval()
+        start = time.monotonic()
+        batch = min(32, count)
+        ids = torch.full((batch, int(inputs[:batch].max())), 2, device=bench.device)
+        mask = torch.zeros_like(ids)
+        for row in range(batch):
+            prompt = torch.tensor(requests[row].token_ids, device=bench.device)
+            ids[row, -len(prompt) :] = prompt
+            mask[row, -len(prompt) :] = 1
+        # A static batch goes on to its longest answer; a part of it shows the pace.
+        steps = min(int(outputs[:batch].max()), arguments.peft_steps)
+        with torch.inference_mode():
+            wrapped.generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=steps, min_new_tokens=steps,
+                do_sample=False, adapter_names=[f"a{c}" for c in chosen[:batch]],
+            )  # fmt: skip
+        if bench.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = (time.monotonic() - start) * int(outputs[:batch].max()) / steps
+        theirs = batch / seconds
+        rows.append([n, count / ours, theirs, count / ours / theirs])
+        del model, wrapped
+        gc.collect()
+    table(f"PEFT and transformers, batches of 32, {arguments.peft_steps} steps measured",
+          ["adapters", "ours, requests/s", "PEFT, requests/s", "times"], rows)  # fmt: skip
+
+
+def costs(bench):
+    """Measure the cost model that the policies decide with, and keep it in the costs folder."""
+    bench.start("valora", 16, profile=True)
+    print(bench.engine.cost)
+
+
+SECTIONS = {
+    f.__name__: f
+    for f in (
+        costs,
+        decode,
+        kernels,
+        prefill,
+        throughput,
+        arrivals,
+        skew,
+        adapters,
+        switch,
+        heads,
+        peft,
+    )
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sections", nargs="*", default=[])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--prompt-graphs", action=argparse.BooleanOptionalAction, default=True,
+                        help="capture steps with prompts, too")  # fmt: skip
+    parser.add_argument("--costs", default="/tmp/valora-costs")
+    parser.add_argument("--policy", default="slora", help="of the throughput section")
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES))
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 64])
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--rates", nargs="+", type=float, default=[2, 6, 10, 16])
+    parser.add_argument("--rate", nargs="+", type=float, default=[10, 32],
+                        help="of `skew`; the first of `adapters`, too")  # fmt: skip
+    parser.add_argument("--shares", nargs="+", type=float, default=[0.2, 0.4, 0.6, 0.8, 0.9])
+    parser.add_argument("--seconds", type=float, default=30)
+    parser.add_argument("--slo", type=float, default=6.0, help="seconds to the first token")
+    parser.add_argument("--counts", nargs="+", type=int, default=[5, 100, 2000])
+    parser.add_argument("--peft-steps", type=int, default=48, help="decode steps of the baseline")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--traces", action="store_true", help="keep the decisions of `skew`")
+    arguments = parser.parse_args()
+    bench = Bench(arguments)
+    for name in arguments.sections or SECTIONS:
+        start = time.monotonic()
+        SECTIONS[name](bench)
+        print(f"[{name}: {time.monotonic() - start:.0f} s]", flush=True)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(found, indent=1))
+    bench.stop()
+
+
+if __name__ == "__main__":
+    main()

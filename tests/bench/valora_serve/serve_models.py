@@ -1,0 +1,124 @@
+"""Base models and adapters of true shapes with random weights, made on the device."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from valora_serve.catalogue.adapters import Adapter, LoraPair, Part
+from valora_serve.catalogue.heads import Head, Pooling
+from valora_serve.catalogue.store import Staged, Target
+from valora_serve.types import ServedModel
+
+
+def llava_7b(device, layers=32, width=4096, vision=True, context=4096):
+    """LLaVA-1.5-7B: CLIP-L/336, a two-layer projector and Llama-7B, bf16 weights of std 0.02."""
+    from transformers import (
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+    )
+    from transformers.initialization import no_init_weights
+
+    text = LlamaConfig(
+        vocab_size=32064, hidden_size=width, intermediate_size=width * 43 // 16,
+        num_hidden_layers=layers, num_attention_heads=width // 128, max_position_embeddings=context,
+    )  # fmt: skip
+    tower = CLIPVisionConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=24 if vision else 2,
+        num_attention_heads=16, image_size=336, patch_size=14, projection_dim=768,
+    )  # fmt: skip
+    config = LlavaConfig(
+        text_config=text, vision_config=tower, image_token_index=32000, image_seq_length=576
+    )
+    with torch.device(device), no_init_weights():
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model = LlavaForConditionalGeneration(config)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.02, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    for module in model.modules():  # what the empty initialisation has left
+        if hasattr(module, "inv_freq"):
+            fresh = type(module)(text).inv_freq.to(device)
+            module.inv_freq = fresh
+        if hasattr(module, "position_ids"):
+            module.position_ids = torch.arange(
+                module.position_ids.shape[-1], device=device
+            ).unsqueeze(0)
+    return model.eval().requires_grad_(False)
+
+
+class Tokens:
+    """A tokenizer for random ids: nothing in a benchmark reads its text."""
+
+    bos_token, eos_token_id = None, 2
+
+    def __call__(self, text, **_):
+        return {"input_ids": [3 + ord(letter) % 1000 for letter in text]}
+
+    def decode(self, ids, **_):
+        return "".join(chr(97 + i % 26) for i in ids)
+
+
+PROCESSOR = SimpleNamespace(tokenizer=Tokens())
+
+
+def add_adapters(engine, count, ranks, distinct=16, seed=0):
+    """Register `count` adapters of the ranks in turn on q, k, v and o; returns their names.
+
+    Their matrices repeat after `distinct` of a rank, which no measurement can tell: every adapter
+    is loaded, placed and read for itself.
+    """
+    linears = engine.lmm.targets.linears
+    modules = [path for path in linears if path.rpartition(".")[2] in
+               ("q_proj", "k_proj", "v_proj", "o_proj") and "vision" not in path]  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    names = []
+    for number in range(count):
+        rank = ranks[number % len(ranks)]
+        which = (rank, (number // len(ranks)) % distinct)
+        name = f"adapter-{number}"
+        content = hashlib.sha256(f"{seed}/{name}/{rank}".encode()).hexdigest()
+        if which not in made:
+            pairs = {}
+            for path in modules:
+                out, width = linears[path]
+                a = torch.empty(rank, width, dtype=torch.bfloat16).normal_(
+                    std=width**-0.5, generator=generator
+                )
+                b = torch.empty(out, rank, dtype=torch.bfloat16).normal_(
+                    std=0.01, generator=generator
+                )
+                pairs[path] = LoraPair(a, b, 1.0)
+            adapter = Adapter(Path(name), pairs, rank, 1.0, frozenset([Part.LANGUAGE]), content, "")
+            made[which] = (engine.memory.pack(adapter), pairs)
+        packed, pairs = made[which]
+        light = Adapter(Path(name), {}, rank, 1.0, frozenset([Part.LANGUAGE]), content, "")
+        model = ServedModel(name, "adapter", name, engine.lmm.base, name, rank=rank)
+        staged = Staged(None, (Target(model, light),), {content: light}, Path(name))
+        engine.register(staged, {content: packed})
+        names.append(name)
+    return names
+
+
+def add_head(engine, name, adapter, labels, seed=0):
+    """A domain with a linear head that reads the last token, on an adapter that is there."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(len(labels), engine.lmm.width, generator=generator)
+    head = Head("action", labels, weight, torch.zeros(len(labels)), Pooling.LAST)
+    under = engine.store.resolve(adapter)
+    model = ServedModel(name, "domain", name, adapter, adapter, "action", labels=labels)
+    target = Target(model, under.adapter, head.to(engine.device))
+    engine.register(Staged(None, (target,), {}, Path(name)), {})

@@ -1,0 +1,19 @@
+"""What the end-to-end tests of the server share."""
+
+import pytest
+
+from tests.e2e.valora_serve.serving import Process, bundle_with_golden
+
+
+@pytest.fixture(scope="session")
+def sample_bundle(tmp_path_factory):
+    """A random bundle on the tiny base model."""
+    return bundle_with_golden(tmp_path_factory.mktemp("bundles") / "sample")
+
+
+@pytest.fixture(scope="session")
+def served(sample_bundle, tmp_path_factory):
+    """A server with the sample bundle."""
+    process = Process(sample_bundle, cwd=tmp_path_factory.mktemp("serve")).ready()
+    yield process
+    process.end()

@@ -1,0 +1,134 @@
+"""``valora-serve`` in a process of its own, with the tiny base model and a random bundle."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import torch
+from peft import PeftModel
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from tests.support.serve_helpers import make_bundle
+from valora_data.contract.boxes import read_detections
+from valora_data.contract.bundle import base_folder, read_bundle, write_manifest
+
+ROOT = Path(__file__).parents[3]
+
+
+def bundle_with_golden(folder, **options):
+    """A random bundle whose golden examples are what plain PEFT and the head say of them."""
+    make_bundle(folder, "tiny", **options)
+    bundle = read_bundle(folder)
+    (folder / "golden").mkdir()
+    examples = []
+    for number, (name, facts) in enumerate(bundle.domains.items()):
+        if facts["task"] == "detection":
+            image = Image.radial_gradient("L").resize((120 + 40 * number, 90)).convert("RGB")
+            file = f"golden/{name}-0.png"
+            image.save(folder / file)
+            rows = detect(bundle, facts, image)
+            examples.append({"domain": name, "image": file, "expected": rows})
+    (folder / "golden" / "golden.json").write_text(json.dumps(examples))
+    manifest = {k: v for k, v in bundle.manifest.items() if k not in ("files", "schema_version")}
+    write_manifest(folder, manifest)
+    return folder
+
+
+def detect(bundle, facts, image):
+    """Boxes of a detection domain, by docs/bundle.md: PEFT, one linear layer, the box code."""
+    source = base_folder("tiny")
+    processor = AutoProcessor.from_pretrained(source)
+    base = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32)
+    adapter = bundle.folder / bundle.adapters[facts["adapter"]]["path"]
+    model = PeftModel.from_pretrained(base, adapter).eval()
+    turn = [{"type": "text", "text": facts["prompt"]}, {"type": "image"}]
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": turn}], add_generation_prompt=True
+    )
+    inputs = processor(text=[text], images=[image], add_special_tokens=False, return_tensors="pt")
+    with torch.no_grad():
+        hidden = model.get_base_model().model(**inputs).last_hidden_state[0]
+    visual = hidden[inputs["input_ids"][0] == base.config.image_token_id]
+    file = bundle.folder / facts["head"]
+    head = load_file(file)
+    with safe_open(file, "pt") as opened:
+        told = opened.metadata()
+    boxes, confidences, classes = read_detections(
+        visual @ head["weight"].T + head["bias"],
+        tuple(json.loads(told["grid"])),
+        head["calibration"],
+        nms_iou=float(told["nms_iou"]),
+        min_score=facts["threshold"],
+        most=int(told["most"]),
+    )
+    scale = torch.tensor([image.width, image.height] * 2)
+    return [
+        {"label": facts["labels"][kind], "confidence": sure, "box": box}
+        for box, sure, kind in zip(
+            (boxes * scale).tolist(), confidences.tolist(), classes.tolist(), strict=True
+        )
+    ]
+
+
+def free_port():
+    """A port that nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+class Process:
+    """A ``valora-serve`` process.
+
+    Args:
+        arguments: Of the command.
+        cwd: Where it runs.
+    """
+
+    def __init__(self, *arguments, cwd):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = Path(cwd) / f"log-{self.port}.txt"
+        settings = {
+            "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+            "VALORA_PORT": str(self.port), "VALORA_COST_FOLDER": str(Path(cwd) / "costs"),
+            "VALORA_PROFILE": "false",
+        }  # fmt: skip
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "valora_serve.cli", *map(str, arguments)],
+                cwd=cwd, env=os.environ | settings, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def ready(self, seconds=120):
+        """Wait until it answers; gives itself."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            assert self.process.poll() is None, self.log.read_text()
+            try:
+                if httpx.get(f"{self.url}/ready", timeout=2).status_code == 200:
+                    return self
+            except httpx.TransportError:
+                pass
+            time.sleep(0.1)
+        raise AssertionError(self.log.read_text())
+
+    def end(self, how=signal.SIGTERM, seconds=60):
+        """Stop it; gives its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        return self.process.wait(seconds)
+
+    def said(self, pattern):
+        """What the log says, by a pattern."""
+        return re.search(pattern, self.log.read_text())

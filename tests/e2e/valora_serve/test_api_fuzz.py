@@ -1,0 +1,135 @@
+"""Requests made from the OpenAPI schema, right and wrong ones: never a 500, never undeclared."""
+
+import json
+import re
+
+import hypothesis
+import pytest
+import schemathesis
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from transformers import AutoTokenizer
+
+from tests.support.fake_engine import FakeEngine
+from tests.support.http_helpers import serving
+from valora_data.contract.bundle import base_folder
+from valora_serve.server.app import create_app
+from valora_serve.server.settings import ServerSettings
+
+pytestmark = pytest.mark.slow
+
+SECRET = "an-admin-key-for-the-fuzzing"
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fuzz")
+    engine = FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny")))
+    with serving(
+        engine,
+        api_key=SECRET,
+        allow_runtime_loading=True,
+        adapter_folder=str(folder),
+        state_file=str(folder / "served.json"),
+        media_folder=str(folder),
+        log_level="error",
+    ) as running:
+        yield running
+
+
+SCHEMA = schemathesis.openapi.from_dict(create_app(FakeEngine(), ServerSettings()).openapi())
+OPERATIONS = {
+    f"{operation.method.upper()} {operation.path}": operation
+    for operation in (found.ok() for found in SCHEMA.get_all_operations())
+}
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation(name, mode, server):
+    operation = OPERATIONS[name]
+    has_input = operation.body or operation.path_parameters
+    if mode is GenerationMode.NEGATIVE and not has_input:
+        pytest.skip("takes nothing that could be wrong")
+
+    @hypothesis.settings(
+        max_examples=60,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+    def ask(case):
+        _point_at_something(case)
+        _give_time(case)
+        response = case.call(
+            base_url=server.url, headers={"authorization": f"Bearer {SECRET}"}, timeout=30
+        )
+        case.validate_response(response, checks=CHECKS)
+        assert server.inside == 0
+
+    ask()
+
+
+def _point_at_something(case):
+    """Most made-up names stand for nothing: half of the time ask for what is there."""
+    if len(str(case.body)) % 2:
+        return
+    if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
+        case.body["model"] = ["tiny", "person", "scene", "adapter-1"][len(str(case.body)) // 2 % 4]
+    if "domain" in (case.path_parameters or {}):
+        case.path_parameters["domain"] = "person"
+
+
+def _give_time(case):
+    """A deadline of milliseconds may pass, and 504 is then the right answer."""
+    if not isinstance(case.body, dict):
+        return
+    for part in (case.body, case.body.get("valora")):
+        deadline = part.get("deadline") if isinstance(part, dict) else None
+        if isinstance(deadline, float) and 0.001 <= deadline < 10:
+            part["deadline"] = deadline + 10
+
+
+def test_the_schema_is_complete(server):
+    content = server.client.get("/openapi.json").json()
+    assert set(content["paths"]) == {
+        "/v1/chat/completions", "/v1/completions", "/v1/vision/{domain}", "/v1/models",
+        "/v1/models/{model}", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+        "/v1/load_bundle", "/v1/unload_bundle", "/v1/status", "/health", "/ready", "/version",
+        "/metrics",
+    }  # fmt: skip
+    for path, operations in content["paths"].items():
+        for operation in operations.values():
+            assert operation["summary"]
+            assert "422" not in operation["responses"]
+            if path.startswith("/v1/"):
+                assert {"200", "400", "401", "404", "413", "429", "503"} <= set(
+                    operation["responses"]
+                )
+                assert operation["security"]
+    text = json.dumps(content)
+    for reference in {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}:
+        assert reference in content["components"]["schemas"]
+
+
+def test_right_requests_were_among_them(server):
+    """Runs last: what was made up has been answered, too, and not only refused."""
+    text = server.client.get("/metrics").text
+    for path in ("chat/completions", "completions", "models", "status"):
+        line = rf'valora_http_requests_total\{{method="\w+",path="/v1/{path}",status="200"\}}'
+        assert re.search(line, text), path

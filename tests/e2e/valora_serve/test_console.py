@@ -1,0 +1,204 @@
+"""The web console in headless Chromium, against the real server."""
+
+import base64
+from pathlib import Path
+
+import httpx
+import pytest
+from PIL import Image
+
+from tests.e2e.valora_serve.serving import Process
+from tests.support.browser import chromium_path
+from tests.support.videos import video_file
+
+pytestmark = pytest.mark.slow
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    path = chromium_path()
+    with playwright.sync_playwright() as started:
+        running = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def page(browser, served):
+    opened = browser.new_page(viewport={"width": 1280, "height": 800})
+    problems = []
+    opened.on("console", lambda said: problems.append(said.text) if said.type == "error" else None)
+    opened.on("pageerror", lambda error: problems.append(str(error)))
+    opened.goto(served.url)
+    opened.locator("#model option").first.wait_for(state="attached")
+    yield opened
+    opened.close()
+    assert problems == []
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory):
+    file = tmp_path_factory.mktemp("pictures") / "scene.png"
+    Image.radial_gradient("L").resize((300, 200)).convert("RGB").save(file)
+    return str(file)
+
+
+def said(page, text):
+    page.locator("#said", has_text=text).wait_for(timeout=20_000)
+
+
+def test_boxes_are_drawn_where_the_api_says(page, served, image):
+    with Path(image).open("rb") as file:
+        expected = httpx.post(
+            f"{served.url}/v1/vision/traffic", files={"image": file}, data={"min_score": "0.1"}
+        ).json()["results"][0]["detections"]
+    assert expected
+    page.select_option("#model", "traffic")
+    page.set_input_files("#file", image)
+    page.locator("#least").fill("0.1")
+    page.click("#run")
+    page.locator("#boxes rect").first.wait_for(state="attached", timeout=20_000)
+    drawn = [
+        [float(box.get_attribute(name)) for name in ("x", "y", "width", "height")]
+        for box in page.locator("#boxes rect").all()
+    ]
+    boxes = [item["box"] for item in expected]
+    for shown, (x0, y0, x1, y1) in zip(drawn, boxes, strict=True):
+        assert shown == pytest.approx([x0, y0, max(0, x1 - x0), max(0, y1 - y0)], abs=0.01)
+    assert page.locator("#boxes").get_attribute("viewBox") == "0 0 300 200"
+    # The overlay lies exactly over the picture.
+    over, below = page.locator("#boxes").bounding_box(), page.locator("#picture").bounding_box()
+    assert over == pytest.approx(below, abs=1)
+    first = page.locator("#said tbody tr").first.inner_text()
+    assert expected[0]["label"] in first
+    assert f"{expected[0]['confidence']:.3f}" in first
+    assert "ms" in page.locator("#timing").inner_text()
+
+
+def test_labels_with_confidences(page, image):
+    page.select_option("#model", "scene")
+    page.set_input_files("#file", image)
+    page.click("#run")
+    page.locator("#said tbody tr").nth(2).wait_for(timeout=20_000)
+    rows = [row.inner_text().split() for row in page.locator("#said tbody tr").all()]
+    assert {row[0] for row in rows} == {"forest", "street", "beach"}
+    sure = [float(row[1]) for row in rows]
+    assert sure == sorted(sure, reverse=True)
+    assert sum(sure) == pytest.approx(1, abs=0.01)
+
+
+def test_text_is_streamed(page, image):
+    page.select_option("#model", "tiny")
+    page.set_input_files("#file", image)
+    page.fill("#prompt", "describe the image.")
+    page.click("#run")
+    page.locator("#timing", has_text="first token after").wait_for(timeout=20_000)
+    assert page.locator("#said .text").inner_text().strip()
+    assert "tokens in" in page.locator("#timing").inner_text()
+
+
+def test_a_video(page, tmp_path):
+    file = video_file(tmp_path / "clip.webm", codec="libvpx", count=12)
+    page.select_option("#model", "scene")
+    page.set_input_files("#file", str(file))
+    assert page.locator("#clip").is_visible()
+    page.click("#run")
+    page.locator("#said tbody tr").first.wait_for(timeout=20_000)
+
+
+def test_the_live_panel(page):
+    page.locator("#state", has_text="ready").wait_for()
+    assert page.locator("#s-running").inner_text() == "0"
+    assert page.locator("#s-mode").inner_text() in {"merged", "unmerged", "mixture"}
+    assert "pages" in page.locator("#pages-said").inner_text()
+    assert "B" in page.locator("#s-memory").inner_text()
+
+
+def test_with_the_keyboard_alone(page, image):
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    assert page.locator("#model").evaluate("node => node === document.activeElement")
+    page.keyboard.type("scene")
+    assert page.locator("#model").input_value() == "scene"
+    page.keyboard.press("Tab")
+    assert page.locator("#file").evaluate("node => node === document.activeElement")
+    page.set_input_files("#file", image)
+    page.keyboard.press("Tab")
+    page.keyboard.press("Control+Enter")
+    page.locator("#said tbody tr").first.wait_for(timeout=20_000)
+
+
+def test_dropping_a_file(page, image):
+    content = base64.b64encode(Path(image).read_bytes()).decode()
+    page.select_option("#model", "scene")
+    transfer = page.evaluate_handle(
+        """content => {
+            const bytes = Uint8Array.from(atob(content), (c) => c.charCodeAt(0));
+            const transfer = new DataTransfer();
+            transfer.items.add(new File([bytes], "dropped.png", { type: "image/png" }));
+            return transfer;
+        }""",
+        content,
+    )
+    page.dispatch_event("#drop", "drop", {"dataTransfer": transfer})
+    assert "dropped.png" in page.locator("#chosen").inner_text()
+    page.click("#run")
+    page.locator("#said tbody tr").first.wait_for(timeout=20_000)
+
+
+def test_errors_are_said(page, tmp_path):
+    page.select_option("#model", "scene")
+    page.click("#run")
+    assert "Choose an image" in page.locator("#error").inner_text()
+    broken = tmp_path / "notes.txt"
+    broken.write_text("text")
+    page.set_input_files("#file", str(broken))
+    assert "neither an image" in page.locator("#error").inner_text()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 800, 1400])
+def test_on_any_screen(page, image, scheme, width):
+    page.emulate_media(color_scheme=scheme)
+    page.set_viewport_size({"width": width, "height": 800})
+    page.select_option("#model", "plates")
+    page.set_input_files("#file", image)
+    page.click("#run")
+    page.locator("#timing", has_text="in all").wait_for(timeout=20_000)
+    wide = page.evaluate("() => document.documentElement.scrollWidth - innerWidth")
+    assert wide <= 0, "nothing sticks out to the side"
+    ground, ink = page.evaluate(
+        """() => {
+            const style = getComputedStyle(document.body);
+            return [style.backgroundColor, style.color];
+        }"""
+    )
+    light = [
+        sum(map(int, value[value.index("(") + 1 : -1].split(",")[:3])) for value in (ground, ink)
+    ]
+    assert (light[0] > light[1]) == (scheme == "light")
+    assert abs(light[0] - light[1]) > 380
+
+
+def test_the_key_is_asked_for(browser, sample_bundle, tmp_path, image):
+    secret = "a-key-for-the-console-test"
+    process = Process(sample_bundle, "--api-key", secret, "--no-golden", cwd=tmp_path).ready()
+    try:
+        page = browser.new_page()
+        page.goto(process.url)
+        page.locator("#key-dialog[open]").wait_for()
+        page.fill("#key", "wrong")
+        page.keyboard.press("Enter")
+        page.locator("#key-dialog[open]").wait_for()
+        page.fill("#key", secret)
+        page.keyboard.press("Enter")
+        page.locator("#model option").first.wait_for(state="attached")
+        page.select_option("#model", "scene")
+        page.set_input_files("#file", image)
+        page.click("#run")
+        page.locator("#said tbody tr").first.wait_for(timeout=20_000)
+        page.close()
+    finally:
+        process.end()

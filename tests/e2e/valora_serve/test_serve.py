@@ -1,0 +1,423 @@
+"""The server as users run it: the real engine, the tiny base model, unmodified clients."""
+
+import base64
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from PIL import Image
+
+from tests.e2e.valora_serve.serving import ROOT, Process, bundle_with_golden
+from tests.support.http_helpers import until
+from tests.support.serve_helpers import DomainSpec, make_adapter, make_bundle
+from valora_data.contract.bundle import read_bundle
+
+pytestmark = pytest.mark.slow
+
+SECRET = "an-admin-key-for-these-tests"
+HEADERS = {"authorization": f"Bearer {SECRET}"}
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory):
+    file = tmp_path_factory.mktemp("pictures") / "a.png"
+    Image.radial_gradient("L").resize((160, 90)).convert("RGB").save(file)
+    return file
+
+
+def url(file):
+    return "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode()
+
+
+def test_the_start_says_what_is_served(served, sample_bundle):
+    log = served.log.read_text()
+    for name, facts in read_bundle(sample_bundle).domains.items():
+        assert re.search(rf"{name} .*{facts['metric']} {facts['accuracy']['test']:.3f}", log)
+    assert served.said(r"2 golden examples reproduced; ready after \d+\.\d s")
+
+
+def test_every_kind_of_domain_answers(served, picture):
+    def ask(domain):
+        with picture.open("rb") as file:
+            answer = httpx.post(
+                f"{served.url}/v1/vision/{domain}", files={"image": file}, timeout=60
+            )
+        assert answer.status_code == 200, answer.text
+        return answer.json()["results"][0]
+
+    for item in ask("traffic")["detections"]:
+        x0, y0, x1, y1 = item["box"]
+        assert 0 <= x0 <= x1 <= 160
+        assert 0 <= y0 <= y1 <= 90
+        assert item["label"] in {"car", "bus", "bike"}
+    assert sum(ask("scene")["confidences"].values()) == pytest.approx(1, abs=1e-4)
+    assert ask("crowd")["label"].isdigit()
+    assert ask("caption")["text"]
+
+
+def test_head_and_text_in_one_client(client, picture):
+    message = [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url(picture)}}]}
+    ]
+    answer = client.chat.completions.create(model="scene", messages=message)
+    assert answer.choices[0].message.content in {"forest", "street", "beach"}
+    assert answer.valora["adapter"] == "sample/adapter-2"
+    text = [{"type": "text", "text": "describe the image."}, *message[0]["content"]]
+    options = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 24}
+    whole = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)
+    assert whole.choices[0].message.content
+    assert whole.usage.prompt_tokens > 64
+    logprobs = whole.choices[0].logprobs.content
+    assert len(logprobs) == whole.usage.completion_tokens
+    assert all(item.logprob == item.top_logprobs[0].logprob for item in logprobs)  # greedy
+    streamed = client.chat.completions.create(
+        **options, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(streamed)
+    joined = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert joined == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_seeds_and_several_answers(client):
+    def ask(**more):
+        answer = client.chat.completions.create(
+            model="sample/adapter-1", messages=[{"role": "user", "content": "describe"}],
+            max_tokens=12, temperature=1.5, **more,
+        )  # fmt: skip
+        return [choice.message.content for choice in answer.choices]
+
+    assert ask(seed=5, n=3) == ask(seed=5, n=3)
+    assert len(set(ask(seed=5, n=4))) > 1
+    assert ask(seed=6) == [ask(seed=5, n=2)[1]]
+
+
+def test_json_schema(client):
+    schema = {
+        "type": "object",
+        "properties": {"things": {"type": "array", "items": {"enum": ["star", "ring"]},
+                                  "minItems": 1, "maxItems": 3},
+                       "count": {"type": "integer", "minimum": 0, "maximum": 20}},
+        "required": ["things", "count"], "additionalProperties": False,
+    }  # fmt: skip
+    for temperature in (0, 1.3):
+        answer = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "how many things?"}], seed=1,
+            temperature=temperature, max_tokens=200, n=2,
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        )  # fmt: skip
+        for choice in answer.choices:
+            found = json.loads(choice.message.content)
+            assert set(found["things"]) <= {"star", "ring"}
+            assert 0 <= found["count"] <= 20
+
+
+def test_completions(client):
+    answer = client.completions.create(model="tiny", prompt=["a red", "a blue"], max_tokens=4)
+    assert len(answer.choices) == 2
+    assert answer.usage.completion_tokens <= 8
+
+
+def test_errors_of_the_real_engine(client, served):
+    with pytest.raises(openai.NotFoundError, match="traffic"):
+        client.chat.completions.create(model="nobody", messages=[{"role": "user", "content": "x"}])
+    with pytest.raises(openai.BadRequestError, match="context"):
+        client.completions.create(model="tiny", prompt="word " * 6000)
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="tiny", prompt=[10**6])
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "<image> what is this?"}]
+        )
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=2000,
+            extra_body={"ignore_eos": True, "valora": {"deadline": 0.05}},
+        )  # fmt: skip
+    assert caught.value.status_code in (429, 504)
+
+
+def test_a_client_that_goes_away_frees_everything(served):
+    body = {
+        "model": "tiny", "messages": [{"role": "user", "content": "describe"}],
+        "max_tokens": 1500, "ignore_eos": True, "stream": True,
+    }  # fmt: skip
+    before = httpx.get(f"{served.url}/v1/status").json()
+    with httpx.stream("POST", f"{served.url}/v1/chat/completions", json=body) as response:
+        lines = response.iter_lines()  # kept, as dropping it hangs up
+        next(lines)
+        until(lambda: httpx.get(f"{served.url}/v1/status").json()["running"] == 1)
+
+    def all_free():
+        after = httpx.get(f"{served.url}/v1/status").json()
+        return after["running"] == 0 and after["pages_free"] == before["pages_free"]
+
+    until(all_free)
+
+
+def test_metrics_after_requests(served):
+    text = httpx.get(f"{served.url}/metrics").text
+    for name in (
+        "valora_num_requests_running", "valora_num_requests_waiting",
+        "valora_kv_cache_usage_ratio", "valora_time_to_first_token_seconds_bucket",
+        "valora_inter_token_latency_seconds_bucket", "valora_e2e_request_latency_seconds_bucket",
+        "valora_request_queue_time_seconds_bucket", "valora_request_success_total",
+        "valora_mode{", "valora_mode_switches_total", "valora_merged_adapter_info",
+        "valora_adapters_resident", "valora_prefix_cache_hits_total",
+        "valora_image_cache_hits_total", "process_resident_memory_bytes",
+    ):  # fmt: skip
+        assert name in text, name
+    assert 'valora_e2e_request_latency_seconds_count{model_name="scene"}' in text
+
+
+# What the README says
+
+
+@pytest.fixture(scope="module")
+def readme_server(tmp_path_factory):
+    place = tmp_path_factory.mktemp("readme")
+    names = ("license_plate", "traffic_sign", "vehicle", "vegetation", "bicycle", "person")
+    domains = {
+        name: DomainSpec("adapter-1", labels=[name], prompt=f"detect {name}") for name in names
+    }
+    folder = bundle_with_golden(
+        place / "bundles" / "detection", name="detection", domains=domains,
+        adapters={"adapter-1": {"rank": 8, "alpha": 16}},
+    )  # fmt: skip
+    process = Process("bundles/detection", cwd=place).ready()
+    for name in names:
+        shutil.copy(folder / "golden" / f"{name}-0.png", folder / "golden" / f"{name}-1.png")
+    yield place, process
+    process.end()
+
+
+def serve_section():
+    text = (ROOT / "README.md").read_text()
+    return text.split("## Serve\n", 1)[1].split("\n## ", 1)[0]
+
+
+def test_the_readmes_curl_examples(readme_server):
+    place, process = readme_server
+    blocks = re.findall(r"```bash\n(.*?)```", serve_section(), re.DOTALL)
+    commands = [
+        c for block in blocks for c in re.split(r"\n(?=curl)", block) if c.startswith("curl")
+    ]
+    assert len(commands) >= 5
+    for command in commands:
+        ours = command.replace("localhost:8000", f"127.0.0.1:{process.port}")
+        done = subprocess.run(
+            ["bash", "-euc", ours],
+            cwd=place,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        answers = [done.stdout]
+        if "data: " in done.stdout:
+            assert done.stdout.rstrip().endswith("data: [DONE]")
+            answers = [line[6:] for line in done.stdout.splitlines() if line.startswith("data: {")]
+        for answer in answers:
+            assert "error" not in json.loads(answer), answer
+
+
+def test_the_readmes_python_example(readme_server):
+    place, process = readme_server
+    (code,) = re.findall(r"```python\n(.*?)```", serve_section(), re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace("localhost:8000", f"127.0.0.1:{process.port}")],
+        cwd=place, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "'label': 'person'" in done.stdout
+
+
+# Starting, stopping, loading
+
+
+def test_a_changed_bundle_is_not_served(tmp_path):
+    folder = make_bundle(tmp_path / "b", "tiny")
+    file = next((folder / "heads").iterdir())
+    file.write_bytes(file.read_bytes()[:-1] + b"\0")
+    process = Process(folder, cwd=tmp_path)
+    assert process.end(0, 60) == 1
+    assert process.said(r"error: .*changed")
+
+
+def test_a_bundle_that_answers_differently_is_not_served(sample_bundle, tmp_path):
+    from valora_data.contract.bundle import write_manifest
+
+    folder = shutil.copytree(sample_bundle, tmp_path / "b")
+    file = folder / "golden" / "golden.json"
+    examples = json.loads(file.read_text())
+    examples[0]["expected"][0]["box"][0] += 3
+    file.write_text(json.dumps(examples))
+    manifest = read_bundle(sample_bundle).manifest
+    write_manifest(
+        folder, {k: v for k, v in manifest.items() if k not in ("files", "schema_version")}
+    )
+    process = Process(folder, cwd=tmp_path)
+    assert process.end(0, 60) == 1
+    assert process.said("error: golden example plates-0.png of plates came out differently")
+
+
+def test_sigterm_lets_running_requests_end(sample_bundle, tmp_path):
+    process = Process(sample_bundle, "--no-golden", cwd=tmp_path).ready()
+    answers = []
+
+    def ask():
+        body = {
+            "model": "tiny", "messages": [{"role": "user", "content": "describe"}],
+            "max_tokens": 300, "ignore_eos": True,
+        }  # fmt: skip
+        answers.append(httpx.post(f"{process.url}/v1/chat/completions", json=body, timeout=60))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    until(lambda: httpx.get(f"{process.url}/v1/status").json()["running"] == 1)
+    assert process.end() == 0
+    thread.join()
+    assert answers[0].status_code == 200
+    assert answers[0].json()["usage"]["completion_tokens"] == 300
+    assert process.said("draining after SIGTERM")
+
+
+def test_kill_and_restart_come_back_to_the_same_set(sample_bundle, tmp_path):
+    store = tmp_path / "store"
+    make_adapter(store / "one", "tiny", seed=1)
+    make_adapter(store / "two", "tiny", seed=2, rank=16)
+    make_bundle(store / "more", "tiny", name="more", seed=3,
+                domains={"signs": DomainSpec("adapter-1", labels=["sign"])},
+                adapters={"adapter-1": {"rank": 8, "alpha": 16}})  # fmt: skip
+    arguments = (
+        sample_bundle, "--no-golden", "--allow-runtime-loading", "--adapter-folder", store,
+        "--api-key", SECRET, "--state-file", tmp_path / "state" / "served.json",
+    )  # fmt: skip
+
+    def ask(process, model):
+        body = {"model": model, "prompt": "a red star and", "max_tokens": 8}
+        answer = httpx.post(f"{process.url}/v1/completions", json=body, headers=HEADERS, timeout=60)
+        return answer.json()["choices"][0]["text"] if answer.status_code == 200 else None
+
+    def names(process):
+        listed = httpx.get(f"{process.url}/v1/models", headers=HEADERS).json()["data"]
+        return {model["id"] for model in listed}
+
+    def post(process, path, body):
+        return httpx.post(f"{process.url}/v1/{path}", json=body, headers=HEADERS, timeout=60)
+
+    first = Process(*arguments, cwd=tmp_path).ready()
+    for name in ("one", "two"):
+        body = {"lora_name": name, "lora_path": name}
+        assert post(first, "load_lora_adapter", body).status_code == 200
+    assert post(first, "load_bundle", {"bundle_path": "more"}).status_code == 200
+    assert post(first, "unload_lora_adapter", {"lora_name": "one"}).status_code == 200
+    assert post(first, "unload_bundle", {"bundle_name": "sample"}).status_code == 200
+    before, said = names(first), ask(first, "two")
+    assert {"two", "signs"} <= before
+    assert not {"one", "scene"} & before
+    first.end(signal.SIGKILL)
+    second = Process(*arguments, cwd=tmp_path).ready()
+    try:
+        assert names(second) == before
+        assert ask(second, "two") == said
+        assert ask(second, "one") is None
+    finally:
+        second.end()
+
+
+def test_adapters_that_do_not_fit_are_refused(sample_bundle, tmp_path, random_llava):
+    from safetensors.torch import load_file, save_file
+
+    store = tmp_path / "store"
+    make_adapter(store / "foreign", str(random_llava), seed=1)
+    good = make_adapter(store / "good", "tiny", seed=1)
+    for name, change in (
+        ("nan", lambda tensors: {k: v * float("nan") for k, v in tensors.items()}),
+        ("strange", lambda tensors: {f"x.{k}": v for k, v in tensors.items()}),
+        ("narrow", lambda tensors: {k: v[:, :-1].contiguous() for k, v in tensors.items()}),
+    ):
+        folder = shutil.copytree(good, store / name)
+        file = folder / "adapter_model.safetensors"
+        save_file(change(load_file(file)), file)
+    cut = shutil.copytree(good, store / "cut") / "adapter_model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-100])
+    archive = shutil.copytree(good, store / "tar") / "adapter_model.safetensors"
+    subprocess.run(["tar", "cf", archive, "-C", store, "good"], check=True)
+    process = Process(
+        sample_bundle, "--no-golden", "--allow-runtime-loading", "--adapter-folder", store,
+        "--api-key", SECRET, cwd=tmp_path,
+    ).ready()  # fmt: skip
+    try:
+        for name in ("foreign", "nan", "strange", "narrow", "cut", "tar"):
+            body = {"lora_name": name, "lora_path": name}
+            answer = httpx.post(
+                f"{process.url}/v1/load_lora_adapter", json=body, headers=HEADERS, timeout=60
+            )
+            assert answer.status_code == 400, (name, answer.text)
+            assert answer.json()["error"]["code"] == "invalid_adapter"
+        listed = httpx.get(f"{process.url}/v1/models", headers=HEADERS).json()["data"]
+        assert not {model["id"] for model in listed} & {"foreign", "nan", "strange", "cut", "tar"}
+        assert httpx.get(f"{process.url}/health").status_code == 200
+    finally:
+        process.end()
+
+
+# Load generators
+
+
+def test_bench_replays_a_trace(served, tmp_path):
+    lines = [
+        {"arrival": 0.0, "adapter": "scene", "prompt": 70, "output": 0, "images": 1},
+        {"arrival": 0.05, "adapter": "sample/adapter-1", "prompt": 20, "output": 6, "limit": 30},
+        {"arrival": 0.1, "prompt": 12, "output": 5},
+        {"arrival": 0.2, "adapter": "caption", "prompt": 90, "output": 4, "images": 1},
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(json.dumps(line) for line in lines))
+    done = subprocess.run(
+        [sys.executable, "-m", "valora_serve.cli", "bench", "--url", served.url, "--trace", trace,
+         "--json", tmp_path / "out.json", "--slo", "30"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "4 of 4 requests answered" in done.stdout
+    assert "100.0 % answered within their limit" in done.stdout
+    requests = json.loads((tmp_path / "out.json").read_text())["requests"]
+    assert [r["model"] for r in requests] == ["scene", "sample/adapter-1", "tiny", "caption"]
+    assert [r["output"] for r in requests] == [0, 6, 5, 4]
+    assert [r["prompt"] for r in requests[1:3]] == [20, 12]
+
+
+def test_guidellm_runs_unmodified(served, tmp_path):
+    command = shutil.which("guidellm", path=str(Path(sys.executable).parent))
+    if command is None:
+        pytest.skip("guidellm is not installed: pip install guidellm runs this test")
+    done = subprocess.run(
+        [command, "benchmark", "--target", served.url, "--rate-type", "throughput",
+         "--max-requests", "6", "--processor", ROOT / "data" / "valora_data" / "tiny",
+         "--data", "prompt_tokens=32,output_tokens=8", "--output-path", tmp_path / "out.json",
+         "--disable-progress"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "out.json").read_text())
+    (run,) = report["benchmarks"]
+    assert len(run["requests"]["successful"]) == 6
+    assert not run["requests"]["errored"]

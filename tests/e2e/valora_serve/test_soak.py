@@ -1,0 +1,347 @@
+"""Thousands of random requests, cancellations, loads and unloads; in the end nothing is left."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.support.engine_reference import (
+    Got,
+    ask,
+    assert_empty,
+    collect,
+    finish,
+    make_engine,
+    noise,
+    run,
+)
+from tests.support.lmm_checkpoints import save_llava
+from tests.support.serve_helpers import (
+    EVERYTHING,
+    LANGUAGE,
+    MLP,
+    DomainSpec,
+    make_adapter,
+    make_bundle,
+)
+from valora_serve.engine.engine import Engine
+from valora_serve.errors import (
+    AdapterError,
+    BusyError,
+    CancelledRequestError,
+    DeadlineError,
+    OverloadedError,
+    RequestError,
+    ServeError,
+    UnknownModelError,
+)
+from valora_serve.orchestrator.decision import POLICIES, PolicySettings
+from valora_serve.types import Finish, Request, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NAMES = ("red", "green", "blue")
+"""Adapters' names; what they stand for changes while requests run."""
+
+GAP = 1e-3
+"""By how much the likeliest token must be likelier than the next, to be the same everywhere."""
+
+DOMAINS = {
+    "scene": DomainSpec("adapter-1", "classification", ["x", "y", "z"], prompt="Which one?"),
+    "things": DomainSpec("adapter-2", "detection", ["thing"], prompt="Find them."),
+    "words": DomainSpec("adapter-2", None, [], prompt="Describe it."),
+}
+
+
+@dataclass
+class World:
+    """What can be asked and loaded, and what a quiet engine answers.
+
+    Attributes:
+        base: The base model's folder.
+        contents: Adapters that a name can stand for.
+        bundle: A bundle.
+        prompts: Requests without a model.
+        answers: Tokens by (prompt, content), where they are beyond doubt.
+        logits: What heads say, by (prompt, domain).
+    """
+
+    base: str
+    contents: list[Path]
+    bundle: Path
+    prompts: list[Request]
+    answers: dict[tuple[int, str | None], list[int]] = field(default_factory=dict)
+    logits: dict[tuple[int, str], NDArray[np.float32]] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("soak")
+    base = str(save_llava(folder / "base", seed=5, side=16))
+    targets = (LANGUAGE, MLP, EVERYTHING, LANGUAGE, EVERYTHING)
+    contents = [
+        make_adapter(
+            folder / f"content-{n}", base, seed=n, rank=1 + 2 * n, alpha=4 + n, targets=target,
+            strength=0.3,
+        )
+        for n, target in enumerate(targets)
+    ]  # fmt: skip
+    bundle = make_bundle(folder / "bundle", base, name="pack", domains=DOMAINS, seed=3)
+    draw = random.Random(1)
+    prompts = []
+    for n in range(10):
+        images = [noise(20 + n, 30, n + i) for i in range(n % 3)]
+        words = " ".join(draw.choice(("what", "is", "this", "thing")) for _ in range(1 + 3 * n))
+        messages = ask(words, images=len(images))
+        sampling = SamplingParams(max_tokens=(2, 7, 24)[n % 3], logprobs=2)
+        prompts.append(Request("", messages=messages, images=images, sampling=sampling))
+    made = World(base, contents, bundle, prompts)
+    engine = make_engine(base, {one.name: one for one in contents}, policy="unmerge_only")
+    engine.load(bundle)
+    for name in (None, *(one.name for one in contents), "words"):
+        asked = [replace(one, id=f"{n}", model=name) for n, one in enumerate(prompts)]
+        for key, got in run(engine, asked).items():
+            gaps = [one.top[0].logprob - one.top[1].logprob for one in got.logprobs]
+            if min(gaps) > GAP:
+                made.answers[int(key), name] = got.tokens
+    assert len(made.answers) > 50
+    for domain in ("scene", "things"):
+        asked = [replace(one, id=f"{n}", model=domain) for n, one in enumerate(prompts)]
+        asked = [one for one in asked if one.images or domain == "scene"]
+        for key, got in run(engine, asked).items():
+            head = got.last.head  # type: ignore[union-attr]
+            assert head is not None
+            assert head.logits is not None
+            made.logits[int(key), domain] = head.logits
+    assert_empty(engine)
+    return made
+
+
+class Breaks:
+    """A constraint that lets some tokens pass and then fails."""
+
+    def __init__(self, after: int) -> None:
+        self._left = after
+
+    def mask(self, _allowed: NDArray[np.bool_]) -> None:
+        if not self._left:
+            raise IndexError("no state")
+
+    def advance(self, _token: int) -> None:
+        self._left -= 1
+
+
+class Soak:
+    """A crowd of clients.
+
+    Args:
+        world: What there is.
+        engine: Who serves it.
+        seed: Of everything that is drawn.
+    """
+
+    def __init__(self, world: World, engine: Engine, seed: int) -> None:
+        self.world, self.engine = world, engine
+        self.draw = random.Random(seed)
+        self.named: dict[str, str] = {}
+        self.bundled = False
+        self.found: dict[str, Got] = {}
+        self.expected: dict[str, tuple[int, str | None, str]] = {}
+        self.live: list[str] = []
+        self.count = 0
+        self.refused: Counter[str] = Counter()
+
+    def ask(self) -> None:
+        """One client more."""
+        draw, world = self.draw, self.world
+        number = draw.randrange(len(world.prompts))
+        prompt = world.prompts[number]
+        name = draw.choice((None, *NAMES, *NAMES, "scene", "things", "words", "nobody"))
+        content = self.named.get(name or "", name if name in DOMAINS else None)
+        kind = "answer"
+        sampling = replace(prompt.sampling, logprobs=draw.choice((None, 0, 2)))
+        deadline = None
+        match draw.randrange(20):
+            case 0 | 1 | 2:
+                kind = "drawn"
+                sampling = replace(
+                    sampling, temperature=draw.uniform(0.1, 2), top_p=draw.uniform(0.1, 1),
+                    top_k=draw.choice((0, 5)), seed=draw.choice((None, 3)),
+                    stop=draw.choice(((), ("a",), ("e ", "th"))), min_tokens=draw.randrange(4),
+                )  # fmt: skip
+            case 3:
+                kind = "breaks"
+                sampling = replace(sampling, constraint=Breaks(draw.randrange(3)))
+            case 4:
+                kind, deadline = "late", draw.choice((0.0, 0.01))
+            case 5:
+                kind = "wrong"
+                prompt = replace(prompt, images=[*prompt.images, noise(9, 9, 1)])
+        head = draw.random() < 0.9
+        if name in ("scene", "things") and head and kind == "answer":
+            kind = "head"
+        self.count += 1
+        request = replace(
+            prompt, id=f"{self.count}", model=name, sampling=sampling, deadline=deadline, head=head
+        )
+        try:
+            self.engine.add(self.engine.prepare(request))
+        except ServeError as error:
+            self.refused[type(error).__name__] += 1
+            known = name is None or name in self.named or (self.bundled and name in DOMAINS)
+            if known:
+                assert isinstance(error, RequestError), error
+                assert kind == "wrong" or (name == "things" and head), error
+            else:
+                assert isinstance(error, UnknownModelError)
+            return
+        assert kind != "wrong"
+        self.expected[request.id] = (number, content, kind)
+        self.live.append(request.id)
+
+    def change(self) -> None:
+        """Load something, also under a name that has requests, or unload it."""
+        draw, engine = self.draw, self.engine
+        if draw.random() < 0.2:
+            if self.bundled:
+                engine.unregister("pack", bundle=True)
+            else:
+                engine.load(self.world.bundle)
+            self.bundled = not self.bundled
+            return
+        name = draw.choice(NAMES)
+        if name in self.named and draw.random() < 0.4:
+            engine.unregister(name, bundle=False)
+            del self.named[name]
+            return
+        folder = draw.choice(self.world.contents)
+        engine.load(folder, name)
+        self.named[name] = folder.name
+        if self.bundled:
+            with pytest.raises(BusyError):
+                engine.unregister("pack/adapter-1", bundle=False)
+        with pytest.raises(AdapterError):
+            engine.load(folder / "none", name)
+
+    def go(self, requests: int) -> None:
+        """Until so many have been asked and answered."""
+        draw, engine = self.draw, self.engine
+        most = engine.settings.max_requests
+        while self.count < requests:
+            if len(self.live) < 2 * most:
+                for _ in range(draw.choice((0, 1, 2, 12))):
+                    self.ask()
+            if draw.random() < 0.3 and self.live:
+                engine.cancel(draw.choice(self.live))
+            if draw.random() < 0.08 or not self.named:
+                self.change()
+            collect(engine.step(), self.found)
+            self.check()
+        finish(engine, self.found)
+        self.check()
+        assert not self.live
+
+    def check(self) -> None:
+        """What has ended was answered rightly; the books agree."""
+        for request_id in list(self.live):
+            got = self.found.get(request_id)
+            if got is not None and got.finish is not None:
+                self.live.remove(request_id)
+                self.judge(request_id, got)
+        stats = self.engine.stats()
+        assert stats.pages_free + stats.pages_kv + stats.pages_adapters == stats.pages_total
+        assert stats.running + stats.waiting <= len(self.live)
+        assert sum(self.engine._wanted.values()) <= len(self.live)
+
+    def judge(self, request_id: str, got: Got) -> None:
+        number, content, kind = self.expected[request_id]
+        if got.finish is Finish.ERROR:
+            wanted: dict[str, Any] = {"breaks": ServeError, "late": DeadlineError}
+            allowed = wanted.get(kind, OverloadedError)
+            assert isinstance(got.error, allowed), (kind, got.error)
+            return
+        if got.finish is Finish.CANCELLED:
+            assert isinstance(got.error, CancelledRequestError)
+        tokens = self.world.answers.get((number, content))
+        if kind == "head":
+            if got.finish is Finish.HEAD:
+                head = got.last.head  # type: ignore[union-attr]
+                assert head is not None
+                assert head.logits is not None
+                known = self.world.logits[number, str(content)]
+                assert np.allclose(head.logits, known, rtol=1e-3, atol=1e-3)
+        elif kind == "answer" and tokens is not None:
+            assert got.tokens == tokens[: len(got.tokens)]
+            assert got.finish is Finish.CANCELLED or len(got.tokens) == len(tokens)
+
+    def close(self) -> None:
+        """Unload everything: not a page is taken any more."""
+        engine = self.engine
+        for name in self.named:
+            engine.unregister(name, bundle=False)
+        if self.bundled:
+            engine.unregister("pack", bundle=True)
+        assert_empty(engine)
+        stats = engine.stats()
+        assert (stats.pages_free, stats.pages_adapters) == (stats.pages_total, 0)
+        assert (stats.adapters_known, stats.adapters_resident) == (0, ())
+        assert stats.merged_adapter is None
+        pristine = self.engine.lmm.linears.merged
+        assert all(bool((held.live == held.pristine).all()) for held in pristine)
+        # Once more from the start, on an engine that has seen it all.
+        asked = [replace(one, id=f"{n}") for n, one in enumerate(self.world.prompts)]
+        for n, got in run(engine, asked).items():
+            tokens = self.world.answers.get((int(n), None))
+            assert tokens is None or got.tokens == tokens
+        assert_empty(engine)
+
+
+def soak(world: World, policy: str, requests: int, seed: int, **settings: Any) -> Engine:
+    chosen: dict[str, Any] = {
+        "max_requests": 24, "block_size": 8, "chunk": 11, "max_tokens": 96, "max_adapters": 3,
+        "slots": 4, "host_bytes": 1 << 17, "image_cache_bytes": 1 << 12,
+    } | settings  # fmt: skip
+    engine = make_engine(world.base, policy=policy, **chosen)
+    crowd = Soak(world, engine, seed)
+    crowd.go(requests)
+    stats = engine.stats()
+    assert stats.prefix_hits > 0
+    assert stats.image_hits > 0
+    assert crowd.refused["UnknownModelError"] > 0
+    assert {"stop", "length", "head", "cancelled", "error"} >= set(stats.finished)
+    assert len(stats.finished) >= 4
+    crowd.close()
+    return engine
+
+
+def pages_of(world: World) -> int:
+    """So few that running requests must give theirs back: the largest adapter and some prompts."""
+    engine = make_engine(world.base, {one.name: one for one in world.contents}, block_size=8)
+    return max(engine.adapters.pages(key) for key in engine.known_adapters()) + 60
+
+
+def test_soak(world: World) -> None:
+    engine = soak(world, "valora", 1000, seed=1, overlap=True, pages=pages_of(world))
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert stats.switches > 0
+
+
+def test_soak_by_cost(world: World) -> None:
+    soak(world, "cost", 400, seed=2, overlap=False, pages=pages_of(world))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_soak_long(world: World, policy: str, overlap: bool) -> None:
+    settings = PolicySettings(theta=0.02, patience=0.5, clusters=2 * overlap)
+    soak(
+        world, policy, 4000, seed=3 + overlap, overlap=overlap, pages=pages_of(world),
+        policy_settings=settings,
+    )  # fmt: skip

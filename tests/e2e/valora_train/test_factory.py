@@ -1,0 +1,271 @@
+"""The factory end to end on three small labelled domains and a random LLaVA.
+
+Whether it is accurate is for the slow cases; here: all parts meet, MLflow and the bundle say what
+happened, a second run does nothing, and a run that is killed goes on as if nothing had been.
+"""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from mlflow import MlflowClient
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText
+
+from tests.unit.valora_train.test_cli import write_coco
+from valora_data.contract.bundle import read_bundle
+from valora_train.stage import read_json
+
+COLOURS = {"apple": "red", "sky": "blue", "leaf": "green"}
+
+
+def overrides(folder: Path, base: Path) -> list[str]:
+    found = [
+        "task=own", f"model.id={base}", "fusion=first_fit", "fusion.order=given", "fusion.margin=0",
+        "train.steps=60", "train.batch_size=8", "train.probe_steps=20", "train.lora.rank=4",
+        "train.threads=1", "train.flip=false",
+    ]  # fmt: skip
+    for name, colour in COLOURS.items():
+        write_coco(folder / name, colour=colour, name=name)
+        found += [
+            f"+domain@domains.{name}=coco",
+            f"domains.{name}.name={name}",
+            f"domains.{name}.labels=[{name}]",
+            f"domains.{name}.source.path={folder / name}/cats.json",
+            f"domains.{name}.required=0.3",
+        ]
+    return found
+
+
+def valora_train(cwd: Path, arguments: list[str], **options) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "valora_train.cli", *arguments],
+        cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen) -> str:
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, said
+    return said
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, random_llava):
+    return overrides(tmp_path_factory.mktemp("data"), random_llava)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory, data):
+    """A finished run: its folder and what the terminal showed."""
+    cwd = tmp_path_factory.mktemp("run")
+    return cwd, finish(valora_train(cwd, data))
+
+
+def fusion(cwd: Path) -> dict:
+    (folder,) = (cwd / ".valora").glob("fuse-own-*[0-9a-f]")
+    return read_json(folder / "fusion.json")
+
+
+def runs(cwd: Path):
+    client = MlflowClient(f"sqlite:///{cwd}/mlflow.db")
+    experiment = client.get_experiment_by_name("valora/own")
+    found = client.search_runs([experiment.experiment_id])
+    parents = [r for r in found if "mlflow.parentRunId" not in r.data.tags]
+    nested = [r for r in found if "mlflow.parentRunId" in r.data.tags]
+    return client, parents, nested
+
+
+def test_the_bundle_says_what_was_decided(done):
+    cwd, said = done
+    bundle = read_bundle(cwd / "bundles" / "own")
+    result = fusion(cwd)
+    assert {n: list(f["domains"]) for n, f in bundle.adapters.items()} == result["packing"]
+    assert set(bundle.domains) == set(COLOURS)
+    assert bundle.manifest["attempts"] == len(result["attempts"])
+    for name, facts in bundle.domains.items():
+        accuracy = facts["accuracy"]
+        low, high = accuracy["test_ci95"]
+        assert low <= accuracy["test"] <= high
+        assert facts["required"] == 0.3
+        assert accuracy["val"] >= 0.3
+        assert accuracy["teacher"] is None
+        assert name in said
+        assert f"{accuracy['test']:.3f}" in said
+    assert not list((cwd / "bundles").glob(".*"))
+    assert not [p for p in (cwd / "bundles").rglob("*") if p.suffix in (".pkl", ".pt", ".bin")]
+    assert "mlflow ui" in said
+
+
+def test_some_attempt_was_committed_and_some_rolled_back(done):
+    verdicts = [attempt["verdict"] for attempt in fusion(done[0])["attempts"]]
+    assert "committed" in verdicts
+    assert "rolled back" in verdicts
+
+
+def test_adapters_load_in_plain_peft(done, random_llava):
+    bundle = read_bundle(done[0] / "bundles" / "own")
+    for facts in bundle.adapters.values():
+        base = AutoModelForImageTextToText.from_pretrained(random_llava)
+        model = PeftModel.from_pretrained(base, bundle.folder / facts["path"])
+        moved = [p for n, p in model.named_parameters() if "lora_B" in n]
+        assert len(moved) == 2 * 4
+        assert all(p.abs().max() > 0 for p in moved)
+        assert facts["rank"] == moved[0].shape[1]
+
+
+def test_mlflow_shows_every_step(done):
+    cwd, _ = done
+    result = fusion(cwd)
+    client, (parent,), nested = runs(cwd)
+    assert parent.info.status == "FINISHED"
+    assert len(nested) == len(result["attempts"])
+    names = {run.info.run_name for run in nested}
+    for attempt in result["attempts"]:
+        assert (
+            f"{attempt['number']:02d} {attempt['domain']} → {attempt['adapter']} "
+            f"({attempt['verdict']})" in names
+        )
+    for run in nested:
+        number = int(run.data.tags["valora.attempt"])
+        attempt = result["attempts"][number - 1]
+        assert run.data.tags["valora.decision"] == attempt["verdict"]
+        for name, accuracy in attempt["accuracy"].items():
+            assert run.data.metrics[f"accuracy/{name}"] == pytest.approx(accuracy)
+            assert run.data.metrics[f"required/{name}"] == 0.3
+        assert len(client.get_metric_history(run.info.run_id, "loss")) == 60
+        pictures = [f.path for f in client.list_artifacts(run.info.run_id, "pictures")]
+        assert f"pictures/{attempt['domain']}.png" in pictures
+    artifacts = {f.path for f in client.list_artifacts(parent.info.run_id)}
+    assert {
+        "accuracy_heat_map.png", "bundle", "config.yaml", "packing_timeline.png", "steps.json",
+    } <= artifacts  # fmt: skip
+    assert len(parent.inputs.dataset_inputs) == 2 * len(COLOURS)
+    version = client.get_model_version_by_alias("valora-own", "latest-fused")
+    assert version.run_id == parent.info.run_id
+
+
+def test_a_second_run_does_nothing_and_says_so(done, data):
+    cwd, _ = done
+    before = {p: p.stat().st_mtime_ns for p in (cwd / "bundles").rglob("*") if p.is_file()}
+    said = finish(valora_train(cwd, data))
+    assert said.count("up to date") >= 2 * len(COLOURS) + 2
+    after = {p: p.stat().st_mtime_ns for p in (cwd / "bundles").rglob("*") if p.is_file()}
+    assert before == after
+    _, parents, nested = runs(cwd)
+    assert len(parents) == 1
+    assert len(nested) == len(fusion(cwd)["attempts"])
+
+
+def test_the_gate_notices(done, tmp_path, random_llava):
+    def gate(bundle, *more):
+        return subprocess.run(
+            [sys.executable, "-m", "valora_train.stages.gate", str(bundle), *more],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    good = done[0] / "bundles" / "own"
+    said = gate(good)
+    assert said.returncode == 0, said.stderr
+    changed = tmp_path / "changed"
+    shutil.copytree(good, changed)
+    with (changed / "README.md").open("a") as file:
+        file.write("!")
+    assert "README.md of bundle" in gate(changed).stderr
+    other = tmp_path / "base"
+    shutil.copytree(random_llava, other)
+    model = AutoModelForImageTextToText.from_pretrained(other)
+    with torch.no_grad():
+        next(model.parameters()).add_(1e-3)
+    model.save_pretrained(other)
+    said = gate(good, "--base", str(other))
+    assert said.returncode == 1
+    assert "was made for base model" in said.stderr
+    assert len(said.stderr.strip().splitlines()) == 1
+
+
+def test_new_work_keeps_the_older_bundle_beside_it(done, data, tmp_path):
+    cwd = tmp_path / "run"
+    shutil.copytree(done[0], cwd)
+    # The relative names in the copied store point to the same artifacts as before; it is not used.
+    finish(valora_train(cwd, [*data, "task.only=[apple]"]))
+    assert read_bundle(cwd / "bundles" / "own").version == 2
+    assert read_bundle(cwd / "bundles" / "own@1").version == 1
+
+
+def test_something_else_in_its_place_is_not_touched(done, data, tmp_path):
+    cwd = tmp_path / "run"
+    shutil.copytree(done[0], cwd)
+    shutil.rmtree(cwd / "bundles" / "own")
+    (cwd / "bundles" / "own").mkdir()
+    (cwd / "bundles" / "own" / "thesis.txt").write_text("mine")
+    process = valora_train(cwd, data)
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 1
+    assert "exists and is not an intact bundle" in said
+    assert [p.name for p in (cwd / "bundles").rglob("*")] == ["own", "thesis.txt"]
+
+
+def test_what_is_out_of_reach_is_reported_with_what_was_reached(data, tmp_path):
+    arguments = [*data, "task.only=[apple]", "domains.apple.required=1", "train.steps=5"]
+    process = valora_train(tmp_path, arguments)
+    said = process.communicate(timeout=300)[0].replace("\n", " ")
+    assert process.returncode == 1
+    assert "apple (reached 0." in said
+    assert not (tmp_path / "bundles").exists()
+    kept = finish(valora_train(tmp_path, [*arguments, "fusion.unreachable=keep"]))
+    assert "0 of 1 domain at their requirement" in kept.replace("\n", " ")
+    bundle = read_bundle(tmp_path / "bundles" / "own")
+    assert bundle.domains["apple"]["status"] == "missed"
+
+
+def decided(cwd: Path) -> int:
+    """Attempts that the fusion, finished or not, has on disk."""
+    states = list((cwd / ".valora").glob("fuse-own-*/state.json"))
+    return len(read_json(states[0])["told"]) if states else 0
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_goes_on_as_if_nothing_had_been(done, data, tmp_path):
+    reference = fusion(done[0])
+    start = time.monotonic()
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    finish(valora_train(whole, data))
+    took = time.monotonic() - start
+    cwd = tmp_path / "killed"
+    cwd.mkdir()
+    moments = random.Random(11)
+    told = 0
+    for _ in range(10):
+        process = valora_train(cwd, data)
+        try:
+            process.wait(moments.uniform(0.3, 0.9) * took)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        # What was decided stays decided: at most the attempt that was cut off is repeated.
+        now = decided(cwd)
+        assert now >= told
+        told = now
+    finish(valora_train(cwd, data))
+    result = fusion(cwd)
+    for key in ("packing", "unreachable", "domains"):
+        assert result[key] == reference[key], key
+    for one, other in zip(result["attempts"], reference["attempts"], strict=True):
+        assert one == other
+    _, parents, nested = runs(cwd)
+    assert [run.info.status for run in parents] == ["FINISHED"]
+    numbers = sorted(int(run.data.tags["valora.attempt"]) for run in nested)
+    assert numbers == list(range(1, len(reference["attempts"]) + 1))
+    assert all(run.info.status == "FINISHED" for run in nested)
+    assert json.dumps(read_bundle(cwd / "bundles" / "own").adapters) == json.dumps(
+        read_bundle(done[0] / "bundles" / "own").adapters
+    )

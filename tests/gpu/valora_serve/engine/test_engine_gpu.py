@@ -1,0 +1,148 @@
+"""The engine on a GPU in bf16: graphs, paged kernels and all modes against an fp32 reference."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.bench.valora_serve.serve_models import PROCESSOR, add_adapters, llava_7b
+from valora_serve.engine.engine import Engine
+from valora_serve.engine.settings import EngineSettings
+from valora_serve.model.lmm import Lmm
+from valora_serve.types import Mode, Request, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = 0.03
+"""Of a log probability: logits of size 1 in bf16 activations through two layers."""
+
+
+class Forced:
+    """Serves first come, first served, in modes that are told."""
+
+    def __init__(self, inner, modes):
+        self.inner, self.modes, self.step = inner, modes, 0
+
+    def decide(self, view):
+        decision = self.inner.decide(view)
+        mode = self.modes[self.step % len(self.modes)]
+        self.step += 1
+        merged = min(view.resident, default=None)
+        if mode is Mode.UNMERGED or merged is None:
+            return replace(decision, mode=Mode.UNMERGED, merged=None)
+        return replace(decision, mode=Mode.MIXTURE, merged=merged)
+
+    def finished(self, request_id):
+        self.inner.finished(request_id)
+
+
+def reference_logprobs(engine, adapters, name, prompt, generated):
+    """Log probabilities of the generated tokens, with weights merged in fp32."""
+    lmm = engine.lmm
+    weights = {}
+    for module, (group, index) in lmm.linears.group_of.items():
+        weights[module] = group.matrix(index).float()
+        if name is not None and module in adapters[name]:
+            pair = adapters[name][module]
+            delta = pair.b.float() @ pair.a.float() * pair.scaling
+            weights[module] = weights[module] + delta.to(weights[module].device)
+    ids = torch.tensor(prompt + generated, device=engine.device)
+    text = lmm.model.model.language_model
+    x = text.embed_tokens.weight[ids].float()
+    length = len(ids)
+    cos, sin = text.rotary_emb(x[None], torch.arange(length, device=x.device)[None])
+    mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+
+    def norm(module, h):
+        scale = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
+        return module.weight.float() * h * scale
+
+    def rotate(h):
+        half = h.shape[-1] // 2
+        turned = torch.cat([-h[..., half:], h[..., :half]], -1)
+        return h * cos[0].float() + turned * sin[0].float()
+
+    for number, layer in enumerate(text.layers):
+        w = {m.rpartition(".")[2]: v for m, v in weights.items() if f"layers.{number}." in m
+             and "vision" not in m}  # fmt: skip
+        h = norm(layer.input_layernorm, x)
+        q, k, v = (
+            (h @ w[p].T).view(length, -1, lmm.head_dim).transpose(0, 1)
+            for p in ("q_proj", "k_proj", "v_proj")
+        )
+        scores = rotate(q) @ rotate(k).transpose(1, 2) * lmm.head_dim**-0.5
+        attended = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+        x = x + attended.transpose(0, 1).flatten(1) @ w["o_proj"].T
+        h = norm(layer.post_attention_layernorm, x)
+        x = (
+            x
+            + (torch.nn.functional.silu(h @ w["gate_proj"].T) * (h @ w["up_proj"].T))
+            @ w["down_proj"].T
+        )
+    logits = norm(text.norm, x) @ lmm.model.lm_head.weight.float().T
+    scores = logits.log_softmax(-1)
+    at = range(len(prompt) - 1, length - 1)
+    return [scores[i, token].item() for i, token in zip(at, generated, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def lmm():
+    device = torch.device("cuda", 0)
+    return Lmm.of(llava_7b(device, layers=2, width=1024), PROCESSOR, device, "small")
+
+
+@pytest.mark.parametrize("attention", ["flashinfer", "flashinfer-prompts", "flex"])
+@pytest.mark.parametrize(
+    "modes",
+    [(Mode.UNMERGED,), (Mode.MIXTURE,), (Mode.UNMERGED, Mode.MIXTURE, Mode.MIXTURE)],
+    ids=["unmerged", "mixture", "switching"],
+)
+def test_every_mode_matches_fp32(lmm, modes, attention, monkeypatch):
+    attention, _, prompts_too = attention.partition("-")
+    if attention == "flashinfer":
+        pytest.importorskip("flashinfer")
+    engine = Engine(
+        EngineSettings(policy="valora", pages=800, max_requests=32, max_tokens=256, chunk=64,
+                       max_rank=64, slots=4, attention=attention, host_bytes=1 << 50,
+                       graphs=attention == "flashinfer", prompt_graphs=bool(prompts_too)),
+        lmm,
+    )  # fmt: skip
+    from tests.bench.valora_serve import serve_models
+
+    kept = {}
+    pack = engine.memory.pack
+
+    def remember(adapter):
+        kept[adapter.folder.name] = adapter.modules
+        return pack(adapter)
+
+    monkeypatch.setattr(engine.memory, "pack", remember)
+    names = add_adapters(engine, 3, (64, 8, 32), seed=1)
+    assert serve_models and list(kept) == names
+    engine.policy = Forced(engine.policy, modes)
+    engine.warm_up()
+    g = torch.Generator().manual_seed(2)
+    prompts, said, likely = {}, {}, {}
+    for i in range(22):
+        length = [5, 90, 200, 33][i % 4]
+        name = [None, *names][i % 4 if i < 12 else (i * i) % 4]
+        ids = torch.randint(3, 32000, (length,), generator=g).tolist()
+        prompts[str(i)] = (name, ids)
+        params = SamplingParams(max_tokens=6 + i, ignore_eos=True, logprobs=1)
+        engine.add(engine.prepare(Request(str(i), name, token_ids=ids, sampling=params)))
+    while engine.busy:
+        for output in engine.step():
+            assert output.error is None
+            said.setdefault(output.id, []).extend(output.token_ids)
+            likely.setdefault(output.id, []).extend(p.chosen.logprob for p in output.logprobs)
+    engine.switch(Mode.UNMERGED, None)  # the reference shall see pristine weights
+    worst = 0.0
+    for key, (name, ids) in prompts.items():
+        want = reference_logprobs(engine, kept, name, ids, said[key])
+        assert len(want) == len(likely[key]) == 6 + int(key)
+        worst = max(worst, *(abs(a - b) for a, b in zip(want, likely[key], strict=True)))
+    print(f"{attention} {prompts_too} {[str(m) for m in modes]}: largest difference {worst:.4f}")
+    assert worst <= TOLERANCE
+    assert engine.pool.free + engine.adapters.idle_pages == engine.memory.pages - 1
+    lmm.linears.release()
+    engine.close()

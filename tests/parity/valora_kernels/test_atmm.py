@@ -1,0 +1,256 @@
+"""The operator against row-by-row arithmetic; on the CPU through Triton's interpreter."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.lora_cases import DEVICE, Case, assert_near, make_case, needs_triton
+from valora_kernels.atmm import atmm, dense, dense_pays, launch
+from valora_kernels.metadata import LoraBatch
+from valora_kernels.reference import atmm_reference
+from valora_kernels.tiling import Choice, Kind, Mode, Tiling
+from valora_kernels.weights import LoraWeights
+
+pytest.importorskip("triton")
+pytestmark = needs_triton
+
+TILINGS = [
+    pytest.param(Tiling(Kind.PAIR, 16, 32, 32, 32, 16), id="pair"),
+    pytest.param(Tiling(Kind.PAIR, 32, 64, 32, 128, 32), id="pair-unsplit"),
+    pytest.param(Tiling(Kind.PAIR, 16, 32, 32, 32, 32, gather=True, loop=2), id="pair-gathered"),
+    pytest.param(Tiling(Kind.ROWS, 16, 32, 32, parts=2), id="rows"),
+    pytest.param(Tiling(Kind.ROWS, 32, 64, 64), id="rows-large"),
+]
+DTYPES = [torch.float16, torch.float32]
+
+
+def check(case: Case, tiling: Tiling) -> None:
+    want = case.expected()
+    got = [y.clone() for y in case.ys]
+    launch(tiling, got, case.x, case.weights, case.batch)
+    for one, other in zip(got, want, strict=True):
+        assert_near(one, other)
+    poisoned = [torch.full_like(y, float("nan")) for y in case.ys]
+    launch(tiling, poisoned, case.x, case.weights, case.batch, add=False)
+    for one, other in zip(poisoned, case.expected(add=False), strict=True):
+        assert_near(one, other)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mixed_ranks_with_base_only_rows(tiling: Tiling, dtype: torch.dtype) -> None:
+    check(make_case(7, [8, 24, 40], 72, (64,), dtype=dtype), tiling)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("paged", [False, True])
+def test_three_projections_of_different_widths_and_two_terms(tiling: Tiling, paged: bool) -> None:
+    case = make_case(5, [8, 16], 72, (64, 24, 40), dtype=torch.float16, terms=2, paged=paged)
+    check(case, tiling)
+
+
+@pytest.mark.parametrize("popularity", ["distinct", "identical", "zipf", "skewed", "none"])
+@pytest.mark.parametrize("kind", list(Kind))
+def test_popularity(kind: Kind, popularity: str) -> None:
+    case = make_case(33, [16, 8, 24, 16], 40, (48,), dtype=torch.float16, popularity=popularity)
+    check(case, Tiling(kind, 16, 64, 64, 64, 32))
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("rows", [0, 1, 133])
+def test_row_counts(kind: Kind, rows: int) -> None:
+    case = make_case(rows, [8, 16, 32], 32, (32,), dtype=torch.float32, popularity="zipf")
+    check(case, Tiling(kind, 32, 32, 32, 32, 32))
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_large_ranks(kind: Kind) -> None:
+    case = make_case(9, [256, 8, 136], 64, (40, 24), dtype=torch.float16, terms=2)
+    check(case, Tiling(kind, 16, 64, 64, 64, 64))
+
+
+@pytest.mark.parametrize("add", [True, False])
+def test_one_adapter_by_dense_products(add: bool) -> None:
+    case = make_case(
+        33, [8, 24], 72, (64, 40), dtype=torch.float16, popularity="identical", device="cpu"
+    )
+    got = [y.clone() if add else torch.full_like(y, float("nan")) for y in case.ys]
+    dense(got, case.x, case.weights, case.batch, add=add)
+    for one, other in zip(got, case.expected(add=add), strict=True):
+        assert_near(one, other)
+
+
+def test_dense_products_are_for_one_adapter_and_many_rows() -> None:
+    def pays(
+        rows: int, ranks: list[int], popularity: str = "identical", add: bool = True,
+        width: int = 24, coefficients: np.ndarray | None = None, **options: Any,
+    ) -> bool:  # fmt: skip
+        case = make_case(
+            rows, ranks, 40, (width,), dtype=torch.float16, popularity=popularity, device="cpu",
+            **options,
+        )  # fmt: skip
+        if coefficients is not None:
+            case.batch.update(case.adapters, case.ranks, case.scalings, coefficients)
+        return dense_pays(case.weights, case.batch, add=add)
+
+    assert pays(3072, [8, 96])
+    assert not pays(3071, [8, 96])
+    assert not pays(3072, [96, 88])  # its own rank counts, not the largest
+    assert not pays(3072, [8, 96], width=9560)  # y is too large to be read once more
+    assert pays(1024, [136])
+    assert not pays(1023, [136])
+    assert pays(2048, [64], add=False)
+    assert not pays(2048, [64])
+    assert not pays(2047, [64], add=False)
+    assert not pays(2048, [56], add=False)
+    assert not pays(3072, [96, 96], "uniform")
+    assert not pays(3072, [96], "none")
+    assert not pays(3072, [96], paged=True)
+    assert not pays(3072, [96], terms=2)
+    assert not pays(3072, [96], coefficients=np.arange(3072)[:, None])
+
+
+def test_reference_is_the_formula() -> None:
+    for paged in (False, True):
+        case = make_case(
+            23, [8, 20, 3], 31, (17, 5), dtype=torch.float32, terms=2, paged=paged, device="cpu"
+        )
+        want = case.expected()
+        atmm_reference(case.ys, case.x, case.weights, case.batch)
+        for one, other in zip(case.ys, want, strict=True):
+            assert_near(one, other)
+
+
+def test_operator_runs_the_tiling_it_is_given() -> None:
+    case = make_case(19, [8, 16, 64], 64, (64, 32), dtype=torch.float16)
+    want = case.expected()
+    atmm(case.ys, case.x, case.weights, case.batch, tiling=Tiling(Kind.PAIR, 16, 64, 64, 64))
+    for one, other in zip(case.ys, want, strict=True):
+        assert_near(one, other)
+
+
+def test_a_tiling_that_does_not_fit_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    from valora_kernels import atmm as module
+
+    case = make_case(19, [8, 16, 64], 64, (64, 32), dtype=torch.float16)
+    tried: list[Tiling] = []
+    small = module.default_tiling(module.shape_of(case.weights, case.batch))
+
+    def fits_only_small(tiling: Tiling, *args: object) -> None:
+        tried.append(tiling)
+        if tiling != small:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        launch(tiling, *args)
+
+    monkeypatch.setattr(module, "use_triton", lambda _: True)
+    monkeypatch.setattr(module, "launch", fits_only_small)
+    large = Tiling(Kind.ROWS, 128, 128, 128, 0)
+    monkeypatch.setattr(module, "choose", lambda *_: Choice(large, Mode.NEAREST))
+    monkeypatch.setattr(module, "_instead", {})
+    want = case.expected()
+    with caplog.at_level("WARNING"):
+        atmm(case.ys, case.x, case.weights, case.batch)
+    for one, other in zip(case.ys, want, strict=True):
+        assert_near(one, other)
+    atmm(case.ys, case.x, case.weights, case.batch)
+    assert tried == [large, small, small]
+    assert "does not fit" in caplog.text
+
+
+def test_next_batch_reuses_the_same_buffers() -> None:
+    """What a captured graph relies on: addresses stay, contents change."""
+    case = make_case(12, [8, 16, 24], 32, (32,), dtype=torch.float32)
+    case.batch = LoraBatch(12, 3, DEVICE, fixed=True)
+    tiling = Tiling(Kind.PAIR, 16, 32, 32, 32, 16, gather=True)
+    places = set()
+    for adapters in ([0] * 12, [2, 1, 0, -1] * 3, [-1] * 12, [1] * 11 + [2]):
+        case.batch.update(adapters, case.ranks, case.scalings)
+        case.adapters = torch.tensor(adapters)[:, None].numpy()
+        want = case.expected()
+        got = [y.clone() for y in case.ys]
+        launch(tiling, got, case.x, case.weights, case.batch)
+        places.add(case.batch.tiles(16).records.data_ptr())
+        assert_near(got[0], want[0])
+    assert len(places) == 1
+
+
+def test_without_a_gpu_the_reference_runs(caplog: pytest.LogCaptureFixture) -> None:
+    from valora_kernels import atmm as module
+
+    module._say_no_gpu.cache_clear()
+    case = make_case(5, [8, 16], 32, (16,), dtype=torch.float32, device="cpu")
+    want = case.expected()
+    with caplog.at_level("WARNING"):
+        atmm(case.ys, case.x, case.weights, case.batch)
+        atmm([torch.zeros_like(case.ys[0])], case.x, case.weights, case.batch)
+    assert_near(case.ys[0], want[0])
+    assert caplog.text.count("reference") == 1
+
+
+def bad_call(name: str) -> tuple[list[torch.Tensor], torch.Tensor, LoraWeights, LoraBatch]:
+    case = make_case(6, [8, 16], 32, (16, 24), dtype=torch.float16, device="cpu")
+    x, ys, weights, batch = case.x, case.ys, case.weights, case.batch
+    if name == "projections":
+        ys = ys[:1]
+    elif name == "width of x":
+        x = x[:, :24].contiguous()
+    elif name == "rows of x":
+        x = x[:5]
+    elif name == "width of y":
+        ys = [ys[0], ys[0]]
+    elif name == "dtype of x":
+        x = x.float()
+    elif name == "dtype of y":
+        ys = [ys[0], ys[1].float()]
+    elif name == "integers":
+        x = x.to(torch.int32)
+    elif name == "columns apart":
+        x = torch.randn(32, 6).half().T
+    elif name == "unaligned rows":
+        ys = [torch.randn(6, 19).half()[:, :16], ys[1]]
+    elif name == "rank above the weights'":
+        batch.update([0] * 6, [32, 16], [1.0, 1.0])
+    elif name == "adapter above the weights'":
+        batch.update([2] * 6, [8, 16, 8], [1.0] * 3)
+    return ys, x, weights, batch
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "projections", "width of x", "rows of x", "width of y", "dtype of x", "dtype of y",
+        "integers", "columns apart", "unaligned rows", "rank above the weights'",
+        "adapter above the weights'",
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_before_any_launch(name: str) -> None:
+    ys, x, weights, batch = bad_call(name)
+    before = [y.clone() for y in ys]
+    with pytest.raises(ValueError, match=r"expected .* got "):
+        atmm(ys, x, weights, batch, tiling=Tiling(Kind.PAIR))
+    assert all(torch.equal(a, b) for a, b in zip(ys, before, strict=True))
+
+
+def test_tensors_of_different_devices_are_refused() -> None:
+    case = make_case(6, [8, 16], 32, (16,), dtype=torch.float16, device="cpu")
+    with pytest.raises(ValueError, match="expected cpu, got meta"):
+        atmm(case.ys, case.x.to("meta"), case.weights, case.batch)
+
+
+def test_adapters_that_do_not_fit_their_slot_are_refused() -> None:
+    weights = LoraWeights.contiguous(2, 8, 16, (24,), dtype=torch.float32, device="cpu")
+    a, b = torch.zeros(4, 16), torch.zeros(24, 4)
+    for slot, one, two in (
+        (2, [a], [b]),
+        (0, [a, a], [b, b]),
+        (0, [a.T], [b]),
+        (0, [torch.zeros(9, 16)], [torch.zeros(24, 9)]),
+    ):
+        with pytest.raises(ValueError, match=r"expected .* got "):
+            weights.write(slot, one, two)

@@ -1,0 +1,120 @@
+"""Merging: one rounding, no drift, one pass from any state; on the CPU through the interpreter."""
+
+import hashlib
+
+import pytest
+import torch
+
+from tests.support.lora_cases import DEVICE, needs_triton, paged_weights
+from valora_kernels.merge import MergeableWeights, MergeTiling
+from valora_kernels.weights import LoraWeights
+
+SHAPES = {"q": (40, 72), "k": (24, 72), "o": (72, 40)}
+RANKS = (24, 8)
+SCALINGS = (0.7, 1.9)
+Adapters = list[dict[str, tuple[torch.Tensor, torch.Tensor]]]
+
+
+def make(
+    dtype: torch.dtype, paged: bool = False
+) -> tuple[MergeableWeights, dict[str, torch.nn.Linear], dict[str, torch.Tensor], Adapters]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+
+    linears = {
+        n: torch.nn.Linear(i, o, bias=False).to(DEVICE, dtype) for n, (o, i) in SHAPES.items()
+    }
+    base = {name: linear.weight.detach().clone() for name, linear in linears.items()}
+    merged = MergeableWeights(SHAPES, dtype=dtype, device=DEVICE)
+    merged.adopt(linears)
+
+    def room(in_features: int, out_features: tuple[int, ...]) -> LoraWeights:
+        if paged:
+            return paged_weights(2, 24, in_features, out_features, dtype, DEVICE, generator)
+        return LoraWeights.contiguous(2, 24, in_features, out_features, dtype=dtype, device=DEVICE)
+
+    inputs, output = room(72, (40, 24)), room(40, (72,))
+    adapters: Adapters = []
+    for slot, r in enumerate(RANKS):
+        mine = {n: (normal(r, i), normal(o, r)) for n, (o, i) in SHAPES.items()}
+        inputs.write(slot, [mine["q"][0], mine["k"][0]], [mine["q"][1], mine["k"][1]])
+        output.write(slot, [mine["o"][0]], [mine["o"][1]])
+        adapters.append(mine)
+    merged.bind({"q": (inputs, 0), "k": (inputs, 1), "o": (output, 0)})
+    return merged, linears, base, adapters
+
+
+TILING = MergeTiling(32, 32, 64, 16, 4)
+
+
+@pytest.mark.parametrize(
+    "tiling",
+    [pytest.param(TILING, marks=needs_triton, id="kernel"), pytest.param(None, id="default")],
+)
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_every_weight_is_rounded_once(
+    dtype: torch.dtype, paged: bool, tiling: MergeTiling | None
+) -> None:
+    merged, linears, base, adapters = make(dtype, paged)
+    for slot in (0, 1, 0):  # from adapter to adapter without an unmerge
+        merged.merge(slot, RANKS[slot], SCALINGS[slot], tiling=tiling)
+        for name, linear in linears.items():
+            a, b = adapters[slot][name]
+            exact = base[name].double() + SCALINGS[slot] * (b.double() @ a.double())
+            # fp32 sums may fall on the other side of a rounding boundary, and no further.
+            unit = torch.finfo(dtype).eps * (1 if dtype == torch.float16 else 8)
+            assert ((linear.weight.double() - exact).abs() <= unit * (exact.abs() + 1)).all()
+            once = (exact.float().to(dtype) == linear.weight).double().mean()
+            assert once > 0.99 or dtype == torch.float32
+
+
+@needs_triton
+def test_a_thousand_switches_leave_no_trace() -> None:
+    merged, linears, base, _ = make(torch.float16)
+
+    def digest() -> str:
+        return hashlib.sha256(merged.live.cpu().numpy().tobytes()).hexdigest()
+
+    before = digest()
+    for turn in range(1000):
+        merged.live.add_(0.125 * (turn % 7))  # whatever a merge wrote
+        merged.unmerge()
+    merged.merge(1, 8, 1.0, tiling=TILING)
+    assert digest() != before
+    merged.unmerge()
+    assert digest() == before
+    assert all(torch.equal(linears[name].weight, base[name]) for name in linears)
+
+
+@needs_triton
+def test_linears_see_the_merge() -> None:
+    merged, linears, _, adapters = make(torch.float32)
+    x = torch.randn(3, 72, device=DEVICE)
+    before = linears["q"](x)
+    merged.merge(0, 24, 0.5, tiling=TILING)
+    a, b = adapters[0]["q"]
+    torch.testing.assert_close(linears["q"](x), before + 0.5 * x @ a.T @ b.T, rtol=1e-4, atol=1e-4)
+    assert linears["q"].weight.data_ptr() == merged.weight("q").data_ptr()
+
+
+def test_bad_input_is_refused() -> None:
+    merged, _, _, _ = make(torch.float32)
+    for slot, rank in ((2, 8), (-1, 8), (0, 25), (0, 0)):
+        with pytest.raises(ValueError, match=r"expected .* got "):
+            merged.merge(slot, rank, 1.0)
+    with pytest.raises(ValueError, match=r"expected .* got "):
+        merged.adopt({"q": torch.nn.Linear(8, 8)})
+    weights = LoraWeights.contiguous(1, 8, 72, (24,), dtype=torch.float32, device=DEVICE)
+    for sources in ({"v": (weights, 0)}, {"q": (weights, 0)}):
+        with pytest.raises(ValueError, match="expected"):
+            merged.bind(sources)
+    half = LoraWeights.contiguous(1, 8, 72, (24,), dtype=torch.float16, device=DEVICE)
+    with pytest.raises(ValueError, match=r"expected torch\.float32"):
+        merged.bind({"k": (half, 0)})
+    with pytest.raises(ValueError, match="call bind"):
+        MergeableWeights(SHAPES, dtype=torch.float32, device="cpu").merge(0, 8, 1.0)
+    with pytest.raises(ValueError, match="expected at least one matrix"):
+        MergeableWeights({}, dtype=torch.float32, device="cpu")

@@ -1,0 +1,94 @@
+"""Base projection and LoRA in one: folded kernels against row-by-row arithmetic."""
+
+import pytest
+import torch
+
+from tests.support.lora_cases import DEVICE, assert_near, make_case, needs_triton
+from valora_kernels.metadata import LoraBatch
+from valora_kernels.project import ProjectTiling, add_projection, linear
+
+pytest.importorskip("triton")
+pytestmark = needs_triton
+
+TILINGS = [
+    pytest.param(ProjectTiling(64, 32, 32, 4, 2), id="beside"),
+    pytest.param(ProjectTiling(16, 16, 64, 4, 2), id="beside-tiles"),
+    pytest.param(ProjectTiling(16, 32, 32, 4, 2, fold=True), id="folded"),
+    pytest.param(ProjectTiling(16, 32, 32, 4, 2, fold=True, halves=True), id="folded-halves"),
+    pytest.param(None, id="separate"),
+]
+WIDTHS = (64, 24)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("popularity", ["uniform", "distinct", "skewed", "none"])
+def test_projection(tiling: ProjectTiling | None, dtype: torch.dtype, popularity: str) -> None:
+    case = make_case(37, [8, 16, 24], 72, WIDTHS, dtype=dtype, popularity=popularity)
+    bases = [torch.randn(n, 72, device=DEVICE).to(dtype) / 8 for n in WIDTHS]
+    bias = torch.randn(WIDTHS[0], device=DEVICE).to(dtype)  # of the first projection only
+    want = [
+        change + case.x.double() @ base.double().T
+        for change, base in zip(case.expected(add=False), bases, strict=True)
+    ]
+    want[0] += bias.double()
+    out = [torch.full_like(y, float("nan")) for y in case.ys]
+    add_projection(out, case.x, bases, case.weights, case.batch, biases=[bias, None], tiling=tiling)
+    for one, other in zip(out, want, strict=True):
+        assert_near(one, other)
+
+
+@pytest.mark.parametrize("apart", ["nothing", "y", "W"])
+def test_stacked_projections_are_one_product(apart: str) -> None:
+    """Slices of one y and one W give what separate tensors give."""
+    case = make_case(9, [8, 16], 72, WIDTHS, dtype=torch.float32, device="cpu")
+    base = torch.randn(sum(WIDTHS), 72)
+    out = torch.full((9, sum(WIDTHS)), float("nan"))
+    bases, ys = list(base.split(WIDTHS)), list(out.split(WIDTHS, dim=1))
+    if apart == "W":
+        bases[1] = bases[1].clone()
+    if apart == "y":
+        ys[1] = ys[1].clone()
+    add_projection(ys, case.x, bases, case.weights, case.batch)
+    for one, change, w in zip(ys, case.expected(add=False), bases, strict=True):
+        assert_near(one, change + case.x.double() @ w.double().T)
+
+
+@pytest.mark.parametrize("tiling", TILINGS[1:3])
+def test_paged_adapters_and_changing_batches(tiling: ProjectTiling) -> None:
+    case = make_case(21, [8, 16, 24], 40, WIDTHS, dtype=torch.float32, paged=True)
+    case.batch = LoraBatch(21, 3, DEVICE, fixed=True)
+    bases = [torch.randn(n, 40, device=DEVICE) / 6 for n in WIDTHS]
+    for adapters in ([2, 1, 0] * 7, [-1] * 21, [1] * 20 + [2]):
+        case.batch.update(adapters, case.ranks, case.scalings)
+        case.adapters = torch.tensor(adapters)[:, None].numpy()
+        out = [torch.full_like(y, float("nan")) for y in case.ys]
+        add_projection(out, case.x, bases, case.weights, case.batch, tiling=tiling)
+        changes = case.expected(add=False)
+        for one, change, base in zip(out, changes, bases, strict=True):
+            assert_near(one, change + case.x.double() @ base.double().T)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_without_lora(bias: bool) -> None:
+    x, w = torch.randn(5, 72), torch.randn(48, 72)
+    b = torch.randn(48) if bias else None
+    want = x.double() @ w.double().T + (0 if b is None else b.double())
+    assert_near(linear(x, w, b), want)
+
+
+def test_bad_base_weights_are_refused() -> None:
+    case = make_case(5, [8], 32, (16,), dtype=torch.float16, device="cpu")
+    for bases in ([], [torch.zeros(16, 24).half()], [torch.zeros(16, 32)]):
+        with pytest.raises(ValueError, match=r"expected .* got "):
+            add_projection(case.ys, case.x, bases, case.weights, case.batch)
+    base = [torch.zeros(16, 32).half()]
+    for biases in ([torch.zeros(8).half()], [torch.zeros(16)], [None, None]):
+        with pytest.raises(ValueError, match=r"expected .* got "):
+            add_projection(case.ys, case.x, base, case.weights, case.batch, biases=biases)
+    two = make_case(5, [8, 16], 32, (16,), dtype=torch.float16, terms=2, device="cpu")
+    with pytest.raises(ValueError, match="folding expected one term a row, got 2"):
+        add_projection(
+            two.ys, two.x, [torch.zeros(16, 32).half()], two.weights, two.batch,
+            tiling=ProjectTiling(16, 32, 32, 4, 2, fold=True),
+        )  # fmt: skip

@@ -1,0 +1,293 @@
+"""Heads in the engine's batches, beside generation: against training's own, and by hand."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image, ImageDraw
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from tests.support.engine_reference import (
+    Got,
+    Reference,
+    ask,
+    assert_empty,
+    make_engine,
+    noise,
+    run,
+)
+from tests.support.serve_helpers import DomainSpec, make_bundle
+from valora_data.schema import Box
+from valora_serve.types import Finish, Request, SamplingParams
+from valora_train.settings import HeadSettings
+from valora_train.tasks.detection_head import DetectionHead
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LEAST = 0.05
+"""Confidence from which boxes are compared."""
+
+DOMAINS = {
+    "plates": DomainSpec("adapter-1", labels=["plate"], prompt="Find plates."),
+    "traffic": DomainSpec("adapter-2", labels=["car", "bus", "bike"], prompt="Find the traffic."),
+}
+OTHERS = {
+    "scene": DomainSpec(
+        "adapter-2", "classification", ["forest", "street", "beach"], prompt="Which scene?"
+    ),
+    "crowd": DomainSpec(
+        "adapter-1", "counting", [str(n) for n in range(11)], "visual_mean", "How many?", 1.7
+    ),
+    "sure": DomainSpec("adapter-2", "yes_no", ["no", "yes"], "attention", "Is it?", 0.6),
+    "move": DomainSpec("adapter-1", "action", ["sit", "run", "fall", "jump"], prompt="What now?"),
+    "place": DomainSpec("adapter-1", "classification", ["here", "there"], "grid", "Where?"),
+    "caption": DomainSpec("adapter-2", None, [], prompt="Describe the image."),
+}
+
+
+@pytest.fixture(scope="module")
+def detection(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Domains that a detection head answers, on two adapters."""
+    folder = tmp_path_factory.mktemp("bundles") / "detection"
+    return make_bundle(folder, "tiny", name="detection", domains=DOMAINS, seed=1)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundles") / "others"
+    return make_bundle(folder, "tiny", name="others", domains=OTHERS, seed=2)
+
+
+def picture(seed: int) -> Image.Image:
+    """Of another size each, with something to see."""
+    image = noise(60 + 17 * seed, 90 - 5 * seed, seed)
+    for n, colour in enumerate(("red", "blue", "white")[: 1 + seed % 3]):
+        place = (8 + 12 * n, 5 + 9 * seed % 40)
+        ImageDraw.Draw(image).rectangle([*place, place[0] + 15, place[1] + 11], fill=colour)
+    return image
+
+
+def boxes_of(got: Got) -> list[list[Box]]:
+    assert got.error is None
+    assert got.finish is Finish.HEAD
+    head = got.last.head  # type: ignore[union-attr]
+    assert head is not None
+    assert head.kind == "detection"
+    assert head.logits is not None
+    assert head.logits.dtype.name == "float32"
+    return [
+        [Box(*one.box, label=one.label, confidence=one.confidence) for one in image]  # type: ignore[misc]
+        for image in head.detections
+    ]
+
+
+def assert_same(found: list[Box], wanted: list[Box]) -> None:
+    assert [box.label for box in found] == [box.label for box in wanted]
+    for a, b in zip(found, wanted, strict=True):
+        assert a.confidence == pytest.approx(b.confidence, abs=1e-5)
+        assert a.xyxy == pytest.approx(b.xyxy, abs=1e-2)  # pixels
+
+
+@pytest.fixture(scope="module")
+def trained(detection: Path) -> dict[tuple[str, int], list[Box]]:
+    """What training's head says of PEFT's hidden states, for every domain and picture."""
+    adapters = {n: detection / "adapters" / n for n in ("adapter-1", "adapter-2")}
+    reference = Reference("tiny", adapters)
+    found = {}
+    for domain, spec in DOMAINS.items():
+        head = DetectionHead.load(detection / "heads" / f"{domain}.safetensors")
+        for n in range(4):
+            turn = [{"type": "text", "text": spec.prompt}, {"type": "image"}]
+            asked = Request(
+                "", model=spec.adapter, messages=[{"role": "user", "content": turn}],
+                images=[picture(n)],
+            )  # fmt: skip
+            hidden, visual = hidden_of(reference, asked)
+            with torch.no_grad():
+                raw = head(hidden[visual][None])[0]
+            found[domain, n] = head.predict(raw, picture(n).size, HeadSettings(), LEAST)
+    return found
+
+
+def detections(**more: Any) -> dict[tuple[str, int], Request]:
+    """Pictures of both domains, in turn."""
+    return {
+        (domain, n): Request(
+            f"{domain}-{n}", model=domain, images=[picture(n)], min_score=LEAST, **more
+        )
+        for n in range(4)
+        for domain in DOMAINS
+    }
+
+
+def writers(names: list[str | None]) -> list[Request]:
+    return [
+        Request(
+            f"writer {n}",
+            model=name,
+            messages=ask("Tell me about it, please.", images=n % 2),
+            images=[picture(n)] * (n % 2),
+            sampling=SamplingParams(max_tokens=12),
+        )
+        for n, name in enumerate(names)
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy": "unmerge_only", "overlap": True},
+        {"policy": "valora", "overlap": False, "chunk": 19},
+        {"policy": "cost", "overlap": True, "chunk": 40},
+        {"policy": "merge_only", "overlap": True, "block_size": 32},
+    ],
+    ids=lambda settings: str(settings["policy"]),
+)
+def test_boxes_are_those_of_training(
+    detection: Path, trained: dict[tuple[str, int], list[Box]], settings: dict[str, Any]
+) -> None:
+    engine = make_engine("tiny", **settings)
+    engine.load(detection)
+    adapters = {
+        f"detection/{name}": detection / "adapters" / name for name in ("adapter-1", "adapter-2")
+    }
+    asked = detections()
+    beside = writers([None, "detection/adapter-2", "detection/adapter-1"])
+    found = run(engine, [beside[0], *asked.values(), *beside[1:]], together=5)
+    assert any(len(boxes) > 1 for boxes in trained.values())
+    for key, request in asked.items():
+        (boxes,) = boxes_of(found[request.id])
+        assert_same(boxes, trained[key])
+        last = found[request.id].last
+        assert last is not None
+        assert not found[request.id].tokens
+        assert last.usage is not None
+        assert (last.usage.completion, last.usage.image) == (0, 64)
+    reference = Reference("tiny", adapters)
+    for request in beside:
+        assert found[request.id].tokens == reference(request).tokens
+    assert_empty(engine)
+
+
+def test_threshold_and_several_images(
+    detection: Path, trained: dict[tuple[str, int], list[Box]], tmp_path: Path
+) -> None:
+    """Without a `min_score` the domain's threshold counts; every image has its own boxes."""
+    wanted = trained["traffic", 1]
+    middle = wanted[len(wanted) // 2].confidence
+    manifest = json.loads((detection / "bundle.json").read_text())
+    manifest["domains"]["traffic"]["threshold"] = middle
+    stricter = Path(shutil.copytree(detection, tmp_path / "stricter"))
+    (stricter / "bundle.json").write_text(json.dumps(manifest))
+    engine = make_engine("tiny", policy="valora")
+    engine.load(stricter)
+    one = Request("one", model="traffic", images=[picture(1)])
+    two = Request("two", model="traffic", images=[picture(1), picture(2)], min_score=LEAST)
+    found = run(engine, [one, two])
+    sure = [box for box in wanted if box.confidence >= middle]
+    assert 0 < len(sure) < len(wanted)
+    near = [box for box in boxes_of(found["one"])[0] if abs(box.confidence - middle) > 1e-5]
+    assert_same(near, sure[: len(near)])
+    assert len(sure) - len(near) <= 1
+    first, second = boxes_of(found["two"])
+    assert_same(first, wanted)  # the first image does not see the second
+    assert len(second) > 0
+
+
+def test_heads_again_from_the_prefix_cache(
+    detection: Path, trained: dict[tuple[str, int], list[Box]]
+) -> None:
+    engine = make_engine("tiny", policy="unmerge_only", block_size=4)
+    engine.load(detection)
+    for round_ in range(3):
+        asked = detections()
+        found = run(engine, list(asked.values()))
+        for key, request in asked.items():
+            assert_same(boxes_of(found[request.id])[0], trained[key])
+            cached = found[request.id].last.usage.cached  # type: ignore[union-attr]
+            assert (cached > 0) == (round_ > 0)  # words may come from the cache, visual tokens not
+    assert len(engine.images) == 4  # the same pictures for both adapters
+    assert engine.stats().image_hits == 16
+
+
+def test_other_heads_by_hand(others: Path) -> None:
+    """Logits and confidences from PEFT's hidden states and the formulas of docs/bundle.md."""
+    engine = make_engine("tiny", policy="valora", overlap=True, chunk=50)
+    engine.load(others)
+    reference = Reference("tiny", {n: others / "adapters" / n for n in ("adapter-1", "adapter-2")})
+    asked = {
+        f"{domain} {n}": Request(f"{domain} {n}", model=domain, images=[picture(n)])
+        for n in range(2)
+        for domain in OTHERS
+    }
+    found = run(engine, list(asked.values()))
+    domains = json.loads((others / "bundle.json").read_text())["domains"]
+    for key, request in asked.items():
+        domain = str(request.model)
+        spec = OTHERS[domain]
+        plain = Request(
+            key,
+            model=spec.adapter,
+            messages=[
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": spec.prompt}, {"type": "image"}],
+                }
+            ],
+            images=request.images,
+            sampling=SamplingParams(max_tokens=256),
+        )
+        got = found[key]
+        if spec.kind is None:
+            assert got.tokens == reference(plain).tokens
+            continue
+        hidden, visual = hidden_of(reference, plain)
+        tensors = load_file(others / domains[domain]["head"])
+        if spec.pooling == "last":
+            pooled = hidden[-1]
+        elif spec.pooling == "visual_mean":
+            pooled = hidden[visual].mean(0)
+        elif spec.pooling == "grid":  # 8 × 8 visual tokens, two by two
+            cells = hidden[visual].view(8, 8, -1).permute(2, 0, 1)
+            pooled = F.avg_pool2d(cells, 2).permute(1, 2, 0).flatten()
+        else:
+            scores = hidden[visual] @ tensors["query"] / hidden.shape[1] ** 0.5
+            pooled = scores.softmax(0) @ hidden[visual]
+        logits = tensors["weight"] @ pooled + tensors["bias"]
+        head = got.last.head  # type: ignore[union-attr]
+        assert head is not None
+        assert head.kind == spec.kind
+        assert head.logits is not None
+        torch.testing.assert_close(torch.from_numpy(head.logits[0]), logits, rtol=1e-4, atol=1e-4)
+        confidences = (logits / (spec.temperature or 1.0)).softmax(0)
+        assert list(head.confidences.values()) == pytest.approx(confidences.tolist(), abs=1e-4)
+        assert head.label == spec.labels[int(logits.argmax())]
+    assert_empty(engine)
+
+
+def hidden_of(reference: Reference, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+    """Last hidden states of a prompt, [tokens, width], and which tokens are visual."""
+    inputs = reference.inputs(request)
+    reference.model.set_adapter(request.model)
+    inner = reference.model.get_base_model().model
+    with torch.no_grad():
+        hidden = inner(**inputs).last_hidden_state[0]
+    return hidden, inputs["input_ids"][0] == reference.model.config.image_token_id
+
+
+def test_a_head_can_be_left_out(others: Path) -> None:
+    """`head=False`: the domain's adapter generates."""
+    engine = make_engine("tiny")
+    engine.load(others)
+    one = Request(
+        "one", model="scene", images=[picture(1)], head=False,
+        sampling=SamplingParams(max_tokens=5, ignore_eos=True),
+    )  # fmt: skip
+    got = run(engine, [one])["one"]
+    assert got.finish is Finish.LENGTH
+    assert len(got.tokens) == 5
+    assert got.last.head is None  # type: ignore[union-attr]

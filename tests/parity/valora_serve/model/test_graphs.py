@@ -1,0 +1,95 @@
+"""Steps with prompts through fixed buffers, as a graph replays them, against steps as they are."""
+
+import pytest
+from PIL import Image
+
+from tests.support.serve_helpers import EVERYTHING, make_adapter
+from valora_serve.engine.engine import Engine
+from valora_serve.engine.profile import measure
+from valora_serve.engine.settings import EngineSettings
+from valora_serve.types import Request, SamplingParams
+
+TURNS = ("what is this?", "how many stars?", "describe the image.")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("adapters")
+    return {
+        f"a{number}": make_adapter(
+            root / f"a{number}", "tiny", seed=number, rank=rank, targets=EVERYTHING, strength=0.2
+        )
+        for number, rank in enumerate((8, 16, 4))
+    }
+
+
+def answers(folders, policy, rehearse=False, **options):
+    engine = Engine(
+        EngineSettings(policy=policy, pages=300, chunk=40, max_tokens=150, max_requests=12,
+                       profile=False, **options)
+    )  # fmt: skip
+    for name, folder in folders.items():
+        engine.load(folder, name)
+    engine.warm_up()
+    models = [None, *folders]
+    for number in range(14):
+        parts = [{"type": "text", "text": TURNS[number % 3]}]
+        images = []
+        if number % 5:
+            parts.append({"type": "image"})
+            images.append(Image.new("RGB", (40 + number, 50), (number * 17, 90, 200 - number)))
+        request = Request(
+            str(number), models[number % 4], messages=[{"role": "user", "content": parts}],
+            images=images, sampling=SamplingParams(max_tokens=5 + number, ignore_eos=True),
+        )  # fmt: skip
+        engine.add(engine.prepare(request))
+    said = {}
+    while engine.busy:
+        if rehearse and len(said) in (3, 9):
+            engine.runner.rehearse()
+        for output in engine.step():
+            assert output.error is None
+            said.setdefault(output.id, []).extend(output.token_ids)
+    engine.close()
+    return said
+
+
+@pytest.mark.parametrize("policy", ["slora", "dlora"])
+def test_fixed_buffers_change_nothing(folders, policy, monkeypatch):
+    plain = answers(folders, policy)
+    replayed = []
+    from valora_serve.model.runner import ModelRunner
+
+    found = ModelRunner._prompt_graph_for
+
+    def spy(self, *arguments):
+        graph = found(self, *arguments)
+        replayed.append(graph is not None)
+        return graph
+
+    monkeypatch.setattr(ModelRunner, "_prompt_graph_for", spy)
+    assert answers(folders, policy, prompt_graphs=True) == plain
+    assert sum(replayed) > 10
+
+
+def test_a_rehearsal_between_steps_changes_nothing(folders):
+    assert answers(folders, "dlora", rehearse=True) == answers(folders, "dlora")
+
+
+def test_adapters_that_come_after_the_start_are_captured(folders):
+    engine = Engine(EngineSettings(policy="slora", pages=300, profile=False, prompt_graphs=True))
+    engine.warm_up()
+    before = engine.runner.capture((0, 1))
+    engine.load(folders["a0"], "a0")
+    assert engine.runner.capture((0, 1)) == 2 * before
+    engine.close()
+
+
+def test_costs_know_where_graphs_end(folders):
+    engine = Engine(EngineSettings(policy="slora", pages=300, max_tokens=2100, max_requests=12,
+                                   profile=False, prompt_graphs=True))  # fmt: skip
+    engine.load(folders["a0"], "a0")
+    engine.warm_up()
+    costs = measure(engine, seconds=0.0)
+    assert costs.captured[-1] == 2048 and costs.uncaptured > 0
+    engine.close()

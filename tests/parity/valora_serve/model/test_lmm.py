@@ -1,0 +1,177 @@
+"""Every architecture that is served, against transformers' own `generate`."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engine_reference import Reference, ask, assert_empty, make_engine, noise, run
+from tests.support.lmm_checkpoints import CHECKPOINTS
+from tests.support.serve_helpers import make_adapter
+from valora_serve.errors import RequestError
+from valora_serve.types import Request, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TARGETS = {
+    "llava": r".*language_model.*_proj|.*vision_tower.*\.(q_proj|v_proj|out_proj|fc1)"
+    r"|.*multi_modal_projector\.linear_[12]",
+    "qwen2_vl": r".*language_model.*_proj|.*visual\.blocks.*\.(qkv|proj|fc1|fc2)"
+    r"|.*visual\.merger\.mlp\.[02]",
+    "qwen2_5_vl": r".*language_model.*_proj|.*visual\.blocks.*\.(qkv|proj|gate_proj|down_proj)"
+    r"|.*visual\.merger\.mlp\.[02]",
+    "qwen3_vl": r".*language_model.*_proj|.*visual\.blocks.*\.(qkv|proj|linear_fc[12])"
+    r"|.*visual\..*merger.*\.linear_fc[12]",
+}
+TEXT_ONLY = r".*language_model.*\.(q_proj|k_proj|down_proj)"
+
+
+@pytest.fixture(scope="module", params=list(CHECKPOINTS))
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def base(family: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(CHECKPOINTS[family](tmp_path_factory.mktemp(family), seed=3))
+
+
+@pytest.fixture(scope="module")
+def adapters(family: str, base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        "all": make_adapter(
+            folder / "all", base, seed=1, rank=4, alpha=6, targets=TARGETS[family], strength=0.3
+        ),
+        "text": make_adapter(
+            folder / "text", base, seed=2, rank=3, alpha=9, targets=TEXT_ONLY, strength=0.3
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def reference(base: str, adapters: dict[str, Path]) -> Reference:
+    return Reference(base, adapters)
+
+
+def requests_of(family: str, names: list[str | None]) -> list[Request]:
+    """Text, one image, several of different sizes, a video, both, for each adapter."""
+    greedy = SamplingParams(max_tokens=8, ignore_eos=True)
+    video = [noise(40, 32, 20 + n) for n in range(4)]
+    long = [noise(24, 40, 30 + n) for n in range(6)]
+    made = []
+    for name in names:
+        cases = {
+            "words": Request("", messages=ask("What is there to see?")),
+            "image": Request("", messages=ask("Say it.", images=1), images=[noise(40, 30, 1)]),
+            "images": Request(
+                "",
+                messages=ask("Which one is larger?", images=3),
+                images=[noise(20, 48, 2), noise(64, 24, 3), noise(33, 33, 4)],
+            ),
+        }
+        if family != "llava":  # that one gets a video's frames as images, see below
+            cases["video"] = Request("", messages=ask("What happens?", videos=1), videos=[video])
+            cases["both"] = Request(
+                "",
+                messages=ask("Is it the same?", images=1, videos=2),
+                images=[noise(50, 30, 5)],
+                videos=[long, video],
+            )
+        for case, one in cases.items():
+            made.append(
+                Request(
+                    f"{case}-{name}",
+                    model=name,
+                    messages=one.messages,
+                    images=one.images,
+                    videos=one.videos,
+                    sampling=greedy,
+                )
+            )
+    return made
+
+
+@pytest.mark.parametrize("chunk", [256, 5])
+@pytest.mark.parametrize("policy", ["unmerge_only", "valora"])
+def test_greedy_tokens_are_those_of_generate(
+    family: str, base: str, adapters: dict[str, Path], reference: Reference, chunk: int, policy: str
+) -> None:
+    requests = requests_of(family, [None, "all", "text"])
+    engine = make_engine(base, adapters, fresh=True, chunk=chunk, policy=policy)
+    found = run(engine, requests)
+    wrong = {
+        request.id: (found[request.id].tokens, reference(request).tokens, found[request.id].error)
+        for request in requests
+        if found[request.id].tokens != reference(request).tokens
+    }
+    assert not wrong
+    answers = {tuple(got.tokens) for got in found.values()}
+    assert len(answers) == len(requests)  # every prompt and every adapter makes a difference
+    assert_empty(engine)
+
+
+def test_preempted_in_the_middle_of_an_answer(
+    family: str, base: str, adapters: dict[str, Path], reference: Reference
+) -> None:
+    """Prompt and answer are computed again together, at the positions that they had."""
+    greedy = SamplingParams(max_tokens=24, ignore_eos=True)
+    asked = [replace(one, sampling=greedy) for one in requests_of(family, [None, "text"])]
+    engine = make_engine(base, adapters, block_size=4, prefix_cache=False)
+    pages = max(-(-(len(engine.prepare(one).prompt.ids) + 24) // 4) for one in asked)
+    pages += sum(engine.adapters.pages(key) for key in engine.known_adapters() if "text" in key)
+    settings: dict[str, Any] = {"block_size": 4, "prefix_cache": False, "pages": pages + 30}
+    engine = make_engine(base, adapters, policy="valora", overlap=True, **settings)
+    found = run(engine, asked)
+    for one in asked:
+        assert found[one.id].tokens == reference(one).tokens
+    assert engine.stats().preemptions > 0
+    assert_empty(engine)
+
+
+def test_placeholders_without_what_they_stand_for(family: str, base: str) -> None:
+    """And the other way round; not every processor notices."""
+    engine = make_engine(base)
+    image = noise(20, 20, 1)
+    one = ask("Look at it.", images=1)
+    two = ask("Look at it.", images=2)
+    none = ask("Look at it.")
+    for messages, images, message in (
+        (one, [], "names 1 images, but 0 were sent"),
+        (none, [image], "names 0 images, but 1 were sent"),
+        (two, [image], "names 2 images, but 1 were sent"),
+        (one, [image, image], "names 1 images, but 2 were sent"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            engine.prepare(Request("x", messages=messages, images=images))
+    if family != "llava":
+        with pytest.raises(RequestError, match="names 1 videos, but 0 were sent"):
+            engine.prepare(Request("x", messages=ask("Look at it.", videos=1)))
+        with pytest.raises(RequestError, match="names 0 videos, but 1 were sent"):
+            engine.prepare(Request("x", messages=none, videos=[[image, image]]))
+
+
+def test_a_video_is_so_many_images_where_there_are_no_videos(tmp_path: Path) -> None:
+    base = str(CHECKPOINTS["llava"](tmp_path / "llava", seed=4))
+    frames = [noise(40, 32, n) for n in range(3)]
+    picture = noise(20, 50, 9)
+    greedy = SamplingParams(max_tokens=8)
+    parts = [{"type": "text", "text": "Watch"}, {"type": "video"}, {"type": "image"}]
+    images = [parts[0], *[{"type": "image"}] * 4]
+    asked = Request(
+        "video",
+        messages=[{"role": "user", "content": parts}],
+        images=[picture],
+        videos=[frames],
+        sampling=greedy,
+    )
+    same = Request(
+        "images",
+        messages=[{"role": "user", "content": images}],
+        images=[*frames, picture],
+        sampling=greedy,
+    )
+    engine = make_engine(base)
+    found = run(engine, [asked])
+    assert found["video"].tokens == Reference(base, {})(same).tokens

@@ -1,0 +1,260 @@
+"""Pages over random operations: none owned twice, none lost, and cached ones hold what they say."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from valora_serve.memory.block_manager import BlockManager, Owner, PagePool, Span
+
+SALTS = (b"", b"adapter one", b"adapter two")
+IMAGES = (b"red", b"blue")
+
+
+class Naive:
+    """A sequence as a test sees it: what each of its tokens means."""
+
+    def __init__(self, tokens, salt, spans):
+        self.tokens, self.salt, self.spans = list(tokens), salt, spans
+        self.computed = 0
+
+    def prefix(self, stop):
+        """Everything that the first `stop` tokens' keys and values depend on."""
+        images = [(s.start, min(s.stop, stop), s.key) for s in self.spans if s.start < stop]
+        return (self.salt, tuple(self.tokens[:stop]), tuple(images))
+
+
+class Pages(RuleBasedStateMachine):
+    """Against a model that keeps, for every page, what it holds."""
+
+    @initialize(pages=st.integers(1, 24), block=st.integers(1, 4), caching=st.booleans())
+    def start(self, pages, block, caching):
+        self.pool = PagePool(pages)
+        self.manager = BlockManager(self.pool, block, caching=caching)
+        self.block, self.caching = block, caching
+        self.sequences: dict[int, Naive] = {}
+        self.adapters: list[list[int]] = []
+        self.holds: dict[int, tuple] = {}  # page: prefix that was computed into it
+        self.found: dict[tuple, int] = {}  # prefix: page where it can be found
+        self.count = 0
+
+    def overwritten(self, pages):
+        for page in pages:
+            if self.found.get(self.holds.get(page)) == page:
+                del self.found[self.holds[page]]
+            self.holds.pop(page, None)
+
+    def expected(self, naive, most):
+        pages = []
+        if self.caching:
+            for stop in range(self.block, most + 1, self.block):
+                if naive.prefix(stop) not in self.found:
+                    break
+                pages.append(self.found[naive.prefix(stop)])
+        return pages
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        salt=st.sampled_from(SALTS),
+        image=st.none() | st.tuples(st.integers(0, 8), st.integers(1, 6), st.sampled_from(IMAGES)),
+        limit=st.none() | st.integers(0, 10),
+    )
+    def open(self, tokens, salt, image, limit):
+        spans = []
+        if image and image[0] < len(tokens):
+            spans = [Span(image[0], min(image[0] + image[1], len(tokens)), image[2])]
+        naive = Naive(tokens, salt, spans)
+        most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
+        pages = self.expected(naive, most)
+        assert self.manager.match(tokens, salt, spans, limit) == (len(pages) * self.block, pages)
+        self.count += 1
+        assert self.manager.open(self.count, naive.tokens, salt, spans, limit) == (
+            len(pages) * self.block
+        )
+        assert self.manager.table(self.count) == pages
+        naive.computed = len(pages) * self.block
+        self.sequences[self.count] = naive
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), extra=st.integers(0, 6))
+    def advance(self, data, extra):
+        """Reserve, compute some, perhaps generate a token."""
+        key = data.draw(st.sampled_from(sorted(self.sequences)))
+        naive = self.sequences[key]
+        total = min(naive.computed + extra, len(naive.tokens))
+        before, free = list(self.manager.table(key)), self.pool.free
+        needed = max(0, -(-total // self.block) - len(before))
+        assert self.manager.pages_needed(key, total) == needed
+        assert self.manager.fits(needed) == (needed <= free)
+        assert self.manager.reserve(key, total) == (needed <= free)
+        after = self.manager.table(key)
+        if needed > free:
+            assert after == before
+            return
+        assert after[: len(before)] == before and len(after) == len(before) + needed
+        self.overwritten(after[len(before) :])
+        for index in range(naive.computed // self.block, total // self.block):
+            prefix = naive.prefix((index + 1) * self.block)
+            self.holds[after[index]] = prefix
+            if self.caching:
+                self.found.setdefault(prefix, after[index])
+        naive.computed = total
+        self.manager.commit(key, total)
+        if total == len(naive.tokens):
+            naive.tokens.append(extra % 2)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def close(self, data):
+        key = data.draw(st.sampled_from(sorted(self.sequences)))
+        self.manager.close(key)
+        del self.sequences[key]
+
+    @rule(count=st.integers(1, 8))
+    def take(self, count):
+        free = self.pool.free
+        pages = self.pool.take(count, Owner.ADAPTER)
+        assert (pages is None) == (count > free)
+        if pages is not None:
+            assert len(pages) == count
+            self.overwritten(pages)
+            self.adapters.append(pages)
+
+    @precondition(lambda self: self.adapters)
+    @rule(data=st.data())
+    def give(self, data):
+        for page in self.adapters.pop(data.draw(st.integers(0, len(self.adapters) - 1))):
+            self.pool.give(page)
+
+    @invariant()
+    def every_page_has_its_owners(self):
+        if not hasattr(self, "pool"):
+            return
+        users = Counter(page for key in self.sequences for page in self.manager.table(key))
+        held = Counter(page for pages in self.adapters for page in pages)
+        assert all(count == 1 for count in held.values())
+        assert not users.keys() & held.keys()
+        for page in range(self.pool.pages):
+            assert self.pool.users(page) == users[page] + held[page]
+            owner = self.pool.owner(page)
+            assert (owner is Owner.KV) == (page in users)
+            assert (owner is Owner.ADAPTER) == (page in held)
+        assert self.pool.free == self.pool.pages - len(users) - len(held)
+        kinds = Counter(self.pool.owner(page) for page in range(self.pool.pages))
+        assert all(self.pool.count(owner) == kinds[owner] for owner in Owner)
+        assert len(self.manager) == len(self.sequences)
+
+    @invariant()
+    def tables_hold_what_was_computed(self):
+        if not hasattr(self, "pool"):
+            return
+        for key, naive in self.sequences.items():
+            for index in range(naive.computed // self.block):
+                page = self.manager.table(key)[index]
+                assert self.holds[page] == naive.prefix((index + 1) * self.block)
+
+    def teardown(self):
+        if hasattr(self, "pool"):
+            for key in self.sequences:
+                self.manager.close(key)
+            for pages in self.adapters:
+                for page in pages:
+                    self.pool.give(page)
+            assert self.pool.free == self.pool.pages
+
+
+TestPages = Pages.TestCase
+TestPages.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+def cached(manager, tokens, salt=b"", spans=()):
+    """Compute a prompt and end it."""
+    manager.open("x", tokens, salt, spans)
+    assert manager.reserve("x", len(tokens))
+    manager.commit("x", len(tokens))
+    manager.close("x")
+
+
+def test_the_last_token_is_always_computed():
+    manager = BlockManager(PagePool(10), 2)
+    cached(manager, [1, 2, 3, 4])
+    assert manager.match([1, 2, 3, 4])[0] == 2
+    assert manager.match([1, 2, 3, 4, 5])[0] == 4
+    assert manager.match([1, 2, 3, 4, 5], limit=3)[0] == 2
+
+
+def test_other_adapter_or_image_or_place_of_it_is_another_prefix():
+    manager = BlockManager(PagePool(20), 2)
+    tokens = [7, 9, 9, 9, 9, 1]
+    cached(manager, tokens, b"one", [Span(1, 3, b"cat"), Span(3, 5, b"dog")])
+    assert manager.match(tokens, b"one", [Span(1, 3, b"cat"), Span(3, 5, b"dog")])[0] == 4
+    assert manager.match(tokens, b"two", [Span(1, 3, b"cat"), Span(3, 5, b"dog")])[0] == 0
+    assert manager.match(tokens, b"", [Span(1, 3, b"cat"), Span(3, 5, b"dog")])[0] == 0
+    assert manager.match(tokens, b"one", [Span(1, 3, b"dog"), Span(3, 5, b"cat")])[0] == 0
+    assert manager.match(tokens, b"one", [Span(1, 4, b"cat"), Span(4, 5, b"dog")])[0] == 2
+    assert manager.match(tokens, b"one")[0] == 0
+
+
+def test_the_end_of_a_prefix_is_evicted_before_its_start():
+    pool = PagePool(4)
+    manager = BlockManager(pool, 1)
+    cached(manager, [1, 2, 3, 4])
+    taken = pool.take(2, Owner.ADAPTER)
+    assert taken is not None
+    assert manager.match([1, 2, 3, 4, 5])[0] == 2
+    assert pool.count(Owner.CACHED) == 2
+
+
+def test_least_recently_used_goes_first():
+    pool = PagePool(4)
+    manager = BlockManager(pool, 2)
+    cached(manager, [1, 1])
+    cached(manager, [2, 2])
+    manager.open("again", [1, 1, 1])
+    manager.close("again")
+    assert pool.take(3, Owner.ADAPTER) is not None
+    assert manager.match([1, 1, 1])[0] == 2
+    assert manager.match([2, 2, 2])[0] == 0
+
+
+def test_who_lacks_pages_asks_for_them():
+    pool = PagePool(3)
+    held = pool.take(3, Owner.ADAPTER)
+    asked = []
+
+    def give(lacking):
+        asked.append(lacking)
+        pool.give(held.pop())
+
+    pool.on_short = give
+    assert pool.take(2, Owner.KV) is None
+    assert asked == [2] and pool.free == 1
+    assert pool.take(2, Owner.KV) is not None
+    assert asked == [2, 1]
+
+
+def test_misuse_is_refused():
+    pool = PagePool(3)
+    manager = BlockManager(pool, 2)
+    manager.open("a", [1, 2, 3])
+    with pytest.raises(ValueError, match="open already"):
+        manager.open("a", [1])
+    with pytest.raises(ValueError, match="at most 3 computed tokens in 0 blocks, got 2"):
+        manager.commit("a", 2)
+    assert manager.reserve("a", 4)
+    with pytest.raises(ValueError, match="at most 3 computed tokens"):
+        manager.commit("a", 4)
+    (reserved,) = pool.take(1, Owner.RESERVED)
+    with pytest.raises(ValueError, match="in use"):
+        pool.give(reserved)
+    with pytest.raises(ValueError, match="expected keys and values"):
+        pool.share(reserved)
+    manager.close("a")
+    with pytest.raises(KeyError):
+        manager.close("a")
+    with pytest.raises(ValueError, match="at least 1"):
+        PagePool(0)
+    with pytest.raises(ValueError, match="at least 1"):
+        BlockManager(pool, 0)

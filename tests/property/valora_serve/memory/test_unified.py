@@ -1,0 +1,402 @@
+"""Unified memory: every rank row where its table says, and adapters that come and go beside KV."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from valora_kernels.merge import MergeableWeights
+from valora_kernels.metadata import LoraBatch
+from valora_kernels.reference import atmm_reference
+from valora_serve.catalogue.adapters import Adapter, LoraPair, Part
+from valora_serve.errors import AdapterError, BusyError
+from valora_serve.memory.adapter_memory import AdapterMemory, State
+from valora_serve.memory.block_manager import Owner, PagePool
+from valora_serve.memory.unified import PageShape, UnifiedMemory
+from valora_serve.model.linears import GroupSpec
+
+GROUPS = (
+    GroupSpec("q", ("q", "k", "v"), 12, (16, 6, 5), "text"),
+    GroupSpec("o", ("o",), 16, (12,), "text"),
+    GroupSpec("fc", ("fc",), 7, (30,), "vision"),
+)
+SHAPES = {
+    module: (width, group.in_features)
+    for group in GROUPS
+    for module, width in zip(group.modules, group.out_features, strict=True)
+}
+PAGE = PageShape(block_size=3, layers=2, kv_heads=1, head_dim=5)  # 60 elements
+MAX_RANK = 9
+
+
+def make_memory(pages=40, slots=3, dtype=torch.float32, page=PAGE):
+    return UnifiedMemory(
+        pages, page, GROUPS, slots=slots, max_rank=MAX_RANK, dtype=dtype, device="cpu"
+    )
+
+
+def make_adapter(ranks, seed, scaling=0.75, others=None):
+    """An adapter with different numbers everywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    modules = {
+        module: LoraPair(
+            torch.randn(rank, SHAPES[module][1], generator=generator),
+            torch.randn(SHAPES[module][0], rank, generator=generator),
+            (others or {}).get(module, scaling),
+        )
+        for module, rank in ranks.items()
+    }
+    return Adapter(
+        Path(f"adapter-{seed}"), modules, max(ranks.values()), scaling,
+        frozenset([Part.LANGUAGE]), f"{seed}-{sorted(ranks.items())}", "",
+    )  # fmt: skip
+
+
+def check_rows(memory, adapter, slot):
+    """The slot's tables lead to the adapter's rows, and to zeros where it has none."""
+    for group in GROUPS:
+        weights = memory.lora[group.name]
+        for p, module in enumerate(group.modules):
+            a, b = weights.rows_of(p, slot, adapter.rank)
+            pair = adapter.modules.get(module)
+            rank = 0 if pair is None else len(pair.a)
+            assert not a[rank:].any() and not b[rank:].any()
+            if pair is not None:
+                assert torch.equal(a[:rank], pair.a.to(a.dtype))
+                factor = pair.scaling / adapter.scaling
+                assert torch.equal(b[:rank], (pair.b.T * factor).to(b.dtype))
+
+
+ranks_of = st.dictionaries(st.sampled_from(list(SHAPES)), st.integers(1, MAX_RANK), min_size=1)
+
+
+@given(
+    ranks=ranks_of,
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    block=st.integers(2, 12),
+    others=st.dictionaries(st.sampled_from(list(SHAPES)), st.sampled_from([0.0, 0.5, 3.0])),
+)
+@settings(max_examples=80, deadline=None)
+def test_any_adapter_lies_in_any_pages(ranks, seed, dtype, block, others):
+    page = PageShape(block, 2, 1, 5)
+    memory = make_memory(60, dtype=dtype, page=page)
+    adapter = make_adapter(ranks, seed, others=others)
+    packed = memory.pack(adapter)
+    pages = np.random.default_rng(seed).permutation(60)[: packed.pages].tolist()
+    memory.storage[: 60 * page.elements] = 77
+    memory.write(packed, pages, slot=1)
+    check_rows(memory, adapter, 1)
+    mine = memory.storage[: 60 * page.elements].view(60, -1)
+    for number in set(range(60)) - set(pages):
+        assert (mine[number] == 77).all()
+    taken = Counter()
+    for group in GROUPS:
+        weights = memory.lora[group.name]
+        for p, module in enumerate(group.modules):
+            sides = ((weights.a_table, group.in_features), (weights.b_table, SHAPES[module][0]))
+            for table, width in sides:
+                for start in table[p, 1, : ranks.get(module, 0)].tolist():
+                    assert start // page.elements == (start + width - 1) // page.elements
+                    assert start % page.elements % 8 == 0
+                    taken.update(range(start, start + width))
+            assert (weights.a_table[p, 0] == 60 * page.elements).all()
+    assert max(taken.values()) == 1
+    # Pages are full but for what is too short for a row.
+    rows = sum(r * (-(-i // 8) + -(-o // 8)) * 8 for m, r in ranks.items() for o, i in [SHAPES[m]])
+    assert packed.pages <= -(-rows // (page.elements - 30 + 1))
+    assert packed.groups == {g.name for g in GROUPS if set(g.modules) & set(ranks)}
+
+
+def test_lora_and_merge_read_it():
+    memory = make_memory()
+    first = make_adapter({"q": 4, "v": 9, "fc": 2}, 1, 0.5, {"v": 3.0})
+    second = make_adapter({"k": 3, "v": 1, "o": 2}, 2, 1.25)
+    pool = PagePool(40)
+    for slot, adapter in ((2, first), (0, second)):
+        packed = memory.pack(adapter)
+        memory.write(packed, pool.take(packed.pages, Owner.ADAPTER), slot)
+    batch = LoraBatch(4, 4, "cpu")
+    batch.update([2, -1, 0, 2], [3, 0, 9], [1.25, 0, 0.5])
+    x = torch.randn(4, 12, generator=torch.Generator().manual_seed(5))
+    ys = [torch.zeros(4, width) for width in GROUPS[0].out_features]
+    atmm_reference(ys, x, memory.lora["q"], batch)
+    for row, adapter in enumerate([first, None, second, first]):
+        for y, module in zip(ys, GROUPS[0].modules, strict=True):
+            pair = adapter and adapter.modules.get(module)
+            expected = (
+                pair.scaling * (pair.b @ (pair.a @ x[row])) if pair else torch.zeros_like(y[0])
+            )
+            torch.testing.assert_close(y[row], expected, rtol=1e-4, atol=1e-4)
+    shapes = {module: SHAPES[module] for module in ("q", "k", "v", "o")}
+    merged = MergeableWeights(shapes, dtype=torch.float32, device="cpu")
+    merged.bind(
+        {
+            module: (memory.lora[group.name], p)
+            for group in GROUPS[:2]
+            for p, module in enumerate(group.modules)
+        }
+    )
+    for slot, adapter in ((2, first), (0, second)):
+        merged.merge(slot, adapter.rank, adapter.scaling)
+        for module, shape in shapes.items():
+            pair = adapter.modules.get(module)
+            expected = pair.scaling * pair.b @ pair.a if pair else torch.zeros(shape)
+            torch.testing.assert_close(merged.weight(module), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_keys_and_values_of_a_page_are_its_own():
+    memory = make_memory(pages=4)
+    for number, (keys, values) in enumerate(memory.kv):
+        assert keys.shape == values.shape == (4, 3, 1, 5)
+        for page in range(4):
+            keys[page] = 100 * page + 10 * number
+            values[page] = 100 * page + 10 * number + 1
+    pages = memory.storage[: 4 * PAGE.elements].view(4, 2, 2, 15)
+    for page in range(4):
+        for number in range(2):
+            assert (pages[page, number, 0] == 100 * page + 10 * number).all()
+            assert (pages[page, number, 1] == 100 * page + 10 * number + 1).all()
+    assert not memory.storage[4 * PAGE.elements :].any()
+    assert memory.page_bytes == 240
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="blocks of at least 3 tokens"):
+        make_memory(page=PageShape(1, 1, 1, 5))
+    memory = make_memory(pages=2)
+    with pytest.raises(AdapterError, match="rank 10, room is for 9"):
+        memory.pack(make_adapter({"q": 10}, 1))
+    with pytest.raises(AdapterError, match="pages, there are 2"):
+        memory.pack(make_adapter({"q": 9, "o": 9}, 1))
+    adapter = make_adapter({"q": 1}, 1)
+    strange = {"lm_head": adapter.modules["q"]}
+    with pytest.raises(AdapterError, match="lm_head"):
+        memory.pack(Adapter(adapter.folder, strange, 1, 1.0, adapter.parts, "x", ""))
+    adapter.modules["q"].b[3, 0] = 1e6
+    with pytest.raises(AdapterError, match=r"do not fit into torch\.float16"):
+        make_memory(dtype=torch.float16).pack(adapter)
+
+
+class Adapters(RuleBasedStateMachine):
+    """Adapters that come and go beside keys and values."""
+
+    @initialize(
+        pages=st.integers(4, 30),
+        slots=st.integers(1, 4),
+        bound=st.sampled_from([None, 0, 3000]),
+    )
+    def start(self, pages, slots, bound):
+        self.memory = make_memory(pages, slots)
+        self.pool = PagePool(pages)
+        self.adapters = AdapterMemory(self.memory, self.pool, host_bytes=bound)
+        self.bound = bound
+        self.known: dict[str, Adapter] = {}
+        self.pins: Counter[str] = Counter()
+        self.kv: list[int] = []
+        self.used: list[str] = []  # idle ones, by last use
+        self.count = 0
+
+    def one(self, data):
+        return data.draw(st.sampled_from(sorted(self.known)))
+
+    def sync(self):
+        """Idle adapters that were evicted are no longer in use order."""
+        self.used = [key for key in self.used if key in self.adapters.resident]
+
+    @rule(ranks=ranks_of, scaling=st.sampled_from([0.5, 2.0]))
+    def add(self, ranks, scaling):
+        self.count += 1
+        adapter = make_adapter(ranks, self.count, scaling)
+        try:
+            packed = self.memory.pack(adapter)
+        except AdapterError:
+            return  # more pages than there are
+        key = f"a{self.count}"
+        self.adapters.add(key, packed, lambda: self.memory.pack(adapter))
+        self.known[key] = adapter
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), urgent=st.booleans())
+    def load(self, data, urgent):
+        key = self.one(data)
+        resident = set(self.adapters.resident)
+        wanted = set(self.adapters.wanted)
+        idle = [k for k in self.used if urgent or k not in wanted]
+        need = self.adapters.pages(key)
+        room = self.pool.free + sum(self.adapters.pages(k) for k in idle)
+        slots = self.memory.slots - len(resident) + len(idle)
+        expected = key in resident or (need <= room and slots > 0)
+        assert self.adapters.load(key, urgent=urgent) == expected
+        assert self.adapters.ready(key) == expected
+        gone = resident - self.adapters.resident
+        order = sorted(idle, key=lambda k: (k in wanted, self.used.index(k)))
+        assert gone == set(order[: len(gone)])
+        if not expected:
+            assert not gone
+        if expected and key not in resident:
+            self.used.append(key)
+        self.sync()
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def pin(self, data):
+        key = self.one(data)
+        if key not in self.adapters.resident:
+            with pytest.raises(ValueError, match="expected a resident one"):
+                self.adapters.pin(key)
+            return
+        self.adapters.pin(key)
+        self.pins[key] += 1
+        self.used = [other for other in self.used if other != key]
+
+    @precondition(lambda self: +self.pins)
+    @rule(data=st.data())
+    def unpin(self, data):
+        key = data.draw(st.sampled_from(sorted(+self.pins)))
+        self.adapters.unpin(key)
+        self.pins[key] -= 1
+        if not self.pins[key]:
+            self.used.append(key)
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def remove(self, data):
+        key = self.one(data)
+        if self.pins[key]:
+            with pytest.raises(BusyError, match="in use"):
+                self.adapters.remove(key)
+            return
+        self.adapters.remove(key)
+        del self.known[key]
+        self.sync()
+
+    @rule(data=st.data())
+    def want(self, data):
+        self.adapters.wanted = frozenset(
+            data.draw(st.sets(st.sampled_from(sorted(self.known) or ["-"])))
+        )
+
+    @rule(count=st.integers(1, 12))
+    def take_kv(self, count):
+        room = self.pool.free + self.adapters.idle_pages
+        before = set(self.adapters.resident)
+        pages = self.pool.take(count, Owner.KV)
+        assert (pages is None) == (count > room)
+        if pages is None:
+            assert self.adapters.resident == before
+        else:
+            self.kv += pages
+        self.sync()
+
+    @precondition(lambda self: self.kv)
+    @rule(count=st.integers(1, 12))
+    def give_kv(self, count):
+        for page in self.kv[:count]:
+            self.pool.give(page)
+        del self.kv[:count]
+
+    @invariant()
+    def whatever_is_used_stays(self):
+        if not hasattr(self, "pool"):
+            return
+        resident = self.adapters.resident
+        assert set(+self.pins) <= resident <= set(self.known)
+        assert not self.adapters.loading
+        slots = [self.adapters.slot(key) for key in resident]
+        assert len(set(slots)) == len(slots)
+        held = sum(self.adapters.pages(key) for key in resident)
+        assert self.pool.count(Owner.ADAPTER) == held
+        assert self.pool.count(Owner.KV) == len(self.kv) == len(set(self.kv))
+        assert self.pool.free == self.pool.pages - held - len(self.kv)
+        assert self.adapters.idle_pages == sum(
+            self.adapters.pages(key) for key in resident if not self.pins[key]
+        )
+        assert len(self.adapters) == len(self.known)
+        for key in self.known:
+            assert (self.adapters.state(key) is State.RESIDENT) == (key in resident)
+        if self.bound is not None:
+            biggest = max((a.rank * 2000 for a in self.known.values()), default=0)
+            assert self.adapters.host_bytes <= self.bound + biggest
+
+    @invariant()
+    def slots_hold_their_adapters(self):
+        if not hasattr(self, "pool"):
+            return
+        for keys, _ in self.memory.kv:
+            keys[self.kv] = 99.0  # as if somebody wrote to all pages of keys
+        free = set(range(self.memory.slots))
+        for key in self.adapters.resident:
+            slot = self.adapters.slot(key)
+            free.discard(slot)
+            check_rows(self.memory, self.known[key], slot)
+            assert self.adapters.ranks[slot] == self.known[key].rank
+            assert self.adapters.scalings[slot] == self.known[key].scaling
+        assert not self.adapters.ranks[list(free)].any()
+
+    def teardown(self):
+        if hasattr(self, "pool"):
+            for key in list(self.known):
+                for _ in range(self.pins[key]):
+                    self.adapters.unpin(key)
+                self.adapters.remove(key)
+            for page in self.kv:
+                self.pool.give(page)
+            assert self.pool.free == self.pool.pages
+            assert self.adapters.host_bytes == 0
+
+
+TestAdapters = Adapters.TestCase
+TestAdapters.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_what_cannot_be_read_again_hits_only_itself():
+    memory = make_memory(12, slots=2)
+    adapters = AdapterMemory(memory, PagePool(12), host_bytes=0)
+    good, bad = make_adapter({"q": 2}, 1), make_adapter({"q": 2}, 2)
+    answers = {"bad": lambda: memory.pack(good)}
+
+    def read_bad():
+        return answers["bad"]()
+
+    adapters.add("good", memory.pack(good), lambda: memory.pack(good))
+    adapters.add("bad", memory.pack(bad), read_bad)
+    adapters.add("third", memory.pack(make_adapter({"q": 1}, 3)), lambda: memory.pack(bad))
+    assert adapters.state("good") is adapters.state("bad") is State.FILE
+    assert adapters.load("good")
+    with pytest.raises(AdapterError, match="was changed since"):
+        adapters.load("bad")
+
+    def missing():
+        raise OSError("no such file")
+
+    answers["bad"] = missing
+    with pytest.raises(AdapterError, match="cannot be read again: no such file"):
+        adapters.load("bad")
+    assert adapters.state("bad") is State.FILE and not adapters.loading
+    answers["bad"] = lambda: memory.pack(bad)
+    assert adapters.load("bad") and adapters.ready("bad")
+    check_rows(memory, bad, adapters.slot("bad"))
+    check_rows(memory, good, adapters.slot("good"))
+
+
+def test_the_same_content_twice_is_held_once():
+    memory = make_memory(12)
+    adapters = AdapterMemory(memory, PagePool(12))
+    packed = memory.pack(make_adapter({"q": 2}, 1))
+    adapters.add("x", packed)
+    adapters.load("x")
+    adapters.pin("x")
+    adapters.add("x", packed)
+    assert len(adapters) == 1 and "x" in adapters and "y" not in adapters
+    assert adapters.slot("x") >= 0 and adapters.host_bytes == packed.bytes
+    adapters.unpin("x")
+    with pytest.raises(ValueError, match="in use"):
+        adapters.unpin("x")
+    with pytest.raises(KeyError):
+        adapters.remove("y")

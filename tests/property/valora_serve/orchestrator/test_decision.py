@@ -1,0 +1,319 @@
+"""Any policy, any queue: limits hold, modes fit their batches, and everybody is served.
+
+`Machine` is a second, plain implementation of what the engine does with a decision; it shares no
+code with the simulator.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from valora_serve.orchestrator.cost_model import H200_7B, step_shape
+from valora_serve.orchestrator.decision import (
+    POLICIES,
+    Limits,
+    PolicySettings,
+    RequestView,
+    View,
+    make_policy,
+)
+from valora_serve.types import Mode
+
+PAGE = 4  # tokens
+
+
+class Machine:
+    """Carries decisions out and asserts every rule on the way."""
+
+    def __init__(self, policy, requests, limits, *, load_steps=1, switchable=None):
+        self.policy, self.limits, self.load_steps = policy, limits, load_steps
+        self.switchable = switchable
+        self.coming = sorted(requests, key=lambda r: r.arrival)
+        self.running, self.waiting = [], []
+        self.resident, self.loading = [], {}  # resident: least recently used first
+        self.mode, self.merged, self.now = Mode.UNMERGED, None, 0.0
+        self.ranks = {r.adapter: r.rank for r in requests if r.adapter}
+        self.adapter_pages = {r.adapter: r.adapter_pages for r in requests if r.adapter}
+        self.ended, self.aborted, self.steps = {}, {}, 0
+
+    def pinned_adapters(self):
+        names = {r.adapter for r in self.running} | {self.merged} | set(self.loading)
+        return names - {None}
+
+    def pinned(self):
+        held = sum(r.held for r in self.running)
+        return held + sum(self.adapter_pages[a] for a in self.pinned_adapters())
+
+    def view(self):
+        limits = replace(self.limits, free_pages=self.limits.free_pages - self.pinned())
+        assert limits.free_pages >= 0
+        return View(
+            self.now, tuple(self.running), tuple(self.waiting), self.mode, self.merged,
+            frozenset(self.resident), frozenset(self.loading), limits, self.switchable,
+        )  # fmt: skip
+
+    def step(self):
+        while self.coming and self.coming[0].arrival <= self.now:
+            self.waiting.append(self.coming.pop(0))
+        for adapter in [a for a, left in self.loading.items() if left <= 0]:
+            del self.loading[adapter]
+            self.resident.append(adapter)
+        for adapter in self.loading:
+            self.loading[adapter] -= 1
+        view = self.view()
+        decision = self.policy.decide(view)
+        self.check(view, decision)
+        self.apply(decision)
+        self.steps += 1
+        return decision
+
+    def check(self, view, d):
+        known = {r.id: r for r in (*view.running, *view.waiting)}
+        limits = view.limits
+        ids = [key for key, _ in d.batch]
+        assert len(set(ids)) == len(ids) and set(ids) <= set(known)
+        assert not set(ids) & (set(d.preempt) | {key for key, _ in d.abort})
+        assert all(known[key].running for key in d.preempt)
+        rows = [(known[key], tokens) for key, tokens in d.batch]
+        preempted = set(d.preempt)
+        kept = [r for r in view.running if r.id not in preempted]
+        admitted = [r for r, _ in rows if not r.running]
+        # Requests and tokens.
+        assert len(kept) + len(admitted) <= limits.max_requests
+        assert sum(tokens for _, tokens in rows) <= limits.max_tokens
+        for request, tokens in rows:
+            if request.prompt_left:
+                assert 1 <= tokens <= min(limits.chunk, request.prompt_left)
+            else:
+                assert tokens == 1
+        # Adapters: on the device, not too many, not loaded twice.
+        adapters = {r.adapter for r, _ in rows} - {None}
+        assert adapters <= set(view.resident)
+        in_weights = {d.merged} - {None}
+        assert len(adapters | in_weights) <= limits.max_adapters
+        assert not set(d.prefetch) & (set(view.resident) | set(view.loading))
+        assert len(set(d.prefetch)) == len(d.prefetch)
+        # Pages: of rows, of adapters that now cannot be evicted, of adapters to be loaded.
+        need = sum(r.pages for r, _ in rows)
+        fresh = (adapters | in_weights) - self.pinned_adapters()
+        need += sum(self.adapter_pages[a] for a in {*fresh, *d.prefetch})
+        assert need <= limits.free_pages + sum(known[key].held for key in d.preempt)
+        # Modes.
+        assert (d.mode is Mode.UNMERGED) == (d.merged is None)
+        if d.mode is Mode.MERGED and rows:
+            assert adapters == {d.merged} and all(r.adapter == d.merged for r, _ in rows)
+        if d.mode is Mode.MIXTURE and rows:
+            assert any(r.adapter != d.merged for r, _ in rows)
+        if d.merged is not None and d.merged != view.merged:
+            assert d.merged in view.resident
+            assert view.switchable is None or d.merged in view.switchable
+
+    def apply(self, d):
+        for key, reason in d.abort:
+            assert reason
+            self.aborted[key] = reason
+            self.waiting = [r for r in self.waiting if r.id != key]
+            self.running = [r for r in self.running if r.id != key]
+            self.policy.finished(key)
+        for key in d.preempt:
+            request = next(r for r in self.running if r.id == key)
+            self.running.remove(request)
+            request.running, request.held = False, 0
+            request.prompt_left += request.context
+            request.context = 0
+            request.pages = -(-(request.prompt_left + 1) // PAGE)
+            self.waiting.append(request)
+            self.waiting.sort(key=lambda r: r.arrival)
+        rows = [(r, n) for key, n in d.batch for r in (*self.running, *self.waiting) if r.id == key]
+        shape = step_shape(d.mode, d.merged, rows, self.ranks)
+        self.now += H200_7B.step(shape) or 0.01
+        self.mode, self.merged = d.mode, d.merged
+        for request, _ in rows:
+            if not request.running:
+                self.waiting.remove(request)
+                self.running.append(request)
+                request.running = True
+            request.held += request.pages
+            request.pages = 0
+        for adapter in d.prefetch:
+            self.loading[adapter] = self.load_steps
+        self.evict()
+        for request, tokens in rows:
+            if request.prompt_left:
+                request.prompt_left -= tokens
+                request.context += tokens
+                if not request.prompt_left:
+                    request.output_left = max(0, request.output_left - 1)
+            else:
+                request.context += 1
+                request.output_left -= 1
+            if not request.prompt_left and request.output_left <= 0:
+                self.running.remove(request)
+                self.ended[request.id] = self.now
+                self.policy.finished(request.id)
+            else:
+                request.pages = 1 if request.context >= request.held * PAGE else 0
+                if request.prompt_left:
+                    request.pages = 0
+
+    def evict(self):
+        """Idle adapters go while there are too few pages."""
+        held = sum(r.held for r in self.running)
+        wanted = {r.adapter for r in self.waiting}
+        idle = [a for a in self.resident if a not in self.pinned_adapters()]
+        for adapter in sorted(idle, key=lambda a: a in wanted):
+            used = {*self.resident, *self.loading}
+            if held + sum(self.adapter_pages[a] for a in used) <= self.limits.free_pages:
+                break
+            self.resident.remove(adapter)
+
+    def run(self, most):
+        while self.coming or self.running or self.waiting:
+            if not self.running and not self.waiting:
+                self.now = max(self.now, self.coming[0].arrival)
+            self.step()
+            assert self.steps < most, f"{len(self.running)} run, {len(self.waiting)} wait"
+
+
+def request(i, adapter, arrival=0.0, prompt=5, output=3, rank=8, adapter_pages=2, **more):
+    return RequestView(
+        f"r{i}",
+        adapter,
+        rank if adapter else 0,
+        arrival,
+        prompt,
+        output_left=output,
+        pages=-(-(prompt + 1) // PAGE),
+        adapter_pages=adapter_pages if adapter else 0,
+        **more,
+    )
+
+
+@st.composite
+def worlds(draw):
+    """A queue and limits that each request alone fits into."""
+    names = [f"a{i}" for i in range(draw(st.integers(1, 6)))]
+    sizes = {name: (2 ** (3 + i % 3), (1, 2, 9)[i % 3]) for i, name in enumerate(names)}
+    requests = []
+    for i in range(draw(st.integers(1, 14))):
+        adapter = draw(st.sampled_from([None, *names, names[0], names[0]]))
+        rank, pages = sizes.get(adapter, (0, 0))
+        requests.append(
+            request(
+                i,
+                adapter,
+                draw(st.sampled_from([0.0, 0.0, 0.005, 0.02, 0.5])),
+                draw(st.integers(1, 30)),
+                draw(st.sampled_from([0, 1, 2, 9, 25])),
+                rank,
+                pages,
+            )
+        )
+    largest = max(-(-(r.prompt_left + r.output_left + 2) // PAGE) for r in requests)
+    limits = Limits(
+        max_requests=draw(st.integers(1, 12)),
+        max_tokens=draw(st.integers(1, 40)),
+        free_pages=largest + 2 * 9 + draw(st.integers(0, 40)),  # its adapter and a merged one
+        max_adapters=draw(st.integers(1, 5)),
+        chunk=draw(st.integers(1, 30)),
+    )
+    switchable = draw(st.sampled_from([None, frozenset(), frozenset(names[:1])]))
+    return requests, limits, draw(st.integers(0, 3)), switchable
+
+
+SETTINGS = (
+    PolicySettings(),
+    PolicySettings(theta=0.0, hysteresis=0.0, patience=0.05, stall=0.02),
+    PolicySettings(theta=5.0, clusters=2, patience=0.5),
+)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(world=worlds(), chosen=st.sampled_from(SETTINGS))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_limits_hold_and_everybody_is_served(name, world, chosen):
+    requests, limits, load_steps, switchable = world
+    policy = make_policy(name, H200_7B, chosen)
+    tokens = sum(r.prompt_left + r.output_left for r in requests)
+    machine = Machine(policy, requests, limits, load_steps=load_steps, switchable=switchable)
+    machine.run(most=2000 + 30 * tokens)
+    assert len(machine.ended) == len(requests)
+    # Nothing leaks.
+    assert machine.pinned() == (machine.adapter_pages[machine.merged] if machine.merged else 0)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(world=worlds(), slo=st.sampled_from([0.001, 0.05, 1.0]))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_early_abort_ends_every_request_once(name, world, slo):
+    requests, limits, load_steps, _ = world
+    policy = make_policy(name, H200_7B, PolicySettings(early_abort=True, slo=slo))
+    machine = Machine(policy, requests, limits, load_steps=load_steps)
+    machine.run(most=4000 + 30 * sum(r.prompt_left + r.output_left for r in requests))
+    assert set(machine.ended) | set(machine.aborted) == {r.id for r in requests}
+    assert not set(machine.ended) & set(machine.aborted)
+
+
+@pytest.mark.parametrize("name", [p for p in POLICIES if p != "dlora"])
+def test_a_stream_of_the_popular_adapter_starves_nobody(name):
+    """One request for another adapter, then the popular one's keep coming for 20 s."""
+    policy = make_policy(name, H200_7B, PolicySettings(patience=1.0))
+    popular = [request(i, "hot", i * 0.02, prompt=8, output=20) for i in range(1000)]
+    rare = request(5000, "rare", 0.1, prompt=8, output=20)
+    limits = Limits(64, 256, 2000, 8, 256)
+    machine = Machine(policy, [*popular, rare], limits)
+    while rare.id not in machine.ended:
+        machine.step()
+    # Patience, the stall of `cost`, and its own 20 steps; merge-only first ends what came before.
+    assert machine.ended[rare.id] - rare.arrival < 3.0
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_more_adapters_than_fit_and_a_base_request(name):
+    policy = make_policy(name, H200_7B, PolicySettings(patience=0.5))
+    requests = [request(i, f"a{i}", adapter_pages=4, output=12) for i in range(30)]
+    requests.append(request(99, None, output=12))
+    machine = Machine(policy, requests, Limits(64, 256, 24, 3, 256), load_steps=2)
+    machine.run(most=5000)
+    assert len(machine.ended) == 31
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_idle(name):
+    policy = make_policy(name, H200_7B)
+    view = View(1.0, (), (), Mode.MERGED, "a", {"a"}, frozenset(), Limits(8, 64, 100, 4, 64))
+    decision = policy.decide(view)
+    assert decision.batch == () and decision.merged == "a" and decision.mode is Mode.MERGED
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_loading_adapter_holds_up_only_its_own(name):
+    policy = make_policy(name, H200_7B)
+    waiting = (request(1, "slow"), request(2, "there", arrival=0.001), request(3, None, 0.002))
+    limits = Limits(8, 64, 100, 4, 64)
+    view = View(0.01, (), waiting, Mode.UNMERGED, None, {"there"}, {"slow"}, limits)
+    decision = policy.decide(view)
+    taken = {key for key, _ in decision.batch}
+    assert taken and "r1" not in taken and decision.prefetch == ()
+
+
+def test_all_starving_on_the_merged_adapter_is_merged_mode():
+    policy = make_policy("valora", H200_7B, PolicySettings(theta=0.01))
+    running = tuple(
+        replace(request(i, "a", output=50), running=True, prompt_left=0, context=5, pages=0, held=2)
+        for i in range(4)
+    )
+    limits = Limits(8, 64, 100, 4, 64)
+    view = View(30.0, running, (), Mode.MERGED, "a", {"a"}, frozenset(), limits)
+    decision = policy.decide(view)
+    assert decision.mode is Mode.MERGED and len(decision.batch) == 4
+
+
+def test_infinite_patience_is_allowed():
+    policy = make_policy("cost", H200_7B, PolicySettings(patience=math.inf))
+    machine = Machine(policy, [request(1, "a"), request(2, "b")], Limits(4, 64, 50, 4, 64))
+    machine.run(most=200)
+    assert len(machine.ended) == 2

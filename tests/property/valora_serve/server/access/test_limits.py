@@ -1,0 +1,137 @@
+"""Rate limits and admission, over random sequences of events."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from valora_serve.errors import OverloadedError, RateLimitError
+from valora_serve.server.access.limits import REMEMBERED, Admission, RateLimiter
+from valora_serve.types import Times
+
+
+@given(
+    rate=st.floats(1, 6000),
+    burst=st.integers(1, 50),
+    gaps=st.lists(st.floats(0, 30), min_size=1, max_size=200),
+)
+def test_no_more_than_burst_and_rate_get_through(rate, burst, gaps):
+    limiter = RateLimiter(rate, burst)
+    now, passed = 1000.0, []
+    for gap in gaps:
+        now += gap
+        try:
+            limiter.take("a", now)
+            passed.append(now)
+        except RateLimitError as error:
+            assert error.retry_after > 0
+            # Waiting as long as told is enough.
+            other = RateLimiter(rate, burst)
+            other._buckets = type(limiter._buckets)(limiter._buckets)
+            other.take("a", now + error.retry_after * (1 + 1e-9) + 1e-9)
+    for first in range(len(passed)):
+        for last in range(first, len(passed)):
+            most = burst + (passed[last] - passed[first]) * rate / 60
+            assert last - first + 1 <= most + 1e-6
+
+
+def test_callers_do_not_share_and_are_forgotten_in_bounds():
+    limiter = RateLimiter(1, 1)
+    for number in range(REMEMBERED + 50):
+        limiter.take(f"caller {number}", 0.0)
+    assert len(limiter._buckets) == REMEMBERED
+    with pytest.raises(RateLimitError):
+        limiter.take(f"caller {REMEMBERED + 49}", 0.0)
+
+
+def test_no_rate_is_no_limit():
+    limiter = RateLimiter(0, 1)
+    for _ in range(100):
+        limiter.take("a", 0.0)
+    assert not limiter._buckets
+
+
+def admission(most=10, early_abort=True, deadline=0.0, **deadlines):
+    return Admission(most, early_abort=early_abort, deadline=deadline, deadlines=deadlines)
+
+
+@settings(max_examples=200)
+@given(
+    most=st.integers(1, 8),
+    slots=st.integers(1, 4),
+    events=st.lists(st.one_of(st.integers(1, 4), st.just("end")), max_size=80),
+)
+def test_the_queue_is_bounded_and_nothing_is_lost(most, slots, events):
+    gate = admission(most, early_abort=False)
+    inside = 0
+    for event in events:
+        running = min(inside, slots)
+        if event == "end":
+            if inside:
+                gate.leave("m", None, 0.0)
+                inside -= 1
+        else:
+            waiting = inside - running
+            if waiting + event > most:
+                with pytest.raises(OverloadedError) as caught:
+                    gate.enter("m", running, None, event)
+                assert caught.value.retry_after >= 1
+            else:
+                gate.enter("m", running, None, event)
+                inside += event
+        assert gate.inside == inside
+        assert inside - min(inside, slots) <= most + slots
+
+
+def run(gate, service, gap, count=20):
+    """Let requests that take `service` seconds end every `gap` seconds, always some inside."""
+    now = 0.0
+    gate.enter("m", 0, None)
+    for _ in range(count):
+        gate.enter("m", 1, None)
+        now += gap
+        gate.leave("m", Times(now - service, now - service, now, now), now)
+    gate.leave("m", None, now)
+
+
+@given(
+    service=st.floats(0.01, 10), gap=st.floats(0.01, 2), waiting=st.integers(1, 9),
+    deadline=st.floats(0.01, 60),
+)  # fmt: skip
+def test_early_abort_refuses_exactly_what_is_predicted_to_be_late(service, gap, waiting, deadline):
+    gate = admission(100)
+    run(gate, service, gap)
+    assert gate.inside == 0
+    for _ in range(waiting + 1):
+        gate.enter("m", 1, None)
+    predicted = waiting * gap + service
+    assert gate.predicted("m", 1) == pytest.approx(predicted)
+    if math.isclose(predicted, deadline, rel_tol=1e-6):
+        return
+    if predicted > deadline:
+        with pytest.raises(OverloadedError, match="deadline"):
+            gate.enter("m", 1, deadline)
+        assert gate.inside == waiting + 1
+    else:
+        gate.enter("m", 1, deadline)
+
+
+def test_nothing_is_refused_before_anything_is_known_or_while_nobody_waits():
+    gate = admission()
+    gate.enter("m", 0, 1e-6)
+    gate.leave("m", None, 0.0)
+    run(gate, 5.0, 1.0)
+    gate.enter("m", 0, 1e-6)  # nobody waits: the engine decides
+
+
+def test_deadlines():
+    gate = admission(deadline=10, person=0.5)
+    assert gate.deadline("scene", None) == 10
+    assert gate.deadline("scene", 3) == 3
+    assert gate.deadline("scene", 30) == 10
+    assert gate.deadline("person", 3) == 0.5
+    assert gate.deadline("person", 0.1) == 0.1
+    free = admission()
+    assert free.deadline("scene", None) is None
+    assert free.deadline("scene", 3) == 3

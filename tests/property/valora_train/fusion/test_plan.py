@@ -1,0 +1,186 @@
+"""The packing decisions against a simulated oracle that knows every adapter's accuracies."""
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from valora_train.errors import SettingsError
+from valora_train.fusion.plan import (
+    STRATEGIES,
+    FirstFit,
+    FusionPlan,
+    NextFit,
+    Verdict,
+    order_domains,
+)
+
+
+class Oracle:
+    """Accuracy falls with the load of an adapter; each domain weighs differently."""
+
+    def __init__(self, weights: dict[str, float], noise: int) -> None:
+        self.weights = weights
+        self.noise = noise
+
+    def __call__(self, adapter: str, domains: tuple[str, ...]) -> dict[str, float]:
+        load = sum(self.weights[name] for name in domains)
+        jitter = random.Random(f"{self.noise}{adapter}{domains}")
+        return {name: max(0.0, 1.0 - load + jitter.uniform(-0.05, 0.05)) for name in domains}
+
+
+@st.composite
+def problems(draw):
+    count = draw(st.integers(1, 9))
+    names = [f"d{i}" for i in range(count)]
+    weights = {name: draw(st.floats(0.01, 0.6)) for name in names}
+    required = {name: draw(st.floats(0.3, 0.9)) for name in names}
+    return required, Oracle(weights, draw(st.integers(0, 99)))
+
+
+def play(plan, oracle, stop_after=None):
+    attempts = 0
+    while (attempt := plan.next()) is not None and attempts != stop_after:
+        plan.tell(oracle(attempt.adapter, attempt.domains))
+        attempts += 1
+    return plan
+
+
+@settings(deadline=None)
+@given(problems(), st.sampled_from(sorted(STRATEGIES)), st.booleans(), st.floats(0, 0.1))
+def test_plan_keeps_its_promises(problem, strategy, keep, margin):
+    required, oracle = problem
+    plan = play(FusionPlan(required, STRATEGIES[strategy], margin, keep), oracle)
+    count = len(required)
+    # Terminates, and tries at most every open adapter and a new one for each domain.
+    assert len(plan.decisions) <= count * (count + 1)
+    placed = [name for held in plan.packing.values() for name in held]
+    assert len(placed) == len(set(placed)), "a domain in two adapters"
+    assert len(plan.packing) <= count
+    assert set(placed) | set(plan.unreachable) == set(required)
+    for adapter, held in plan.packing.items():
+        reached = oracle(adapter, held)
+        if not set(held) & set(plan.unreachable):
+            assert all(reached[name] >= required[name] + margin for name in held)
+    for name, accuracy in plan.unreachable.items():
+        assert accuracy < required[name] + margin
+        assert (name in placed) is keep
+
+
+@settings(deadline=None)
+@given(problems(), st.sampled_from(sorted(STRATEGIES)), st.integers(0, 40))
+def test_plan_told_the_same_again_goes_on_the_same(problem, strategy, cut):
+    required, oracle = problem
+    whole = play(FusionPlan(required, STRATEGIES[strategy]), oracle)
+    half = play(FusionPlan(required, STRATEGIES[strategy]), oracle, stop_after=cut)
+    again = FusionPlan(required, STRATEGIES[strategy])
+    for decision in half.decisions:
+        again.tell(decision.accuracy)
+    assert again.next() == half.next()
+    assert play(again, oracle).decisions == whole.decisions
+
+
+@settings(deadline=None)
+@given(problems())
+def test_paper_tries_only_the_latest_adapter(problem):
+    required, oracle = problem
+    plan = play(FusionPlan(required, NextFit()), oracle)
+    numbers = [int(d.attempt.adapter.removeprefix("adapter-")) for d in plan.decisions]
+    if not plan.unreachable:  # after one, its adapter is gone, and the one before is the latest
+        assert all(later >= earlier for earlier, later in pairwise(numbers))
+    for earlier, later in pairwise(plan.decisions):
+        if earlier.verdict is Verdict.ROLLED_BACK:
+            assert later.attempt.domain == earlier.attempt.domain
+            assert not later.attempt.held
+    assert not any(d.attempt.rehearse for d in plan.decisions)
+
+
+@settings(deadline=None)
+@given(problems())
+def test_first_fit_never_needs_more_adapters_than_next_fit(problem):
+    # When accuracy depends on the load alone, an adapter that next-fit left behind may take later
+    # domains. With noise, either may win.
+    required, oracle = problem
+    required = dict.fromkeys(required, 0.4)
+    oracle = lambda adapter, domains: dict.fromkeys(  # noqa: E731
+        domains, 1.0 - sum(problem[1].weights[name] for name in domains)
+    )
+    first = play(FusionPlan(required, FirstFit()), oracle)
+    following = play(FusionPlan(required, NextFit()), oracle)
+    assert len(first.packing) <= len(following.packing)
+
+
+def test_figure_10_of_the_paper():
+    """Vegetation breaks adapter 1, so it opens adapter 2, which bicycle and person join."""
+    names = ["license_plate", "traffic_sign", "vehicle", "vegetation", "bicycle", "person"]
+    required = dict.fromkeys(names, 0.80) | {"traffic_sign": 0.85}
+    plan = FusionPlan(required, NextFit())
+    for name in names:
+        attempt = plan.next()
+        if name == "vegetation":
+            assert attempt.held == ("license_plate", "traffic_sign", "vehicle")
+            told = {"license_plate": 0.78, "traffic_sign": 0.83, "vehicle": 0.84, name: 0.9}
+            decision = plan.tell(told)
+            assert decision.verdict is Verdict.ROLLED_BACK
+            assert decision.below == ("license_plate", "traffic_sign")
+            attempt = plan.next()
+            assert attempt.adapter == "adapter-2"
+        plan.tell(dict.fromkeys(attempt.domains, 0.9))
+    assert plan.packing == {"adapter-1": tuple(names[:3]), "adapter-2": tuple(names[3:])}
+    assert len(plan.decisions) == 7
+
+
+def test_not_a_number_is_a_miss():
+    plan = FusionPlan({"a": 0.5}, NextFit())
+    plan.next()
+    assert plan.tell({"a": float("nan")}).verdict is Verdict.UNREACHABLE
+
+
+def test_tell_refuses_what_was_not_asked():
+    plan = FusionPlan({"a": 0.5, "b": 0.5}, NextFit())
+    with pytest.raises(ValueError, match="expected accuracies of"):
+        plan.tell({"b": 0.9})
+
+
+def test_orders():
+    names = ["a", "b", "c", "d"]
+    assert order_domains(names, "given", 3) == names
+    assert order_domains(names, "random", 3) == order_domains(names, "random", 3)
+    assert len({tuple(order_domains(names, "random", seed)) for seed in range(20)}) > 5
+    shortfall = {"a": 0.1, "b": 0.3, "c": -0.2, "d": 0.2}
+    assert order_domains(names, "probe", 0, shortfall) == ["b", "d", "a", "c"]
+    with pytest.raises(SettingsError, match=r"unknown fusion\.order 'up'"):
+        order_domains(names, "up", 0)
+
+
+@given(st.data())
+def test_a_plan_goes_on_from_what_is_packed(data):
+    names = [f"d{n}" for n in range(data.draw(st.integers(1, 6)))]
+    held = data.draw(st.integers(0, len(names)))
+    packed: dict[str, tuple[str, ...]] = {}
+    for name in names[:held]:
+        adapter = f"adapter-{data.draw(st.integers(1, 3))}"
+        packed[adapter] = (*packed.get(adapter, ()), name)
+    closed = [adapter for adapter in packed if data.draw(st.booleans())]
+    used = 3 + data.draw(st.integers(0, 2))
+    plan = FusionPlan(
+        dict.fromkeys(names, 0.5), STRATEGIES["first_fit"], keep_unreachable=True,
+        packed=packed, closed=closed, used=used,
+    )  # fmt: skip
+    asked = []
+    while (attempt := plan.next()) is not None:
+        asked.append(attempt.domain)
+        assert attempt.adapter not in closed
+        assert attempt.held == plan.packing.get(attempt.adapter, ())
+        plan.tell({name: data.draw(st.sampled_from([0.4, 0.6])) for name in attempt.domains})
+    # Each of the others is dealt with; who was packed stays where it was, under the same name.
+    assert set(asked) == set(names[held:])
+    for adapter, domains in packed.items():
+        assert plan.packing[adapter][: len(domains)] == domains
+        if adapter in closed:
+            assert plan.packing[adapter] == domains
+    fresh = [adapter for adapter in plan.packing if adapter not in packed]
+    assert fresh == [f"adapter-{used + 1 + n}" for n in range(len(fresh))]
+    assert sorted(n for held in plan.packing.values() for n in held) == sorted(names)

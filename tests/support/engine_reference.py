@@ -1,0 +1,259 @@
+"""What requests must be answered: by `generate` on PEFT's model of each one's adapter."""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from peft import PeftModel
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from valora_data.contract.bundle import base_folder
+from valora_serve.engine.engine import Engine
+from valora_serve.engine.settings import EngineSettings
+from valora_serve.model.lmm import Lmm
+from valora_serve.orchestrator.cost_model import load_or_estimate
+from valora_serve.types import Finish, Output, Request, TokenLogprobs
+
+
+def noise(width: int, height: int, seed: int) -> Image.Image:
+    """An image of random pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def ask(text: str, *, images: int = 0, videos: int = 0) -> list[dict[str, Any]]:
+    """A chat turn: a text, and so many images and videos between its halves."""
+    half = len(text) // 2
+    parts: list[dict[str, Any]] = [{"type": "text", "text": text[:half]}]
+    parts += [{"type": "image"}] * images + [{"type": "video"}] * videos
+    parts += [{"type": "text", "text": text[half:]}]
+    return [{"role": "user", "content": parts}]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a request must be answered.
+
+    Attributes:
+        tokens: New ones, the end included if it came.
+        logits: [tokens, vocabulary] float32, what each was chosen from.
+    """
+
+    tokens: list[int]
+    logits: torch.Tensor
+
+    def logprobs(self) -> torch.Tensor:
+        """[tokens, vocabulary] log probabilities."""
+        return self.logits.log_softmax(-1)
+
+
+class Reference:
+    """The base model, with every adapter loaded by PEFT.
+
+    Args:
+        base: Id or folder of the base model.
+        adapters: Folders by name.
+        dtype: Of the computation.
+    """
+
+    def __init__(
+        self, base: str, adapters: Mapping[str, Path], dtype: torch.dtype = torch.float32
+    ) -> None:
+        source = base_folder(base)
+        self.processor: Any = AutoProcessor.from_pretrained(source)
+        model: Any = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype)
+        self.model: Any = model.eval().requires_grad_(False)
+        for name, folder in adapters.items():
+            if isinstance(self.model, PeftModel):
+                self.model.load_adapter(str(folder), name)
+            else:
+                self.model = PeftModel.from_pretrained(self.model, str(folder), name)
+        self._known: dict[tuple[Any, ...], Expected] = {}
+
+    def __call__(self, request: Request) -> Expected:
+        """Answer greedily, one request alone."""
+        key = (request.model, request.text, repr(request.messages), request.sampling.max_tokens,
+               tuple(image.tobytes() for image in request.images),
+               tuple(frame.tobytes() for video in request.videos for frame in video),
+               tuple(request.token_ids or ()), request.sampling.ignore_eos)  # fmt: skip
+        if key not in self._known:
+            self._known[key] = self._answer(request)
+        return self._known[key]
+
+    def inputs(self, request: Request) -> Any:
+        """What transformers' processor makes of a request."""
+        if request.token_ids is not None:
+            ids = torch.tensor([list(request.token_ids)])
+            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        text = request.text
+        if text is None:
+            text = self.processor.apply_chat_template(
+                list(request.messages or ()), add_generation_prompt=True
+            )
+        kwargs: dict[str, Any] = {}
+        if request.images:
+            kwargs["images"] = list(request.images)
+        if request.videos:
+            kwargs["videos"] = [
+                np.stack([np.asarray(frame) for frame in video]) for video in request.videos
+            ]
+            kwargs["videos_kwargs"] = {"do_sample_frames": False}
+        bos = self.processor.tokenizer.bos_token
+        special = not (bos and text.startswith(bos))
+        return self.processor(
+            text=[text], return_tensors="pt", add_special_tokens=special, **kwargs
+        )
+
+    def _answer(self, request: Request) -> Expected:
+        inputs = self.inputs(request)
+        extra: dict[str, Any] = {"eos_token_id": -1} if request.sampling.ignore_eos else {}
+
+        def generate() -> Any:
+            return self.model.generate(
+                **inputs,
+                max_new_tokens=request.sampling.max_tokens,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+                **extra,
+            )
+
+        if not isinstance(self.model, PeftModel):
+            found = generate()
+        elif request.model is None:
+            with self.model.disable_adapter():
+                found = generate()
+        else:
+            self.model.set_adapter(request.model)
+            found = generate()
+        new = found.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+        return Expected(new, torch.cat(found.logits).float())
+
+
+@dataclass
+class Got:
+    """What the engine said of a request, put together.
+
+    Attributes:
+        tokens: All of them.
+        text: All of it.
+        logprobs: If asked for.
+        last: The last output.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    last: Output | None = None
+
+    @property
+    def finish(self) -> Finish | None:
+        """Why it ended."""
+        return None if self.last is None else self.last.finish
+
+    @property
+    def error(self) -> Exception | None:
+        """What went wrong."""
+        return None if self.last is None else self.last.error
+
+
+@lru_cache(maxsize=2)
+def _loaded(base: str, dtype: str) -> tuple[Any, Any]:
+    source = base_folder(base)
+    model = AutoModelForImageTextToText.from_pretrained(source, dtype=getattr(torch, dtype))
+    return model, AutoProcessor.from_pretrained(source)
+
+
+def make_engine(
+    base: str, adapters: Mapping[str, Path] | None = None, *, fresh: bool = False, **settings: Any
+) -> Engine:
+    """An engine on the CPU, in fp32 by default, with a cost model that no file changes.
+
+    Args:
+        base: Id or folder of the base model.
+        adapters: Folders of adapters by name.
+        fresh: Have the engine load the base model itself, which takes longer.
+        settings: Of the engine.
+    """
+    chosen: dict[str, Any] = {
+        "pages": 512, "max_requests": 16, "max_tokens": 512, "chunk": 256, "max_adapters": 8,
+        "slots": 8, "max_rank": 16, "profile": False, "dtype": "float32",
+    } | settings  # fmt: skip
+    cost = load_or_estimate(Path("/nowhere"), "a machine", "a model")
+    lmm = None
+    if not fresh:
+        model, processor = _loaded(base, chosen["dtype"])
+        lmm = Lmm.of(copy.deepcopy(model), processor, torch.device("cpu"), base)
+    engine = Engine(EngineSettings(base=base, device="cpu", **chosen), lmm, cost)
+    for name, folder in (adapters or {}).items():
+        engine.load(folder, name)
+    return engine
+
+
+def collect(outputs: Iterable[Output], into: dict[str, Got]) -> None:
+    """Put outputs to what their requests have said so far."""
+    for output in outputs:
+        got = into.setdefault(output.id, Got())
+        assert got.finish is None, f"{output.id} goes on after its end"
+        got.tokens += output.token_ids
+        got.text += output.text
+        got.logprobs += output.logprobs
+        got.last = output
+
+
+def finish(
+    engine: Engine, into: dict[str, Got] | None = None, *, steps: int = 3000
+) -> dict[str, Got]:
+    """Step until nothing is left to do."""
+    found = {} if into is None else into
+    for _ in range(steps):
+        if not engine.busy:
+            return found
+        collect(engine.step(), found)
+    left = [*engine._waiting, *engine._running]
+    raise AssertionError(f"after {steps} steps still unanswered: {left}; {engine.stats()}")
+
+
+def run(
+    engine: Engine, requests: Sequence[Request], *, together: int | None = None
+) -> dict[str, Got]:
+    """Answer requests.
+
+    Args:
+        engine: The engine.
+        requests: They.
+        together: So many are asked at first, then one more in every other step; None for all.
+    """
+    found: dict[str, Got] = {}
+    waiting = [engine.prepare(request) for request in requests]
+    for prepared in waiting[:together]:
+        engine.add(prepared)
+    for prepared in [] if together is None else waiting[together:]:
+        collect(engine.step(), found)
+        collect(engine.step(), found)
+        engine.add(prepared)
+    return finish(engine, found)
+
+
+def assert_empty(engine: Engine) -> None:
+    """Nothing runs, waits, is pinned, or holds a page that is not an adapter's."""
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.pages_kv) == (0, 0, 0)
+    assert len(engine.blocks) == 0
+    assert len(engine._places) == engine.settings.max_requests
+    assert not engine._wanted
+    assert stats.pages_free + stats.pages_adapters == stats.pages_total
+    users = {key: entry.users for key, entry in engine.adapters._entries.items() if entry.users}
+    assert users == ({} if engine._merged is None else {engine._merged: 1})
+
+
+def relative(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> float:
+    """Size of the difference by size of what is wanted."""
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))

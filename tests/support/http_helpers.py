@@ -1,0 +1,112 @@
+"""A server on a port of its own, over the fake engine, in a thread."""
+
+import base64
+import contextlib
+import io
+import logging
+import threading
+import time
+
+import httpx
+from PIL import Image
+
+from tests.support.fake_engine import FakeEngine
+from valora_serve.server.app import create_app, make_server
+from valora_serve.server.settings import ServerSettings
+
+
+class Running:
+    """A running server.
+
+    Attributes:
+        engine: The fake engine behind it.
+        url: Where it listens.
+        client: httpx client for it.
+    """
+
+    def __init__(self, engine, app, server, thread):
+        self.engine, self.app, self.server, self._thread = engine, app, server, thread
+        sock = server.servers[0].sockets[0]
+        self.port = sock.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=self.url, timeout=30, trust_env=False)
+
+    @property
+    def service(self):
+        return self.app.state.context.service
+
+    @property
+    def inside(self):
+        """Requests that the server has let in and not answered yet."""
+        return self.service._admission.inside
+
+    def stop(self):
+        self.server.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
+@contextlib.contextmanager
+def serving(engine=None, tracer=None, **settings):
+    """A server with these settings."""
+    engine = engine or FakeEngine()
+    chosen = ServerSettings(**({"port": 0, "drain_seconds": 1.0} | settings))
+    app = create_app(engine, chosen, tracer=tracer)
+    server = make_server(app, chosen)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until(lambda: server.started)
+    running = Running(engine, app, server, thread)
+    try:
+        yield running
+    finally:
+        running.client.close()
+        running.stop()
+
+
+@contextlib.contextmanager
+def own_logging():
+    """Puts the loggers that a server sets up back."""
+    loggers = [logging.getLogger(name) for name in ("valora_serve", "uvicorn.error")]
+    before = [(item.handlers, item.propagate, item.level) for item in loggers]
+    try:
+        yield
+    finally:
+        for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(level)
+
+
+def until(condition, seconds=10.0):
+    """Wait until something holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not come true in time"
+        time.sleep(0.005)
+
+
+def picture(width=40, height=20, colour=(200, 30, 60)):
+    """An image with a gradient, so that its orientation can be told."""
+    image = Image.new("RGB", (width, height), colour)
+    image.putpixel((0, 0), (255, 255, 255))
+    return image
+
+
+def encoded(image, form="PNG", **options):
+    """An image as a file's content."""
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+def data_url(content, kind="image/png"):
+    """A data: URL."""
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def chat(text="what is this?", url=None, **more):
+    """Body of a chat request."""
+    content = [{"type": "text", "text": text}]
+    if url is not None:
+        content.append({"type": "image_url", "image_url": {"url": url}})
+    return {"messages": [{"role": "user", "content": content}], **more}

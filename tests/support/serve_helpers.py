@@ -1,0 +1,239 @@
+"""Adapters, heads and bundles with random weights, made as the factory makes them."""
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from valora_data.contract.bundle import base_folder, base_hash, write_manifest
+from valora_data.contract.grid_pooling import PLACES
+from valora_train.settings import HeadSettings
+from valora_train.tasks.detection_head import DetectionHead
+
+LANGUAGE = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj)"
+MLP = r".*language_model.*\.(gate_proj|up_proj|down_proj)"
+VISION = r".*vision_tower.*\.(q_proj|k_proj|v_proj|out_proj)"
+PROJECTOR = r".*multi_modal_projector\.linear_[12]"
+EVERYTHING = f"{LANGUAGE}|{MLP}|{VISION}|{PROJECTOR}"
+
+
+@lru_cache(maxsize=4)
+def load_base(base: str, dtype: torch.dtype | None = None) -> Any:
+    """The transformers model, shared: whoever changes it puts it back."""
+    model = AutoModelForImageTextToText.from_pretrained(base_folder(base), dtype=dtype or "auto")
+    return model.eval().requires_grad_(False)
+
+
+def make_adapter(
+    folder: Path,
+    base: str,
+    *,
+    seed: int,
+    rank: int = 8,
+    alpha: int = 16,
+    targets: str | list[str] = LANGUAGE,
+    strength: float = 0.05,
+    **options: Any,
+) -> Path:
+    """Save a PEFT adapter whose A and B are random: one that acts.
+
+    Args:
+        folder: Where it goes.
+        base: Id or folder of the base model.
+        seed: Of the weights.
+        rank: `r` of PEFT.
+        alpha: `lora_alpha` of PEFT.
+        targets: `target_modules` of PEFT.
+        strength: Standard deviation of B.
+        options: More of PEFT's, e.g. `rank_pattern`.
+    """
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, **options)
+    peft = get_peft_model(load_base(base), config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if ".lora_A." in name:
+                parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)
+            elif ".lora_B." in name:
+                parameter.normal_(std=strength, generator=generator)
+    peft.save_pretrained(folder)
+    peft.unload()
+    return folder
+
+
+def hidden_width(base: str) -> int:
+    """Width of a base model's last hidden states."""
+    return int(AutoConfig.from_pretrained(base_folder(base)).get_text_config().hidden_size)
+
+
+def grid_of(base: str) -> tuple[int, int]:
+    """Rows and columns of visual tokens of an image."""
+    vision = AutoConfig.from_pretrained(base_folder(base)).vision_config
+    side = vision.image_size // vision.patch_size
+    return side, side
+
+
+def make_detection_head(
+    file: Path, width: int, labels: list[str], grid: tuple[int, int], *, seed: int
+) -> Path:
+    """Save a random detection head that finds some boxes, as `valora_train` saves it."""
+    head = DetectionHead(width, labels, grid)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        head.linear.weight.normal_(std=0.05, generator=generator)
+        head.linear.bias.normal_(std=0.5, generator=generator)
+        head.calibration.copy_(torch.tensor([1.3, -0.2]))
+        head.threshold.fill_(0.2)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    head.save(file, HeadSettings())
+    return file
+
+
+def make_linear_head(
+    file: Path,
+    width: int,
+    labels: list[str],
+    *,
+    seed: int,
+    kind: str = "classification",
+    pooling: str = "last",
+    temperature: float | None = None,
+) -> Path:
+    """Save a random linear head in the format of docs/bundle.md."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = width * (PLACES if pooling == "grid" else 1)
+    tensors = {
+        "weight": torch.randn(len(labels), inputs, generator=generator) * 0.3,
+        "bias": torch.randn(len(labels), generator=generator),
+    }
+    if pooling == "attention":
+        tensors["query"] = torch.randn(width, generator=generator)
+    if temperature is not None:
+        tensors["temperature"] = torch.tensor([temperature])
+    facts = {"kind": kind, "labels": json.dumps(labels), "pooling": pooling}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, file, facts)
+    return file
+
+
+@dataclass(frozen=True)
+class DomainSpec:
+    """A domain of a test bundle; `kind` None is one that generates."""
+
+    adapter: str
+    kind: str | None = "detection"
+    labels: list[str] = field(default_factory=lambda: ["thing"])
+    pooling: str = "last"
+    prompt: str = "Find things."
+    temperature: float | None = None
+
+
+DOMAINS = {
+    "plates": DomainSpec("adapter-1", labels=["plate"], prompt="Find plates."),
+    "traffic": DomainSpec("adapter-1", labels=["car", "bus", "bike"], prompt="Find traffic."),
+    "scene": DomainSpec(
+        "adapter-2", "classification", ["forest", "street", "beach"], prompt="Which scene?"
+    ),
+    "crowd": DomainSpec(
+        "adapter-2",
+        "counting",
+        [str(n) for n in range(11)],
+        pooling="visual_mean",
+        prompt="How many people?",
+        temperature=1.7,
+    ),
+    "caption": DomainSpec("adapter-2", None, [], prompt="Describe the image."),
+}
+ADAPTERS = {
+    "adapter-1": {"rank": 8, "alpha": 16},
+    "adapter-2": {"rank": 4, "alpha": 12, "targets": f"{LANGUAGE}|{MLP}", "use_rslora": True},
+}
+TASKS = {"yes_no": "vqa", "action": "video", None: "caption"}  # others: the kind of head itself
+
+
+def make_bundle(
+    folder: Path,
+    base: str,
+    *,
+    name: str = "sample",
+    version: int = 1,
+    domains: dict[str, DomainSpec] | None = None,
+    adapters: dict[str, dict[str, Any]] | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write a bundle with random adapters and heads.
+
+    Args:
+        folder: Where it goes; what is there is replaced.
+        base: Id or folder of the base model.
+        name: Its name.
+        version: Its version.
+        domains: By name; `DOMAINS` by default.
+        adapters: Arguments of `make_adapter` by name; `ADAPTERS` by default.
+        seed: Of the weights; each adapter and head gets another one derived from it.
+    """
+    domains = DOMAINS if domains is None else domains
+    adapters = ADAPTERS if adapters is None else adapters
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    width, grid = hidden_width(base), grid_of(base)
+    for number, (adapter, options) in enumerate(adapters.items()):
+        place = make_adapter(
+            folder / "adapters" / adapter, base, seed=100 * seed + number, **options
+        )
+        (place / "README.md").unlink(missing_ok=True)
+    facts = {}
+    for number, (domain, spec) in enumerate(domains.items()):
+        file = folder / f"heads/{domain}.safetensors"
+        chosen = 100 * seed + 50 + number
+        if spec.kind == "detection":
+            make_detection_head(file, width, spec.labels, grid, seed=chosen)
+        elif spec.kind is not None:
+            make_linear_head(
+                file,
+                width,
+                spec.labels,
+                seed=chosen,
+                kind=spec.kind,
+                pooling=spec.pooling,
+                temperature=spec.temperature,
+            )
+        facts[domain] = {
+            "task": TASKS.get(spec.kind, spec.kind),
+            "metric": "f1@0.5" if spec.kind == "detection" else "top1",
+            "required": 0.5,
+            "accuracy": {"val": 0.7, "test": 0.6 + 0.01 * number, "test_ci95": [0.5, 0.7]},
+            "status": "met",
+            "adapter": spec.adapter,
+            "head": None if spec.kind is None else f"heads/{domain}.safetensors",
+            "labels": spec.labels,
+            "prompt": spec.prompt,
+            "threshold": 0.2 if spec.kind == "detection" else None,
+        }
+    manifest = {
+        "name": name,
+        "version": version,
+        "strategy": "paper",
+        "base": {"id": base, "sha256": base_hash(base), "dtype": "float32"},
+        "nms": {"nms_iou": HeadSettings.nms_iou, "most": HeadSettings.most},
+        "adapters": {
+            adapter: {
+                "path": f"adapters/{adapter}",
+                "rank": options.get("rank", 8),
+                "domains": [d for d, spec in domains.items() if spec.adapter == adapter],
+            }
+            for adapter, options in adapters.items()
+        },
+        "domains": facts,
+        "attempts": len(domains),
+        "lineage": {"mlflow_run_id": "none"},
+    }
+    write_manifest(folder, manifest)
+    return folder

@@ -1,0 +1,168 @@
+"""COCO files: read like pycocotools reads them, refused with a clear sentence."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from pycocotools.coco import COCO
+
+from valora_data.errors import DataError
+from valora_data.sources.formats.coco import read_coco
+
+# Sparse ids in no order, a category that nobody asks for, a crowd, images of two shapes.
+CATEGORIES = [{"id": 90, "name": "cat"}, {"id": 3, "name": "dog"}, {"id": 17, "name": "cow"}]
+IMAGES = [
+    {"id": 501, "file_name": "a.png", "width": 40, "height": 30},
+    {"id": 7, "file_name": "sub/b.png", "width": 30, "height": 50},
+    {"id": 42, "file_name": "c.png", "width": 20, "height": 20},
+]
+ANNOTATIONS = [
+    {"id": 1, "image_id": 7, "category_id": 3, "bbox": [1, 2, 10, 20], "area": 200, "iscrowd": 0},
+    {"id": 2, "image_id": 501, "category_id": 90, "bbox": [4.5, 0, 9.25, 30], "area": 277.5,
+     "iscrowd": 0},
+    {"id": 3, "image_id": 7, "category_id": 90, "bbox": [20, 40, 10, 10], "area": 100,
+     "iscrowd": 0},
+    {"id": 4, "image_id": 7, "category_id": 17, "bbox": [0, 0, 5, 5], "area": 25, "iscrowd": 0},
+    {"id": 5, "image_id": 501, "category_id": 3, "bbox": [0, 0, 40, 30], "area": 900,
+     "iscrowd": 1},
+]  # fmt: skip
+
+
+@pytest.fixture
+def content() -> dict[str, Any]:
+    tables = {"images": IMAGES, "annotations": ANNOTATIONS, "categories": CATEGORIES}
+    return json.loads(json.dumps(tables))  # a deep copy, for tests to break
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "sub").mkdir()
+    for position, entry in enumerate(IMAGES):
+        size = (int(entry["width"]), int(entry["height"]))
+        Image.new("RGB", size, (position, 0, 0)).save(tmp_path / str(entry["file_name"]))
+    return tmp_path
+
+
+def write(folder: Path, content: Any) -> Path:
+    path = folder / "instances.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def read(folder: Path, content: Any, labels: tuple[str, ...] = ("dog", "cat")) -> list[Any]:
+    return list(read_coco(write(folder, content), folder, labels))
+
+
+def test_agrees_with_pycocotools(folder: Path, content: dict[str, Any]) -> None:
+    samples = {sample.id: sample for sample in read(folder, content)}
+    reference = COCO(str(folder / "instances.json"))
+    assert list(samples) == [str(entry["id"]) for entry in IMAGES]
+    for image_id, entry in reference.imgs.items():
+        wanted = reference.getCatIds(catNms=["dog", "cat"])
+        found = reference.loadAnns(
+            reference.getAnnIds(imgIds=image_id, catIds=wanted, iscrowd=False)
+        )
+        expected = [
+            ((x, y, x + w, y + h), reference.cats[annotation["category_id"]]["name"])
+            for annotation in found
+            for x, y, w, h in [annotation["bbox"]]
+        ]
+        sample = samples[str(image_id)]
+        assert [(box.xyxy, box.label) for box in sample.answer.boxes] == expected
+        assert sample.image.size == (entry["width"], entry["height"])
+        assert sample.image.mode == "RGB"
+
+
+def test_pixels_are_those_of_the_named_file(folder: Path, content: dict[str, Any]) -> None:
+    levels = [sample.image.getpixel((0, 0))[0] for sample in read(folder, content)]
+    assert levels == [0, 1, 2]
+
+
+def test_box_over_the_edge_by_rounding_is_clipped(folder: Path, content: dict[str, Any]) -> None:
+    content["annotations"] = [{**ANNOTATIONS[0], "bbox": [-0.6, 1, 31.5, 49.9]}]
+    (box,) = read(folder, content)[1].answer.boxes
+    assert box.xyxy == (0, 1, 30, 50)
+
+
+@pytest.mark.parametrize(
+    ("bbox", "message"),
+    [
+        ([-2, 0, 10, 10], r"annotation 1 of sub/b\.png: box \(-2, 0, 8, 10\) lies outside its 30"),
+        ([25, 0, 10, 10], r"box \(25, 0, 35, 10\) lies outside.*check the unit"),
+        ([0, 45, 10, 10], "lies outside"),
+        ([30.2, 0, 0.5, 10], "lies outside"),
+        ([5, 5, 0, 10], "has no area"),
+        ([5, 5, 10, -1], "has no area"),
+        ([float("nan"), 5, 10, 10], "has no area"),
+        ([5, 5, 10], r"bbox \[5, 5, 10\] is not four numbers"),
+        (None, "bbox None is not four numbers"),
+        (["a", 1, 2, 3], "is not four numbers"),
+    ],
+)  # fmt: skip
+def test_bad_boxes(folder: Path, content: dict[str, Any], bbox: Any, message: str) -> None:
+    content["annotations"] = [{**ANNOTATIONS[0], "bbox": bbox}]
+    with pytest.raises(DataError, match=message):
+        read(folder, content)
+
+
+def test_bad_files(folder: Path, content: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"cannot read .*missing\.json .*check the path"):
+        list(read_coco(folder / "missing.json", folder, ("dog",)))
+    with pytest.raises(DataError, match=r"instances\.json is not valid JSON .*export it again"):
+        read(folder, '{"images": [')
+    with pytest.raises(DataError, match="has no list 'images': expected COCO instances"):
+        read(folder, [1, 2])
+    with pytest.raises(DataError, match="has no list 'categories'"):
+        read(folder, {"images": IMAGES, "annotations": []})
+    with pytest.raises(DataError, match="entry 1 of 'images' has no file_name"):
+        read(folder, {**content, "images": [IMAGES[0], {"id": 2}]})
+    with pytest.raises(DataError, match="lists no images: the data set is empty"):
+        read(folder, {**content, "images": [], "annotations": []})
+
+
+def test_ids_that_do_not_match(folder: Path, content: dict[str, Any]) -> None:
+    stray = {**ANNOTATIONS[0], "id": 9}
+    with pytest.raises(DataError, match="annotation 9 has category id 4, which is none of 90"):
+        read(folder, {**content, "annotations": [{**stray, "category_id": 4}]})
+    with pytest.raises(DataError, match="annotation 9 belongs to image 6, which is not listed"):
+        read(folder, {**content, "annotations": [{**stray, "image_id": 6}]})
+    with pytest.raises(DataError, match="image id 501 occurs more than once"):
+        read(folder, {**content, "images": [*IMAGES, IMAGES[0]]})
+    with pytest.raises(DataError, match="category id 3 occurs more than once"):
+        read(folder, {**content, "categories": [*CATEGORIES, {"id": 3, "name": "pig"}]})
+
+
+def test_unknown_label(folder: Path, content: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="no category 'horse', only cat, dog, cow: make"):
+        read(folder, content, ("dog", "horse"))
+
+
+def many(folder: Path, count: int, broken: int) -> dict[str, Any]:
+    images = []
+    for position in range(count):
+        path = folder / f"{position}.png"
+        Image.new("RGB", (8, 8)).save(path)
+        if position < broken:
+            path.write_bytes(path.read_bytes()[:40])
+        images.append({"id": position, "file_name": path.name})
+    return {"images": images, "annotations": [], "categories": CATEGORIES}
+
+
+def test_some_images_that_do_not_decode_are_skipped_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        samples = read(tmp_path, many(tmp_path, 40, broken=2))
+    assert [sample.id for sample in samples] == [str(i) for i in range(2, 40)]
+    assert "instances.json: skipped 0.png, which does not decode" in caplog.text
+    assert "instances.json: 2 of 40 images skipped" in caplog.text
+
+
+def test_too_many_images_that_do_not_decode(tmp_path: Path) -> None:
+    content = many(tmp_path, 40, broken=2)
+    (tmp_path / "39.png").unlink()
+    with pytest.raises(DataError, match=r"3 of 40 images do not decode .* more than 5%"):
+        read(tmp_path, content)

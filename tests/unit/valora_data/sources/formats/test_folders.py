@@ -1,0 +1,225 @@
+"""Folders of images and videos, beside what `datasets` makes of them."""
+
+import json
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.unit.valora_data.sources.formats.test_videos import write_video
+from valora_data.errors import DataError
+from valora_data.schema import Answer, Box, Split, Task
+from valora_data.sources.formats.folders import folder_splits, read_folder
+
+
+def picture(path: Path, seed: int, size: tuple[int, int] = (12, 8)) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = Image.fromarray(pixels)
+    image.save(path)
+    return image
+
+
+def metadata(folder: Path, *rows: object) -> None:
+    folder.mkdir(exist_ok=True)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metadata.jsonl").write_text(text, encoding="utf-8")
+
+
+@pytest.fixture
+def pets(tmp_path: Path) -> Path:
+    for index, name in enumerate(["cat/a.png", "cat/deep/b.png", "dog/a.png", "eel/x.png"]):
+        picture(tmp_path / "pets" / name, index)
+    (tmp_path / "pets" / "dog" / "notes.txt").write_text("no image")
+    return tmp_path / "pets"
+
+
+def test_a_folder_per_class(pets: Path) -> None:
+    samples = list(read_folder(pets, Task.CLASSIFICATION))
+    expected = {"cat/a.png": "cat", "cat/deep/b.png": "cat", "dog/a.png": "dog", "eel/x.png": "eel"}
+    assert {s.id: s.answer.label for s in samples} == expected
+    some = list(read_folder(pets, Task.CLASSIFICATION, ["dog", "cat"]))
+    assert [s.id for s in some] == ["cat/a.png", "cat/deep/b.png", "dog/a.png"]
+
+
+def test_agrees_with_datasets(tmp_path: Path) -> None:
+    for index in range(6):
+        picture(tmp_path / "set" / f"class{index % 2}" / f"{index}.png", index)
+    theirs = datasets.load_dataset(str(tmp_path / "set"), split="train", streaming=True)
+    names = theirs.features["label"].names
+    expected = sorted(
+        (row["image"].convert("RGB").tobytes(), names[row["label"]]) for row in theirs
+    )
+    ours = read_folder(tmp_path / "set", Task.CLASSIFICATION)
+    assert sorted((s.image.tobytes(), s.answer.label) for s in ours) == expected
+
+
+def test_splits_have_the_names_that_others_give_them(tmp_path: Path) -> None:
+    for name in ("train", "validation", "test", "extra"):
+        (tmp_path / name).mkdir()
+    found = folder_splits(tmp_path)
+    assert {split: path.name for split, path in found.items()} == {
+        Split.TRAIN: "train", Split.VAL: "validation", Split.TEST: "test",
+    }  # fmt: skip
+    (tmp_path / "dev").mkdir()
+    with pytest.raises(DataError, match=r"has folders dev and validation for the split val"):
+        folder_splits(tmp_path)
+    with pytest.raises(DataError, match="nowhere does not exist"):
+        folder_splits(tmp_path / "nowhere")
+
+
+def test_counts_are_names_of_folders(tmp_path: Path) -> None:
+    for count in (0, 3):
+        picture(tmp_path / str(count) / "a.png", count)
+    assert [s.answer.count for s in read_folder(tmp_path, Task.COUNTING)] == [0, 3]
+    picture(tmp_path / "many" / "a.png", 9)
+    with pytest.raises(DataError, match="folder many: count 'many' is no whole number"):
+        list(read_folder(tmp_path, Task.COUNTING))
+
+
+def test_unlabelled_images(tmp_path: Path) -> None:
+    picture(tmp_path / "a.png", 0)
+    (sample,) = read_folder(tmp_path, Task.CLASSIFICATION)
+    assert sample.answer == Answer()
+    picture(tmp_path / "cat" / "b.png", 1)
+    with pytest.raises(DataError, match=r"a\.png lies beside the folders of the classes"):
+        list(read_folder(tmp_path, Task.CLASSIFICATION))
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "prompt", "answer"),
+    [
+        (Task.CLASSIFICATION, {"label": "cat"}, None, Answer(label="cat")),
+        (
+            Task.CLASSIFICATION, {"label": "cat", "soft": [0.75, 0.25]}, None,
+            Answer(label="cat", soft=(0.75, 0.25)),
+        ),
+        (Task.COUNTING, {"count": 4}, None, Answer(count=4)),
+        (Task.VQA, {"question": "who?", "answer": "me"}, "who?", Answer(answers=("me",))),
+        (
+            Task.VQA, {"question": "who?", "answers": [{"answer": "me"}, {"answer": "you"}]},
+            "who?",
+            Answer(answers=("me", "you")),
+        ),
+        (Task.CAPTION, {"text": "a cat"}, None, Answer(captions=("a cat",))),
+        (Task.CAPTION, {"captions": ["a", " b "]}, None, Answer(captions=("a", "b"))),
+        (
+            Task.GROUNDING, {"phrase": "left cat", "bbox": [1, 2, 5, 4]}, "left cat",
+            Answer((Box(1, 2, 6, 6, "left cat"),)),
+        ),
+        (
+            Task.DETECTION, {"objects": {"bbox": [[0, 0, 3, 2]], "category": ["cat"]}}, None,
+            Answer((Box(0, 0, 3, 2, "cat"),)),
+        ),
+        (
+            Task.DETECTION, {"objects": [{"bbox": [0, 0, 3, 2], "category": "cat"}]}, None,
+            Answer((Box(0, 0, 3, 2, "cat"),)),
+        ),
+        (Task.DETECTION, {"objects": []}, None, Answer()),
+    ],
+)  # fmt: skip
+def test_metadata_of_every_task(
+    tmp_path: Path, task: Task, row: dict[str, object], prompt: str | None, answer: Answer
+) -> None:
+    image = picture(tmp_path / "sub" / "a.png", 0)
+    metadata(tmp_path, {"file_name": "sub/a.png"} | row)
+    (sample,) = read_folder(tmp_path, task)
+    assert (sample.id, sample.prompt, sample.answer) == ("sub/a.png", prompt, answer)
+    assert sample.image.tobytes() == image.tobytes()
+
+
+def test_several_questions_about_one_image(tmp_path: Path) -> None:
+    for name in ("a.png", "b.png"):
+        picture(tmp_path / name, ord(name[0]))
+    rows = [("a.png", "one?", "1"), ("b.png", "two?", "2"), ("a.png", "three?", "3")]
+    metadata(tmp_path, *({"file_name": f, "question": q, "answer": a} for f, q, a in rows))
+    found = [(s.id, s.prompt, s.answer.choice) for s in read_folder(tmp_path, Task.VQA)]
+    assert found == [("a.png#0", "one?", "1"), ("b.png", "two?", "2"), ("a.png#1", "three?", "3")]
+
+
+def test_columns_of_other_names(tmp_path: Path) -> None:
+    picture(tmp_path / "a.png", 0)
+    metadata(tmp_path, {"file_name": "a.png", "species": "cat", "label": "wrong"})
+    (sample,) = read_folder(tmp_path, Task.CLASSIFICATION, columns={"label": "species"})
+    assert sample.answer.label == "cat"
+    with pytest.raises(DataError, match=r"row 1 \(a\.png\) has no kind, only file_name, species"):
+        list(read_folder(tmp_path, Task.CLASSIFICATION, columns={"label": "kind"}))
+
+
+def test_videos(tmp_path: Path) -> None:
+    for index, name in enumerate(["wave/a.mp4", "jump/b.avi"]):
+        path = tmp_path / name
+        path.parent.mkdir()
+        write_video(path, [50 * index + 10 * i for i in range(9)])
+    samples = list(read_folder(tmp_path, Task.VIDEO, frames=3))
+    assert [(s.id, s.answer.label, len(s.images)) for s in samples] == [
+        ("jump/b.avi", "jump", 3), ("wave/a.mp4", "wave", 3),
+    ]  # fmt: skip
+    metadata(tmp_path, {"file_name": "wave/a.mp4", "caption": "someone waves"})
+    (sample,) = read_folder(tmp_path, Task.CAPTION, frames=2)
+    assert (len(sample.images), sample.answer.captions) == (2, ("someone waves",))
+
+
+def test_broken_videos_are_skipped_if_few(tmp_path: Path) -> None:
+    (tmp_path / "wave").mkdir()
+    for index in range(20):
+        write_video(tmp_path / "wave" / f"{index:02}.avi", [index * 5] * 3, (16, 16))
+    (tmp_path / "wave" / "00.avi").write_bytes(b"")
+    assert len(list(read_folder(tmp_path, Task.VIDEO, frames=2))) == 19
+    (tmp_path / "wave" / "01.avi").write_bytes(b"")
+    with pytest.raises(DataError, match=r"2 of 20 images do not decode.*\(first: 00\.avi\)"):
+        list(read_folder(tmp_path, Task.VIDEO, frames=2))
+
+
+ONE = {"file_name": "a.png"}
+
+
+@pytest.mark.parametrize(
+    ("task", "rows", "message"),
+    [
+        (Task.CLASSIFICATION, [ONE | {"label": "fox"}], r"label 'fox' is not one of cat, dog"),
+        (
+            Task.CLASSIFICATION, [ONE | {"label": "cat"}, {"file_name": "b.png", "label": 1}],
+            r"label 1 and, before, 'cat': .* mixes numbers and names",
+        ),
+        (Task.CLASSIFICATION, [ONE], r"row 1 \(a\.png\) has no label or labels or class"),
+        (Task.CLASSIFICATION, [ONE | {"label": "cat"}] * 2, r"lists a\.png 2 times: keep one"),
+        (Task.CLASSIFICATION, [ONE | {"label": ["cat", "dog"]}], "expected one label"),
+        (Task.CLASSIFICATION, [{"label": "cat"}], "row 1 has no file_name"),
+        (Task.CLASSIFICATION, [], r"metadata\.jsonl is empty"),
+        (Task.CLASSIFICATION, [{"file_name": "../a.png", "label": "cat"}], "outside the folder"),
+        (Task.CLASSIFICATION, [{"file_name": "no.png", "label": "cat"}], "1 of 1 images do not"),
+        (Task.VQA, [ONE | {"question": "q", "answer": " "}], "the answer is empty"),
+        (Task.GROUNDING, [ONE | {"phrase": "x", "bbox": [0, 0, 0, 4]}], "has no area"),
+        (Task.GROUNDING, [ONE | {"phrase": "x", "bbox": [0, 0, 99, 4]}], "outside its 12 × 8"),
+        (Task.GROUNDING, [ONE | {"phrase": "x", "bbox": [0, 0, 4]}], "is not four numbers"),
+        (Task.COUNTING, [ONE | {"count": "few"}], "count 'few' is no whole number"),
+        (
+            Task.DETECTION, [ONE | {"objects": {"bbox": [[0, 0, 3, 2]], "category": ["fox"]}}],
+            "label 'fox' is not one of cat, dog",
+        ),
+    ],
+)  # fmt: skip
+def test_rows_that_are_of_no_use(tmp_path: Path, task: Task, rows: list, message: str) -> None:
+    for index, name in enumerate(["a.png", "b.png"]):
+        picture(tmp_path / "set" / name, index)
+    picture(tmp_path / "a.png", 5)
+    metadata(tmp_path / "set", *rows)
+    labels = ["cat", "dog"] if task in (Task.CLASSIFICATION, Task.DETECTION) else None
+    with pytest.raises(DataError, match=message):
+        list(read_folder(tmp_path / "set", task, labels))
+
+
+def test_folders_that_are_of_no_use(tmp_path: Path, pets: Path) -> None:
+    with pytest.raises(DataError, match="has no category 'fox', only cat, dog, eel"):
+        list(read_folder(pets, Task.CLASSIFICATION, ["cat", "fox"]))
+    with pytest.raises(DataError, match=r"has no metadata\.jsonl, which task vqa needs"):
+        list(read_folder(pets, Task.VQA))
+    with pytest.raises(DataError, match="pets holds no videos: the data set is empty"):
+        list(read_folder(pets, Task.VIDEO, frames=4))
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "metadata.jsonl").write_text('{"file_name": ')
+    with pytest.raises(DataError, match="row 1 is not valid JSON"):
+        list(read_folder(tmp_path / "bad", Task.CLASSIFICATION))

@@ -1,0 +1,124 @@
+"""Videos: the right frames, turned upright, and one sentence for each broken file."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from valora_data.errors import DataError
+from valora_data.sources.formats import videos
+from valora_data.sources.formats.videos import frame_places, read_frames
+
+av = pytest.importorskip("av")
+
+
+def write_video(path: Path, levels: list[int], size: tuple[int, int] = (32, 16)) -> Path:
+    """A video whose frames are grey, each of its own level, with a bright left edge."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=Fraction(10))
+        stream.width, stream.height = size
+        stream.pix_fmt = "yuv420p"
+        stream.bit_rate = 4_000_000
+        for level in levels:
+            pixels = np.full((size[1], size[0], 3), level, np.uint8)
+            pixels[:, : size[0] // 4] = 255
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return path
+
+
+def level(image: Image.Image) -> float:
+    return float(np.asarray(image)[4:-4, 16:-4].mean())
+
+
+@given(st.integers(1, 500), st.integers(1, 64))
+def test_places_are_the_middles_of_equal_parts(total: int, count: int) -> None:
+    places = frame_places(total, count)
+    assert len(places) == count
+    assert places == sorted(places)
+    for part, place in enumerate(places):
+        assert 0 <= place < total
+        # The place is the frame that shows the exact middle of its part.
+        middle = (part + 0.5) * total / count
+        assert place <= middle < place + 1
+
+
+def test_frames_are_taken_uniformly(tmp_path: Path) -> None:
+    levels = [20 + 7 * i for i in range(24)]
+    video = write_video(tmp_path / "a.mp4", levels)
+    assert frame_places(24, 4) == [3, 9, 15, 21]
+    for source in (video, video.read_bytes()):
+        frames = read_frames(source, 4)
+        assert [frame.mode for frame in frames] == ["RGB"] * 4
+        assert [frame.size for frame in frames] == [(32, 16)] * 4
+        assert [level(f) for f in frames] == pytest.approx(
+            [levels[i] for i in (3, 9, 15, 21)], abs=4
+        )
+
+
+def test_a_short_video_repeats_frames(tmp_path: Path) -> None:
+    frames = read_frames(write_video(tmp_path / "a.mp4", [40, 200]), 5)
+    assert [level(f) > 120 for f in frames] == [False, False, True, True, True]
+
+
+def test_agrees_with_the_decoder(tmp_path: Path) -> None:
+    video = write_video(tmp_path / "a.avi", [10 * i for i in range(10)])
+    with av.open(str(video)) as container:
+        every = [frame.to_image() for frame in container.decode(video=0)]
+    for frame, place in zip(read_frames(video, 3), frame_places(10, 3), strict=True):
+        assert frame.tobytes() == every[place].tobytes()
+
+
+def test_frames_are_turned_as_a_player_shows_them(tmp_path: Path) -> None:
+    """A phone writes what it sees lying down, and says how to turn it."""
+    video = write_video(tmp_path / "a.mp4", [60] * 6)
+    content = bytearray(video.read_bytes())
+    start = content.index(b"tkhd") + 4 + 4 + 20 + 16  # version and flags, times and ids, layer
+    one, minus = (65536).to_bytes(4, "big"), (-65536).to_bytes(4, "big", signed=True)
+    zero, unit = bytes(4), (1 << 30).to_bytes(4, "big")
+    # A quarter turn clockwise.
+    content[start : start + 36] = (zero + one + zero) + (minus + zero + zero) + (zero + zero + unit)
+    video.write_bytes(content)
+    (frame,) = read_frames(video, 1)
+    assert frame.size == (16, 32)
+    pixels = np.asarray(frame).mean(-1)
+    assert pixels[:6].mean() > 230 > 120 > pixels[-6:].mean()  # what was left is now on top
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"video no\.mp4 does not decode"):
+        read_frames(tmp_path / "no.mp4")
+    broken = tmp_path / "broken.mp4"
+    broken.write_bytes(b"no video at all" * 40)
+    with pytest.raises(DataError, match=r"video broken\.mp4 does not decode.*repair or remove it"):
+        read_frames(broken)
+    with av.open(str(tmp_path / "sound.mp4"), "w") as container:
+        stream = container.add_stream("aac", rate=16000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
+        frame.sample_rate = 16000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    with pytest.raises(DataError, match=r"video sound\.mp4 has no frames"):
+        read_frames(tmp_path / "sound.mp4")
+    with pytest.raises(DataError, match=r"at least one frame, got 0: raise source\.frames"):
+        read_frames(tmp_path / "sound.mp4", 0)
+
+
+def test_a_video_that_was_cut_off(tmp_path: Path) -> None:
+    video = write_video(tmp_path / "a.avi", [10 * i for i in range(20)])
+    content = video.read_bytes()
+    video.write_bytes(content[: len(content) * 2 // 3])
+    with pytest.raises(DataError, match=r"video a\.avi does not decode"):
+        read_frames(video, 4)
+
+
+def test_packets_without_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some codecs have packets that show nothing: what counts is what decodes."""
+    video = write_video(tmp_path / "a.mp4", [10 * i for i in range(20)])
+    right = [frame.tobytes() for frame in read_frames(video, 4)]
+    monkeypatch.setattr(videos, "_packets", lambda *_: 27)
+    assert [frame.tobytes() for frame in read_frames(video, 4)] == right

@@ -1,0 +1,182 @@
+"""Ultralytics data sets: read like Ultralytics reads them, written so that it can."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+
+from valora_data.errors import DataError
+from valora_data.schema import Answer, Box, Sample, Split
+from valora_data.sources.formats.yolo import read_yolo, write_yolo, yolo_splits
+
+LABELS = ("dog", "cat")
+
+
+def sample(name: str, size: tuple[int, int], *boxes: Box) -> Sample:
+    return Sample(name, Image.new("RGB", size, (len(name), 0, 0)), Answer(boxes))
+
+
+SAMPLES = {
+    Split.TRAIN: [
+        sample("a", (40, 30), Box(1, 2, 11, 22, "dog"), Box(4.5, 0, 13.75, 30, "cat")),
+        sample("bb", (30, 50)),
+        sample("ccc", (64, 64), Box(0, 0, 64, 64, "cat")),
+    ],
+    Split.VAL: [sample("dddd", (20, 20), Box(5, 6, 17, 18, "dog"))],
+}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_yolo(SAMPLES, LABELS, tmp_path / "set")
+
+
+def edit(path: Path, **changes: object) -> Path:
+    content = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**content, **changes}))
+    return path
+
+
+def test_round_trip(data: Path) -> None:
+    assert yolo_splits(data) == {Split.TRAIN, Split.VAL}
+    for split, samples in SAMPLES.items():
+        back = list(read_yolo(data, split, LABELS))
+        assert [s.id for s in back] == [f"images/{split}/{i:06d}.png" for i in range(len(samples))]
+        for old, new in zip(samples, back, strict=True):
+            assert new.image.tobytes() == old.image.tobytes()
+            assert [b.label for b in new.answer.boxes] == [b.label for b in old.answer.boxes]
+            for a, b in zip(old.answer.boxes, new.answer.boxes, strict=True):
+                assert b.xyxy == pytest.approx(a.xyxy, abs=1e-4)
+
+
+def test_agrees_with_ultralytics(data: Path) -> None:
+    from ultralytics.data.dataset import YOLODataset
+    from ultralytics.data.utils import check_det_dataset
+
+    described = check_det_dataset(str(data), autodownload=False)
+    dataset = YOLODataset(
+        img_path=described["train"], data=described, task="detect", augment=False, imgsz=64
+    )
+    ours = {Path(s.id).name: s for s in read_yolo(data, "train", LABELS)}
+    assert len(dataset.labels) == len(ours) == 3
+    for entry in dataset.labels:
+        found = ours[Path(entry["im_file"]).name]
+        height, width = entry["shape"]
+        assert found.image.size == (width, height)
+        expected = [
+            (described["names"][int(c)], (x - w / 2) * width, (y - h / 2) * height,
+             (x + w / 2) * width, (y + h / 2) * height)
+            for (c,), (x, y, w, h) in zip(entry["cls"], entry["bboxes"].tolist(), strict=True)
+        ]  # fmt: skip
+        for box, (label, *edges) in zip(found.answer.boxes, expected, strict=True):
+            assert box.label == label
+            assert box.xyxy == pytest.approx(edges, abs=1e-3)
+
+
+def test_a_part_of_the_labels(data: Path) -> None:
+    first = next(read_yolo(data, "train", ["cat"]))
+    assert [box.label for box in first.answer.boxes] == ["cat"]
+
+
+def test_missing_label_file_means_no_objects(data: Path) -> None:
+    (data.parent / "labels/train/000000.txt").unlink()
+    assert next(read_yolo(data, "train", LABELS)).answer.boxes == ()
+
+
+def test_polygon_counts_as_the_box_around_it(data: Path) -> None:
+    (data.parent / "labels/val/000000.txt").write_text("1 0.5 0.1 0.9 0.6 0.2 0.4\n")
+    (box,) = next(read_yolo(data, "val", LABELS)).answer.boxes
+    assert box.label == "cat"
+    assert box.xyxy == pytest.approx((4, 2, 18, 12))
+
+
+def test_names_as_a_list_and_images_as_a_text_file(data: Path) -> None:
+    (data.parent / "some.txt").write_text("./images/train/000002.png\nimages/train/000000.png\n\n")
+    edit(data, names=["dog", "cat"], train="some.txt")
+    ids = [s.id for s in read_yolo(data, "train", LABELS)]
+    assert ids == ["images/train/000000.png", "images/train/000002.png"]
+
+
+def test_several_folders(data: Path) -> None:
+    edit(data, train=["images/train", "images/val"])
+    assert len(list(read_yolo(data, "train", LABELS))) == 4
+
+
+def test_path_may_be_left_out(data: Path) -> None:
+    content = yaml.safe_load(data.read_text())
+    del content["path"]
+    data.write_text(yaml.safe_dump(content))
+    assert len(list(read_yolo(data, "train", LABELS))) == 3
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            "0 0.5 0.5 1.2 0.5",
+            r"0\.txt, row 1: box \(-2, 5, 22, 15\) lies outside its 20 × 20",
+        ),
+        ("0 5 6 12 12", "lies outside.*check the unit"),
+        ("0 0.5 0.5 0 0.5", "has no area"),
+        ("2 0.5 0.5 0.1 0.1", "row 1: class 2 is none of 0, 1: make the ids and names match"),
+        ("0.5 0.5 0.5 0.1 0.1", "class 0.5 is none of"),
+        ("0 0.5 0.5 0.1", "expected a class and 4 numbers .* got 3"),
+        ("dog 0.5 0.5 0.1 0.1", "is not a row of numbers"),
+    ],
+)
+def test_bad_rows(data: Path, row: str, message: str) -> None:
+    (data.parent / "labels/val/000000.txt").write_text(row + "\n")
+    with pytest.raises(DataError, match=message):
+        list(read_yolo(data, "val", LABELS))
+
+
+def test_rounding_is_clipped(data: Path) -> None:
+    (data.parent / "labels/val/000000.txt").write_text("0 0.5 0.5 1.05 0.5\n")
+    (box,) = next(read_yolo(data, "val", LABELS)).answer.boxes
+    assert box.xyxy == pytest.approx((0, 5, 20, 15))
+
+
+def test_bad_files(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot read .*no\.yaml .*check the path"):
+        list(read_yolo(tmp_path / "no.yaml", "train", LABELS))
+    with pytest.raises(DataError, match=r"data\.yaml has no split 'test': add its folder"):
+        list(read_yolo(data, "test", LABELS))
+    with pytest.raises(DataError, match="no category 'horse', only dog, cat"):
+        list(read_yolo(data, "train", ("dog", "horse")))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no images: the data set is empty"):
+        list(read_yolo(edit(data, val=str(tmp_path / "empty")), "val", LABELS))
+    with pytest.raises(DataError, match=r"names .*gone, which does not exist"):
+        list(read_yolo(edit(data, val="gone"), "val", LABELS))
+    with pytest.raises(DataError, match="lists 3 images twice"):
+        list(read_yolo(edit(data, train=["images/train"] * 2), "train", LABELS))
+    with pytest.raises(DataError, match="has no 'names'"):
+        list(read_yolo(edit(data, names=None), "train", LABELS))
+    data.write_text("names: [dog")
+    with pytest.raises(DataError, match=r"data\.yaml is not valid YAML"):
+        list(read_yolo(data, "train", LABELS))
+    data.write_text("- a list")
+    with pytest.raises(DataError, match="is no Ultralytics data set"):
+        yolo_splits(data)
+
+
+def test_images_that_do_not_decode(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    many = {Split.TRAIN: [sample(f"{i}", (8, 8)) for i in range(20)]}
+    data = write_yolo(many, LABELS, tmp_path)
+    images = tmp_path / "images/train"
+    (images / "000005.png").write_text("no image")
+    with caplog.at_level(logging.WARNING):
+        assert len(list(read_yolo(data, "train", LABELS))) == 19
+    assert "data.yaml: 1 of 20 images skipped" in caplog.text
+    (images / "000006.png").write_bytes(b"")
+    with pytest.raises(DataError, match="2 of 20 images do not decode"):
+        list(read_yolo(data, "train", LABELS))
+
+
+def test_writing_refuses_what_nobody_could_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no samples to write to split val"):
+        write_yolo({Split.VAL: []}, LABELS, tmp_path)
+    with pytest.raises(DataError, match="sample a: label 'cat' is not one of dog"):
+        write_yolo(SAMPLES, ("dog",), tmp_path)

@@ -1,0 +1,244 @@
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from valora_data.sources.generic.questions import (
+    GRID_STEP,
+    TASKS,
+    ask_motion,
+    ask_which_image,
+    caption_phrases,
+    plural,
+    read_boxes,
+    vocabulary,
+    write_boxes,
+)
+from valora_data.sources.generic.scenes import (
+    COLORS,
+    DOMAIN_WORDS,
+    MOST_THINGS,
+    PATTERNS,
+    SIZE,
+    color_of,
+    compose,
+    domain_words_in,
+    draw_clip,
+    draw_scene,
+    draw_sprite,
+    is_reserved,
+)
+from valora_data.sources.generic.shapes import SHAPES
+
+SCENES = [draw_scene(seed) for seed in range(120)]
+
+
+def asked(task, times=4):
+    """Questions of one task with their scenes."""
+    rng = np.random.default_rng(0)
+    pairs = [(scene, TASKS[task](scene, rng)) for scene in SCENES for _ in range(times)]
+    return [(scene, question) for scene, question in pairs if question is not None]
+
+
+def named(scene, name):
+    """Things that a name without colour, or with one, means."""
+    return [t for t in scene.things if name in (t.shape, t.name)]
+
+
+def singular(words):
+    for shape in SHAPES:
+        words = re.sub(rf"\b{plural(shape)}\b", shape, words)
+    return words
+
+
+def test_a_scene_is_a_function_of_its_seed():
+    again = draw_scene(7)
+    assert np.array_equal(again.pixels, SCENES[7].pixels)
+    assert again.things == SCENES[7].things
+    assert not np.array_equal(draw_scene(8).pixels, again.pixels)
+    a, b = draw_clip(3, 3), draw_clip(3, 3)
+    assert a[1:] == b[1:]
+    assert all(np.array_equal(x.pixels, y.pixels) for x, y in zip(a[0], b[0], strict=True))
+
+
+def test_scenes_hold_a_few_things_inside_the_image():
+    for scene in SCENES:
+        assert scene.pixels.shape == (SIZE, SIZE, 3)
+        assert scene.pixels.dtype == np.uint8
+        assert 1 <= len(scene.things) <= MOST_THINGS
+        for thing in scene.things:
+            x0, y0, x1, y1 = thing.box
+            assert 0 <= x0 < x1 <= SIZE
+            assert 0 <= y0 < y1 <= SIZE
+            assert 9 <= thing.length <= 70
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_box_is_where_the_thing_changes_the_picture(pattern):
+    rng = np.random.default_rng(1)
+    empty = np.full((SIZE, SIZE, 3), 0.5, dtype=np.float32)
+    for shape in list(SHAPES)[:: 3 if pattern == "plain" else 9]:
+        sprite = draw_sprite(shape, "yellow", pattern, 40.0, rng).moved(20, 20)
+        # Yellow on grey is set off by no halo, and a dark shadow never is lighter than the ground.
+        image = compose(empty, [sprite], rng)
+        changed = sprite.alpha > 0.4
+        rows, columns = np.flatnonzero(changed.any(1)), np.flatnonzero(changed.any(0))
+        left, top = sprite.corner
+        drawn = (left + columns[0], top + rows[0], left + columns[-1] + 1, top + rows[-1] + 1)
+        assert sprite.thing.box == drawn
+        seen = np.abs(image - empty).max(-1) > 0.02
+        x0, y0, x1, y1 = (int(edge) for edge in sprite.thing.box)
+        assert seen[y0:y1, x0:x1].any(1).mean() > 0.85
+        seen[max(y0 - 3, 0) : y1 + 3, max(x0 - 3, 0) : x1 + 3] = False
+        assert not seen.any(), shape
+
+
+def test_colors_look_like_their_names():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        r, g, b = color_of("red", rng)
+        assert r > 2 * max(g, b)
+        r, g, b = color_of("blue", rng)
+        assert b > 1.2 * max(r, g)
+        r, g, b = color_of("yellow", rng)
+        assert min(r, g) > 2 * b
+        assert color_of("black", rng).max() < 0.2 < 0.85 < color_of("white", rng).min()
+
+
+def test_no_word_of_the_domains_is_ever_asked_or_answered():
+    assert {"license", "plate", "vehicle", "vegetation", "bicycle", "person"} <= DOMAIN_WORDS
+    assert domain_words_in("Detect a License plate") == {"license", "plate"}
+    text = vocabulary()
+    for task in TASKS:
+        text += [f"{question.prompt} {question.answer}" for _, question in asked(task)]
+    assert not domain_words_in(" ".join(text))
+
+
+def test_reserved_combinations_occur_in_novel_scenes_only():
+    pairs = [is_reserved(shape, color) for shape in SHAPES for color in COLORS]
+    assert 0.02 < np.mean(pairs) < 0.08
+    assert not any(is_reserved(t.shape, t.color) for scene in SCENES for t in scene.things)
+    first = [draw_scene(seed, novel=True).things[0] for seed in range(10)]
+    assert all(is_reserved(thing.shape, thing.color) for thing in first)
+
+
+def test_detection_wants_exactly_the_named_things():
+    for scene, question in asked("detect"):
+        name = question.prompt.removeprefix("detect ")
+        words = name.split(" ", 1)
+        if name == "thing":
+            meant = list(scene.things)
+        elif name.endswith(" thing"):
+            meant = [t for t in scene.things if t.color == words[0]]
+        elif words[0] in PATTERNS:
+            meant = [t for t in scene.things if (t.pattern, t.shape) == tuple(words)]
+        else:
+            meant = named(scene, name)
+        assert question.boxes == tuple(t.box for t in meant)
+
+
+def test_counts():
+    for scene, question in asked("count"):
+        what = re.fullmatch(r"how many (.+)\?", question.prompt).group(1)
+        n = len(scene.things) if what == "things" else len(named(scene, singular(what)))
+        assert question.answer == str(n)
+
+
+def test_places_are_thirds_of_the_image():
+    for scene, question in asked("where"):
+        (thing,) = named(scene, re.fullmatch(r"where is the (.+)\?", question.prompt).group(1))
+        x, y = thing.center
+        assert ("left" in question.answer) == (x < SIZE / 3)
+        assert ("right" in question.answer) == (x > SIZE * 2 / 3)
+        assert ("top" in question.answer) == (y < SIZE / 3)
+        assert ("bottom" in question.answer) == (y > SIZE * 2 / 3)
+
+
+def test_attributes():
+    for scene, question in asked("color"):
+        (thing,) = named(scene, re.fullmatch(r"what color is the (.+)\?", question.prompt).group(1))
+        assert question.answer == thing.color
+    for scene, question in asked("pattern"):
+        (thing,) = named(scene, question.prompt.removeprefix("which pattern has the ")[:-1])
+        assert question.answer == thing.pattern
+    for scene, question in asked("size"):
+        (thing,) = named(scene, question.prompt.removeprefix("is the ").split(" big or")[0])
+        assert question.answer == ("big" if thing.length > 24 else "small")
+
+
+def test_yes_and_no_are_true_and_balanced():
+    answers = Counter()
+    for scene, question in asked("yes_no", 10):
+        name = re.fullmatch(r"is there an? (.+)\?", question.prompt).group(1)
+        assert question.answer == ("yes" if named(scene, name) else "no")
+        answers[question.answer] += 1
+    assert 0.4 < answers["yes"] / sum(answers.values()) < 0.6
+    for scene, question in asked("relation"):
+        pattern = r"is the (.+) (left of|right of|above|below) the (.+)\?"
+        a, side, b = re.fullmatch(pattern, question.prompt).groups()
+        (first,), (second,) = named(scene, a), named(scene, b)
+        dx, dy = (p - q for p, q in zip(first.center, second.center, strict=True))
+        truth = {"left of": dx < 0, "right of": dx > 0, "above": dy < 0, "below": dy > 0}[side]
+        assert question.answer == ("yes" if truth else "no")
+
+
+def test_captions_name_every_thing():
+    for scene, question in asked("caption", 1):
+        phrases = caption_phrases(question.answer)
+        assert Counter(p.split(" ", 1)[1] for p in phrases.elements()) == Counter(
+            t.name for t in scene.things
+        )
+    assert caption_phrases("a red star, a blue ring and a key") == Counter(
+        ["a key", "a red star", "a blue ring"]
+    )
+
+
+def test_boxes_survive_being_written_and_read():
+    text = write_boxes("red star", [(9.6, 0.0, 48.0, 96.0)])
+    assert text == "<ref>red star</ref><box>(100,0),(500,1000)</box>"
+    assert read_boxes(text) == [(0.1, 0.0, 0.5, 1.0)]
+    assert read_boxes("<box>(5,5),(1,9)</box> <box>(1,2),(3</box>") == []
+    for scene, question in asked("box"):
+        name = question.prompt.removeprefix("locate ")
+        boxes = read_boxes(question.answer)
+        assert len(boxes) == min(3, len(named(scene, name)))
+        for box in boxes:
+            distances = [
+                max(abs(a * SIZE - b) for a, b in zip(box, t.box, strict=True))
+                for t in named(scene, name)
+            ]
+            assert min(distances) <= GRID_STEP / 1000 * SIZE
+
+
+def test_options_hold_the_answer():
+    single = [draw_scene(seed, 1) for seed in range(60)]
+    rng = np.random.default_rng(0)
+    for scene in single:
+        question = TASKS["classify"](scene, rng)
+        assert question.answer == scene.things[0].shape
+        if ":" in question.prompt:
+            assert question.answer in question.prompt[:-1].split(": ")[1].split(", ")
+
+
+def test_series_ask_for_the_only_image_and_the_true_motion():
+    rng = np.random.default_rng(0)
+    for start in range(0, 60, 4):
+        scenes = SCENES[start : start + 3]
+        question = ask_which_image(scenes, rng)
+        if question is None:
+            continue
+        shape = question.prompt.removeprefix("which image has the ")[:-1]
+        has = [any(t.shape == shape for t in scene.things) for scene in scenes]
+        assert has.count(True) == 1
+        assert question.answer == ("first", "second", "third")[has.index(True)]
+    for seed in range(20):
+        frames, shape, way = draw_clip(seed, 2 + seed % 3)
+        path = [next(t for t in f.things if t.shape == shape).center for f in frames]
+        dx, dy = path[-1][0] - path[0][0], path[-1][1] - path[0][1]
+        truth = (
+            ("left" if dx < 0 else "right") if abs(dx) > abs(dy) else ("up" if dy < 0 else "down")
+        )
+        assert ask_motion(shape, way).answer == truth
+        still = [[t for t in f.things if t.shape != shape] for f in frames]
+        assert all(things == still[0] for things in still)

@@ -1,0 +1,145 @@
+"""Built-in domains of every task: repeatable, apart by split, balanced, and true."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+from valora_data.errors import DataError
+from valora_data.schema import CLOSED_TASKS, Domain, Split, Task
+from valora_data.sources.generic.questions import caption_phrases
+from valora_data.sources.scenes.builtin import (
+    builtin_labels,
+    builtin_names,
+    builtin_prompt,
+    builtin_samples,
+)
+from valora_data.sources.scenes.classification import SURFACES
+from valora_data.sources.scenes.photographs import PHOTOGRAPHS
+from valora_data.sources.scenes.video import FRAMES
+from valora_data.splits import check_no_leak
+
+DRAWN = [
+    (task, name) for task in Task if task is not Task.DETECTION for name in builtin_names(task)
+]
+
+
+def samples(task: Task, name: str, split: Split = Split.TRAIN, count: int = 24, seed: int = 0):
+    return list(builtin_samples(task, name, split, count, seed))
+
+
+@pytest.mark.parametrize("task", list(Task))
+def test_every_task_has_at_least_four_domains(task: Task) -> None:
+    names = builtin_names(task)
+    assert len(names) >= 4
+    for name in names:
+        labels = builtin_labels(task, name)
+        Domain(name, task, labels, builtin_prompt(task, name), 0.8)  # checks itself
+        assert bool(labels) >= (task in CLOSED_TASKS)
+
+
+@pytest.mark.parametrize(("task", "name"), DRAWN)
+def test_samples_are_repeatable_and_their_own(task: Task, name: str) -> None:
+    some = samples(task, name)
+    again = samples(task, name)
+    assert [s.answer for s in some] == [s.answer for s in again]
+    assert [[i.tobytes() for i in s.images] for s in some] == [
+        [i.tobytes() for i in s.images] for s in again
+    ]
+    for sample in some:
+        assert all(image.size == (96, 96) and image.mode == "RGB" for image in sample.images)
+        assert len(sample.images) == (FRAMES if task is Task.VIDEO else 1)
+    # Another seed gives other images, and no split shows what another one does.
+    other = samples(task, name, seed=1)
+    assert {s.image.tobytes() for s in some} != {s.image.tobytes() for s in other}
+    check_no_leak({split: samples(task, name, split, 12) for split in Split})
+
+
+@pytest.mark.parametrize(("task", "name"), DRAWN)
+def test_answers_are_what_the_task_asks_for(task: Task, name: str) -> None:
+    labels = builtin_labels(task, name)
+    for sample in samples(task, name):
+        answer = sample.answer
+        if labels:
+            assert answer.choice in labels
+        if task is Task.VQA:
+            assert len(answer.answers) == 10
+            assert answer.answers.count(answer.choice) >= 7
+            assert sample.prompt.endswith("?")
+        if task is Task.CAPTION:
+            assert len(set(answer.captions)) == len(answer.captions) == 3
+            assert sample.prompt is None
+        if task is Task.GROUNDING:
+            (box,) = answer.boxes
+            assert box.label == sample.prompt
+            assert 0 <= box.x0 < box.x1 <= 96
+            assert 0 <= box.y0 < box.y1 <= 96
+            assert min(box.x1 - box.x0, box.y1 - box.y0) >= 3
+
+
+@pytest.mark.parametrize(("task", "name"), [(t, n) for t, n in DRAWN if builtin_labels(t, n)])
+def test_labels_are_balanced(task: Task, name: str) -> None:
+    labels = builtin_labels(task, name)
+    found = Counter(s.answer.choice for s in samples(task, name, count=25 * len(labels)))
+    assert set(found) == set(labels)
+    # Five standard deviations of a fair draw.
+    assert max(found.values()) < 25 + 5 * 25**0.5
+
+
+def test_the_digits_are_those_of_scikit_learn() -> None:
+    real = load_digits()
+    for split, count in (
+        (Split.TRAIN, 719),
+        (Split.UNLABELLED, 449),
+        (Split.VAL, 270),
+        (Split.TEST, 359),
+    ):
+        found = samples(Task.CLASSIFICATION, "digits", split, count)
+        assert len({s.id for s in found}) == count
+        for sample in found[:40]:
+            place = int(sample.id.split("/")[1])
+            assert sample.answer.label == str(real.target[place])
+            small = np.asarray(sample.image.convert("L").resize((8, 8)), dtype=float)
+            assert np.corrcoef(small.ravel(), real.images[place].ravel())[0, 1] > 0.97
+        with pytest.raises(DataError, match=rf"holds {count} images, fewer than {count + 1}"):
+            samples(Task.CLASSIFICATION, "digits", split, count + 1)
+
+
+def test_colours_and_places_are_true() -> None:
+    """Where a phrase says left, the box is left of the middle, and so on."""
+    for sample in samples(Task.GROUNDING, "place_reference", count=60):
+        (box,) = sample.answer.boxes
+        x, y = (box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2
+        side = sample.prompt.split()[0]
+        assert {"left": x < 48, "right": x > 48, "top": y < 48, "bottom": y > 48}[side]
+    reds = [s for s in samples(Task.GROUNDING, "color_reference", count=150)
+            if s.prompt.startswith("red ")]  # fmt: skip
+    assert len(reds) > 5
+    for sample in reds:
+        (box,) = sample.answer.boxes
+        pixels = np.asarray(sample.image.crop(box.xyxy), dtype=float)
+        outside = np.asarray(sample.image, dtype=float)
+        redness = (pixels[..., 0] - pixels[..., 1:].max(-1)).mean()
+        assert redness > (outside[..., 0] - outside[..., 1:].max(-1)).mean()
+
+
+def test_captions_name_what_is_there() -> None:
+    for sample in samples(Task.CAPTION, "digit_caption"):
+        digits = sample.answer.captions[2].removesuffix(" in a row").split()
+        assert sum(caption_phrases(sample.answer.captions[0]).values()) == len(digits)
+    plural = [s.answer.captions[0] for s in samples(Task.CAPTION, "count_caption", count=60)]
+    assert any(caption.startswith("two") for caption in plural)
+
+
+def test_surfaces_are_those_photographs() -> None:
+    files = {"coins": "coins", "tissue": "ihc", "stars": "hubble"}
+    for surface, number in SURFACES.items():
+        assert files.get(surface, surface) in PHOTOGRAPHS[number].file
+
+
+def test_unknown_domains_are_named() -> None:
+    with pytest.raises(DataError, match="unknown built-in domain 'fox' of task video: choose from"):
+        samples(Task.VIDEO, "fox")
+    with pytest.raises(DataError, match="unknown built-in domain 'digits' of task vqa"):
+        builtin_labels(Task.VQA, "digits")

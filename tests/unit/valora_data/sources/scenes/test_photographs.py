@@ -1,0 +1,73 @@
+"""Backgrounds: every split has its own part of every photograph."""
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from valora_data.errors import DataError
+from valora_data.schema import Split
+from valora_data.sources.scenes import photographs
+from valora_data.sources.scenes.photographs import (
+    PHOTOGRAPHS,
+    Photograph,
+    photograph_crop,
+    region_of,
+)
+
+
+@pytest.mark.parametrize("photograph", range(len(PHOTOGRAPHS)))
+def test_regions_of_splits_are_disjoint_and_inside_the_photograph(photograph: int) -> None:
+    width, height = photographs._pixels(photograph).size
+    covered = np.zeros((height, width), dtype=int)
+    for split in Split:
+        x0, y0, x1, y1 = region_of(photograph, split)
+        assert 0 <= x0 < x1 <= width
+        assert 0 <= y0 < y1 <= height
+        assert min(x1 - x0, y1 - y0) >= photographs.MIN_SIDE
+        covered[y0:y1, x0:x1] += 1
+    assert covered.max() == 1
+
+
+def test_crops_stay_inside_their_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each region painted in one grey level: a crop of a split shows its level alone."""
+    levels = {split: 40 + 50 * place for place, split in enumerate(Split)}
+    painted = {}
+    for photograph in range(len(PHOTOGRAPHS)):
+        image = photographs._pixels(photograph).copy()
+        for split in Split:
+            level = levels[split]
+            image.paste((level, level, level), region_of(photograph, split))
+        painted[photograph] = image
+    monkeypatch.setattr(photographs, "_pixels", painted.__getitem__)
+    rng = np.random.default_rng(0)
+    for split in Split:
+        for _ in range(60):
+            # A crop that reached into another region would show two levels.
+            crop = photograph_crop(rng, split, 32).astype(int)
+            assert np.ptp(crop, axis=(0, 1)).max() <= 1
+
+
+def test_every_photograph_is_used_and_crops_differ() -> None:
+    rng = np.random.default_rng(1)
+    crops = [photograph_crop(rng, Split.TRAIN) for _ in range(200)]
+    assert all(crop.shape == (96, 96, 3) and crop.dtype == np.uint8 for crop in crops)
+    assert len({hashlib.sha256(crop.tobytes()).digest() for crop in crops}) == 200
+    assert all(crop.std() > 1 for crop in crops)
+
+
+def test_crops_repeat_with_the_generator() -> None:
+    first, again = (photograph_crop(np.random.default_rng(5), Split.VAL, 48) for _ in range(2))
+    assert np.array_equal(first, again)
+    other = photograph_crop(np.random.default_rng(5), Split.TEST, 48)
+    assert not np.array_equal(first, other)
+
+
+@pytest.mark.parametrize("package", ["skimage", "a_package_that_is_not_installed"])
+def test_missing_photograph_names_the_remedy(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = Photograph(package, "data/no_such_photograph.png", (0, 0, 400, 400))
+    monkeypatch.setattr(photographs, "PHOTOGRAPHS", (missing,))
+    photographs._pixels.cache_clear()
+    with pytest.raises(DataError, match=r"no_such_photograph\.png .*'valora\[train\]'"):
+        photograph_crop(np.random.default_rng(0), Split.TRAIN)
+    photographs._pixels.cache_clear()

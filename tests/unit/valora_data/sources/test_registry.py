@@ -1,0 +1,108 @@
+"""One door to all sources: kinds are recognised, splits are found, what does not fit is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.valora_data.sources.formats.test_folders import metadata, picture
+from tests.unit.valora_data.sources.formats.test_videos import write_video
+from valora_data import shards
+from valora_data.errors import DataError
+from valora_data.schema import Answer, Sample, Split, Task
+from valora_data.sources.registry import READS, Source, detect_kind, open_source
+
+
+def test_splits_of_a_folder(tmp_path: Path) -> None:
+    for index, name in enumerate(["train/cat/a.png", "train/dog/b.png", "test/cat/c.png"]):
+        picture(tmp_path / name, index)
+    splits = open_source(Source("imagefolder", Task.CLASSIFICATION, path=str(tmp_path)))
+    assert set(splits) == {None, Split.TEST}  # the rest, of which missing splits are taken
+    assert [s.id for s in splits[None]()] == ["cat/a.png", "dog/b.png"]
+    assert [s.answer.label for s in splits[Split.TEST]()] == ["cat"]
+    for index, name in enumerate(["val/cat/d.png", "unlabelled/e.png"]):
+        picture(tmp_path / name, 9 + index)
+    splits = open_source(Source("imagefolder", Task.CLASSIFICATION, path=str(tmp_path)))
+    assert set(splits) == set(Split)
+    assert [s.answer for s in splits[Split.UNLABELLED]()] == [Answer()]
+
+
+def test_streams_can_be_read_again(tmp_path: Path) -> None:
+    picture(tmp_path / "cat" / "a.png", 0)
+    (stream,) = open_source(Source("imagefolder", Task.CLASSIFICATION, path=str(tmp_path))).values()
+    assert [s.id for s in stream()] == [s.id for s in stream()] == ["cat/a.png"]
+
+
+def test_built_in_scenes() -> None:
+    source = Source("scenes", Task.COUNTING, name="coin_count", counts={"train": 3, "val": 0})
+    splits = open_source(source)
+    assert set(splits) == {Split.TRAIN}
+    assert [s.id for s in splits[Split.TRAIN]()] == [f"coin_count/train/{i:05d}" for i in range(3)]
+
+
+def test_kinds_are_recognised(tmp_path: Path) -> None:
+    def write(name: str, content: object) -> Path:
+        (tmp_path / name).write_text(json.dumps(content))
+        return tmp_path / name
+
+    assert detect_kind(write("a.json", {"images": [], "annotations": []})) == "coco"
+    assert detect_kind(write("b.json", [{"conversations": []}])) == "llava"
+    assert detect_kind(write("c.json", {"questions": []})) == "vqa"
+    assert detect_kind(write("d.json", {"refs": [], "images": []})) == "refcoco"
+    assert detect_kind(write("e.json", [{"sentences": []}])) == "refcoco"
+    assert detect_kind(write("f.jsonl", {})) == "llava"
+    assert detect_kind(write("g.yaml", {})) == "yolo"
+    image = picture(tmp_path / "images" / "cat" / "a.png", 0)
+    assert detect_kind(tmp_path / "images") == "imagefolder"
+    shards.write([Sample("a", image, Answer())], (), tmp_path / "shard")
+    assert detect_kind(tmp_path / "shard") == "shards"
+    (tmp_path / "clips").mkdir()
+    write_video(tmp_path / "clips" / "a.mp4", [1, 2])
+    assert detect_kind(tmp_path / "clips") == "videofolder"
+    with pytest.raises(DataError, match=r"h\.json is of no known kind: expected a folder"):
+        detect_kind(write("h.json", {"x": 1}))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no images, videos or tables"):
+        detect_kind(tmp_path / "empty")
+    with pytest.raises(DataError, match="nowhere does not exist"):
+        detect_kind(tmp_path / "nowhere")
+
+
+def test_what_does_not_fit() -> None:
+    with pytest.raises(DataError, match="unknown kind of source 'tar': choose from scenes, coco"):
+        open_source(Source("tar", Task.VQA, path="x"))
+    with pytest.raises(DataError, match="yolo has no answers for task vqa: choose from scenes, im"):
+        open_source(Source("yolo", Task.VQA, path="x"))
+    with pytest.raises(DataError, match=r"kind coco needs a path: set source\.path"):
+        open_source(Source("coco", Task.DETECTION))
+    with pytest.raises(DataError, match=r"set source\.annotations to the file"):
+        open_source(Source("vqa", Task.VQA, path="q.json"))
+    for task in Task:
+        assert sum(task in tasks for tasks in READS.values()) >= 3
+
+
+def test_a_folder_of_shards_is_a_source(tmp_path: Path) -> None:
+    """What a stage wrote can be given to another project."""
+    image = picture(tmp_path / "a.png", 0)
+    sample = Sample("a", image, Answer(label="dog"), None)
+    for split in ("train", "test"):
+        shards.write([sample], ("cat", "dog"), tmp_path / "data" / split)
+    splits = open_source(Source("shards", Task.CLASSIFICATION, path=str(tmp_path / "data")))
+    assert set(splits) == {Split.TRAIN, Split.TEST}
+    splits |= open_source(Source("shards", Task.VQA, path=str(tmp_path / "data" / "train")))
+    for stream in splits.values():
+        (found,) = stream()
+        assert (found.id, found.answer.label) == ("a", "dog")
+        assert found.image.tobytes() == image.tobytes()
+    with pytest.raises(DataError, match="holds no shards"):
+        open_source(Source("shards", Task.VQA, path=str(tmp_path)))
+
+
+def test_metadata_of_another_split_is_its_own(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        picture(tmp_path / split / "a.png", len(split))
+        metadata(tmp_path / split, {"file_name": "a.png", "question": "q?", "answer": split})
+    splits = open_source(Source("imagefolder", Task.VQA, path=str(tmp_path)))
+    assert {key: [s.answer.choice for s in stream()] for key, stream in splits.items()} == {
+        None: ["train"], Split.TEST: ["test"],
+    }  # fmt: skip

@@ -1,0 +1,193 @@
+"""`valora-data`: what is wrong is found, named and shown; what is right passes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageEnhance
+
+from tests.unit.valora_data.sources.formats.test_folders import metadata, picture
+from tests.unit.valora_data.sources.formats.test_videos import write_video
+from valora_data import shards
+from valora_data.cli import main
+from valora_data.schema import Split, Task
+from valora_data.sources.formats.yolo import write_yolo
+from valora_data.sources.registry import Source
+from valora_data.sources.scenes.builtin import builtin_labels, builtin_samples
+from valora_data.sources.scenes.detection import detection_samples
+from valora_data.validation.inspection import inspect, perceptual_hash
+
+
+def natural(seed: int) -> Image.Image:
+    (sample,) = builtin_samples(Task.CLASSIFICATION, "vehicle_type", Split.TRAIN, 1, seed)
+    return sample.image
+
+
+@pytest.fixture
+def pets(tmp_path: Path) -> Path:
+    for index, name in enumerate(
+        ["train/cat/a.png", "train/cat/b.png", "train/dog/c.png", "val/cat/d.png", "val/dog/e.png"]
+    ):
+        (tmp_path / "pets" / name).parent.mkdir(parents=True, exist_ok=True)
+        natural(index).save(tmp_path / "pets" / name)
+    return tmp_path / "pets"
+
+
+def check(path: Path, tmp_path: Path, *more: str) -> int:
+    return main(["check", str(path), "--out", str(tmp_path / "out"), *more])
+
+
+def test_a_sound_set_passes(pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert check(pets, tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "task classification" in out
+    assert "nothing is wrong" in out
+    rows = {line.split()[1]: line.split() for line in out.splitlines() if "│" in line}
+    assert [rows["train"][i] for i in (3, 5, 7)] == ["3", "3", "3"]
+    assert rows["cat"][3:6:2] == ["2", "1"]
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"train.png", "val.png"}
+
+
+def test_broken_files(pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for name in "ab":
+        (pets / "train" / "dog" / f"{name}.png").write_bytes(b"broken")
+    assert check(pets, tmp_path) == 1
+    assert "2 files do not decode or are missing (a.png, b.png)" in capsys.readouterr().out
+
+
+def test_equal_pictures_in_two_splits(
+    pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    natural(1).save(pets / "val" / "dog" / "copy.png")
+    assert check(pets, tmp_path) == 1
+    out = capsys.readouterr().out
+    assert "1 pictures are in two splits (such as" in out
+    assert "cat/b.png" in out
+    assert "dog/copy.png" in out
+    assert (tmp_path / "out" / "leaks.png").is_file()
+
+
+def test_pictures_that_look_the_same(pets: Path, tmp_path: Path) -> None:
+    """Smaller, recompressed, a little darker: still the same picture."""
+    copy = ImageEnhance.Brightness(natural(2).resize((80, 80))).enhance(0.97)
+    copy.save(pets / "val" / "cat" / "again.jpg", quality=70)
+    source = Source("imagefolder", Task.CLASSIFICATION, path=str(pets))
+    (leak,) = inspect(source).leaks
+    assert not leak.exact
+    assert {leak.first[1], leak.second[1]} == {"dog/c.png", "cat/again.jpg"}
+    assert check(pets, tmp_path) == 1
+
+
+def test_different_pictures_do_not_look_the_same() -> None:
+    hashes = [perceptual_hash(natural(i)) for i in range(60)]
+    kept = np.array([h for h in hashes if h is not None])
+    apart = np.bitwise_count(kept[:, None] ^ kept[None])
+    assert (apart[~np.eye(len(kept), dtype=bool)] <= 6).mean() < 0.01
+    assert perceptual_hash(Image.new("RGB", (50, 50), "white")) is None
+
+
+def test_label_sets_that_differ(pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (pets / "val" / "fox").mkdir()
+    natural(9).save(pets / "val" / "fox" / "f.png")
+    assert check(pets, tmp_path) == 1
+    assert "split val has labels that train lacks (fox)" in capsys.readouterr().out
+    assert check(pets, tmp_path, "--labels", "cat,dog") == 0
+
+
+def test_one_class(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    picture(tmp_path / "set" / "cat" / "a.png", 0)
+    assert check(tmp_path / "set", tmp_path) == 1
+    assert "there is one class, 'cat'" in capsys.readouterr().out
+
+
+def test_questions_about_one_image_are_no_duplicates(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    picture(tmp_path / "set" / "a.png", 0)
+    picture(tmp_path / "set" / "b.png", 0)
+    rows = [("a.png", "one?", "1"), ("a.png", "two?", "2"), ("b.png", "one?", "1")]
+    metadata(tmp_path / "set", *({"file_name": f, "question": q, "answer": a} for f, q, a in rows))
+    assert check(tmp_path / "set", tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "task vqa" in out
+    assert "1 pictures occur again in their own split" in out
+
+
+@pytest.mark.parametrize("task", list(Task))
+def test_what_the_factory_wrote(task: Task, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    from valora_data.sources.scenes.builtin import builtin_names
+
+    name = builtin_names(task)[0]
+    for split in (Split.TRAIN, Split.TEST):
+        some = builtin_samples(task, name, split, 10)
+        shards.write(some, builtin_labels(task, name), tmp_path / "data" / split)
+    main(["check", str(tmp_path / "data"), "--out", str(tmp_path / "out")])
+    out = capsys.readouterr().out
+    assert f"task {task}" in out
+    assert "leaks.png" not in out
+    sheet = tmp_path / "sheet.png"
+    assert main(["preview", str(tmp_path / "data"), "--out", str(sheet), "--count", "7"]) == 0
+    with Image.open(sheet) as image:
+        assert image.width > 6 * 190
+        assert image.height > 2 * 190
+
+
+def test_an_ultralytics_set(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    parts = {s: list(detection_samples("person", Split(s), 6)) for s in ("train", "val")}
+    yaml = write_yolo(parts, ["person"], tmp_path / "set")
+    assert check(yaml, tmp_path) == 0
+    out = capsys.readouterr().out
+    boxes = [sum(len(s.answer.boxes) for s in parts[split]) for split in ("train", "val")]
+    (row,) = [line.split() for line in out.splitlines() if "person" in line]
+    assert sorted([row[3], row[5]]) == sorted(map(str, boxes))
+
+
+def test_videos(tmp_path: Path) -> None:
+    for label in ("wave", "jump"):
+        (tmp_path / "set" / label).mkdir(parents=True)
+        write_video(tmp_path / "set" / label / "a.mp4", [len(label) * 9, 90, 160])
+    assert check(tmp_path / "set", tmp_path, "--frames", "3") == 0
+
+
+def test_a_preview_shows_boxes(tmp_path: Path) -> None:
+    content = {
+        "images": [{"id": 1, "file_name": "a.png"}],
+        "annotations": [{"id": 1, "image_id": 1, "category_id": 3, "bbox": [24, 24, 48, 48]}],
+        "categories": [{"id": 3, "name": "cat"}],
+    }
+    Image.new("RGB", (96, 96), "white").save(tmp_path / "a.png")
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    sheet = tmp_path / "sheet.png"
+    assert main(["preview", str(tmp_path / "a.json"), "--out", str(sheet)]) == 0
+    with Image.open(sheet) as image:
+        # The cell is twice the image: the box's left edge lies at 8 + 48.
+        assert image.getpixel((8 + 48, 8 + 96)) == (0xE6, 0x19, 0x4B)
+        assert image.getpixel((8 + 96, 8 + 96)) == (255, 255, 255)
+
+
+def test_mistakes_are_told_in_one_sentence(
+    tmp_path: Path, pets: Path, capsys: pytest.CaptureFixture
+) -> None:
+    cases = [
+        (["check", str(tmp_path / "no")], "no does not exist: check the path"),
+        (["check", str(pets), "--task", "vqa"], "has no metadata.jsonl, which task vqa needs"),
+        (["check", str(pets), "--column", "x"], "--column x names no column"),
+        (["preview", str(pets), "--split", "test"], "no split 'test', only all, val"),
+        (["preview", str(pets), "--count", "0"], "--count must be at least 1"),
+        (["check", str(pets), "--labels", "cat,fox"], "has no category 'fox'"),
+    ]
+    for arguments, message in cases:
+        assert main(arguments) == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert "Traceback" not in error
+
+
+def test_it_is_a_command(pets: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "valora_data.cli", "check", str(pets)]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, check=False)
+    assert done.returncode == 0
+    assert not done.stderr

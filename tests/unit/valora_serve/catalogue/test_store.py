@@ -1,0 +1,276 @@
+"""What can be named: bundles, adapters, domains; all of something or nothing of it."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.helpers import save_random_llava
+from tests.support.serve_helpers import (
+    ADAPTERS,
+    DOMAINS,
+    DomainSpec,
+    hidden_width,
+    load_base,
+    make_adapter,
+    make_bundle,
+    make_linear_head,
+)
+from valora_data.contract.bundle import MANIFEST, write_manifest
+from valora_serve.catalogue.adapters import ModelTargets, read_adapter
+from valora_serve.catalogue.store import Store
+from valora_serve.errors import AdapterError, BusyError, UnknownModelError
+
+BY_WRITING = ("schema_version", "files")
+
+
+@pytest.fixture(scope="module")
+def base(random_llava):
+    return str(random_llava)
+
+
+@pytest.fixture(scope="module")
+def targets(base):
+    return ModelTargets.of(load_base(base))
+
+
+@pytest.fixture(scope="module")
+def bundle(base, tmp_path_factory):
+    return make_bundle(tmp_path_factory.mktemp("bundles") / "sample", base)
+
+
+@pytest.fixture
+def copied(bundle, tmp_path):
+    """A copy of the bundle that a test may damage."""
+    return shutil.copytree(bundle, tmp_path / "sample")
+
+
+@pytest.fixture
+def store(base, targets):
+    return Store(base, targets, width=hidden_width(base))
+
+
+def names(store):
+    return [model.name for model in store.models()]
+
+
+def rewrite(folder, change):
+    """Change a bundle's manifest, files and hashes consistently."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    change(manifest)
+    write_manifest(folder, {k: v for k, v in manifest.items() if k not in BY_WRITING})
+
+
+def test_a_bundle_brings_adapters_and_domains(store, bundle, base, targets):
+    served = store.commit(store.stage_bundle(bundle))
+    assert names(store) == [base, "sample/adapter-1", "sample/adapter-2", *DOMAINS]
+    assert [model.name for model in served] == names(store)[1:]
+    adapters = {
+        name: read_adapter(bundle / "adapters" / name, targets)
+        for name in ("adapter-1", "adapter-2")
+    }
+    assert set(store.adapters) == {adapter.content for adapter in adapters.values()}
+    for number, (name, spec) in enumerate(DOMAINS.items()):
+        target = store.resolve(name)
+        model = target.model
+        assert (model.kind, model.parent, model.adapter) == ("domain",) + (
+            f"sample/{spec.adapter}",
+        ) * 2
+        assert model.accuracy == pytest.approx(0.6 + 0.01 * number)
+        assert (model.required, model.bundle) == (0.5, "sample@1")
+        assert (model.prompt, model.labels) == (spec.prompt, tuple(spec.labels))
+        assert model.head == spec.kind and model.root == str(bundle)
+        assert (target.head is None) == (spec.kind is None)
+        assert target.adapter.content == adapters[spec.adapter].content
+        assert model.rank == target.adapter.rank == ADAPTERS[spec.adapter]["rank"]
+        assert not target.adapter.modules  # the matrices are the memory's business
+    assert store.resolve("plates").head.threshold == pytest.approx(0.2)
+    by = store.resolve("sample/adapter-2").model
+    assert (by.kind, by.parent, by.head, by.bundle) == ("adapter", base, None, "sample@1")
+    assert store.bundles == {"sample": bundle}
+
+
+def test_staging_hands_the_matrices_over_and_serves_nothing(store, bundle, base):
+    staged = store.stage_bundle(bundle)
+    assert names(store) == [base]
+    assert all(adapter.modules for adapter in staged.adapters.values())
+    assert len(staged.adapters) == 2
+
+
+def test_unknown_names_are_told_what_there_is(store, bundle, base):
+    assert store.resolve(None).model.kind == store.resolve(base).model.kind == "base"
+    assert store.resolve(None).adapter is None
+    store.commit(store.stage_bundle(bundle))
+    with pytest.raises(UnknownModelError, match=r"named cats.*sample/adapter-1.*plates, traffic"):
+        store.resolve("cats")
+
+
+def test_a_plain_adapter_comes_is_replaced_and_goes(store, base, tmp_path):
+    first = make_adapter(tmp_path / "a", base, seed=1, rank=4)
+    second = make_adapter(tmp_path / "b", base, seed=2, rank=8)
+    store.commit(store.stage_adapter("mine", first))
+    before = store.resolve("mine")
+    assert (before.model.kind, before.model.parent, before.model.rank) == ("adapter", base, 4)
+    store.commit(store.stage_adapter("other", first))
+    assert len(store.adapters) == 1
+    store.commit(store.stage_adapter("mine", second))
+    assert store.resolve("mine").model.rank == 8
+    assert store.resolve("mine").adapter.content != before.adapter.content
+    assert before.model.rank == 4
+    assert len(store.adapters) == 2
+    assert store.unregister_adapter("mine").name == "mine"
+    assert names(store) == [base, "other"]
+    with pytest.raises(UnknownModelError, match=r"no adapter is named mine.*other"):
+        store.unregister_adapter("mine")
+
+
+def test_a_bundle_is_replaced_and_goes_as_a_whole(store, bundle, base, tmp_path):
+    store.commit(store.stage_bundle(bundle))
+    old = store.resolve("plates")
+    fewer = {"plates": DomainSpec("adapter-1", labels=["plate"])}
+    newer = make_bundle(
+        tmp_path / "newer",
+        base,
+        version=2,
+        domains=fewer,
+        adapters={"adapter-1": {"rank": 4}},
+        seed=5,
+    )
+    store.commit(store.stage_bundle(newer))
+    assert names(store) == [base, "sample/adapter-1", "plates"]
+    assert store.resolve("plates").model.bundle == "sample@2"
+    assert store.resolve("plates").adapter.content != old.adapter.content
+    with pytest.raises(BusyError, match="adapter sample/adapter-1 belongs to bundle sample"):
+        store.unregister_adapter("sample/adapter-1")
+    with pytest.raises(UnknownModelError, match="no bundle is named sample@1"):
+        store.unregister_bundle("sample@1")
+    gone = store.unregister_bundle("sample@2")
+    assert {model.name for model in gone} == {"sample/adapter-1", "plates"}
+    assert names(store) == [base] and not store.bundles and not store.adapters
+    with pytest.raises(UnknownModelError, match="no bundle is named sample"):
+        store.unregister_bundle("sample")
+
+
+def test_names_that_are_taken(store, bundle, base, tmp_path):
+    store.commit(store.stage_bundle(bundle))
+    before = names(store)
+    plain = make_adapter(tmp_path / "plain", base, seed=1)
+    for name in ("plates", "sample/adapter-1"):
+        with pytest.raises(AdapterError, match=f"brings {name}"):
+            store.commit(store.stage_adapter(name, plain))
+    again = make_bundle(
+        tmp_path / "again",
+        base,
+        name="again",
+        domains={"new": DomainSpec("one"), "traffic": DomainSpec("one")},
+        adapters={"one": {"rank": 2}},
+    )
+    with pytest.raises(AdapterError, match="brings traffic"):
+        store.commit(store.stage_bundle(again))
+    assert names(store) == before and list(store.bundles) == ["sample"]
+    for name in (base, "", " x", "a\nb"):
+        with pytest.raises(AdapterError, match="name"):
+            store.stage_adapter(name, plain)
+
+
+def test_a_bundle_for_another_base_model(store, tmp_path):
+    other = save_random_llava(tmp_path / "other", seed=9)
+    with pytest.raises(AdapterError, match="was made for base model"):
+        store.stage_bundle(make_bundle(tmp_path / "b", str(other)))
+
+
+def test_changed_files_are_refused(store, copied, base):
+    for file in ("adapters/adapter-1/adapter_model.safetensors", "heads/scene.safetensors"):
+        place = copied / file
+        whole = place.read_bytes()
+        place.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(AdapterError, match=f"{file}.*changed"):
+            store.stage_bundle(copied)
+        place.unlink()
+        with pytest.raises(AdapterError, match=f"{file}.*missing"):
+            store.stage_bundle(copied)
+        place.write_bytes(whole)
+    store.stage_bundle(copied)
+    assert names(store) == [base]
+
+
+def drop_sha(name):
+    def change(folder):
+        file = folder / MANIFEST
+        manifest = json.loads(file.read_text())
+        del manifest["files"][name]
+        file.write_text(json.dumps(manifest))
+
+    return change
+
+
+def manifest_with(change):
+    return lambda folder: rewrite(folder, change)
+
+
+def wrong_labels(manifest):
+    manifest["domains"]["scene"]["labels"] = ["beach", "forest", "street"]
+
+
+def no_such_adapter(manifest):
+    manifest["domains"]["scene"]["adapter"] = "adapter-9"
+
+
+def not_there(manifest):
+    manifest["domains"]["scene"]["head"] = "heads/none.safetensors"
+
+
+def outside(manifest):
+    manifest["domains"]["scene"]["head"] = "../heads/scene.safetensors"
+
+
+def no_domains(manifest):
+    del manifest["domains"]
+
+
+def odd_domains(manifest):
+    manifest["domains"]["scene"] = ["head"]
+
+
+def wide_head(folder):
+    make_linear_head(folder / "heads/scene.safetensors", 7, ["forest", "street", "beach"], seed=1)
+    rewrite(folder, lambda manifest: None)
+
+
+def sick_adapter(folder):
+    file = folder / "adapters/adapter-2/adapter_model.safetensors"
+    tensors = load_file(file)
+    next(iter(tensors.values())).fill_(torch.nan)
+    save_file(tensors, file)
+    rewrite(folder, lambda manifest: None)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (drop_sha("adapters/adapter-2/adapter_model.safetensors"), "has no sha256"),
+        (drop_sha("adapters/adapter-2/adapter_config.json"), "has no sha256"),
+        (drop_sha("heads/scene.safetensors"), "has no sha256"),
+        (manifest_with(wrong_labels), "domain scene has labels"),
+        (manifest_with(no_such_adapter), "adapter-9"),
+        (manifest_with(not_there), "has no sha256"),
+        (manifest_with(outside), "has no sha256"),
+        (manifest_with(no_domains), "manifest is damaged.*domains"),
+        (manifest_with(odd_domains), "manifest is damaged"),
+        (wide_head, "expected shape"),
+        (sick_adapter, "NaN or Inf"),
+        (lambda folder: (folder / MANIFEST).write_text("{}"), "schema version"),
+        (lambda folder: (folder / MANIFEST).write_text("[1]"), "manifest is damaged"),
+        (lambda folder: (folder / MANIFEST).write_text("{"), "no readable"),
+        (lambda folder: (folder / MANIFEST).write_text('{"schema_version": 1}'), "'files'"),
+    ],
+)
+def test_damaged_bundles_change_nothing(damage, message, store, bundle, copied):
+    store.commit(store.stage_bundle(bundle))
+    before = store.models()
+    damage(copied)
+    with pytest.raises(AdapterError, match=message):
+        store.stage_bundle(copied)
+    assert store.models() == before

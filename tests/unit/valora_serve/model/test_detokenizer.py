@@ -1,0 +1,220 @@
+"""Text as it comes: what is given out adds up to what the tokenizer makes of all tokens."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from valora_data.contract.bundle import base_folder
+from valora_serve.model.detokenizer import Detokenizer
+
+WORDS = ["▁", "▁the", "▁cat", "s", "▁sat", ".", "a", "▁a", "fé", "▁\u4f60", "!", "ca", "t"]
+SPECIAL = ["<s>", "</s>", "<pad>"]
+
+
+def metaspace() -> Any:
+    """As Llama's: spaces are part of words, the first is dropped, unknown bytes are tokens."""
+    pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
+    raw = Tokenizer(
+        models.BPE(
+            {piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True, unk_token="<pad>"
+        )
+    )
+    raw.decoder = decoders.Sequence([
+        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ])  # fmt: skip
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+
+
+def byte_level() -> Any:
+    """As Qwen's: every token is bytes, some of them parts of characters."""
+    raw = Tokenizer(
+        models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+    )
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+
+
+TOKENIZERS = {
+    "metaspace": metaspace(),
+    "bytes": byte_level(),
+    "tiny": PreTrainedTokenizerFast.from_pretrained(base_folder("tiny")),
+}
+
+
+def pushed(tokenizer: Any, tokens: Sequence[int], stop: Sequence[str] = (), least: int = 0) -> Any:
+    """The pieces, the last one from the flush, and the detokenizer."""
+    text = Detokenizer(tokenizer, stop, least)
+    pieces = []
+    for token in tokens:
+        pieces.append(text.push(token))
+        if text.stopped:
+            break
+    return [*pieces, text.flush()], text
+
+
+def whole(tokenizer: Any, tokens: Sequence[int]) -> str:
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+@pytest.mark.parametrize("name", ["bytes", "tiny"])
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_pieces_add_up(name: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[name]
+    tokens = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=30))
+    pieces, _ = pushed(tokenizer, tokens)
+    assert "".join(pieces) == whole(tokenizer, tokens)
+
+
+PIECES = [[0], [1], *([n] for n in range(259, 259 + len(WORDS)))]
+
+
+@given(
+    parts=st.lists(
+        st.sampled_from(PIECES)
+        | st.characters(codec="utf-8").map(lambda c: [3 + b for b in c.encode()]),
+        max_size=20,
+    )
+)
+@settings(max_examples=300, deadline=None)
+def test_pieces_add_up_with_bytes_among_words(parts: list[list[int]]) -> None:
+    """Bytes that are no characters are left out: such a tokenizer then takes back what it said."""
+    tokenizer = TOKENIZERS["metaspace"]
+    tokens = [token for part in parts for token in part]
+    pieces, _ = pushed(tokenizer, tokens)
+    assert "".join(pieces) == whole(tokenizer, tokens)
+
+
+def test_wrong_bytes_harm_nothing_that_was_said() -> None:
+    tokenizer = TOKENIZERS["metaspace"]
+    cat = tokenizer.convert_tokens_to_ids("▁cat")
+    tokens = [cat, *_bytes(tokenizer, "你"), 3 + 0xFF, cat, cat]
+    pieces, _ = pushed(tokenizer, tokens)
+    assert "".join(pieces).startswith("cat你")
+    assert "".join(pieces).endswith("\ufffd cat cat")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
+@settings(max_examples=150, deadline=None)
+def test_characters_are_never_given_in_parts(name: str, text: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    pieces, _ = pushed(tokenizer, tokens)
+    said = whole(tokenizer, tokens)
+    assert "".join(pieces) == said
+    if "\ufffd" not in said:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("character", ["é", "你", "😀", "👩\u200d🚀"])
+def test_a_character_of_many_tokens_comes_at_once(character: str) -> None:
+    for tokenizer in (TOKENIZERS["metaspace"], TOKENIZERS["bytes"]):
+        tokens = [*_bytes(tokenizer, character), *_bytes(tokenizer, "x")]
+        pieces, _ = pushed(tokenizer, tokens)
+        assert "".join(pieces) == f"{character}x"
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def _bytes(tokenizer: Any, text: str) -> list[int]:
+    if tokenizer is TOKENIZERS["metaspace"]:
+        return [3 + byte for byte in text.encode()]
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def test_an_unfinished_character_comes_with_the_flush() -> None:
+    tokenizer = TOKENIZERS["bytes"]
+    tokens = [*_bytes(tokenizer, "ab"), *_bytes(tokenizer, "😀")[:2]]
+    pieces, _ = pushed(tokenizer, tokens)
+    assert pieces[:-1] == ["a", "b", "", ""]
+    assert "".join(pieces) == whole(tokenizer, tokens)
+    assert pieces[-1].endswith("\ufffd")
+
+
+def test_spaces_between_words_stay() -> None:
+    tokenizer = TOKENIZERS["metaspace"]
+    the, cat, s, sat, space = (
+        tokenizer.convert_tokens_to_ids(word) for word in ("▁the", "▁cat", "s", "▁sat", "▁")
+    )
+    eos = tokenizer.eos_token_id
+    assert pushed(tokenizer, [the, cat, s, sat])[0] == ["the", " cat", "s", " sat", ""]
+    assert "".join(pushed(tokenizer, [the, eos, cat])[0]) == "the cat"
+    assert "".join(pushed(tokenizer, [eos, the, eos, eos, cat])[0]) == "the cat"
+    assert "".join(pushed(tokenizer, [space, space, the])[0]) == "  the"
+    assert "".join(pushed(tokenizer, [the, space, cat])[0]) == "the  cat"
+
+
+def _tokens(text: str) -> list[int]:
+    return _bytes(TOKENIZERS["bytes"], text)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "said"),
+    [
+        ("one two three", ["two"], "one "),
+        ("one two three", ["three", "two"], "one "),
+        ("one two three", ["e"], "on"),
+        ("aab", ["ab"], "a"),
+        ("aaab", ["aab"], "a"),
+        ("abcabd", ["abd"], "abc"),
+        ("x\n\ny", ["\n\n"], "x"),
+        ("so 😀 it", ["😀"], "so "),
+        ("so 😀 it", ["😀 i", " it"], "so "),
+        ("stop", ["stop"], ""),
+        ("nothing", ["never", ""], "nothing"),
+        ("almost sto", ["stop"], "almost sto"),
+    ],
+)
+def test_stop_texts(text: str, stop: list[str], said: str) -> None:
+    tokenizer = TOKENIZERS["bytes"]
+    pieces, detokenizer = pushed(tokenizer, _tokens(text), stop)
+    assert "".join(pieces) == said
+    assert detokenizer.stopped == (said != text)
+
+
+def test_a_stop_text_is_never_given_out_in_parts() -> None:
+    tokenizer = TOKENIZERS["bytes"]
+    text = Detokenizer(tokenizer, ["</end>"])
+    given_out = [text.push(token) for token in _tokens("a</en</enc</end>")]
+    assert "".join(given_out) == "a</en</enc"
+    assert given_out[:5] == ["a", "", "", "", ""]  # what may become a stop text waits
+    assert given_out[5] == "</en"
+    assert text.stopped
+    assert text.flush() == ""
+
+
+@given(
+    text=st.text("ab", max_size=24),
+    stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_answer_ends_before_the_first_stop_text(text: str, stop: list[str]) -> None:
+    """The one that is complete first, as with one character a token nothing else is seen."""
+    ends = [text.find(one) + len(one) for one in stop if one in text]
+    if ends:
+        seen = text[: min(ends)]
+        said = seen[: min(seen.find(one) for one in stop if one in seen)]
+    else:
+        said = text
+    pieces, detokenizer = pushed(TOKENIZERS["bytes"], _tokens(text), stop)
+    assert "".join(pieces) == said
+    assert detokenizer.stopped == bool(ends)
+
+
+def test_no_stop_text_is_looked_for_before_min_tokens() -> None:
+    tokenizer = TOKENIZERS["bytes"]
+    tokens = _tokens("ab ab ab")
+    assert "".join(pushed(tokenizer, tokens, ["ab"])[0]) == ""
+    assert "".join(pushed(tokenizer, tokens, ["ab"], 2)[0]) == "ab "
+    assert "".join(pushed(tokenizer, tokens, ["ab"], 7)[0]) == "ab ab ab"

@@ -1,0 +1,251 @@
+"""Serving heads: against valora_train's and closed forms, mixed in one batch, and bad files."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.serve_helpers import make_detection_head, make_linear_head
+from valora_serve.catalogue.heads import HeadSet, HeadTask, Pooling, check_visual, read_head
+from valora_serve.errors import AdapterError, RequestError
+from valora_serve.types import HeadResult
+from valora_train.settings import HeadSettings
+from valora_train.tasks.detection_head import DetectionHead
+
+WIDTH = 20
+GRID = (3, 4)
+CELLS = 12
+
+
+def hidden(tokens, seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, WIDTH, generator=generator).to(dtype)
+
+
+def visual(tokens, start, count):
+    mask = torch.zeros(tokens, dtype=torch.bool)
+    mask[start : start + count] = True
+    return mask
+
+
+def detection(folder, labels, seed):
+    return make_detection_head(folder / f"{seed}.safetensors", WIDTH, labels, GRID, seed=seed)
+
+
+def linear(folder, count, seed, **options):
+    labels = [f"label {n}" for n in range(count)]
+    return make_linear_head(folder / f"{seed}.safetensors", WIDTH, labels, seed=seed, **options)
+
+
+@pytest.mark.parametrize("labels", [["plate"], ["car", "bus", "bike"]])
+@pytest.mark.parametrize("min_score", [None, 0.05])
+def test_detection_is_that_of_training(labels, min_score, tmp_path):
+    file = detection(tmp_path, labels, 4)
+    states, mask = hidden(5 + 2 * CELLS, 1), visual(5 + 2 * CELLS, 3, 2 * CELLS)
+    sizes = [(640, 480), (31, 77)]
+    task = HeadTask(read_head(file, WIDTH), states, mask, sizes, min_score)
+    (result,) = HeadSet().run([task])
+    theirs = DetectionHead.load(file)
+    score = float(theirs.threshold) if min_score is None else min_score
+    with torch.no_grad():
+        raw = theirs(states[3 : 3 + 2 * CELLS])
+    np.testing.assert_allclose(result.logits, raw.numpy(), rtol=1e-6, atol=1e-6)
+    assert result.kind == "detection" and len(result.detections) == 2
+    for number, size in enumerate(sizes):
+        part = raw[number * CELLS : (number + 1) * CELLS]
+        expected = theirs.predict(part, size, HeadSettings(), score)
+        assert expected or min_score is None
+        found = result.detections[number]
+        assert [d.label for d in found] == [box.label for box in expected]
+        for mine, box in zip(found, expected, strict=True):
+            assert mine.confidence == pytest.approx(box.confidence, abs=1e-6)
+            assert mine.box == pytest.approx(box.xyxy, abs=1e-3)
+
+
+def pooled(file, states, mask):
+    """The closed form of each pooling, in float64."""
+    tensors = {key: value.double() for key, value in load_file(file).items()}
+    states = states.double()
+    seen = states[mask]
+    if "query" in tensors:
+        scores = torch.tensor([float(row @ tensors["query"]) / math.sqrt(WIDTH) for row in seen])
+        shares = scores.exp() / scores.exp().sum()
+        return sum(share * row for share, row in zip(shares, seen, strict=True)), tensors
+    return None, tensors
+
+
+@pytest.mark.parametrize("count", [2, 11, 101])
+@pytest.mark.parametrize("pooling", list(Pooling))
+@pytest.mark.parametrize("temperature", [None, 2.5])
+def test_linear_heads_in_closed_form(count, pooling, temperature, tmp_path):
+    file = linear(tmp_path, count, 7, pooling=pooling, temperature=temperature)
+    states, mask = hidden(17, 2), visual(17, 4, 9)
+    task = HeadTask(read_head(file, WIDTH), states, mask, places=torch.tensor([2] * 4 + [9] * 5))
+    (result,) = HeadSet().run([task])
+    rest, tensors = pooled(file, states, mask)
+    point = {
+        "last": states[-1].double(),
+        "visual_mean": states[4:13].double().sum(0) / 9,
+        "attention": rest,
+        "grid": torch.cat(
+            [
+                states[4:8].double().sum(0) / 4
+                if place == 2
+                else states[8:13].double().sum(0) / 5
+                if place == 9
+                else torch.zeros(WIDTH, dtype=torch.float64)
+                for place in range(16)
+            ]
+        ),
+    }[pooling]
+    logits = tensors["weight"] @ point + tensors["bias"]
+    assert result.logits.shape == (1, count) and result.logits.dtype == np.float32
+    np.testing.assert_allclose(result.logits[0], logits.numpy(), rtol=1e-5, atol=1e-5)
+    powers = (logits / (temperature or 1.0)).exp()
+    expected = (powers / powers.sum()).tolist()
+    assert list(result.confidences) == [f"label {n}" for n in range(count)]
+    assert list(result.confidences.values()) == pytest.approx(expected, abs=1e-5)
+    assert result.label == f"label {int(logits.argmax())}"
+
+
+def test_heads_of_all_kinds_in_one_batch_answer_as_alone(tmp_path):
+    heads = [
+        read_head(detection(tmp_path, ["a"], 1), WIDTH),
+        read_head(linear(tmp_path, 3, 2), WIDTH),
+        read_head(linear(tmp_path, 101, 3, kind="action", pooling="attention"), WIDTH),
+        read_head(detection(tmp_path, ["a", "b"], 4), WIDTH),
+        read_head(linear(tmp_path, 2, 5, kind="yes_no", pooling="visual_mean"), WIDTH),
+        read_head(linear(tmp_path, 7, 6, kind="counting"), WIDTH),
+    ]
+    tasks = []
+    for number in range(14):
+        head, length = heads[number * 5 % len(heads)], 14 + number
+        states = hidden(length, 50 + number, torch.bfloat16 if number % 2 else torch.float32)
+        tasks.append(HeadTask(head, states, visual(length, 1, CELLS), [(100 + number, 80)], 0.1))
+    together = HeadSet().run(tasks)
+    for task, result in zip(tasks, together, strict=True):
+        (alone,) = HeadSet().run([task])
+        assert isinstance(result, HeadResult) and result.kind == task.head.kind
+        np.testing.assert_allclose(result.logits, alone.logits, rtol=1e-5, atol=1e-5)
+        assert result.label == alone.label
+        assert [len(found) for found in result.detections] == [
+            len(found) for found in alone.detections
+        ]
+    assert HeadSet().run([]) == []
+
+
+def test_last_reads_the_last_token_only(tmp_path):
+    head = read_head(linear(tmp_path, 3, 2), WIDTH)
+    states = hidden(9, 1)
+    both = HeadSet().run([HeadTask(head, states), HeadTask(head, states[-1:])])
+    assert np.array_equal(both[0].logits, both[1].logits)
+    assert not head.reads_visual
+    assert read_head(linear(tmp_path, 3, 3, pooling="visual_mean"), WIDTH).reads_visual
+
+
+def test_sixteen_bit_states_are_read_in_float32(tmp_path):
+    file = linear(tmp_path, 5, 2)
+    states = hidden(3, 8, torch.bfloat16)
+    (result,) = HeadSet().run([HeadTask(read_head(file, WIDTH), states)])
+    tensors = load_file(file)
+    expected = tensors["weight"].double() @ states[-1].double() + tensors["bias"].double()
+    np.testing.assert_allclose(result.logits[0], expected.numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_task_that_cannot_be_answered_hits_only_itself(tmp_path):
+    head = read_head(detection(tmp_path, ["a"], 1), WIDTH)
+    mean = read_head(linear(tmp_path, 3, 2, pooling="visual_mean"), WIDTH)
+    good = HeadTask(head, hidden(20, 1), visual(20, 2, CELLS), [(50, 60)])
+    results = HeadSet().run(
+        [
+            HeadTask(mean, hidden(9, 1)),
+            good,
+            HeadTask(head, hidden(20, 1), visual(20, 2, CELLS - 1), [(50, 60)]),
+            HeadTask(head, hidden(20, 1), visual(20, 2, CELLS), [(50, 60), (70, 80)]),
+            HeadTask(mean, hidden(9, 1), visual(9, 0, 4)),
+        ]
+    )
+    assert isinstance(results[0], RequestError) and "send an image" in str(results[0])
+    assert isinstance(results[2], RequestError) and "11 visual tokens" in str(results[2])
+    assert isinstance(results[3], RequestError) and "2 images" in str(results[3])
+    np.testing.assert_array_equal(results[1].logits, HeadSet().run([good])[0].logits)
+    assert results[4].kind == "classification"
+    check_visual(head, 2 * CELLS, 2)
+    with pytest.raises(RequestError, match="3 × 4 cells"):
+        check_visual(head, 2 * CELLS, 1)
+
+
+def damage(file, facts=None, **tensors):
+    """Write a head's file with other facts or tensors; None takes one away."""
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as parts:
+        known = parts.metadata()
+    changed = {k: v for k, v in (load_file(file) | tensors).items() if v is not None}
+    said = {k: v for k, v in (known | (facts or {})).items() if v is not None}
+    save_file(changed, file, said)
+
+
+@pytest.mark.parametrize(
+    ("facts", "tensors", "message"),
+    [
+        ({"kind": "poetry"}, {}, "got poetry"),
+        ({"kind": None}, {}, "lacks 'kind'"),
+        ({"labels": None}, {}, "lacks 'labels'"),
+        ({"labels": "{"}, {}, "does not fit"),
+        ({"labels": '["a", "b"]'}, {}, "3 outputs, 2 labels"),
+        ({"labels": '["a", "b", "a"]'}, {}, "different names"),
+        ({"labels": "[1, 2, 3]"}, {}, "list of names"),
+        ({"pooling": "max"}, {}, "max"),
+        ({"pooling": None}, {}, "lacks 'pooling'"),
+        ({"pooling": "attention"}, {}, "lacks 'query'"),
+        ({"pooling": "attention"}, {"query": torch.ones(3)}, r"query: expected shape \(20,\)"),
+        ({}, {"bias": None}, "lacks 'bias'"),
+        ({}, {"bias": torch.ones(4)}, r"bias: expected shape \(3,\), got \(4,\)"),
+        ({}, {"weight": torch.ones(3, 21)}, r"weight: expected shape \(3, 20\), got \(3, 21\)"),
+        ({}, {"weight": torch.full((3, 20), math.nan)}, "weight holds NaN"),
+        ({}, {"temperature": torch.tensor([0.0])}, "temperature"),
+        ({}, {"temperature": torch.tensor([1.0, 2.0])}, "does not fit"),
+    ],
+)
+def test_linear_heads_that_do_not_fit(facts, tensors, message, tmp_path):
+    file = linear(tmp_path, 3, 2)
+    damage(file, facts, **tensors)
+    with pytest.raises(AdapterError, match=message) as caught:
+        read_head(file, WIDTH)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("facts", "tensors", "message"),
+    [
+        ({"grid": "[0, 4]"}, {}, "grid"),
+        ({"grid": "[4]"}, {}, "does not fit"),
+        ({"nms_iou": "much"}, {}, "does not fit"),
+        ({"most": None}, {}, "lacks 'most'"),
+        ({"labels": '["a"]'}, {}, "expected 5 outputs for 1 labels, got 7"),
+        ({}, {"calibration": torch.ones(3)}, "calibration"),
+        ({}, {"threshold": None}, "lacks 'threshold'"),
+    ],
+)
+def test_detection_heads_that_do_not_fit(facts, tensors, message, tmp_path):
+    file = detection(tmp_path, ["a", "b"], 2)
+    damage(file, facts, **tensors)
+    with pytest.raises(AdapterError, match=message):
+        read_head(file, WIDTH)
+
+
+def test_damaged_files(tmp_path):
+    file = linear(tmp_path, 3, 2)
+    whole = file.read_bytes()
+    for size in (0, 7, len(whole) - 1):
+        file.write_bytes(whole[:size])
+        with pytest.raises(AdapterError, match="is damaged"):
+            read_head(file, WIDTH)
+    with pytest.raises(AdapterError, match="is damaged"):
+        read_head(tmp_path / "none.safetensors", WIDTH)
+    save_file({"weight": torch.ones(3, WIDTH)}, file)
+    with pytest.raises(AdapterError, match="lacks 'kind'"):
+        read_head(file, WIDTH)

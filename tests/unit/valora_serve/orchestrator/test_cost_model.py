@@ -1,0 +1,238 @@
+"""Counts of a batch by hand, fits against the coefficients that made the points."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from valora_serve.orchestrator.cost_model import (
+    H200_7B,
+    VERSION,
+    CostModel,
+    CostModelError,
+    StepShape,
+    cache_path,
+    load_or_estimate,
+    nnls,
+    step_shape,
+)
+from valora_serve.orchestrator.decision import RequestView
+from valora_serve.types import Mode
+
+BEYOND = {"captured": H200_7B.captured, "uncaptured": H200_7B.uncaptured}
+
+
+def row(i, adapter, rank, prompt_left=0, context=10, images=0):
+    return RequestView(str(i), adapter, rank, 0.0, prompt_left, context=context, images=images)
+
+
+BATCH = [
+    (row(0, "a", 8, context=10), 1),
+    (row(1, "b", 64, context=20), 1),
+    (row(2, None, 0, context=30), 1),
+    (row(3, "b", 64, prompt_left=50, context=4, images=2), 7),
+    (row(4, "a", 8, prompt_left=5, context=0), 5),
+]
+RANKS = {"a": 8, "b": 64, "c": 16}
+
+
+def test_counts_of_an_unmerged_batch():
+    shape = step_shape(Mode.UNMERGED, None, BATCH, RANKS)
+    assert (shape.decode, shape.prefill, shape.images) == (3, 12, 2)
+    assert shape.context == 11 + 21 + 31
+    assert shape.pairs == 7 * (4 + 4) + 5 * (0 + 3)
+    assert shape.terms == 1 + 1 + 7 + 5
+    assert shape.work == 8 + 64 + 7 * 64 + 5 * 8
+    assert (shape.ranks, shape.adapters) == (72, 2)
+
+
+def test_counts_of_a_mixture():
+    """Foreign rows carry two terms, base rows one, the merged adapter's none."""
+    shape = step_shape(Mode.MIXTURE, "a", BATCH, RANKS)
+    assert shape.terms == 2 + 1 + 2 * 7
+    assert shape.work == (64 + 8) + 8 + 7 * (64 + 8)
+    assert (shape.ranks, shape.adapters) == (72, 2)
+    away = step_shape(Mode.MIXTURE, "c", BATCH[:2], RANKS)
+    assert (away.terms, away.ranks, away.adapters) == (4, 8 + 64 + 16, 3)
+
+
+def test_a_merged_batch_has_no_terms():
+    shape = step_shape(Mode.MERGED, "a", [BATCH[0], BATCH[4]], RANKS)
+    assert (shape.terms, shape.work, shape.ranks, shape.adapters) == (0, 0, 0, 0)
+
+
+def points(model, rng, n=150):
+    """Steps as a profile would have them."""
+    shapes = []
+    for i in range(n):
+        decode = int(np.exp(rng.uniform(0, 6))) - i % 2
+        prefill = int(np.exp(rng.uniform(0, 8.3))) if i % 2 else 0
+        lora = bool(rng.integers(0, 2))
+        terms = int(rng.integers(1, decode + prefill + 1)) if lora else 0
+        adapters = int(rng.integers(1, 16)) if lora else 0
+        shapes.append(
+            StepShape(
+                Mode.MIXTURE if rng.integers(0, 2) else Mode.UNMERGED,
+                decode=decode,
+                prefill=prefill,
+                images=int(rng.integers(0, 5)) if prefill else 0,
+                context=decode * int(rng.integers(1, 900)),
+                pairs=prefill * int(rng.integers(1, 900)),
+                terms=terms,
+                work=terms * int(rng.choice([8, 64])) if lora else 0,
+                ranks=adapters * 32,
+                adapters=adapters,
+            )
+        )
+    return [(s, model.step(s)) for s in shapes]
+
+
+def test_a_fit_finds_the_coefficients_again():
+    rng = np.random.default_rng(0)
+    truth = replace(
+        H200_7B,
+        decode=tuple(c * f for c, f in zip(H200_7B.decode, rng.uniform(0.3, 3, 9), strict=True)),
+        prefill=tuple(c * f for c, f in zip(H200_7B.prefill, rng.uniform(0.3, 3, 12), strict=True)),
+    )
+    fitted = H200_7B.fit(points(truth, rng), machine="m", model="n", **BEYOND)
+    assert fitted.decode == pytest.approx(truth.decode, rel=1e-5, abs=1e-12)
+    assert fitted.prefill == pytest.approx(truth.prefill, rel=1e-5, abs=1e-12)
+    assert fitted.measured and fitted.error < 1e-8
+
+
+def test_a_noisy_fit_predicts_well_and_never_falls():
+    rng = np.random.default_rng(1)
+    noisy = [(s, t * rng.uniform(0.95, 1.05)) for s, t in points(H200_7B, rng)]
+    fitted = H200_7B.fit(noisy, machine="m", model="n", **BEYOND)
+    for shape, time in points(H200_7B, rng, 60):
+        assert fitted.step(shape) == pytest.approx(time, rel=0.08)
+    assert min(fitted.decode) >= 0 and min(fitted.prefill) >= 0
+    bare = StepShape(decode=8, context=800)
+    assert fitted.step(replace(bare, decode=9)) >= fitted.step(bare)
+    assert fitted.step(replace(bare, terms=8, work=64, ranks=8)) >= fitted.step(bare)
+
+
+def test_what_was_not_measured_keeps_its_estimate():
+    only = [(StepShape(decode=n, context=n), 0.01 + n * 1e-4) for n in (1, 8, 32, 64)]
+    fitted = H200_7B.fit(only, machine="m", model="n")
+    assert fitted.prefill == H200_7B.prefill
+    assert fitted.decode[5:] == H200_7B.decode[5:]
+    assert fitted.step(only[1][0]) == pytest.approx(only[1][1], rel=1e-3)
+
+
+def test_a_step_without_a_graph_takes_at_least_what_the_host_needs():
+    costs = replace(H200_7B, captured=(256, 512), uncaptured=0.05)
+    captured = StepShape(decode=112, prefill=400)
+    beyond = replace(captured, prefill=401)
+    assert costs.step(captured) == H200_7B.step(captured) < 0.05
+    assert costs.step(beyond) == 0.05
+    long = StepShape(prefill=8000, pairs=8000 * 4000)
+    assert costs.step(long) == H200_7B.step(long) > 0.05
+    assert costs.step(StepShape(decode=600)) < 0.05
+
+
+def test_a_captured_step_takes_as_long_as_if_it_were_full():
+    costs = replace(H200_7B, captured=(64, 256), uncaptured=0.0)
+    assert [costs.rows(n) for n in (1, 64, 65, 256, 257)] == [64, 64, 256, 256, 257]
+    full = costs.step(StepShape(decode=16, prefill=240, context=160))
+    assert costs.step(StepShape(decode=16, prefill=60, context=160)) == full
+    assert costs.step(StepShape(decode=4, prefill=60, context=160)) < full
+    assert costs.step(StepShape(decode=17, prefill=240, context=160)) > full
+    free = replace(costs, captured=())
+    assert free.step(StepShape(decode=16, prefill=60, context=160)) < full
+
+
+def test_the_fit_knows_that_graphs_are_filled_up():
+    """Times of full steps, asked for with fewer rows: the slope is that of the full ones."""
+    true = replace(H200_7B, captured=(), uncaptured=0.0)
+    sizes = (64, 192, 384, 768)
+    seen = [(StepShape(prefill=n - 30), true.step(StepShape(prefill=n))) for n in sizes]
+    fitted = true.fit(seen, machine="m", model="n", captured=sizes)
+    for (shape, time), size in zip(seen, sizes, strict=True):
+        assert fitted.step(shape) == pytest.approx(time, rel=1e-3)
+        assert fitted.step(StepShape(prefill=size)) == pytest.approx(time, rel=1e-3)
+
+
+def test_switches_and_loads():
+    fitted = H200_7B.fit(
+        [],
+        machine="m",
+        model="n",
+        merges=[(16, 0.003), (64, 0.006)],
+        unmerges=[0.002, 0.004, 0.0021],
+        loads=[(64, 0.01)],
+    )
+    assert fitted.switch(None, "a", 64) == pytest.approx(0.006)
+    assert fitted.switch("b", "a", 16) == pytest.approx(0.003)
+    assert fitted.switch("a", None) == pytest.approx(0.0021)
+    assert fitted.switch("a", "a", 64) == fitted.switch(None, None) == 0
+    assert fitted.load(64) == pytest.approx(0.01)
+    assert 0 < fitted.load(8) < 0.01
+
+
+@pytest.mark.parametrize("time", [0.0, -1.0, float("nan"), float("inf")])
+def test_nonsense_times_are_refused(time):
+    with pytest.raises(CostModelError, match="profile again"):
+        H200_7B.fit([(StepShape(decode=1), time)], machine="m", model="n")
+
+
+def test_nnls_against_enumeration():
+    """The optimum of every active set, tried one by one."""
+    rng = np.random.default_rng(2)
+    for _ in range(50):
+        a, b = rng.normal(size=(7, 4)), rng.normal(size=7)
+        best = np.inf
+        for mask in range(16):
+            free = [i for i in range(4) if mask >> i & 1]
+            x = np.zeros(4)
+            if free:
+                x[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
+            if (x >= 0).all():
+                best = min(best, np.linalg.norm(a @ x - b))
+        x = nnls(a, b)
+        assert (x >= 0).all()
+        assert np.linalg.norm(a @ x - b) == pytest.approx(best, rel=1e-9)
+
+
+def test_saved_and_read_again(tmp_path):
+    fitted = H200_7B.fit(points(H200_7B, np.random.default_rng(3)), machine="GPU 1", model="x/y 7B",
+                         captured=(64, 512), uncaptured=0.05)  # fmt: skip
+    path = fitted.save(tmp_path)
+    assert path == cache_path(tmp_path, "GPU 1", "x/y 7B")
+    assert CostModel.read(path) == fitted
+    assert load_or_estimate(tmp_path, "GPU 1", "x/y 7B") == fitted
+    assert load_or_estimate(tmp_path, "GPU 2", "x/y 7B") is H200_7B
+    # What another version measured is measured anew.
+    path.write_text(path.read_text().replace(f'"version": {VERSION}', '"version": 1'))
+    assert load_or_estimate(tmp_path, "GPU 1", "x/y 7B") is H200_7B
+    with pytest.raises(CostModelError, match=f"version 1, expected {VERSION}"):
+        CostModel.read(path)
+    assert not H200_7B.measured
+
+
+def test_damaged_files_say_what_to_do(tmp_path):
+    path = H200_7B.save(tmp_path)
+    good = json.loads(path.read_text())
+    for damage in (
+        "{",
+        "[]",
+        json.dumps({**good, "version": 99}),
+        json.dumps({**good, "unmerge_seconds": -1}),
+        json.dumps({**good, "decode_seconds": {}}),
+    ):
+        path.write_text(damage)
+        with pytest.raises(CostModelError, match=r"costs\.json.*delete it"):
+            CostModel.read(path)
+    with pytest.raises(CostModelError):
+        CostModel.read(tmp_path / "none.json")
+
+
+def test_lora_scales_and_the_rest_does_not():
+    shape = StepShape(decode=8, context=100, terms=8, work=512, ranks=64)
+    mixed = replace(shape, prefill=300, terms=308, work=308 * 64)
+    for s in (shape, mixed):
+        bare = H200_7B.step(replace(s, terms=0, work=0, ranks=0))
+        extra = H200_7B.step(s) - bare
+        assert extra > 0
+        assert H200_7B.with_lora(2.5).step(s) == pytest.approx(bare + 2.5 * extra)

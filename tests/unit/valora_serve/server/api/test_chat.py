@@ -1,0 +1,314 @@
+"""OpenAI's endpoints, asked with OpenAI's client, over the fake engine."""
+
+import json
+import math
+
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from tests.support.fake_engine import WORDS, FakeEngine
+from tests.support.http_helpers import chat, data_url, encoded, picture, serving
+from valora_data.contract.bundle import base_folder
+
+
+@pytest.fixture(scope="module")
+def server():
+    engine = FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny")))
+    with serving(engine, max_n=4) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+
+
+def ask(client, **more):
+    defaults = {"model": "tiny", "messages": [{"role": "user", "content": "describe"}]}
+    return client.chat.completions.create(**(defaults | more))
+
+
+def test_an_answer_has_text_usage_and_reason(client):
+    answer = ask(client, max_tokens=3)
+    assert answer.choices[0].message.content == " ".join(WORDS[:3])
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "length"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 3)
+    assert answer.usage.total_tokens == 8
+    assert answer.usage.prompt_tokens_details.cached_tokens == 1
+    assert answer.model == "tiny"
+    assert ask(client).choices[0].finish_reason == "stop"
+
+
+def test_streamed_text_is_the_same_and_usage_comes_last(client):
+    whole = ask(client).choices[0].message.content
+    chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == len(WORDS)
+    assert len({c.id for c in chunks}) == 1
+
+
+def test_no_usage_in_a_stream_unless_asked_for(client):
+    assert all(chunk.usage is None for chunk in ask(client, stream=True))
+
+
+def test_several_answers_have_seeds_of_their_own(client):
+    answer = ask(client, n=3, seed=2, max_tokens=2)
+    texts = [choice.message.content for choice in answer.choices]
+    assert texts == [" ".join(WORDS[s : s + 2]) for s in (2, 3, 4)]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 6)
+    parts = {0: "", 1: "", 2: ""}
+    for chunk in ask(client, n=3, seed=2, max_tokens=2, stream=True):
+        for choice in chunk.choices:
+            parts[choice.index] += choice.delta.content or ""
+    assert list(parts.values()) == texts
+
+
+def test_what_is_asked_reaches_the_engine(server, client):
+    ask(
+        client, temperature=0.7, top_p=0.9, seed=11, stop=["zebra"], max_completion_tokens=9,
+        extra_body={
+            "top_k": 5, "min_p": 0.1, "min_tokens": 2, "ignore_eos": True,
+            "valora": {"head": False, "min_score": 0.25, "deadline": 7},
+        },
+    )  # fmt: skip
+    asked = server.engine.asked[-1]
+    params = asked.sampling
+    assert (params.temperature, params.top_p, params.seed, params.stop) == (
+        0.7,
+        0.9,
+        11,
+        ("zebra",),
+    )
+    assert (params.max_tokens, params.top_k, params.min_p, params.min_tokens) == (9, 5, 0.1, 2)
+    assert params.ignore_eos
+    assert (asked.head, asked.min_score) == (False, 0.25)
+    assert 6 < asked.deadline <= 7
+
+
+def test_stop_ends_the_answer(client):
+    answer = ask(client, stop="star")
+    assert answer.choices[0].message.content == "a red"
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_logprobs(client):
+    answer = ask(client, logprobs=True, top_logprobs=2, max_tokens=2)
+    content = answer.choices[0].logprobs.content
+    assert [item.token for item in content] == ["a", " red"]
+    assert content[1].bytes == list(b" red")
+    assert content[0].logprob == pytest.approx(math.log(0.5))
+    assert [top.token for top in content[0].top_logprobs] == ["a", "?"]
+    assert content[0].top_logprobs[1].logprob == -9999.0  # JSON has no infinity
+    plain = ask(client, logprobs=True, max_tokens=1).choices[0].logprobs.content[0]
+    assert plain.top_logprobs == []
+    streamed = [
+        item.token
+        for chunk in ask(client, logprobs=True, max_tokens=2, stream=True)
+        if chunk.choices and chunk.choices[0].logprobs
+        for item in chunk.choices[0].logprobs.content
+    ]
+    assert streamed == ["a", " red"]
+
+
+def test_images_come_in_the_order_of_their_parts(server, client):
+    first, second = picture(30, 20), picture(10, 50)
+    parts = [
+        {"type": "image_url", "image_url": {"url": data_url(encoded(first))}},
+        {"type": "text", "text": "and"},
+        {"type": "image_url", "image_url": {"url": data_url(encoded(second, "JPEG"))}},
+    ]
+    ask(client, messages=[{"role": "user", "content": parts}])
+    asked = server.engine.asked[-1]
+    assert [image.size for image in asked.images] == [(30, 20), (10, 50)]
+    kinds = [part["type"] for part in asked.messages[0]["content"]]
+    assert kinds == ["image", "text", "image"]
+
+
+def test_an_image_without_text_leaves_the_prompt_to_the_domain(server, client):
+    parts = [{"type": "image_url", "image_url": {"url": data_url(encoded(picture()))}}]
+    ask(client, model="caption", messages=[{"role": "user", "content": parts}])
+    assert server.engine.asked[-1].messages is None
+    assert len(server.engine.asked[-1].images) == 1
+
+
+def test_a_detection_heads_boxes_are_in_pixels_and_in_words(client):
+    message = chat(url=data_url(encoded(picture(40, 20))))["messages"]
+    answer = ask(client, model="person", messages=message)
+    assert answer.choices[0].message.content == "<ref>person</ref><box>(0,0),(500,500)</box>"
+    assert answer.choices[0].finish_reason == "stop"
+    block = answer.valora
+    assert (block["kind"], block["adapter"], block["bundle"]) == ("detection", "adapter-1", "d@1")
+    assert block["images"] == [
+        {"width": 40, "height": 20,
+         "detections": [{"label": "person", "confidence": 0.9, "box": [0.0, 0.0, 20.0, 10.0]}]}
+    ]  # fmt: skip
+    assert block["mode"] == "merged"
+    more = ask(client, model="person", messages=message, extra_body={"valora": {"min_score": 0.3}})
+    assert len(more.valora["images"][0]["detections"]) == 2
+    last = list(ask(client, model="person", messages=message, stream=True))[-1]
+    assert last.valora["images"] == block["images"]
+
+
+def test_a_classification_heads_label_and_confidences(client):
+    message = chat(url=data_url(encoded(picture(20, 60))))["messages"]
+    answer = ask(client, model="scene", messages=message)
+    assert answer.choices[0].message.content == "beach"
+    assert answer.valora["label"] == "beach"
+    assert answer.valora["confidence"] == 0.875
+    assert answer.valora["confidences"] == {"street": 0.125, "beach": 0.875}
+
+
+def test_a_domain_with_a_head_generates_when_told_to(client):
+    answer = ask(client, model="person", max_tokens=2, extra_body={"valora": {"head": False}})
+    assert answer.choices[0].message.content == "a red"
+    assert answer.valora["kind"] is None
+
+
+def test_json_schema_holds(client):
+    schema = {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "blue"]}, "big": {"type": "boolean"}},
+        "required": ["colour", "big"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema}}
+    for number in (1, 2):
+        answer = ask(client, response_format=form, n=number, max_tokens=100)
+        for choice in answer.choices:
+            found = json.loads(choice.message.content)
+            assert set(found) == {"colour", "big"}
+            assert found["colour"] in {"red", "blue"}
+            assert isinstance(found["big"], bool)
+
+
+def test_completions(client):
+    answer = client.completions.create(model="tiny", prompt="once", max_tokens=2, logprobs=1)
+    assert answer.choices[0].text == "a red"
+    logprobs = answer.choices[0].logprobs
+    assert logprobs.tokens == ["a", " red"]
+    assert logprobs.text_offset == [0, 1]
+    assert logprobs.top_logprobs[0] == {"a": pytest.approx(math.log(0.5))}
+
+
+def test_completions_of_several_prompts_and_tokens(server, client):
+    answer = client.completions.create(
+        model="tiny", prompt=["one", "two"], n=2, seed=0, max_tokens=1
+    )
+    assert [choice.text for choice in answer.choices] == ["a", "red"] * 2
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [request.text for request in server.engine.asked[-4:]] == ["one", "one", "two", "two"]
+    assert [request.sampling.seed for request in server.engine.asked[-4:]] == [0, 1, 0, 1]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (10, 4)
+    client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=1)
+    assert server.engine.asked[-1].token_ids == (5, 6, 7)
+    texts = {0: "", 1: ""}
+    for chunk in client.completions.create(
+        model="tiny", prompt=[[1], [2, 3]], max_tokens=2, stream=True
+    ):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == {0: "a red", 1: "a red"}
+
+
+def test_models_list_says_what_is_known(client):
+    listed = {model.id: model for model in client.models.list()}
+    assert next(iter(listed)) == "tiny"
+    person = listed["person"]
+    assert (person.parent, person.root, person.task) == ("adapter-1", "bundles/d", "detection")
+    assert (person.labels, person.accuracy, person.metric) == (["person"], 0.87, "f1@0.5")
+    assert (person.head, person.rank, person.max_model_len) == ("detection", 8, 2048)
+    assert listed["adapter-1"].parent == "tiny"
+    assert client.models.retrieve("scene").labels == ["street", "beach"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_unknown_model_is_a_404_with_the_known_ones(client, stream):
+    with pytest.raises(openai.NotFoundError) as caught:
+        ask(client, model="persn", stream=stream)
+    assert caught.value.code == "model_not_found"
+    assert "person" in caught.value.message
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("a/b")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"messages": []}, "messages"),
+        ({"temprature": 1}, "temprature"),
+        ({"temperature": 3}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"n": 5}, "more than 4"),
+        ({"n": 0}, "n"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"top_logprobs": 2}, "logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream"),
+        ({"tools": []}, "tools"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+         "schema"),
+        ({"response_format": {"type": "json_object"}, "model": "person"}, "head"),
+        ({"messages": [{"role": "user", "content": ""}]}, "no text"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "type"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"seed": 2**64}, "seed"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, ""),
+    ],
+)  # fmt: skip
+def test_wrong_requests_are_400_and_say_why(server, body, said):
+    content = json.dumps(chat("x") | body)
+    answer = server.client.post(
+        "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert said in error["message"] or said == error["param"]
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": []}, {"prompt": ""}, {"prompt": [""]}, {"prompt": ["a"] * 5}, {"prompt": [[]]},
+        {"prompt": ["a", 1]}, {"prompt": "a", "best_of": 2}, {"prompt": "a", "echo": True},
+        {"prompt": "a", "suffix": "b"}, {"prompt": [1, 99999]}, {"prompt": "x" * 3000},
+        {"prompt": [2**70]}, {"prompt": [-1, 5000]},
+    ],
+)  # fmt: skip
+def test_wrong_completions_are_400(server, body):
+    answer = server.client.post("/v1/completions", json=body)
+    assert answer.status_code == 400, answer.text
+
+
+def test_fields_of_other_clients_that_change_nothing_are_taken(server):
+    body = chat(
+        "x", user="u", store=False, metadata={"a": "b"}, presence_penalty=0, logit_bias={},
+        repetition_penalty=1.0, n=None, stop=None, stream=None, temperature=None, top_k=-1,
+    )  # fmt: skip
+    assert server.client.post("/v1/chat/completions", json=body).status_code == 200
+
+
+def test_an_error_in_mid_stream_is_told_in_the_stream(server, client):
+    class Broken(FakeEngine):
+        async def _answer(self, request, arrival):
+            async for output in super()._answer(request, arrival):
+                if output.finish is not None:
+                    raise RuntimeError
+                yield output
+                return
+
+    with serving(Broken()) as broken:
+        other = openai.OpenAI(base_url=f"{broken.url}/v1", api_key="x", max_retries=0)
+        with pytest.raises(openai.APIError, match="stopped while it answered"):
+            list(ask(other, stream=True))
+        assert broken.inside == 0

@@ -1,0 +1,157 @@
+"""``/v1/vision/{domain}``, over the fake engine."""
+
+import json
+
+import pytest
+
+from tests.support.http_helpers import data_url, encoded, picture, serving
+from tests.support.videos import video_file
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(max_images=3, max_video_frames=4, video_frames=5) as running:
+        yield running
+
+
+def post(server, domain, **arguments):
+    return server.client.post(f"/v1/vision/{domain}", **arguments)
+
+
+WIDE, TALL = picture(40, 20), picture(20, 60)
+
+
+def test_json_and_multipart_say_the_same(server):
+    urls = [data_url(encoded(WIDE)), data_url(encoded(TALL))]
+    by_json = post(server, "person", json={"images": urls}).json()
+    files = [("image", ("a.png", encoded(WIDE))), ("images", ("b.png", encoded(TALL)))]
+    by_form = post(server, "person", files=files).json()
+    assert by_json["results"] == by_form["results"]
+    assert [r["width"] for r in by_json["results"]] == [40, 20]
+    first, second = by_json["results"]
+    assert first["detections"] == [
+        {"label": "person", "confidence": 0.9, "box": [0.0, 0.0, 20.0, 10.0]}
+    ]
+    assert second["detections"][0]["box"] == [0.0, 0.0, 10.0, 30.0]
+    assert by_json["domain"] == "person"
+    assert by_json["kind"] == "detection"
+    assert (by_json["adapter"], by_json["bundle"]) == ("adapter-1", "d@1")
+    assert by_json["usage"]["prompt_tokens"] == 2 * 69
+
+
+def test_fields_of_a_form(server):
+    answer = post(
+        server, "person", files={"image": encoded(WIDE)},
+        data={"min_score": "0.3", "deadline": "5", "prompt": "detect person", "max_tokens": "7"},
+    )  # fmt: skip
+    assert len(answer.json()["results"][0]["detections"]) == 2
+    asked = server.engine.asked[-1]
+    assert asked.min_score == 0.3
+    assert asked.sampling.max_tokens == 7
+    assert asked.messages[0]["content"][0] == {"type": "text", "text": "detect person"}
+
+
+def test_each_image_gets_its_own_label(server):
+    files = [("image", encoded(WIDE)), ("image", encoded(TALL))]
+    results = post(server, "scene", files=files).json()["results"]
+    assert [r["label"] for r in results] == ["street", "beach"]
+    assert [r["confidence"] for r in results] == [0.75, 0.875]
+    assert results[1]["confidences"] == {"street": 0.125, "beach": 0.875}
+
+
+def test_a_domain_without_a_head_answers_in_words(server):
+    result = post(server, "caption", json={"images": [data_url(encoded(WIDE))]}).json()["results"][
+        0
+    ]
+    assert result["text"].startswith("a red star")
+    assert result["detections"] is None
+    assert server.engine.asked[-1].messages is None
+
+
+def test_boxes_refer_to_the_upright_image(server):
+    exif = WIDE.getexif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    answer = post(server, "person", files={"image": encoded(WIDE, "JPEG", exif=exif)}).json()
+    assert (answer["results"][0]["width"], answer["results"][0]["height"]) == (20, 40)
+
+
+def test_a_video_is_sampled_evenly(server, tmp_path):
+    file = video_file(tmp_path / "clip.mp4", count=20, size=(64, 48))
+    answer = post(server, "scene", files={"video": file.read_bytes()})
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["results"]) == 1
+    frames = server.engine.asked[-1].videos[0]
+    assert len(frames) == 5
+    # Frame i is grey of level 10·i: those at (k + ½)/5 of 20 frames are 2, 6, 10, 14, 18.
+    levels = [frame.getpixel((30, 20))[0] for frame in frames]
+    assert levels == pytest.approx([20, 60, 100, 140, 180], abs=4)
+
+
+def test_frames_of_a_video(server):
+    urls = [data_url(encoded(picture(20, 10, (n, 0, 0)))) for n in (10, 20, 30)]
+    by_json = post(server, "scene", json={"frames": urls})
+    assert by_json.status_code == 200, by_json.text
+    assert [frame.getpixel((5, 5))[0] for frame in server.engine.asked[-1].videos[0]] == [
+        10,
+        20,
+        30,
+    ]
+    files = [("frames", encoded(picture(20, 10, (n, 0, 0)))) for n in (10, 20)]
+    assert post(server, "scene", files=files).status_code == 200
+    assert len(server.engine.asked[-1].videos[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("domain", "status"), [("persons", 404), ("tiny", 404), ("adapter-1", 404), ("%00", 404)]
+)
+def test_only_domains_are_asked(server, domain, status):
+    answer = post(server, domain, json={"images": [data_url(encoded(WIDE))]})
+    assert answer.status_code == status
+    assert "caption, person, scene" in answer.json()["error"]["message"]
+
+
+GOOD = data_url(encoded(WIDE))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {}, {"images": []}, {"images": "x"}, {"images": [GOOD] * 4}, {"frames": [GOOD] * 5},
+        {"images": [GOOD], "video": GOOD}, {"images": [GOOD], "min_score": 2},
+        {"images": [GOOD], "deadline": 0}, {"image": GOOD}, {"images": ["data:image/png;base64,!"]},
+        {"images": ["/etc/passwd"]}, {"images": [data_url(b"no image")]}, [], 5,
+        {"images": [GOOD], "max_tokens": 1.5},
+    ],
+)  # fmt: skip
+def test_wrong_bodies_are_400(server, body):
+    answer = post(server, "person", json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_wrong_forms_are_400(server):
+    image = encoded(WIDE)
+    for arguments in (
+        {"files": {"image": b"PK\x03\x04 a zip"}},
+        {"files": {"picture": image}},
+        {"files": [("image", image)] * 4},
+        {"files": {"image": image}, "data": {"min_score": "high"}},
+        {"files": {"image": image}, "data": {"min_score": "nan"}},
+        {"files": {"image": image}, "data": {"deadline": "inf"}},
+        {"files": {"image": image}, "data": {"unknown": "x"}},
+        {"files": {"image": image, "video": image}},
+        {"files": {"video": image}},
+        {"files": [("video", image), ("video", image)]},
+    ):
+        answer = post(server, "person", **arguments)
+        assert answer.status_code == 400, (arguments, answer.text)
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/xml", "image/png", "", "multipart/form-data"]
+)
+def test_wrong_content_types_are_refused(server, kind):
+    content = json.dumps({"images": [GOOD]})
+    answer = post(server, "person", content=content, headers={"content-type": kind})
+    assert answer.status_code in (400, 415)
+    assert answer.json()["error"]["message"]

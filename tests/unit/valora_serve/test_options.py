@@ -1,0 +1,150 @@
+"""Settings from file, environment and command line."""
+
+import dataclasses
+
+import pytest
+import yaml
+
+from tests.support.http_helpers import own_logging
+from valora_serve import cli, options
+from valora_serve.engine.settings import EngineSettings
+from valora_serve.errors import SettingsError
+from valora_serve.server.settings import ServerSettings
+
+BOTH = (ServerSettings, EngineSettings)
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("VALORA_"):
+            monkeypatch.delenv(name)
+    with own_logging():
+        yield
+
+
+def test_no_name_is_in_both_classes():
+    names = [{item.name for item in dataclasses.fields(cls)} for cls in BOTH]
+    assert not names[0] & names[1]
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_every_field_has_a_help(cls):
+    said = options.helps(cls)
+    for item in dataclasses.fields(cls):
+        assert len(said[item.name]) > 10, item.name
+    assert set(said) == {item.name for item in dataclasses.fields(cls)}
+
+
+def test_help_names_every_option_and_default(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--help"])
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for cls in BOTH:
+        for item in dataclasses.fields(cls):
+            assert f"--{item.name.replace('_', '-')}" in text
+    assert "(default: 8000)" in text
+
+
+def test_the_command_line_goes_before_the_environment_before_the_file(tmp_path, monkeypatch):
+    file = tmp_path / "serve.yaml"
+    file.write_text(yaml.safe_dump({"port": 1, "burst": 1, "rate": 1, "bundles": ["a", "b"]}))
+    monkeypatch.setenv("VALORA_PORT", "2")
+    monkeypatch.setenv("VALORA_BURST", "2")
+    bundles, server, engine = cli.read(["--config", str(file), "--port", "3", "--base", "x"])
+    assert (server.port, server.burst, server.rate) == (3, 2, 1)
+    assert bundles == ["a", "b"]
+    assert engine.base == "x"
+    assert cli.read(["c", "--config", str(file)])[0] == ["c"]
+
+
+def test_types(tmp_path):
+    file = tmp_path / "serve.toml"
+    file.write_text(
+        'media_hosts = ["a.org", "b.org"]\nearly_abort = false\nmax_waiting = 7\n'
+        "pages = 100\n[deadlines]\nperson = 0.5\n"
+    )
+    _, server, engine = cli.read(["--config", str(file)])
+    assert server.media_hosts == ("a.org", "b.org")
+    assert server.deadlines == {"person": 0.5}
+    assert (server.early_abort, server.max_waiting) == (False, 7)
+    assert engine.pages == 100
+    _, server, engine = cli.read([
+        "--media-hosts", "a.org,b.org", "--media-hosts", "c.org", "--deadlines", "person=0.5",
+        "--deadlines", "scene=2", "--no-early-abort", "--protect-metrics", "--deadline", "1.5",
+        "--pages", "none", "--no-graphs",
+    ])  # fmt: skip
+    assert server.media_hosts == ("a.org", "b.org", "c.org")
+    assert server.deadlines == {"person": 0.5, "scene": 2.0}
+    assert (server.early_abort, server.protect_metrics, server.deadline) == (False, True, 1.5)
+    assert (engine.pages, engine.graphs) == (None, False)
+
+
+def test_nested_settings():
+    name = dataclasses.fields(type(EngineSettings().policy_settings))[0].name
+    value = getattr(EngineSettings().policy_settings, name)
+    _, _, engine = cli.read(["--policy-settings", f"{name}={value}"])
+    assert engine.policy_settings == EngineSettings().policy_settings
+    with pytest.raises(SettingsError, match="policy_settings has no nothing"):
+        cli.read(["--policy-settings", "nothing=1"])
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("VALORA_PROT", "port"), ("VALORA_XYZ", "--help"), ("VALORA_DEADLNE", "deadline")],
+)
+def test_unknown_variables_are_refused(monkeypatch, name, near):
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(SettingsError, match=near) as caught:
+        cli.read([])
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("prot: 1", "did you mean port"), ("[1, 2]", "names and values"), ("a: [", "read"),
+        ("port: high", "port"), ("port: 70000", "port"), ("max_waiting: 0", "max_waiting"),
+        ("deadlines: {a: -1}", "deadlines"), ("log_level: loud", "log_level"),
+        ("log_format: xml", "log_format"), ("tls_cert: a.pem", "tls_key"),
+        ("api_key: short", "guess"), ("allow_runtime_loading: true", "adapter_folder"),
+        ("{allow_runtime_loading: true, adapter_folder: .}", "API key"), ("rate: -1", "rate"),
+        ("media_hosts: 5", "media_hosts"), ("deadline: .nan", "deadline"),
+        ("deadlines: [a]", "name=value"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_one_sentence(tmp_path, content, said):
+    file = tmp_path / "serve.yaml"
+    file.write_text(content)
+    with pytest.raises(SettingsError, match=said) as caught:
+        cli.read(["--config", str(file)])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_and_wrong_arguments(tmp_path, capsys):
+    assert cli.main(["--config", str(tmp_path / "none.yaml")]) == 1
+    assert "error: configuration file" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["--prot", "1"])
+    assert cli.main([str(tmp_path), "--log-level", "error"]) == 1
+    assert "is no bundle" in capsys.readouterr().err
+
+
+def test_make_a_key(tmp_path, capsys):
+    from valora_serve.server.access.keys import hashed, read_keys
+
+    file = tmp_path / "keys"
+    assert cli.main(["key", "app", "--file", str(file)]) == 0
+    assert cli.main(["key", "ops", "--role", "admin", "--file", str(file)]) == 0
+    secrets = [line.split()[-1] for line in capsys.readouterr().err.splitlines()]
+    keys = read_keys(file)
+    assert [(key.name, key.role) for key in keys] == [("app", "user"), ("ops", "admin")]
+    assert [key.sha256 for key in keys] == [hashed(secret) for secret in secrets]
+    assert file.stat().st_mode & 0o077 == 0
+    assert cli.main(["key", "print"]) == 0
+    assert capsys.readouterr().out.startswith("print user ")
+    with pytest.raises(SystemExit):
+        cli.main(["key", "a b"])

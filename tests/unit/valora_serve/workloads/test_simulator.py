@@ -1,0 +1,230 @@
+"""The simulator against schedules worked out by hand and queues with a known answer."""
+
+import io
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from valora_serve.orchestrator.cost_model import H200_7B, CostModel
+from valora_serve.orchestrator.decision import POLICIES, PolicySettings, Trace, make_policy
+from valora_serve.workloads import traces
+from valora_serve.workloads.cli import main
+from valora_serve.workloads.simulator import SimSettings, SimulationError, simulate
+from valora_serve.workloads.traces import Workload
+
+# 10 ms a decode step, 20 ms a step with prompts, whatever is in it; 1 ms for LoRA; 3 ms a merge,
+# 2 ms an unmerge, 7 ms a load.
+PLAIN = CostModel(
+    machine="paper",
+    model="none",
+    decode=(0.01, 0, 0, 0, 0, 0.001, 0, 0),
+    prefill=(0.02, 0, 0, 0, 0, 0, 0, 0, 0.001, 0, 0),
+    merge=(0.003, 0.0),
+    unmerge=0.002,
+    load_=(0.007, 0.0),
+)
+
+
+def workload(rows, adapters=("a", "b")):
+    """Rows of (arrival, adapter or None, prompt, output)."""
+    table = np.array([[r[0], r[2], r[3]] for r in rows], dtype=float)
+    numbers = [adapters.index(r[1]) if r[1] else traces.BASE for r in rows]
+    n = len(rows)
+    return Workload(
+        tuple(adapters),
+        (64,) * len(adapters),
+        table[:, 0],
+        np.array(numbers, dtype=np.int32),
+        table[:, 1].astype(np.int32),
+        table[:, 2].astype(np.int32),
+        np.zeros(n, dtype=np.int32),
+        np.full(n, math.nan),
+    )
+
+
+def run(name, work, cost=PLAIN, settings=None, trace=None, **knobs):
+    return simulate(work, make_policy(name, cost, PolicySettings(**knobs)), cost, settings, trace)
+
+
+def test_a_schedule_by_hand():
+    """A: prefill to 20, shares B's step to 40, decodes to 50. B: decodes from 40 to 60 ms."""
+    report = run("unmerge_only", workload([(0.0, None, 5, 3), (0.015, None, 4, 3)]))
+    assert report.end_to_end[0] == pytest.approx((0.05 + 0.06 - 0.015) / 2)
+    assert report.first_token[0] == pytest.approx((0.02 + 0.04 - 0.015) / 2)
+    assert report.token_latency == pytest.approx((0.05 + 0.045) / (5 + 4 + 3 + 3))
+    assert report.seconds == pytest.approx(0.06)
+    assert report.steps == 4
+    assert report.throughput == pytest.approx(2 / 0.06)
+
+
+def test_prompts_in_chunks():
+    """10 tokens in chunks of 4 are three steps."""
+    report = run("unmerge_only", workload([(0.0, None, 10, 1)]), settings=SimSettings(chunk=4))
+    assert report.end_to_end[0] == pytest.approx(0.06)
+
+
+def test_a_head_request_ends_after_prefill():
+    report = run("unmerge_only", workload([(0.0, None, 10, 0)]))
+    assert report.end_to_end[0] == report.first_token[0] == pytest.approx(0.02)
+    assert report.token_latency == pytest.approx(0.02 / 10)
+
+
+def test_adapters_are_loaded_one_after_the_other_beside_the_steps():
+    """Base: 0-20, 20-30. a is there at 7 ms and joins at 20; b at 14 ms, as well."""
+    work = workload([(0.0, None, 5, 3), (0.0, "a", 5, 1), (0.0, "b", 5, 1)])
+    report = run("unmerge_only", work)
+    assert report.loads == 2
+    # Base alone to 20; all three with LoRA to 41; base decodes to 51.
+    assert report.seconds == pytest.approx(0.051)
+    assert sorted([0.041, 0.041, 0.051]) == pytest.approx(
+        [report.end_to_end[0] * 3 - 0.041 - 0.051, 0.041, 0.051]
+    )
+
+
+def test_nothing_to_do_but_wait_for_an_adapter():
+    report = run("unmerge_only", workload([(0.0, "a", 5, 1)]))
+    assert report.end_to_end[0] == pytest.approx(0.007 + 0.021)
+
+
+def test_a_switch_costs_what_it_costs():
+    """Merge-only: load to 7, merge to 10, prefill to 30, nine steps of 10 ms."""
+    report = run("merge_only", workload([(0.0, "a", 5, 10)]))
+    assert report.end_to_end[0] == pytest.approx(0.007 + 0.003 + 0.02 + 0.09)
+    assert report.switches == 1
+    assert report.modes["merged"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("load", [0.3, 0.7])
+def test_md1_queue(load):
+    """One at a time, equal heads, Poisson arrivals: the mean wait of M/D/1, ρ·D / (2 (1 − ρ))."""
+    rng = np.random.default_rng(4)
+    service, n = 0.02, 40_000
+    arrival = np.cumsum(rng.exponential(service / load, n))
+    work = workload([(0.0, None, 10, 0)])
+    work = replace(
+        work,
+        arrival=arrival,
+        **{
+            f: np.broadcast_to(getattr(work, f), n)
+            for f in ("adapter", "prompt", "output", "images")
+        },
+        limit=np.full(n, math.nan),
+    )
+    report = run("slora", work, settings=SimSettings(max_requests=1))
+    wait = report.end_to_end[0] - service
+    assert wait == pytest.approx(load * service / (2 * (1 - load)), rel=0.06)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_steps_taken_in_one_go_are_the_same_steps(name):
+    """With a trace every step is decided anew; the outcome must be the same."""
+    work = traces.slora(14, 6, adapters=6, alpha=0.4, lengths=(8, 120), ranks=(64, 8), seed=2)
+    fast = run(name, work, H200_7B)
+    slow = run(name, work, H200_7B, trace=Trace(io.StringIO()))
+    assert fast.finished == slow.finished == len(work)
+    assert fast.steps == slow.steps
+    assert fast.token_latency == pytest.approx(slow.token_latency, rel=1e-9)
+    assert fast.switches == slow.switches
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_too_little_memory_preempts_and_goes_on(name):
+    work = traces.at_once(30, adapters=5, skew=0.5, lengths=(20, 60), seed=1)
+    report = run(name, work, H200_7B, SimSettings(pages=60, max_requests=16))
+    assert report.finished == 30
+    assert report.end_to_end[3] > report.end_to_end[1] > 0
+
+
+def test_recomputation_counts():
+    """Two of 8 + 8 tokens in 7 pages of 4: the younger loses its pages and computes again."""
+    work = workload([(0.0, None, 8, 8), (0.001, None, 8, 8)], adapters=())
+    report = run("slora", work, settings=SimSettings(pages=7, page_tokens=4))
+    assert report.preempted == 1 and report.finished == 2
+
+
+def test_thousands_of_adapters_through_a_small_memory():
+    work = traces.slora(40, 10, adapters=1000, alpha=1.0, lengths=(8, 32), ranks=(16,), seed=5)
+    report = run("cost", work, H200_7B, SimSettings(pages=400))
+    assert report.finished == len(work)
+    assert report.loads > 200
+
+
+def test_a_request_that_never_fits_is_named():
+    work = workload([(0.0, None, 5, 3), (0.0, None, 50_000, 3)])
+    with pytest.raises(SimulationError, match="Request 1 needs"):
+        run("slora", work, settings=SimSettings(pages=100))
+
+
+def test_early_abort_keeps_attainment_up():
+    work = traces.poisson(90, 20, seed=1)
+    settings = SimSettings(max_requests=64, slo=2.0)
+    plain = run("slora", work, H200_7B, settings)
+    abort = run("slora", work, H200_7B, settings, early_abort=True, slo=2.0)
+    assert plain.aborted == 0 and abort.aborted > 100
+    assert abort.finished + abort.aborted == len(work)
+    assert abort.attainment > 1.5 * plain.attainment
+
+
+def test_attainment_uses_the_requests_own_limit():
+    work = workload([(0.0, None, 5, 1), (0.0, None, 5, 1)])
+    work = replace(work, limit=np.array([0.019, 0.021]))
+    assert run("slora", work).attainment == 0.5
+
+
+@pytest.mark.parametrize("skew", [0.2, 0.6, 0.9])
+@pytest.mark.parametrize("rate", [2, 10, None])
+def test_cost_is_the_best_of_all_and_valora_no_worse_than_the_static_ones(rate, skew):
+    """On the estimate's costs; a few per mille are left to the single switches of short traces."""
+    if rate is None:
+        work = traces.at_once(200, skew=skew, seed=7)
+    else:
+        work = traces.poisson(rate, 15, skew=skew, seed=7)
+    latency = {name: run(name, work, H200_7B).token_latency for name in POLICIES}
+    assert latency["cost"] <= min(latency.values()) * 1.003
+    assert latency["valora"] <= min(latency["merge_only"], latency["unmerge_only"]) * 1.003
+
+
+@pytest.mark.parametrize("heads", [True, False])
+@pytest.mark.parametrize("streams", [2, 8])
+def test_cost_is_the_best_on_video_too(streams, heads):
+    work = traces.video(streams, 15, heads=heads, seed=3)
+    latency = {name: run(name, work, H200_7B).token_latency for name in POLICIES}
+    others = min(value for name, value in latency.items() if name != "cost")
+    assert latency["cost"] <= others * (0.85 if heads else 1.01)
+
+
+def test_command_prints_a_table_and_writes_files(tmp_path, capsys):
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    pytest.importorskip("matplotlib")
+    arguments = ["--rates", "4", "--skews", "0.3", "0.8", "--duration", "3"]
+    assert main([*arguments, "--json", str(out), "--plot", str(plot)]) == 0
+    text = capsys.readouterr().out
+    assert "not measured" in text and "unmerge_only" in text
+    rows = json.loads(out.read_text())
+    assert len(rows) == 2 * len(POLICIES)
+    assert {row["skew"] for row in rows} == {0.3, 0.8}
+    assert plot.stat().st_size > 1000
+
+
+def test_command_replays_files_and_explains(tmp_path, capsys):
+    path, decisions = tmp_path / "t.jsonl", tmp_path / "d.txt"
+    traces.write(path, traces.poisson(10, 2, adapters=3, skew=0.5))
+    arguments = ["--trace", str(path), "--policies", "cost", "--decisions", str(decisions)]
+    assert main(arguments) == 0
+    assert "cost" in capsys.readouterr().out
+    lines = decisions.read_text().splitlines()
+    assert len(lines) > 100
+    assert all(any(mode in line for mode in ("merged", "mixture", "unmerged")) for line in lines)
+
+
+def test_command_says_what_is_wrong(tmp_path, capsys):
+    path = tmp_path / "t.csv"
+    path.write_text("when,what\n1,2\n")
+    assert main(["--trace", str(path)]) == 1
+    assert "has no column 'timestamp'" in capsys.readouterr().err
+    assert main(["--rates", "-1"]) == 1
+    assert main(["--decisions", str(tmp_path / "d.txt")]) == 1
+    assert "one policy" in capsys.readouterr().err

@@ -1,0 +1,204 @@
+"""Generators against the distributions that they state; files there and back, and damaged ones."""
+
+import json
+
+import numpy as np
+import pytest
+
+from valora_serve.workloads import traces
+from valora_serve.workloads.traces import BASE, TraceError
+
+ALL = {
+    "poisson": lambda seed: traces.poisson(20, 200, seed=seed),
+    "retrieval": lambda seed: traces.retrieval(20, 200, seed=seed),
+    "video": lambda seed: traces.video(8, 200, seed=seed),
+    "slora": lambda seed: traces.slora(20, 200, adapters=50, alpha=0.5, seed=seed),
+    "at_once": lambda seed: traces.at_once(3000, seed=seed),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_ordered_valid_and_seeded(name):
+    workload = ALL[name](0)
+    assert (np.diff(workload.arrival) >= 0).all() and workload.arrival[0] >= 0
+    assert (workload.prompt >= 1).all() and (workload.output >= 0).all()
+    assert workload.adapter.max() < len(workload.adapters) == len(workload.ranks)
+    again, other = ALL[name](0), ALL[name](1)
+    for field in ("arrival", "adapter", "prompt", "output", "images"):
+        np.testing.assert_array_equal(getattr(workload, field), getattr(again, field))
+    assert not np.array_equal(workload.adapter, other.adapter)
+
+
+@pytest.mark.parametrize("skew", [0.2, 0.6, 0.9])
+@pytest.mark.parametrize("name", ["poisson", "retrieval", "video"])
+def test_skewness_is_the_stated_share_and_scattered(name, skew):
+    make = {"poisson": traces.poisson, "retrieval": traces.retrieval, "video": traces.video}[name]
+    workload = make(10, 500, skew=skew, seed=3)
+    popular = workload.adapter == 0
+    n = len(workload)
+    margin = 4 * np.sqrt(skew * (1 - skew) / n)
+    assert abs(popular.mean() - skew) < margin
+    # Interleaved: every tenth of the trace has the share too, and neighbours are independent.
+    for part in np.array_split(popular, 10):
+        assert abs(part.mean() - skew) < margin * np.sqrt(10) * 1.2
+    pairs = (popular[1:] & popular[:-1]).mean()
+    assert abs(pairs - skew**2) < 5 / np.sqrt(n)
+    others = np.bincount(workload.adapter[~popular], minlength=16)[1:] / (~popular).sum()
+    assert np.abs(others - 1 / 15).max() < 0.03
+
+
+def test_poisson_gaps():
+    gaps = np.diff(traces.poisson(50, 2000, seed=1).arrival)
+    assert gaps.mean() == pytest.approx(1 / 50, rel=0.02)
+    assert gaps.std() / gaps.mean() == pytest.approx(1.0, rel=0.02)
+
+
+@pytest.mark.parametrize("cv", [0.5, 1.0, 4.0])
+def test_gamma_gaps_have_the_stated_variation(cv):
+    gaps = np.diff(traces.slora(50, 4000, cv=cv, seed=1).arrival)
+    assert gaps.mean() == pytest.approx(1 / 50, rel=0.05)
+    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.5, 1.0])
+def test_power_law_of_adapters(alpha):
+    n, adapters = 200_000, 20
+    workload = traces.slora(100, n / 100, adapters=adapters, alpha=alpha, seed=2)
+    i = np.arange(adapters)
+    expected = ((i + 1) / adapters) ** alpha - (i / adapters) ** alpha
+    share = np.bincount(workload.adapter, minlength=adapters) / len(workload)
+    np.testing.assert_allclose(share, expected, atol=5 / np.sqrt(n))
+
+
+def test_slora_lengths_and_ranks():
+    workload = traces.slora(100, 300, adapters=5, ranks=(64, 32, 16, 8))
+    for lengths in (workload.prompt, workload.output):
+        assert (lengths.min(), lengths.max()) == (8, 512)
+        assert lengths.mean() == pytest.approx(260, rel=0.02)
+    assert workload.ranks == (64, 32, 16, 8, 64)
+
+
+def test_video_sends_a_clip_and_a_frame_a_second_per_stream():
+    workload = traces.video(3, 10, heads=True)
+    assert len(workload) == 3 * 10 * 2
+    assert sorted(set(workload.prompt)) == [256, 6 * 256]
+    assert (workload.images * 256 == workload.prompt).all()
+    assert (workload.output == 0).all()
+    clips = workload.prompt == 6 * 256
+    generated = traces.video(3, 10, heads=False).output
+    assert generated[clips].min() >= 5 and generated[clips].max() <= 10
+    assert generated[~clips].min() >= 20
+
+
+def test_base_model_alone():
+    assert (traces.poisson(5, 10, adapters=0).adapter == BASE).all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: traces.poisson(0, 10),
+        lambda: traces.poisson(5, float("inf")),
+        lambda: traces.poisson(5, 10, skew=1.5),
+        lambda: traces.poisson(5, 10, adapters=1, skew=0.5),
+        lambda: traces.slora(5, 10, alpha=0),
+        lambda: traces.slora(5, 10, adapters=0),
+        lambda: traces.video(0, 10),
+        lambda: traces.video(3, 0.5),
+    ],
+)
+def test_senseless_workloads_are_refused(make):
+    with pytest.raises(TraceError):
+        make()
+
+
+def test_written_and_read_again(tmp_path):
+    workload = traces.with_limit(traces.retrieval(10, 20, adapters=3, skew=0.5), 1.5)
+    traces.write(tmp_path / "t.jsonl", workload)
+    again = traces.read(tmp_path / "t.jsonl")
+    for field in ("arrival", "prompt", "output", "images", "limit"):
+        np.testing.assert_array_equal(getattr(workload, field), getattr(again, field))
+    names = [again.adapters[i] for i in again.adapter]
+    assert names == [workload.adapters[i] for i in workload.adapter]
+
+
+GOOD = {"arrival": 1.0, "adapter": "a", "prompt": 5, "output": 2}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "no JSON"),
+        ("[1]", "expected an object, got list"),
+        (json.dumps({"arrival": 1.0, "prompt": 3}), "output is missing"),
+        (json.dumps({**GOOD, "arrival": -1}), "time -1 is negative"),
+        (json.dumps({**GOOD, "arrival": "soon"}), "'soon' is neither"),
+        (json.dumps({**GOOD, "prompt": 0}), "prompt must be a whole number from 1, got 0"),
+        (json.dumps({**GOOD, "output": 1.5}), "output must be a whole number"),
+        (json.dumps({**GOOD, "rank": 8}), "a has rank 8, before it had 64"),
+        (json.dumps({**GOOD, "colour": 1}), "unknown colour"),
+    ],
+)
+def test_damaged_lines_are_named(tmp_path, line, says):
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n\n" + line + "\n")
+    with pytest.raises(TraceError, match="line 3") as error:
+        traces.read(path)
+    assert says in str(error.value)
+
+
+def test_empty_and_missing_files(tmp_path):
+    (tmp_path / "t.jsonl").write_text("")
+    (tmp_path / "t.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
+    with pytest.raises(TraceError, match="no requests"):
+        traces.read(tmp_path / "t.jsonl")
+    with pytest.raises(TraceError, match="no requests"):
+        traces.azure(tmp_path / "t.csv")
+    with pytest.raises(TraceError, match="cannot be read"):
+        traces.read(tmp_path / "none.jsonl")
+
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:48.1234567,374,44
+2023-11-16 18:15:46.6805900,4808,10
+2023-11-16 18:15:50.9951690,110,27
+"""
+
+
+def test_azure_files(tmp_path):
+    path = tmp_path / "azure.csv"
+    path.write_text(AZURE)
+    workload = traces.azure(path)
+    np.testing.assert_allclose(workload.arrival, [0, 1.442866, 4.314579], atol=2e-6)
+    assert workload.prompt.tolist() == [4808, 374, 110]
+    assert workload.output.tolist() == [10, 44, 27]
+
+
+def test_azure_thinned_to_a_rate(tmp_path):
+    path = tmp_path / "azure.csv"
+    rows = [f"{i / 40},{10 + i % 7},{i % 5}" for i in range(8000)]
+    path.write_text("time,input,output\n" + "\n".join(rows) + "\n")
+    workload = traces.azure(path, rate=10, seed=1)
+    assert len(workload) / workload.arrival[-1] == pytest.approx(10, rel=0.1)
+    with pytest.raises(TraceError, match="fewer than 100"):
+        traces.azure(path, rate=100)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("TIMESTAMP,ContextTokens\n1,2\n", "no column 'generatedtokens'"),
+        ("", "no column 'timestamp'"),
+        ("time,input,output\n-3,5,5\n", "line 2: time -3 is negative"),
+        ("time,input,output\n1,5,5\n2,x,5\n", "line 3: input is no number: 'x'"),
+        ("time,input,output\n1,0,5\n", "input must be a whole number from 1"),
+        ("time,input,output\n1,5\n", "output is no number"),
+        ("time,input,output\nnan,5,5\n", "negative or infinite"),
+    ],
+)
+def test_damaged_arrival_files_are_named(tmp_path, text, says):
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    with pytest.raises(TraceError) as error:
+        traces.azure(path)
+    assert says in str(error.value) and str(path) in str(error.value)

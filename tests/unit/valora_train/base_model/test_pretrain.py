@@ -1,0 +1,227 @@
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+
+from valora_data.sources.generic.scenes import DOMAIN_WORDS, draw_scene
+from valora_train.base_model.data import (
+    BUCKETS,
+    CHUNK,
+    LOGGED,
+    TRAINING_SEEDS,
+    VISUAL_TOKENS,
+    Chunk,
+    SampleMaker,
+    build_processor,
+    domain_tokens,
+)
+from valora_train.base_model.evaluation import (
+    NOVEL_SEEDS,
+    TEST_SEEDS,
+    THRESHOLD_SEEDS,
+    Asked,
+    BaseModel,
+    Question,
+    f1,
+    is_right,
+    matches,
+    questions,
+)
+from valora_train.base_model.pretrain import GRID, DetectionHead, assign, detection_loss, schedule
+
+TINY = Path(__file__).parents[4] / "data/valora_data/tiny"
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return BaseModel(TINY, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_processor().tokenizer.backend_tokenizer
+
+
+def test_the_checkpoint_is_small_and_plain(tiny):
+    files = {path.name for path in TINY.iterdir()}
+    assert sum(name.endswith(".safetensors") for name in files) == 2
+    assert not [name for name in files if name.endswith((".bin", ".pt", ".pkl", ".py"))]
+    assert (TINY / "model.safetensors").stat().st_size <= 16e6
+    with safe_open(TINY / "model.safetensors", "pt") as weights:
+        names = list(weights.keys())
+        assert {weights.get_slice(name).get_dtype() for name in names} == {"BF16"}
+    assert type(tiny.model).__name__ == "LlavaForConditionalGeneration"
+    assert 3.5e6 <= sum(p.numel() for p in tiny.model.parameters()) <= 4.6e6
+    shapes = {name: tuple(tensor.shape) for name, tensor in tiny.head.items()}
+    assert shapes == {
+        "objectness.weight": (1, 192),
+        "objectness.bias": (1,),
+        "box.weight": (4, 192),
+        "box.bias": (4,),
+    }
+    assert set(DetectionHead().state_dict()) == set(shapes)
+
+
+def test_the_prompt_comes_before_the_image(tiny):
+    parts = [{"type": "text", "text": "detect red star"}, {"type": "image"}]
+    chat = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": [{"type": "text", "text": "yes"}]},
+        {"role": "user", "content": "why?"},
+    ]
+    text = tiny.processor.apply_chat_template(chat, add_generation_prompt=True)
+    assert text == (
+        "<s><|system|>be brief<|user|>detect red star<image><|assistant|>yes</s>"
+        "<|user|>why?<|assistant|>"
+    )
+    wide = Image.fromarray(np.zeros((50, 120, 3), dtype=np.uint8))
+    inputs = tiny.processor(text=text, images=[wide], return_tensors="pt")
+    assert tuple(inputs["pixel_values"].shape) == (1, 3, 96, 96)
+    image = inputs["input_ids"][0] == tiny.model.config.image_token_id
+    assert int(image.sum()) == VISUAL_TOKENS == 64
+
+
+def test_nothing_of_a_picture_is_cropped(tiny):
+    pixels = np.zeros((96, 192, 3), dtype=np.uint8)
+    pixels[:, :20] = 255
+    pixels[:, -20:] = 255
+    inputs = tiny.processor(text="<image>", images=[Image.fromarray(pixels)], return_tensors="pt")
+    row = inputs["pixel_values"][0, 0, 48]
+    assert float(row[0]) > 0.9
+    assert float(row[-1]) > 0.9
+    assert float(row[48]) < -0.9
+
+
+def test_words_and_numbers_are_tokens(tiny):
+    tokenizer = tiny.processor.tokenizer
+    assert len(tokenizer) == 2048
+    text = "<ref>license plate</ref><box>(120,80),(1000,340)</box>"
+    pieces = tokenizer.tokenize(text)
+    assert {"120", "80", "1000", "340", "<ref>", "</ref>", "<box>", "</box>"} <= set(pieces)
+    for number in range(1001):
+        assert len(tokenizer.encode(str(number), add_special_tokens=False)) == 1
+    for word in ("license", "plate", "traffic", "sign", "vehicle", "vegetation", "bicycle"):
+        assert len(tokenizer.encode(f" {word}", add_special_tokens=False)) == 1
+        assert len(tokenizer.encode(word, add_special_tokens=False)) == 1
+    for sentence in (text, "where is the Straße? 日本 3.5 %", "  two  spaces\nand a line"):
+        ids = tokenizer.encode(sentence, add_special_tokens=False)
+        assert tokenizer.decode(ids) == sentence
+    # What marks a box is part of an answer's text.
+    box = "<ref>red star</ref><box>(10,20),(300,450)</box>"
+    ids = tokenizer.encode(f"<s>{box}</s>", add_special_tokens=False)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == box
+    assert tokenizer.get_added_vocab() == build_processor().tokenizer.get_added_vocab()
+
+
+def test_the_recipe_still_makes_the_shipped_tokenizer(tiny, tokenizer):
+    shipped = tiny.processor.tokenizer.backend_tokenizer
+    assert tokenizer.get_vocab() == shipped.get_vocab()
+
+
+def test_embeddings_of_unseen_words_are_not_degenerate(tiny, tokenizer):
+    rows = tiny.model.get_input_embeddings().weight.detach()
+    unseen = rows[domain_tokens(tokenizer)]
+    assert len(unseen) >= 10
+    assert 0.015 < float(unseen.std()) < 0.03
+    norms = rows.norm(dim=1)
+    assert float(norms.min()) > 0.1
+
+
+def test_it_answers_held_out_questions(tiny):
+    tuning = json.loads((TINY / "figures.json").read_text())["reached"]["threshold"]
+    asked = questions("detect", 150, TEST_SEEDS)
+    assert f1(tiny.detect(asked), asked, tuning) >= 0.80
+    for task, least in (("yes_no", 0.88), ("color", 0.85), ("where", 0.85)):
+        asked = questions(task, 70, TEST_SEEDS)
+        right = [
+            is_right(task, said, item.question.answer)
+            for said, item in zip(tiny.write(asked), asked, strict=True)
+        ]
+        assert np.mean(right) >= least, task
+
+
+def test_answers_do_not_depend_on_the_company(tiny):
+    asked = [*questions("color", 2, TEST_SEEDS), *questions("relation", 2, TEST_SEEDS)]
+    together = tiny.write(asked)
+    assert together == [tiny.write([item])[0] for item in asked]
+
+
+def test_evaluation_and_training_draw_different_scenes():
+    assert max(THRESHOLD_SEEDS, TEST_SEEDS, NOVEL_SEEDS) + 9_000_000 < TRAINING_SEEDS
+    one, other = questions("count", 5, TEST_SEEDS), questions("count", 5, THRESHOLD_SEEDS)
+    assert not np.array_equal(one[0].scenes[0].pixels, other[0].scenes[0].pixels)
+
+
+def test_training_samples_are_what_the_processor_makes(tiny, tokenizer):
+    maker = SampleMaker(0, tokenizer)
+    question = Question("color", "what color is the star?", "red")
+    ids, (start, end) = maker._encode(question, BUCKETS["short"])
+    inputs = tiny.inputs([Asked(question, (draw_scene(1),))])
+    assert inputs["input_ids"][0].tolist() == ids[:start].tolist()
+    answer = tiny.processor.tokenizer.decode(ids[start:end])
+    assert answer == "red</s>"
+
+
+@pytest.mark.parametrize("name", list(BUCKETS))
+def test_samples_are_deterministic_and_name_no_domain(tokenizer, name):
+    chunk, again = (SampleMaker(3, tokenizer).make(name) for _ in range(2))
+    assert np.array_equal(chunk.pixels, again.pixels)
+    assert np.array_equal(chunk.ids, again.ids)
+    assert chunk.pick.shape == (CHUNK, BUCKETS[name].images)
+    assert chunk.pick.max() < len(chunk.pixels)
+    image = tokenizer.token_to_id("<image>")
+    assert ((chunk.ids == image).sum(1) == VISUAL_TOKENS * BUCKETS[name].images).all()
+    assert not np.isin(chunk.ids, domain_tokens(tokenizer)).any()
+    repeated = chunk.task == LOGGED.index("repeat")
+    for ids in chunk.ids[~repeated]:
+        text = tokenizer.decode(ids.tolist())
+        assert not DOMAIN_WORDS & set(re.findall("[a-z]+", text))
+    assert ((chunk.n_boxes >= 0) == (chunk.task == LOGGED.index("detect"))).all()
+    joined = Chunk.join([chunk, again])
+    assert np.array_equal(joined.pixels[joined.pick[CHUNK:]], again.pixels[again.pick])
+
+
+def test_cells_answer_for_the_boxes_they_hold():
+    boxes = torch.tensor([[[0.0, 0.0, 0.1, 0.1], [0.3, 0.3, 0.7, 0.7], [0.0, 0.0, 1.0, 1.0]]])
+    answers, which = assign(boxes, torch.tensor([2]))
+    cells = {i: int(which[0, i]) for i in torch.nonzero(answers[0]).flatten().tolist()}
+    # The small box's centre lies in cell 0; the middle of the large one is a corner of four.
+    assert cells == {0: 0, 27: 1, 28: 1, 35: 1, 36: 1}
+    none, _ = assign(boxes, torch.tensor([0]))
+    assert not none.any()
+
+
+def test_a_perfect_prediction_costs_nothing():
+    boxes = torch.tensor([[[0.26, 0.26, 0.36, 0.36]]])
+    answers, which = assign(boxes, torch.tensor([1]))
+    cell = int(torch.nonzero(answers[0])[0])
+    center = torch.tensor([(cell % GRID[1] + 0.5) / 8, (cell // GRID[1] + 0.5) / 8])
+    codes = torch.zeros(1, 64, 4)
+    codes[0, cell, :2] = (torch.tensor([0.31, 0.31]) - center) * 8
+    codes[0, cell, 2:] = torch.tensor(0.8).log()
+    logits = torch.where(answers, 20.0, -20.0)
+    loss, _, _ = detection_loss(logits, codes, boxes, torch.tensor([1]))
+    assert float(loss) < 1e-3
+    assert int(which[0, cell]) == 0
+    worse, _, _ = detection_loss(logits, codes + 0.3, boxes, torch.tensor([1]))
+    assert float(worse) > 0.3
+
+
+def test_each_true_box_is_hit_once():
+    truth = torch.tensor([[0.0, 0.0, 0.5, 0.5]])
+    boxes = truth.repeat(2, 1)
+    assert matches(boxes, torch.tensor([0.2, 0.9]), truth).tolist() == [False, True]
+    assert matches(boxes[:0], torch.zeros(0), truth).tolist() == []
+
+
+def test_the_learning_rate_rises_and_falls():
+    assert schedule(0.0) < 0.02
+    assert schedule(0.02) > 0.98
+    assert schedule(1.0) == pytest.approx(0.0)
+    assert schedule(1.5) == pytest.approx(0.0)

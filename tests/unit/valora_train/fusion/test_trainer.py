@@ -1,0 +1,154 @@
+"""Training: rollback bit for bit, nothing else moved, same seed same weights, it learns."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.helpers import coloured_squares
+from valora_data.schema import Domain, Split, Task
+from valora_train.fusion.trainer import DomainData, Trainer
+from valora_train.model.lmm import Lmm
+from valora_train.settings import HeadSettings, LoraSettings, ModelSettings, TrainSettings
+from valora_train.tasks import make_task
+
+COLOURS = {"apple": "red", "sky": "blue"}
+
+
+def make(random_llava, steps=6, count=16, vision=False, batch_size=6, rehearsal_share=0.5):
+    lora = LoraSettings(rank=4, alpha=8, vision_tower=vision, projector=vision)
+    train = TrainSettings(
+        steps=steps, steps_per_held=3, batch_size=batch_size, rehearsal_share=rehearsal_share,
+        probe_steps=5, lora=lora,
+    )  # fmt: skip
+    lmm = Lmm(ModelSettings(id=str(random_llava)), lora)
+    data = {}
+    for name, colour in COLOURS.items():
+        domain = Domain(name, Task.DETECTION, (name,), f"detect {name}", 0.8)
+        data[name] = DomainData(
+            make_task(domain, HeadSettings(), lmm),
+            coloured_squares(count, 1, name, colour),
+            {split: coloured_squares(8, 2 + i, name, colour) for i, split in enumerate(
+                (Split.VAL, Split.TEST))},
+            lmm,
+            mirror=True,
+        )  # fmt: skip
+    return Trainer(lmm, data, train), lmm
+
+
+def train(trainer, domain, held=(), rehearse=False, seed=5):
+    losses = []
+    trainer.train(
+        "adapter-1", domain, held=held, rehearse=rehearse, seed=seed,
+        on_step=lambda step, steps, loss: losses.append(loss),
+    )  # fmt: skip
+    return losses
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize(("rehearse", "vision"), [(False, False), (True, False), (True, True)])
+def test_rollback_is_bit_for_bit(random_llava, rehearse, vision):
+    trainer, lmm = make(random_llava, vision=vision)
+    base = {k: v.clone() for k, v in lmm.model.state_dict().items() if "lora" not in k}
+    trainer.open("adapter-1", seed=3)
+    train(trainer, "apple")
+    trainer.evaluate("adapter-1", "apple", Split.VAL)
+    before = trainer.snapshot("adapter-1")
+    assert {key.split("/")[0] for key in before} == {"lora", "head", "optimizer", "random"}
+    first = train(trainer, "sky", held=["apple"], rehearse=rehearse)
+    after = trainer.snapshot("adapter-1")
+    assert not same(before, after)
+    trainer.restore("adapter-1", before)
+    assert same(trainer.snapshot("adapter-1"), before)
+    # What follows is what would have followed, to the bit.
+    assert train(trainer, "sky", held=["apple"], rehearse=rehearse) == first
+    assert same(trainer.snapshot("adapter-1"), after)
+    for key, value in lmm.model.state_dict().items():
+        plain = key.replace(".base_layer", "")
+        if plain in base:
+            assert torch.equal(value, base[plain]), key
+
+
+def test_a_snapshot_survives_the_disk_and_another_process(random_llava, tmp_path):
+    trainer, _ = make(random_llava)
+    trainer.open("adapter-1", seed=3)
+    train(trainer, "apple")
+    save_file(trainer.snapshot("adapter-1"), tmp_path / "a.safetensors")
+    losses = train(trainer, "sky", held=["apple"], rehearse=True)
+    other, _ = make(random_llava)
+    other.restore("adapter-1", load_file(tmp_path / "a.safetensors"))
+    assert train(other, "sky", held=["apple"], rehearse=True) == losses
+    assert same(other.snapshot("adapter-1"), trainer.snapshot("adapter-1"))
+
+
+def test_a_new_domain_gets_no_less_than_one_that_is_held(random_llava):
+    trainer, _ = make(random_llava, batch_size=12, rehearsal_share=0.75)
+    data = trainer._data["sky"]
+    trainer._data |= {"sea": data, "hill": data, "lake": data}
+    held = ["apple", "sea", "hill", "lake"]
+    generator = torch.Generator().manual_seed(0)
+    new = []
+    for count in range(5):
+        batch = trainer._draw(generator, "sky", held[:count])
+        assert sum(len(rows) for rows in batch.values()) == 12
+        new.append(len(batch["sky"]))
+    assert new == [12, 6, 4, 3, 3]
+
+
+def test_without_rehearsal_earlier_heads_rest(random_llava):
+    trainer, _ = make(random_llava)
+    trainer.open("adapter-1", seed=3)
+    train(trainer, "apple")
+    head = {k: v.clone() for k, v in trainer.heads("adapter-1")["apple"].state_dict().items()}
+    train(trainer, "sky", held=["apple"])
+    assert same(trainer.heads("adapter-1")["apple"].state_dict(), head)
+    train_on = trainer.snapshot("adapter-1")
+    trainer.restore("adapter-1", train_on)
+    train(trainer, "apple", held=["sky"], rehearse=True)
+    assert not torch.equal(
+        trainer.snapshot("adapter-1")["head/sky/linear.weight"], train_on["head/sky/linear.weight"]
+    )
+
+
+def test_same_seed_same_weights(random_llava):
+    states = []
+    for seed in (3, 3, 4):
+        trainer, _ = make(random_llava)
+        trainer.open("adapter-1", seed=seed)
+        train(trainer, "apple")
+        states.append(trainer.snapshot("adapter-1"))
+    assert same(states[0], states[1])
+    assert not torch.equal(
+        states[0]["head/apple/linear.weight"], states[2]["head/apple/linear.weight"]
+    )
+
+
+def test_adapters_do_not_touch_each_other(random_llava):
+    trainer, _ = make(random_llava)
+    trainer.open("adapter-1", seed=3)
+    train(trainer, "apple")
+    before = trainer.snapshot("adapter-1")
+    trainer.open("adapter-2", seed=9)
+    trainer.train("adapter-2", "sky", held=[], rehearse=False, seed=1, on_step=lambda *_: None)
+    now = trainer.snapshot("adapter-1")
+    assert all(
+        torch.equal(now[key], before[key]) for key in before if not key.startswith("random/torch")
+    )
+    trainer.close("adapter-2")
+    assert trainer.evaluate("adapter-1", "apple", Split.VAL).said[0].answer.boxes is not None
+
+
+def test_it_learns(random_llava):
+    # A random LLaVA learns to find red squares on noise; the test split follows validation.
+    trainer, _ = make(random_llava, steps=150, count=64)
+    trainer.open("adapter-1", seed=3)
+    losses = train(trainer, "apple")
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+    val = trainer.evaluate("adapter-1", "apple", Split.VAL)
+    test = trainer.evaluate("adapter-1", "apple", Split.TEST)
+    assert val.threshold == test.threshold
+    assert val.interval[0] <= val.accuracy <= val.interval[1]
+    assert val.accuracy > 0.5
+    assert test.accuracy > 0.4

@@ -1,0 +1,158 @@
+"""Linear heads: losses in closed form, pooling, calibration; the serving side says the same."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional as F
+
+from valora_data.errors import BundleError
+from valora_serve.catalogue.heads import HeadSet, HeadTask, read_head
+from valora_train.model.prompts import Read
+from valora_train.settings import HeadSettings
+from valora_train.tasks.linear_head import POOLINGS, ChoiceTargets, LinearHead, distillation_loss
+
+LABELS = ("cat", "dog", "eel")
+WIDTH = 6
+
+
+def reads(count=5, tokens=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return Read(
+        torch.randn(count, WIDTH, generator=generator),
+        torch.randn(count, tokens, WIDTH, generator=generator),
+        torch.ones(count, tokens, dtype=torch.bool),
+        torch.tensor([0, 0, 5, 15])[:tokens].expand(count, tokens),
+    )
+
+
+def random_head(poolings=POOLINGS, seed=1):
+    head = LinearHead(WIDTH, LABELS, "classification", poolings)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in head.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    return head
+
+
+def test_soft_and_hard_labels_in_closed_form():
+    logits = torch.tensor([[2.0, 0.5, -1.0], [0.0, 1.0, 3.0]])
+    soft = torch.tensor([[0.7, 0.2, 0.1], [0.0, 0.0, 0.0]])
+    targets = ChoiceTargets(torch.tensor([0, 2]), soft)
+    share, heat = 0.4, 3.0
+
+    def log_softmax(row):
+        total = math.log(sum(math.exp(v) for v in row))
+        return [v - total for v in row]
+
+    hard = [-log_softmax(row)[at] for row, at in ((logits[0].tolist(), 0), (logits[1].tolist(), 2))]
+    powers = [p ** (1 / heat) for p in (0.7, 0.2, 0.1)]
+    teacher = [p / sum(powers) for p in powers]
+    student = log_softmax([v / heat for v in logits[0].tolist()])
+    apart = sum(p * (math.log(p) - q) for p, q in zip(teacher, student, strict=True))
+    expected = ((1 - share) * hard[0] + share * heat**2 * apart + hard[1]) / 2
+    assert float(distillation_loss(logits, targets, share, heat)) == pytest.approx(expected)
+
+
+def test_softmax_is_not_taken_twice():
+    # A student that says exactly what the teacher does has no soft loss.
+    shares = torch.tensor([[0.6, 0.3, 0.1]])
+    targets = ChoiceTargets(torch.tensor([0]), shares)
+    assert float(distillation_loss(shares.log(), targets, 1.0, 2.0)) == pytest.approx(0, abs=1e-6)
+
+
+def test_hard_labels_alone_are_cross_entropy():
+    logits = torch.randn(7, 3, generator=torch.Generator().manual_seed(2))
+    label = torch.tensor([0, 1, 2, 2, 1, 0, 0])
+    plain = ChoiceTargets(label, torch.zeros(7, 3))
+    assert torch.allclose(
+        distillation_loss(logits, plain, 0.9, 2.0), F.cross_entropy(logits, label)
+    )
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_the_server_says_the_same(tmp_path, pooling):
+    head, read = random_head(), reads()
+    head.chosen.fill_(head.poolings.index(pooling))
+    head.temperature.fill_(1.7)
+    head.save(tmp_path / "head.safetensors", HeadSettings())
+    served = read_head(tmp_path / "head.safetensors", WIDTH)
+    ours = (head(read)[:, int(head.chosen)] / 1.7).softmax(-1)
+    visual = torch.tensor([False, *[True] * 4, False])
+    for row in range(5):
+        # A token before the image, the image, and the prompt's last token.
+        hidden = torch.cat([torch.zeros(1, WIDTH), read.visual[row], read.last[row : row + 1]])
+        (result,) = HeadSet().run([HeadTask(served, hidden, visual, places=read.places[row])])
+        told = [result.confidences[label] for label in LABELS]
+        assert told == pytest.approx(ours[row].tolist(), abs=1e-5)
+    again = LinearHead.load(tmp_path / "head.safetensors")
+    assert again.pooling == pooling
+    assert again.labels == LABELS
+    assert torch.allclose(
+        again(read)[:, 0] / again.temperature, head(read)[:, int(head.chosen)] / 1.7
+    )
+
+
+def test_padding_is_not_pooled():
+    head, read = random_head(), reads(count=2, tokens=4)
+    longer = Read(
+        read.last,
+        torch.cat([read.visual, torch.full((2, 3, WIDTH), 50.0)], dim=1),
+        torch.cat([read.real, torch.zeros(2, 3, dtype=torch.bool)], dim=1),
+        torch.cat([read.places, torch.zeros(2, 3, dtype=torch.int64)], dim=1),
+    )
+    assert torch.allclose(head(longer), head(read), atol=1e-6)
+
+
+def test_the_pooling_with_the_most_hits_on_validation_is_chosen():
+    head = random_head(("last", "visual_mean", "attention"))
+    truth = torch.tensor([0, 1, 2, 0])
+    right = F.one_hot(truth, 3).float() * 5
+    wrong = right.roll(1, dims=-1)
+    logits = torch.stack([wrong, right, torch.cat([right[:3], wrong[3:]])], dim=1)
+    head.choose(logits, truth)
+    assert head.pooling == "visual_mean"
+    # Of equal hits the likelier; a sample without a known truth does not count.
+    both = torch.stack([right, right * 2, wrong], dim=1)
+    head.choose(both, torch.tensor([0, 1, 2, -1]))
+    assert head.pooling == "visual_mean"
+
+
+def test_calibration_finds_the_temperature():
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(4000, 3, generator=generator)
+    truth = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+    head = random_head()
+    head.calibrate(logits * 2.5, truth)
+    assert float(head.temperature) == pytest.approx(2.5, rel=0.1)
+
+
+def test_it_learns_from_what_only_attention_sees():
+    # One visual token of eight, at a changing place, says the label and bears a mark.
+    generator = torch.Generator().manual_seed(5)
+    label = torch.randint(3, (400,), generator=generator)
+    visual = torch.randn(400, 8, WIDTH, generator=generator)
+    place = torch.randint(8, (400,), generator=generator)
+    visual[:, :, 5] = -3.0
+    visual[torch.arange(400), place] = F.one_hot(label, WIDTH).float() * 4
+    visual[torch.arange(400), place, 5] = 6.0
+    real = torch.ones(400, 8, dtype=torch.bool)
+    # All in one place, so that `grid` sees no more than the mean.
+    read = Read(torch.randn(400, WIDTH), visual, real, torch.zeros(400, 8, dtype=torch.int64))
+    head = LinearHead(WIDTH, LABELS, "classification")
+    optimizer = torch.optim.Adam(head.parameters(), lr=0.05)
+    targets = ChoiceTargets(label, torch.zeros(400, 3))
+    for _ in range(150):
+        loss = head.loss(head(read), targets, HeadSettings())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    head.choose(head(read), label)
+    assert head.pooling == "attention"
+    assert (head(read)[:, int(head.chosen)].argmax(-1) == label).float().mean() > 0.95
+
+
+def test_a_damaged_head_is_one_sentence(tmp_path):
+    save_file({"weight": torch.zeros(3, WIDTH)}, tmp_path / "a.safetensors", {"kind": "action"})
+    with pytest.raises(BundleError, match="is damaged"):
+        LinearHead.load(tmp_path / "a.safetensors")

@@ -1,0 +1,175 @@
+"""The command line's answers to mistakes: one sentence, non-zero exit, nothing half-written."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.support.helpers import coloured_squares
+from valora_train import cli
+
+LABELLED = ["task=own", "domains.cat.name=cat", "domains.cat.labels=[cat]"]
+
+
+@pytest.fixture
+def valora_train(tmp_path, monkeypatch, capfd):
+    """Runs the command in an empty folder; gives exit status and what went to stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["valora-train", *map(str, arguments)])
+        status = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            status = stop.code
+        return status, capfd.readouterr().err
+
+    return run
+
+
+def write_coco(folder: Path, change=None, count=40, broken=0, colour="red", name="cat"):
+    """A COCO data set on disk; `change` may spoil it."""
+    folder.mkdir(exist_ok=True)
+    samples = coloured_squares(count, 1, name, colour)
+    content = {"images": [], "annotations": [], "categories": [{"id": 17, "name": name}]}
+    for index, sample in enumerate(samples):
+        file = f"{index}.png"
+        sample.image.save(folder / file)
+        if index < broken:
+            (folder / file).write_bytes(b"no image")
+        content["images"].append({"id": index, "file_name": file, "width": 48, "height": 48})
+        for box in sample.answer.boxes:
+            content["annotations"].append(
+                {
+                    "id": len(content["annotations"]) + 1,
+                    "image_id": index,
+                    "category_id": 17,
+                    "bbox": [box.x0, box.y0, box.x1 - box.x0, box.y1 - box.y0],
+                    "area": box.area,
+                    "iscrowd": 0,
+                }
+            )
+    if change is not None:
+        change(content)
+    (folder / "cats.json").write_text(json.dumps(content))
+    return ["+domain@domains.cat=coco", *LABELLED, f"domains.cat.source.path={folder}/cats.json"]
+
+
+def left_behind(folder: Path):
+    return [p for p in folder.rglob("*") if p.is_file() and ".lock" not in p.name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["task=dragons"], "unknown task 'dragons': choose from"),
+        (["fusion=best"], "unknown fusion 'best': choose from first_fit, paper, rehearsal"),
+        (["model=gpt"], "unknown model 'gpt': choose from llava-1.5-13b, llava-1.5-7b, qwen2.5"),
+        (["domains.person.required=2"], "must lie in (0, 1], got 2"),
+        (["task.only=[dragon]"], "unknown domain 'dragon'"),
+        (["nonsense=1"], "Could not override 'nonsense'"),
+        (["train.step=3"], "Could not override 'train.step'"),
+        (["domains.person.teacher=/nowhere/best.pt", "task.only=[person]",
+          "domains.person.source.counts={train:2,unlabelled:2,val:2,test:2}", "command=teach"],
+         "teacher of domain person not found: /nowhere/best.pt is no file"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_settings(valora_train, tmp_path, arguments, message):
+    status, said = valora_train(*arguments)
+    assert status == 1
+    last = said.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
+    assert not (tmp_path / "bundles").exists()
+
+
+def spoil(key, **values):
+    def change(content):
+        content[key][3].update(values)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.update(images=[], annotations=[]), "cats.json"),
+        (spoil("annotations", bbox=[40, 40, 30, 30]), "outside"),
+        (spoil("annotations", category_id=99), "99"),
+        (lambda c: c.update(categories=[{"id": 17, "name": "dog"}]), "cat"),
+        (lambda c: c.pop("annotations"), "annotations"),
+    ],
+)
+def test_mistakes_in_data(valora_train, tmp_path, change, message):
+    overrides = write_coco(tmp_path / "cats", change)
+    before = set(left_behind(tmp_path))
+    status, said = valora_train(*overrides, "command=distill")
+    assert status == 1
+    last = said.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
+    assert set(left_behind(tmp_path)) == before
+
+
+def test_corrupt_json(valora_train, tmp_path):
+    overrides = write_coco(tmp_path / "cats")
+    (tmp_path / "cats" / "cats.json").write_text('{"images": [')
+    status, said = valora_train(*overrides, "command=distill")
+    assert status == 1
+    assert "cats.json" in said.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(("broken", "status"), [(1, 0), (20, 1)])
+def test_broken_images_are_skipped_up_to_a_limit(valora_train, tmp_path, broken, status):
+    overrides = write_coco(tmp_path / "cats", broken=broken)
+    got, said = valora_train(*overrides, "command=distill")
+    assert got == status
+    if status:
+        assert "do not decode" in said
+
+
+def test_data_that_is_not_there(valora_train):
+    status, said = valora_train(
+        "+domain@domains.cat=coco", *LABELLED, "domains.cat.source.path=no.json", "command=teach"
+    )
+    assert status == 1
+    assert "no.json does not exist" in said
+
+
+def test_a_file_that_is_no_teacher(valora_train, tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "best.png")
+    (tmp_path / "best.png").rename(tmp_path / "best.pt")
+    overrides = write_coco(tmp_path / "cats")
+    status, said = valora_train(*overrides, "domains.cat.teacher=best.pt", "command=teach")
+    assert status == 1
+    assert "best.pt" in said.strip().splitlines()[-1]
+
+
+def test_an_interrupt_says_how_to_go_on(valora_train, tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("valora_train.stages.data.build_data", interrupt)
+    status, said = valora_train(*write_coco(tmp_path / "cats"), "command=teach")
+    assert status == 130
+    assert "run the same command again" in said
+
+
+def test_several_runs_by_multirun(valora_train, tmp_path):
+    overrides = write_coco(tmp_path / "cats")
+    status, said = valora_train("-m", *overrides, "domains.cat.source.seed=1,2", "command=distill")
+    assert status == 0, said
+    assert len(list((tmp_path / ".valora").glob("distill-cat-*[0-9a-f]"))) == 2
+
+
+def test_help_lists_the_choices(valora_train, capfd, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["valora-train", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    shown = capfd.readouterr().out
+    assert "detection" in shown
+    assert "rehearsal" in shown

@@ -1,0 +1,1 @@
+"""What a request can name: adapters, heads and domains."""

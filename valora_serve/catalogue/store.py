@@ -1,0 +1,308 @@
+"""What requests can name: the base model, adapters, and the domains of bundles.
+
+Reading and checking is slow and may happen in any thread (`stage_adapter`, `stage_bundle`); what
+was staged becomes visible at once, or not at all (`commit`).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from valora_data.contract.bundle import base_hash, check_base, read_bundle
+from valora_data.errors import BundleError
+from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, Adapter, ModelTargets, read_adapter
+from valora_serve.catalogue.heads import Head, read_head
+from valora_serve.errors import AdapterError, BusyError, UnknownModelError
+from valora_serve.types import ServedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from valora_data.contract.bundle import Bundle
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """What a request runs on; it stays valid for the request if the name is unloaded meanwhile.
+
+    Attributes:
+        model: How it is listed.
+        adapter: The adapter that acts, without its matrices; None for the base model.
+        head: The domain's head, None if it generates.
+    """
+
+    model: ServedModel
+    adapter: Adapter | None = None
+    head: Head | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Staged:
+    """Something that was read and checked, and is not yet served.
+
+    Attributes:
+        bundle: Name of the bundle, None for a plain adapter.
+        targets: What will be nameable: adapters first, then domains.
+        adapters: With their matrices, by content hash.
+        folder: Of the bundle or adapter.
+    """
+
+    bundle: str | None
+    targets: tuple[Target, ...]
+    adapters: Mapping[str, Adapter]
+    folder: Path
+
+
+@dataclass(slots=True)
+class _Bundle:
+    folder: Path
+    names: frozenset[str] = field(default_factory=frozenset)
+
+
+class Store:
+    """What can be named.
+
+    Adapters of a bundle are named ``bundle/adapter``; domains have their own names, which no two
+    bundles share.
+
+    Args:
+        base: Id of the base model.
+        targets: What can be adapted in it.
+        width: Size of its hidden states.
+        device: Where heads run.
+    """
+
+    def __init__(
+        self, base: str, targets: ModelTargets, *, width: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self.base = base
+        self._targets, self._width, self._device = targets, width, device
+        self._base_hash: str | None = None
+        listed = ServedModel(name=base, kind="base", root=base, loaded_at=time.time())
+        self._base = Target(listed)
+        self._named: dict[str, Target] = {}
+        self._bundles: dict[str, _Bundle] = {}
+
+    def resolve(self, name: str | None) -> Target:
+        """What a name stands for; the base model for its own id, and for None.
+
+        Raises:
+            UnknownModelError: Nothing; the message lists what there is.
+        """
+        if name is None or name == self.base:
+            return self._base
+        if name not in self._named:
+            known = ", ".join([self.base, *self._named])
+            raise UnknownModelError(f"no model is named {name}: use one of {known}")
+        return self._named[name]
+
+    def models(self) -> list[ServedModel]:
+        """What can be named: the base model first, then adapters, then domains."""
+        listed = [target.model for target in self._named.values()]
+        return [self._base.model, *sorted(listed, key=lambda model: model.kind == "domain")]
+
+    @property
+    def bundles(self) -> dict[str, Path]:
+        """Bundles that are served, by name."""
+        return {name: bundle.folder for name, bundle in self._bundles.items()}
+
+    @property
+    def adapters(self) -> dict[str, Adapter]:
+        """Adapters that something nameable needs, without matrices, by content hash."""
+        return {
+            target.adapter.content: target.adapter
+            for target in self._named.values()
+            if target.adapter is not None
+        }
+
+    def stage_adapter(self, name: str, folder: Path) -> Staged:
+        """Read and check a plain PEFT folder; nothing changes.
+
+        Raises:
+            AdapterError: It cannot be served, or the name cannot be had.
+        """
+        self._check_name(name)
+        adapter = read_adapter(folder, self._targets)
+        model = ServedModel(
+            name=name,
+            kind="adapter",
+            root=str(folder),
+            parent=self.base,
+            adapter=name,
+            rank=adapter.rank,
+            loaded_at=time.time(),
+        )
+        target = Target(model, _light(adapter))
+        return Staged(None, (target,), {adapter.content: adapter}, folder)
+
+    def stage_bundle(self, folder: Path) -> Staged:
+        """Read a bundle, verify every file of it, and check all its adapters and heads.
+
+        Raises:
+            AdapterError: It is no bundle, was changed, is for another base model, or a part of it
+                cannot be served.
+        """
+        try:
+            bundle = read_bundle(folder)
+            self._base_hash = self._base_hash or base_hash(self.base)
+            check_base(bundle, self.base, self._base_hash)
+            return self._stage(bundle)
+        except BundleError as error:
+            raise AdapterError(str(error)) from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise AdapterError(
+                f"bundle {folder}: its manifest is damaged ({error!r}): export it again"
+            ) from error
+
+    def _stage(self, bundle: Bundle) -> Staged:
+        label = f"{bundle.name}@{bundle.version}"
+        loaded_at = time.time()
+        adapters: dict[str, Adapter] = {}
+        listed: dict[str, Target] = {}
+        for short, facts in bundle.adapters.items():
+            self._check_name(name := f"{bundle.name}/{short}")
+            place = facts["path"]
+            for file in (CONFIG, WEIGHTS):
+                _verified(bundle, f"{place}/{file}")
+            adapter = read_adapter(bundle.folder / place, self._targets)
+            adapters[adapter.content] = adapter
+            model = ServedModel(
+                name=name,
+                kind="adapter",
+                root=str(bundle.folder / place),
+                parent=self.base,
+                adapter=name,
+                bundle=label,
+                rank=adapter.rank,
+                loaded_at=loaded_at,
+            )
+            listed[short] = Target(model, _light(adapter))
+        domains = [
+            self._domain(bundle, name, facts, listed[facts["adapter"]])
+            for name, facts in bundle.domains.items()
+        ]
+        return Staged(bundle.name, (*listed.values(), *domains), adapters, bundle.folder)
+
+    def _domain(self, bundle: Bundle, name: str, facts: dict[str, Any], by: Target) -> Target:
+        self._check_name(name)
+        labels = tuple(str(label) for label in facts.get("labels") or ())
+        head = None
+        if facts.get("head"):
+            head = read_head(_verified(bundle, facts["head"]), self._width).to(self._device)
+            if labels and head.labels != labels:
+                raise AdapterError(
+                    f"bundle {bundle.folder}: domain {name} has labels {list(labels)}, its head "
+                    f"{list(head.labels)}; export it again"
+                )
+            if facts.get("threshold") is not None:
+                head = replace(head, threshold=float(facts["threshold"]))
+        accuracy = facts.get("accuracy") or {}
+        test, required = accuracy.get("test"), facts.get("required")
+        model = ServedModel(
+            name=name,
+            kind="domain",
+            root=str(bundle.folder),
+            parent=by.model.name,
+            adapter=by.model.name,
+            head=None if head is None else head.kind,
+            task=facts.get("task"),
+            labels=labels or (() if head is None else head.labels),
+            metric=facts.get("metric"),
+            accuracy=None if test is None else float(test),
+            required=None if required is None else float(required),
+            prompt=facts.get("prompt"),
+            bundle=f"{bundle.name}@{bundle.version}",
+            rank=by.model.rank,
+            loaded_at=by.model.loaded_at,
+        )
+        return Target(model, by.adapter, head)
+
+    def _check_name(self, name: str) -> None:
+        if not name or name != name.strip() or not name.isprintable():
+            raise AdapterError(f"{name!r} cannot be a name: use visible characters")
+        if name == self.base:
+            raise AdapterError(f"{name} is the base model's name: choose another one")
+
+    def commit(self, staged: Staged) -> list[ServedModel]:
+        """Make what was staged nameable; a bundle or adapter of the same name is replaced.
+
+        Raises:
+            AdapterError: Another bundle or adapter has one of the names; nothing changes then.
+        """
+        names = [target.model.name for target in staged.targets]
+        replaced: frozenset[str] = frozenset()
+        if staged.bundle in self._bundles:
+            replaced = self._bundles[staged.bundle].names
+        elif staged.bundle is None and self._bundle_of(names[0]) is None:
+            replaced = frozenset(names)
+        doubled = [name for name in names if names.count(name) > 1]
+        taken = [name for name in names if name in self._named and name not in replaced]
+        if doubled or taken:
+            name = (doubled or taken)[0]
+            raise AdapterError(
+                f"{staged.folder} brings {name}, which is the name of something else that is "
+                "served: unload that first, or rename it"
+            )
+        kept = {name: target for name, target in self._named.items() if name not in replaced}
+        self._named = kept | dict(zip(names, staged.targets, strict=True))
+        if staged.bundle is not None:
+            self._bundles[staged.bundle] = _Bundle(staged.folder, frozenset(names))
+        return [target.model for target in staged.targets]
+
+    def unregister_adapter(self, name: str) -> ServedModel:
+        """Forget a plain adapter.
+
+        Raises:
+            UnknownModelError: No adapter has this name.
+            BusyError: A bundle's domains need it.
+        """
+        target = self._named.get(name)
+        if target is None or target.model.kind != "adapter":
+            known = [model.name for model in self.models() if model.kind == "adapter"]
+            raise UnknownModelError(f"no adapter is named {name}: known are {known}")
+        if (bundle := self._bundle_of(name)) is not None:
+            raise BusyError(f"adapter {name} belongs to bundle {bundle}: unload that")
+        # A new one: other threads may be going over the old one.
+        self._named = {key: one for key, one in self._named.items() if key != name}
+        return target.model
+
+    def unregister_bundle(self, name: str) -> list[ServedModel]:
+        """Forget a bundle with its adapters and domains.
+
+        Args:
+            name: Its name, with or without ``@version``.
+
+        Raises:
+            UnknownModelError: No bundle has this name.
+        """
+        short, _, version = name.partition("@")
+        bundle = self._bundles.get(short)
+        labels = {self._named[n].model.bundle for n in bundle.names} if bundle else set()
+        if bundle is None or (version and name not in labels):
+            raise UnknownModelError(f"no bundle is named {name}: known are {list(self._bundles)}")
+        gone = [one.model for n, one in self._named.items() if n in bundle.names]
+        self._named = {n: one for n, one in self._named.items() if n not in bundle.names}
+        del self._bundles[short]
+        return gone
+
+    def _bundle_of(self, name: str) -> str | None:
+        return next((key for key, bundle in self._bundles.items() if name in bundle.names), None)
+
+
+def _light(adapter: Adapter) -> Adapter:
+    return replace(adapter, modules={})
+
+
+def _verified(bundle: Bundle, name: str) -> Path:
+    """A file of a bundle that its manifest vouches for."""
+    if name not in bundle.manifest["files"]:
+        raise AdapterError(
+            f"bundle {bundle.folder} uses {name}, of which its manifest has no sha256: export it "
+            "again"
+        )
+    return bundle.folder / name

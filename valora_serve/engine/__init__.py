@@ -1,0 +1,1 @@
+"""Requests in, batches through the model, answers out."""

@@ -1,0 +1,294 @@
+"""The engine behind an event loop: what the server talks to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import logging
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from valora_serve.errors import CancelledRequestError, RequestError, ServeError, StoppedError
+from valora_serve.types import EngineStats, Finish, Output, Times
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from valora_serve.engine.engine import Engine
+    from valora_serve.types import Request, ServedModel
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_Listener: TypeAlias = "tuple[asyncio.AbstractEventLoop, asyncio.Queue[Output]]"
+
+PAUSE = 0.001
+"""Seconds between looks at adapters that are on their way while there is nothing to compute."""
+
+
+class AsyncEngine:
+    """Runs an `Engine` in a thread of its own; implements `types.EngineClient`.
+
+    Tokens and pixels are prepared in another thread, so that the engine's only computes.
+
+    Args:
+        engine: The engine; nobody else uses it from now on.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._calls: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._draining = False
+        self._failed: str | None = None
+        # None: nobody listens any more, but the engine has not ended it yet.
+        self._queues: dict[str, _Listener | None] = {}
+        self._closing = threading.Lock()
+        self._closed = False
+        # One thread: the tokenizer is not made for two, and the engine's thread wants its core.
+        self._preparing = ThreadPoolExecutor(1, "prepare")
+        self._loading = ThreadPoolExecutor(1, "load")
+        self._stats = engine.stats()
+        # Detokenizing happens in the engine's thread.
+        self._tokenizer = copy.deepcopy(engine.lmm.tokenizer)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ the engine's thread
+
+    def _run(self) -> None:
+        engine = self._engine
+        try:
+            while not self._stopping:
+                while self._calls:
+                    self._calls.popleft()()
+                if not engine.busy:
+                    self._stats = engine.stats()
+                    self._wake.wait()
+                    self._wake.clear()
+                    continue
+                self._deliver(engine.step())
+                self._stats = engine.stats()
+                if engine.stalled:
+                    self._wake.wait(PAUSE)
+                    self._wake.clear()
+        except Exception as error:
+            log.exception("the engine has failed")
+            self._failed = f"the engine has failed ({error}): restart the server"
+        finally:
+            self._failed = self._failed or "the engine is stopped"
+            self._fail_all(self._failed)
+            with self._closing:
+                self._closed = True
+            while self._calls:
+                self._calls.popleft()()
+            self._stats = engine.stats()
+            engine.close()
+
+    def _fail_all(self, reason: str) -> None:
+        """Tell everybody who listens, also where the engine's books are beyond repair."""
+        try:
+            self._deliver(self._engine.fail_all(reason))
+        except Exception:
+            log.exception("ending the requests of the failed engine")
+        now = time.monotonic()
+        failed = StoppedError(reason)
+        for request_id in tuple(self._queues):
+            times = Times(now, finished=now)
+            wrong = Output(request_id, finish=Finish.ERROR, error=failed, times=times)
+            self._deliver([wrong])  # who has ended already does not listen
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        """Hand news to the event loops, one call for each loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Output], Output]]] = {}
+        for output in outputs:
+            waiting = self._queues.get(output.id)
+            if waiting is not None:
+                by_loop.setdefault(waiting[0], []).append((waiting[1], output))
+            elif output.finish is not None:
+                self._queues.pop(output.id, None)
+        for loop, news in by_loop.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+                loop.call_soon_threadsafe(_put, news)
+
+    def _call(self, function: Callable[[], T]) -> Future[T]:
+        """Have the engine's thread do something between two steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            if self._failed is not None:
+                future.set_exception(StoppedError(self._failed))
+                return
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001 - it is the caller's
+                future.set_exception(error)
+
+        with self._closing:
+            if not self._closed:
+                self._calls.append(run)
+                self._wake.set()
+                return future
+        future.set_exception(StoppedError(self._failed or "the engine is stopped"))
+        return future
+
+    # ------------------------------------------------------------------ requests
+
+    async def generate(self, request: Request) -> AsyncIterator[Output]:
+        """Ask; see `types.EngineClient`."""
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[Output] = asyncio.Queue()
+        arrival = time.monotonic()
+        if request.id in self._queues:
+            yield _failure(request, RequestError(f"request id {request.id} is in use"), arrival)
+            return
+        self._queues[request.id] = (loop, queue)
+        done = False
+        try:
+            self._check_open()
+            prepared = await loop.run_in_executor(self._preparing, self._engine.prepare, request)
+            await asyncio.wrap_future(self._call(lambda: self._engine.add(prepared)))
+            while not done:
+                output = await queue.get()
+                done = output.finish is not None
+                yield output
+        except ServeError as error:
+            done = True
+            yield _failure(request, error, arrival)
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except Exception as error:
+            done = True
+            log.exception("request %s", request.id)
+            yield _failure(request, ServeError(f"request {request.id} failed: {error}"), arrival)
+        finally:
+            if done or self._closed:
+                del self._queues[request.id]
+            else:
+                # Nobody may have its id before it has ended: what it still says would be taken
+                # for the other's.
+                self._queues[request.id] = None
+                # Behind `add` in the same queue of calls, so it finds what that has added.
+                self._call(lambda: self._abandon(request.id))
+
+    def _abandon(self, request_id: str) -> None:
+        if not self._engine.cancel(request_id):
+            self._queues.pop(request_id, None)
+
+    async def warm_up(self) -> None:
+        """Capture decode steps and measure the machine; see `Engine.warm_up`."""
+        await asyncio.wrap_future(self._call(self._engine.warm_up))
+
+    def _check_open(self) -> None:
+        if self._failed is not None or self._draining:
+            raise StoppedError(self._failed or "the server is shutting down: ask another one")
+
+    async def cancel(self, request_id: str) -> bool:
+        """End a request; False if there is none of this id."""
+        return await asyncio.wrap_future(self._call(lambda: self._engine.cancel(request_id)))
+
+    # ------------------------------------------------------------------ models
+
+    def models(self) -> list[ServedModel]:
+        """What can be named."""
+        return self._engine.store.models()
+
+    def stats(self) -> EngineStats:
+        """How the engine is doing, as of its last step."""
+        return self._stats
+
+    async def load_adapter(self, name: str, folder: Path) -> ServedModel:
+        """Load a PEFT folder under a name; see `types.EngineClient`."""
+        await self._load(folder, name)
+        return next(model for model in self.models() if model.name == name)
+
+    async def load_bundle(self, folder: Path) -> list[ServedModel]:
+        """Verify and load a bundle; see `types.EngineClient`."""
+        names = await self._load(folder, None)
+        return [model for model in self.models() if model.name in names]
+
+    async def _load(self, folder: Path, name: str | None) -> list[str]:
+        engine = self._engine
+        loop = asyncio.get_running_loop()
+
+        def read() -> Any:
+            store = engine.store
+            staged = (
+                store.stage_bundle(folder) if name is None else store.stage_adapter(name, folder)
+            )
+            return staged, engine.pack(staged)
+
+        staged, packed = await loop.run_in_executor(self._loading, read)
+        return await asyncio.wrap_future(self._call(lambda: engine.register(staged, packed)))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; see `types.EngineClient`."""
+        engine = self._engine
+        await asyncio.wrap_future(self._call(lambda: engine.unregister(name, bundle=False)))
+
+    async def unload_bundle(self, name: str) -> None:
+        """Forget a bundle, its domains and adapters."""
+        engine = self._engine
+        await asyncio.wrap_future(self._call(lambda: engine.unregister(name, bundle=True)))
+
+    # ------------------------------------------------------------------ facts
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text."""
+        return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    @property
+    def tokenizer(self) -> Any:
+        """The base model's tokenizer; a copy for the event loop's thread."""
+        return self._tokenizer
+
+    @property
+    def base(self) -> str:
+        """Id of the base model."""
+        return self._engine.lmm.base
+
+    @property
+    def context(self) -> int:
+        """Longest prompt and answer together, in tokens."""
+        return self._engine.context
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine's loop runs."""
+        return self._failed is None and self._thread.is_alive()
+
+    async def close(self, drain: float = 0.0) -> None:
+        """Take nothing new, give running requests `drain` seconds, then stop."""
+        self._draining = True
+        end = time.monotonic() + drain
+        while self._queues and time.monotonic() < end and self.healthy:
+            await asyncio.sleep(0.02)
+        self._stopping = True
+        self._wake.set()
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+        self._preparing.shutdown(wait=False, cancel_futures=True)
+        self._loading.shutdown(wait=False, cancel_futures=True)
+
+
+def _put(news: list[tuple[asyncio.Queue[Output], Output]]) -> None:
+    for queue, output in news:
+        queue.put_nowait(output)
+
+
+def _failure(request: Request, error: ServeError, arrival: float) -> Output:
+    cancelled = isinstance(error, CancelledRequestError)
+    return Output(
+        request.id,
+        finish=Finish.CANCELLED if cancelled else Finish.ERROR,
+        error=error,
+        times=Times(arrival, finished=time.monotonic()),
+    )

@@ -1,0 +1,133 @@
+"""Images of a step, encoded together and kept for later requests."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from valora_kernels.metadata import NONE
+from valora_serve.errors import ImageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Many
+
+    from valora_serve.engine.sequence import Sequence
+    from valora_serve.memory.adapter_memory import AdapterMemory
+    from valora_serve.model.lmm import Features, Visual
+    from valora_serve.model.runner import ModelRunner
+
+log = logging.getLogger(__name__)
+
+
+class Images:
+    """Encodes what is missing, of all requests of a step at once, and remembers it.
+
+    What is kept is known by the image's content and by what of the adapter changes its encoding.
+
+    Args:
+        runner: Runs the encoder.
+        adapters: Where the slots of adapters are found.
+        most_bytes: Most bytes to keep.
+
+    Attributes:
+        queries: Images looked up.
+        hits: Of them found.
+        held_bytes: Bytes kept now.
+    """
+
+    def __init__(self, runner: ModelRunner, adapters: AdapterMemory, most_bytes: int) -> None:
+        self.queries = self.hits = self.held_bytes = 0
+        self._runner, self._adapters, self._most = runner, adapters, most_bytes
+        self._kept: OrderedDict[bytes, Features] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Images kept."""
+        return len(self._kept)
+
+    def encode(self, shares: Many[tuple[Sequence, int]]) -> list[tuple[Sequence, ImageError]]:
+        """Fill in `features` of the images that these shares of a step reach.
+
+        Args:
+            shares: Requests and how many of their tokens the step computes.
+
+        Returns:
+            Requests with an image that cannot be encoded, once each, and why.
+        """
+        groups: dict[tuple[object, ...], list[tuple[Sequence, int]]] = {}
+        for sequence, count in shares:
+            end = sequence.computed + count
+            for number, visual in enumerate(sequence.prompt.visuals):
+                reached = sequence.computed <= visual.at[-1] and visual.at[0] < end
+                if number in sequence.features or not reached or self._found(sequence, number):
+                    continue
+                pixels = next(iter(visual.tensors.values()))
+                ragged = len(visual.tensors) > 1  # patches of images of any sizes are concatenated
+                shape = None if ragged else pixels.shape[1:]
+                groups.setdefault((visual.kind, shape), []).append((sequence, number))
+        broken: dict[str, tuple[Sequence, ImageError]] = {}
+        for members in groups.values():
+            self._encode_group(members, broken)
+        return list(broken.values())
+
+    def _found(self, sequence: Sequence, number: int) -> bool:
+        key = _key(sequence, number)
+        self.queries += 1
+        features = self._kept.get(key)
+        if features is None:
+            return False
+        self._kept.move_to_end(key)
+        self.hits += 1
+        sequence.features[number] = features
+        return True
+
+    def _encode_group(
+        self,
+        members: Many[tuple[Sequence, int]],
+        broken: dict[str, tuple[Sequence, ImageError]],
+    ) -> None:
+        """Encode together; if that fails one by one, so that it hits only whose image it is."""
+        try:
+            self._take(members)
+        except Exception:  # noqa: BLE001 - whatever it is, find out whose image it is
+            for member in members:
+                sequence = member[0]
+                try:
+                    self._take([member])
+                except Exception as error:
+                    log.exception("encoding an image of request %s", sequence.id)
+                    wrong = ImageError(f"an image cannot be encoded: {error}")
+                    broken.setdefault(sequence.id, (sequence, wrong))
+
+    def _take(self, members: Many[tuple[Sequence, int]]) -> None:
+        distinct: dict[bytes, tuple[Sequence, int]] = {}
+        for sequence, number in members:
+            distinct.setdefault(_key(sequence, number), (sequence, number))
+        slots = [
+            self._adapters.slot(sequence.adapter) if sequence.vision and sequence.adapter else NONE
+            for sequence, _ in distinct.values()
+        ]
+        visuals: list[Visual] = [
+            sequence.prompt.visuals[number] for sequence, number in distinct.values()
+        ]
+        found = dict(zip(distinct, self._runner.encode(visuals, slots), strict=True))
+        for key, features in found.items():
+            self._keep(key, features)
+        for sequence, number in members:
+            sequence.features[number] = found[_key(sequence, number)]
+
+    def _keep(self, key: bytes, features: Features) -> None:
+        size = features.bytes
+        if size > self._most:
+            return
+        if (old := self._kept.pop(key, None)) is not None:
+            self.held_bytes -= old.bytes
+        self._kept[key] = features
+        self.held_bytes += size
+        while self.held_bytes > self._most:
+            _, old = self._kept.popitem(last=False)
+            self.held_bytes -= old.bytes
+
+
+def _key(sequence: Sequence, number: int) -> bytes:
+    return sequence.prompt.visuals[number].key + sequence.vision

@@ -1,0 +1,208 @@
+"""What steps, switches and loads cost on this machine: measured once, then kept (VaLoRA §4.4)."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from valora_kernels.metadata import NONE
+from valora_serve.memory.adapter_memory import State
+from valora_serve.memory.block_manager import Owner
+from valora_serve.model.runner import Work
+from valora_serve.model.sampler import Choice
+from valora_serve.orchestrator.cost_model import CostModel, StepShape, step_shape
+from valora_serve.orchestrator.decision import RequestView
+from valora_serve.types import Mode, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from valora_serve.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+
+DECODE_ROWS = (1, 8, 32, 64, 128, 256, 512)
+CONTEXTS = (32, 512)
+PREFILL_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+FEW_ROWS, FEW_CONTEXTS, FEW_TOKENS = (1, 8, 32), (32,), (64, 256)
+"""What is measured on a CPU, where a start shall not wait for more."""
+
+ADAPTERS = 16
+LOAD_WAIT = 5.0
+REPEATS = 5
+SECONDS = 60.0
+"""Most time to spend; what was measured until then is fitted."""
+
+
+def measure(engine: Engine, seconds: float = SECONDS) -> CostModel:
+    """Measure an engine that has no requests, and fit its cost model.
+
+    Steps of up to 16 of the adapters that it knows are timed in all modes, besides those without
+    any; what cannot be measured here (no adapters, no images) keeps the estimate.
+
+    Args:
+        engine: The engine; afterwards its weights are pristine.
+        seconds: Most time to spend on steps.
+
+    Raises:
+        RuntimeError: The engine has requests.
+    """
+    if engine.busy:
+        raise RuntimeError("profile: expected an engine without requests")
+    start = time.monotonic()
+    loads = _load(engine)
+    points, captured, uncaptured = [], engine.runner.captured_prompts, 0.0
+    if captured and captured[-1] < engine.settings.max_tokens:
+        for _, works, merged in _uncaptured(engine, captured[-1]):
+            _merge(engine, merged)
+            uncaptured = _time(engine, works, merged)
+    for shape, works, merged in _steps(engine):
+        if time.monotonic() - start > seconds:
+            break
+        _merge(engine, merged)
+        points.append((shape, _time(engine, works, merged)))
+    merges, unmerges = [], []
+    for key in sorted(engine.adapters.resident)[:3]:
+        rank = int(engine.adapters.ranks[engine.adapters.slot(key)])
+        for _ in range(REPEATS):
+            merges.append((rank, _switch_time(engine, key)))
+            unmerges.append(_switch_time(engine, None))
+    _merge(engine, None)
+    mergeable = bool(engine.lmm.linears.merged)
+    found = engine.cost.fit(
+        points,
+        machine=engine.machine,
+        model=engine.lmm.base,
+        merges=merges if mergeable else (),
+        unmerges=unmerges if mergeable else (),
+        loads=loads,
+        captured=captured,
+        uncaptured=uncaptured,
+    )
+    log.info("measured %d steps in %.0f s", len(points), time.monotonic() - start)
+    return found
+
+
+def _load(engine: Engine) -> list[tuple[int, float]]:
+    """Bring adapters in; returns rank and seconds of those that were not there."""
+    times = []
+    for key in engine.known_adapters()[:ADAPTERS]:
+        if engine.adapters.state(key) is State.RESIDENT:
+            continue
+        start = time.perf_counter()
+        if not engine.adapters.load(key):
+            break
+        while not engine.adapters.ready(key) and time.perf_counter() - start < LOAD_WAIT:
+            time.sleep(1e-4)
+        seconds = time.perf_counter() - start
+        if key in engine.adapters.resident:
+            times.append((int(engine.adapters.ranks[engine.adapters.slot(key)]), seconds))
+    return times
+
+
+def _steps(engine: Engine) -> Iterator[tuple[StepShape, list[Work], str | None]]:
+    """Steps worth timing: their shape, their rows, and the adapter in the weights."""
+    resident = sorted(engine.adapters.resident)
+    mixes: list[tuple[Mode, str | None, int]] = [(Mode.UNMERGED, None, 0)]
+    if resident:
+        mixes += [(Mode.UNMERGED, None, 1), (Mode.UNMERGED, None, len(resident))]
+        if engine.lmm.linears.merged:
+            mixes.append((Mode.MIXTURE, resident[0], len(resident)))
+    settings, cuda = engine.settings, engine.device.type == "cuda"
+    for mode, merged, distinct in mixes:
+        for context in CONTEXTS if cuda else FEW_CONTEXTS:
+            for rows in DECODE_ROWS if cuda else FEW_ROWS:
+                if rows <= settings.max_requests and context + 1 < engine.context:
+                    yield from _shape(engine, mode, merged, distinct, [(context, 1)] * rows)
+        for tokens in PREFILL_TOKENS if cuda else FEW_TOKENS:
+            if tokens <= min(settings.max_tokens, settings.chunk, engine.context - 1):
+                yield from _shape(engine, mode, merged, distinct, [(0, tokens)])
+                if tokens > 64:  # prompts come beside decoding rows
+                    few = min(8, settings.max_requests - 1)
+                    mixed = [(0, tokens - few), *[(256, 1)] * few]
+                    yield from _shape(engine, mode, merged, distinct, mixed)
+
+
+def _uncaptured(
+    engine: Engine, captured: int
+) -> Iterator[tuple[StepShape, list[Work], str | None]]:
+    """The smallest step that no graph holds: a few prompts beside many decoding rows."""
+    few = min(4, engine.settings.max_requests)
+    rows = [(CONTEXTS[0], 1)] * min(64, engine.settings.max_requests - few)
+    prompts = [(0, -(-(captured + 1 - len(rows)) // few))] * few
+    if all(context + tokens < engine.context for context, tokens in (*prompts, *rows)):
+        distinct = len(engine.adapters.resident)
+        yield from _shape(engine, Mode.UNMERGED, None, distinct, [*prompts, *rows])
+
+
+def _shape(
+    engine: Engine,
+    mode: Mode,
+    merged: str | None,
+    distinct: int,
+    rows: list[tuple[int, int]],
+) -> Iterator[tuple[StepShape, list[Work], str | None]]:
+    """One step of the given (context, tokens), its requests spread over adapters."""
+    resident = sorted(engine.adapters.resident)[:distinct]
+    size = engine.settings.block_size
+    needed = sum(-(-(context + tokens) // size) for context, tokens in rows)
+    if needed > engine.pool.free:
+        return
+    pages = engine.pool.take(needed, Owner.KV)
+    if pages is None:
+        return
+    try:
+        choice = Choice(SamplingParams(max_tokens=1))
+        works, batch = [], []
+        rest = iter(pages)
+        for number, (context, tokens) in enumerate(rows):
+            key = resident[number % distinct] if distinct else None
+            slot = NONE if key is None else engine.adapters.slot(key)
+            rank = 0 if key is None else int(engine.adapters.ranks[slot])
+            table = [next(rest) for _ in range(-(-(context + tokens) // size))]
+            decoding = tokens == 1
+            ids = None if decoding else [3 + token % 1000 for token in range(tokens)]
+            works.append(Work(number, context, tokens, ids, table, slot, choice=choice))
+            view = RequestView(
+                str(number), key, rank, 0.0, 0 if decoding else tokens, context=context
+            )
+            batch.append((view, tokens))
+        ranks = {key: int(engine.adapters.ranks[engine.adapters.slot(key)]) for key in resident}
+        yield step_shape(mode, merged, batch, ranks), works, merged
+    finally:
+        for page in pages:
+            engine.pool.give(page)
+
+
+def _time(engine: Engine, works: list[Work], merged: str | None) -> float:
+    """Median seconds of a step: on a GPU among others, each planned while the last is computed."""
+    slot = NONE if merged is None else engine.adapters.slot(merged)
+    repeats, together = (3, 3) if engine.device.type == "cuda" else (2, 1)
+    engine.runner.step(works, slot).read()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(together):
+            last = engine.runner.step(works, slot)
+        last.read()
+        times.append((time.perf_counter() - start) / together)
+    return statistics.median(times)
+
+
+def _merge(engine: Engine, key: str | None) -> None:
+    engine.switch(Mode.UNMERGED if key is None else Mode.MIXTURE, key)
+
+
+def _switch_time(engine: Engine, key: str | None) -> float:
+    cuda = engine.device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize(engine.device)
+    start = time.perf_counter()
+    _merge(engine, key)
+    if cuda:
+        torch.cuda.synchronize(engine.device)
+    return time.perf_counter() - start

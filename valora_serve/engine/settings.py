@@ -1,0 +1,80 @@
+"""Settings of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from valora_serve.orchestrator.decision import PolicySettings
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How the engine runs; the defaults suit one GPU, or a CPU for tests and small models.
+
+    Attributes:
+        base: Base model: ``tiny``, a folder or a hub name.
+        device: ``auto`` takes the GPU if there is one.
+        dtype: ``auto`` is bfloat16 on a GPU and float32 on a CPU.
+        context: Longest prompt and answer together; the model's own if None.
+        block_size: Tokens a page of keys and values.
+        pages: Pages of the unified memory; None for as many as `memory` leaves room for.
+        memory: Share of the GPU's memory to use in all.
+        max_requests: Most requests that run at a time.
+        max_tokens: Most tokens computed in a step.
+        chunk: Most prompt tokens of one request in a step.
+        max_adapters: Most distinct adapters in a step.
+        slots: Most adapters on the device at a time.
+        max_rank: Largest rank of an adapter.
+        host_bytes: Most bytes of adapters kept in host memory.
+        attention: Library that attends, see `valora_serve.model.attention`.
+        graphs: Capture decode steps in CUDA graphs.
+        prompt_graphs: Capture the layers of steps with up to 2,048 rows of prompts as well, most
+            of whose time is the host's otherwise; None for where decode steps are captured.
+        compile: Fuse the small operations of a layer; None for where there is a GPU.
+        overlap: Plan a step while the one before runs; None for where there is a GPU.
+        prefix_cache: Keep computed prefixes for later requests.
+        image_cache_bytes: Most bytes of encoded images kept for later requests.
+        policy: How batches and modes are chosen, see `valora_serve.orchestrator.decision`.
+        policy_settings: Knobs of it.
+        cost_folder: Where the measured costs of this machine are kept; None for the user's cache.
+        profile: Measure the costs at the first start.
+        trace: File that gets one line for every decision; None for none.
+    """
+
+    base: str = "tiny"
+    device: str = "auto"
+    dtype: str = "auto"
+    context: int | None = None
+    block_size: int = 16
+    pages: int | None = None
+    memory: float = 0.9
+    max_requests: int = 256
+    max_tokens: int = 4096
+    chunk: int = 2048
+    max_adapters: int = 64
+    slots: int = 128
+    max_rank: int = 64
+    host_bytes: int = 32 << 30
+    attention: str = "auto"
+    graphs: bool = True
+    prompt_graphs: bool | None = None
+    compile: bool | None = None
+    overlap: bool | None = None
+    prefix_cache: bool = True
+    image_cache_bytes: int = 1 << 30
+    policy: str = "cost"
+    policy_settings: PolicySettings = field(default_factory=PolicySettings)
+    cost_folder: str | None = None
+    profile: bool = True
+    trace: str | None = None
+
+    def __post_init__(self) -> None:
+        least = {
+            "block_size": 1, "max_requests": 1, "max_tokens": 1, "chunk": 1, "max_adapters": 1,
+            "slots": 1, "max_rank": 1,
+        }  # fmt: skip
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"{name}: expected at least {low}, got {getattr(self, name)}")
+        if not 0 < self.memory <= 1:
+            raise ValueError(f"memory: expected a share in (0, 1], got {self.memory}")

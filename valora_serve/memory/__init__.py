@@ -1,0 +1,1 @@
+"""One page pool for keys, values and adapter weights."""

@@ -1,0 +1,366 @@
+"""Unified memory: keys and values and adapters in one tensor of equal pages (S-LoRA §5.1).
+
+A page has room for the keys and values of `block_size` tokens in all layers. The attention sees a
+page as a block of every layer; LoRA sees a page as room for rank rows, one after another, whose
+places address tables name. So any adapter fits while enough pages are free.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from valora_kernels.weights import LoraWeights
+from valora_serve.errors import AdapterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from valora_serve.catalogue.adapters import Adapter
+    from valora_serve.model.linears import GroupSpec
+
+ALIGNMENT = 8
+"""Elements at whose multiples a rank row starts within its page: 16 bytes at 16 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageShape:
+    """What a page holds as keys and values.
+
+    Attributes:
+        block_size: Tokens.
+        layers: Layers of the language model.
+        kv_heads: Heads of keys and values.
+        head_dim: Width of a head.
+    """
+
+    block_size: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def elements(self) -> int:
+        """Elements of a page."""
+        return self.block_size * self.layers * 2 * self.kv_heads * self.head_dim
+
+
+class UnifiedMemory:
+    """One tensor of pages, and the two ways to see it.
+
+    Args:
+        pages: How many.
+        page: What a page holds.
+        groups: Linears that adapters can change.
+        slots: Adapters on the device at a time.
+        max_rank: Largest rank.
+        dtype: Of keys, values and adapters.
+        device: Where.
+
+    Attributes:
+        pages: How many.
+        page: What a page holds.
+        groups: The groups, by name.
+        slots: Adapters on the device at a time.
+        max_rank: Largest rank.
+        storage: [pages · elements of a page + zeros] flat; behind the pages lie zeros that absent
+            rank rows are read from.
+        kv: For each layer views of keys and values, each [pages, block_size, kv_heads, head_dim].
+        lora: For each group where its adapters' rank rows are: address tables into `storage`.
+
+    Raises:
+        ValueError: A page is too small for the widest rank row.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        page: PageShape,
+        groups: Sequence[GroupSpec],
+        *,
+        slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        widest = max((max(group.in_features, *group.out_features) for group in groups), default=0)
+        if widest > page.elements:
+            needed = -(-widest * page.block_size // page.elements)
+            raise ValueError(
+                f"block_size: a page of {page.elements} elements is too small for a rank row of "
+                f"{widest}; use blocks of at least {needed} tokens"
+            )
+        self.pages, self.page = pages, page
+        self.slots, self.max_rank = slots, max_rank
+        self.groups = {group.name: group for group in groups}
+        # Zeros, as a masked-out value must be finite; they cost nothing that matters.
+        self.storage = torch.zeros(pages * page.elements + widest, dtype=dtype, device=device)
+        shape = (pages, page.layers, 2, page.block_size, page.kv_heads, page.head_dim)
+        blocks = self.storage[: pages * page.elements].view(shape)
+        self.kv = [(blocks[:, layer, 0], blocks[:, layer, 1]) for layer in range(page.layers)]
+        self._zeros = pages * page.elements
+        count = sum(len(group.out_features) for group in groups)
+        self._tables = torch.full(
+            (2, count, slots, max_rank), self._zeros, dtype=torch.int64, device=device
+        )
+        # What loading needs is there from the start, as allocating pinned memory waits for the
+        # device. A slot's part is written again only after its last copy.
+        self._on_host = torch.zeros(
+            (slots, 2, count, max_rank),
+            dtype=torch.int64,
+            pin_memory=self.storage.is_cuda,
+        )
+        self._table = torch.zeros_like(self._on_host[0], device=device)
+        self._projections: dict[str, tuple[int, int, int]] = {}  # module: number, inputs, outputs
+        self.lora: dict[str, LoraWeights] = {}
+        first = 0
+        for group in groups:
+            stop = first + len(group.out_features)
+            self.lora[group.name] = LoraWeights(
+                in_features=group.in_features,
+                out_features=group.out_features,
+                slots=slots,
+                max_rank=max_rank,
+                a=self.storage,
+                b=self.storage,
+                a_table=self._tables[0, first:stop],
+                b_table=self._tables[1, first:stop],
+            )
+            for number, (module, width) in enumerate(
+                zip(group.modules, group.out_features, strict=True), start=first
+            ):
+                self._projections[module] = (number, group.in_features, width)
+            first = stop
+        self._layouts: dict[tuple[tuple[str, int], ...], Layout] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.storage.device
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return self.page.elements * self.storage.element_size()
+
+    def layout(self, ranks: Mapping[str, int]) -> Layout:
+        """Where the rank rows of an adapter lie within its pages.
+
+        Args:
+            ranks: Rank by module.
+        """
+        key = tuple((module, ranks[module]) for module in self._projections if module in ranks)
+        if key not in self._layouts:
+            self._layouts[key] = self._lay_out(key)
+        return self._layouts[key]
+
+    def _lay_out(self, ranks: Sequence[tuple[str, int]]) -> Layout:
+        size = self.page.elements
+        most = max(rank for _, rank in ranks)
+        place = np.full((2, self._tables.shape[1], most), -1, dtype=np.int64)
+        runs = []
+        end = 0
+        for module, rank in ranks:
+            number, inputs, outputs = self._projections[module]
+            for part, width in enumerate((inputs, outputs)):
+                step = min(-(-width // ALIGNMENT) * ALIGNMENT, size)
+                row = 0
+                while row < rank:
+                    room = (size - end % size) // step
+                    if not room:
+                        end += size - end % size
+                        continue
+                    count = min(room, rank - row)
+                    place[part, number, row : row + count] = end + step * np.arange(count)
+                    runs.append(Run(module, part, row, count, end, step))
+                    row += count
+                    end += count * step
+        return Layout(
+            pages=-(-end // size),
+            elements=end,
+            runs=tuple(runs),
+            present=place >= 0,
+            page=np.where(place >= 0, place // size, 0),
+            offset=np.where(place >= 0, place % size, 0),
+        )
+
+    def pack(self, adapter: Adapter) -> PackedAdapter:
+        """Lay an adapter out in host memory as its pages will hold it; any thread may.
+
+        A module whose scaling differs from the adapter's has the quotient folded into B, in fp32
+        before the one rounding to the memory's dtype.
+
+        Raises:
+            AdapterError: Its rank is larger than there is room for, it has more pages than there
+                are, it is of modules that are not served, or a value does not fit into the dtype.
+        """
+        if adapter.rank > self.max_rank:
+            raise AdapterError(
+                f"adapter {adapter.folder} has rank {adapter.rank}, room is for {self.max_rank}: "
+                "start the engine with a larger max_rank"
+            )
+        for module in adapter.modules:
+            if module not in self._projections:
+                raise AdapterError(
+                    f"adapter {adapter.folder} changes {module}, which this engine cannot adapt"
+                )
+        layout = self.layout({module: len(pair.a) for module, pair in adapter.modules.items()})
+        if layout.pages > self.pages:
+            raise AdapterError(
+                f"adapter {adapter.folder} needs {layout.pages} pages, there are {self.pages}: "
+                "start the engine with more memory"
+            )
+        buffer = _host_memory(layout.elements, self.storage.dtype)
+        for run in layout.runs:
+            pair = adapter.modules[run.module]
+            rows = (pair.a if run.part == 0 else pair.b.T)[run.first : run.first + run.count]
+            if run.part == 1 and pair.scaling != adapter.scaling:
+                rows = rows.float() * (pair.scaling / adapter.scaling)
+            end = run.place + run.count * run.step
+            buffer[run.place : end].view(run.count, run.step)[:, : rows.shape[1]] = rows
+        if not bool(buffer.abs().max().isfinite()):  # of a NaN it is NaN; much faster than all()
+            raise AdapterError(
+                f"adapter {adapter.folder} has values that do not fit into {buffer.dtype}: serve "
+                "it in another dtype"
+            )
+        packed = PackedAdapter(
+            content=adapter.content,
+            rank=adapter.rank,
+            scaling=adapter.scaling,
+            groups=frozenset(
+                name
+                for name, group in self.groups.items()
+                if any(module in adapter.modules for module in group.modules)
+            ),
+            layout=layout,
+            buffer=buffer,
+        )
+        if self.device.type == "cuda":
+            _pin(packed)
+        return packed
+
+    def write(self, packed: PackedAdapter, pages: Sequence[int], slot: int) -> None:
+        """Copy an adapter into its pages and make a slot name them; all on the current stream.
+
+        Args:
+            packed: The adapter.
+            pages: As many as its layout says, all its own.
+            slot: Which one.
+        """
+        size = self.page.elements
+        layout = packed.layout
+        for number, page in enumerate(pages):
+            part = packed.buffer[number * size : (number + 1) * size]
+            start = page * size
+            self.storage[start : start + len(part)].copy_(part, non_blocking=True)
+        held = np.asarray(pages, dtype=np.int64)
+        rows = np.where(layout.present, held[layout.page] * size + layout.offset, self._zeros)
+        table = self._on_host[slot]
+        table.fill_(self._zeros)
+        table[:, :, : packed.rank] = torch.from_numpy(rows)
+        self._table.copy_(table, non_blocking=True)
+        self._tables[:, :, slot] = self._table
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rank rows that lie one after the other in a page.
+
+    Attributes:
+        module: Whose.
+        part: 0 for A, 1 for Bᵀ.
+        first: First row.
+        count: Rows.
+        place: Where the first one starts.
+        step: Elements from one to the next.
+    """
+
+    module: str
+    part: int
+    first: int
+    count: int
+    place: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Where rank rows lie within an adapter's pages; the same for all adapters of its ranks.
+
+    Attributes:
+        pages: Pages that it takes.
+        elements: From its first page's start to its last row's end.
+        runs: The rows in order.
+        present: [2, projections, rank] bool, whether there is such a row of A and of Bᵀ.
+        page: [2, projections, rank] int64, in which of the adapter's pages.
+        offset: [2, projections, rank] int64, where in that page.
+    """
+
+    pages: int
+    elements: int
+    runs: tuple[Run, ...]
+    present: NDArray[np.bool_]
+    page: NDArray[np.int64]
+    offset: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class PackedAdapter:
+    """An adapter in host memory, page by page.
+
+    Attributes:
+        content: Its content hash.
+        rank: The largest of its ranks; all its modules have rows up to it, zero ones if need be.
+        scaling: Its scaling.
+        groups: Groups of linears that it changes.
+        layout: Where its rows lie.
+        buffer: [elements] in the memory's dtype; pinned where the memory is on a GPU.
+    """
+
+    content: str
+    rank: int
+    scaling: float
+    groups: frozenset[str]
+    layout: Layout
+    buffer: torch.Tensor
+
+    @property
+    def pages(self) -> int:
+        """Pages that it takes on the device."""
+        return self.layout.pages
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that it takes on the host."""
+        return self.buffer.numel() * self.buffer.element_size()
+
+
+def _host_memory(elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on host pages that belong to nobody else, so that they can be locked one by one."""
+    return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize), dtype=dtype)
+
+
+def _pin(packed: PackedAdapter) -> None:
+    """Lock an adapter's host memory, as long as it lives, for copies that nothing waits for.
+
+    torch's own pinned memory comes in powers of two, which for thousands of adapters is too much.
+    """
+    runtime = torch.cuda.cudart()
+    status = int(runtime.cudaHostRegister(packed.buffer.data_ptr(), packed.bytes, 0))
+    if status != 0:
+        raise AdapterError(
+            f"cannot lock {packed.bytes} bytes of host memory for an adapter (CUDA error "
+            f"{status}): serve fewer adapters, or set a smaller host_bytes"
+        )
+    weakref.finalize(packed, _unpin, packed.buffer).atexit = False
+
+
+def _unpin(buffer: torch.Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())

@@ -1,0 +1,1 @@
+"""Computes: the base model with LoRA, attention, heads and sampling."""

@@ -1,0 +1,1 @@
+"""Decides what each step computes; imports no torch."""

@@ -1,0 +1,563 @@
+"""The policy that minimises predicted latency.
+
+Average latency is the time integral of how many requests there are. So a step that takes τ seconds
+with N requests in the system costs N·τ, and every choice is made on that scale with the cost model:
+
+- **Weights.** Of staying, pristine weights and the most asked-for adapters: what makes the switch
+  and the steps until the batch changes cheapest. A switch therefore happens when it pays.
+- **Prompts.** A step with prompt tokens holds up all that decode. Where two such steps cost more
+  than one twice as long, arrivals are collected: setting up costs C = N·(what one set-up saves), a
+  request that waits costs 1 per second, so √(2λC) of them are taken at once, or when they have
+  together waited for C. Where short chunks hide behind the reading of weights, prompts are cut.
+- **Who stands still.** Few rows of other adapters slow all rows of the merged one down. While they
+  are too few to be worth it, they wait for each other, up to `stall` seconds.
+- **Who goes first.** The shortest remaining job; whose latency limit draws near goes before; who
+  has waited for `patience` goes first of all.
+- **How many.** With τ = a + b·rows, N equal requests end soonest on average in groups of √(a·N/b).
+  When requests of one adapter alone fill such a group, they are one: merged, without a LoRA term.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from itertools import islice
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from valora_serve.orchestrator.batching import FOREVER, Plan
+from valora_serve.orchestrator.cost_model import StepShape
+from valora_serve.orchestrator.policies import BasePolicy, can_merge
+from valora_serve.types import Mode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from valora_serve.orchestrator.cost_model import CostModel
+    from valora_serve.orchestrator.decision import PolicySettings, RequestView, View
+
+CANDIDATES = 2  # adapters considered for merging beside the one that is merged
+HORIZON = 64  # steps ahead that a choice of weights is taken to hold at most
+URGENT = 1.5  # a request is urgent when what is left of its limit is this many times its need
+RECONSIDER = 0.1  # seconds after which an unchanged queue is looked at again
+CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # rows that prompts may be cut for, besides graphs'
+LONE_SHARE = 0.7  # share of all requests from which on an adapter's may be a group of their own
+RATE_NEW = 0.1  # share of the newest gap between arrivals in their mean
+AT_ONCE = 1e-3  # seconds between arrivals that count as one
+
+
+_prompt_left = attrgetter("prompt_left")
+
+
+@dataclass(slots=True)
+class _Group:
+    """What is to be computed for one adapter.
+
+    Attributes:
+        rank: Of the adapter, 0 for the base model.
+        rows: Rows that decode.
+        coming: Rows that will, once their prompts are done.
+        prompt: Prompt tokens.
+    """
+
+    rank: int
+    rows: int = 0
+    coming: int = 0
+    prompt: int = 0
+
+
+class _Load:
+    """What there is to compute, in sum and by adapter; base-model rows bring no LoRA work."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str | None, _Group] = {}
+        self.rows = self.context = self.remaining = 0
+        self.coming = self.going_on = self.prompt = self.images = 0
+        # Ranks summed over rows, over rows to come and over prompt tokens.
+        self._work = self._coming_work = self._prompt_work = 0
+        self._base = self._base_coming = self._base_prompt = 0
+        self._ranks = self._coming_ranks = 0
+
+    def decode(self, request: RequestView) -> None:
+        """Add a decoding row."""
+        rank = request.rank
+        group = self.groups.get(request.adapter)
+        if group is None:
+            group = self.groups[request.adapter] = _Group(rank)
+        if not group.rows:
+            self._ranks += rank
+        group.rows += 1
+        self.rows += 1
+        self.context += request.context
+        self.remaining += request.output_left
+        self._work += rank
+        self._base += request.adapter is None
+
+    def prefill(self, request: RequestView, tokens: int) -> None:
+        """Add prompt tokens, and the row that comes of them."""
+        rank = request.rank
+        base = request.adapter is None
+        group = self.groups.get(request.adapter)
+        if group is None:
+            group = self.groups[request.adapter] = _Group(rank)
+        if not group.rows and not group.coming:
+            self._coming_ranks += rank
+        group.prompt += tokens
+        group.coming += 1
+        self.prompt += tokens
+        self.coming += 1
+        self.going_on += request.output_left > 0
+        self.images += request.images
+        self.remaining += request.output_left
+        self._coming_work += rank
+        self._prompt_work += rank * tokens
+        self._base_coming += base
+        self._base_prompt += tokens * base
+
+    def step(self, adapter: str | None, rank: int, prompt: int) -> StepShape:
+        """The step to come, with this much of the prompts, and this adapter in the weights."""
+        share = prompt / self.prompt if self.prompt else 0.0
+        group = self.groups.get(adapter)
+        terms, work, ranks = self._lora(
+            adapter,
+            rank,
+            self.rows + prompt,
+            self._base + self._base_prompt * share,
+            self._work + self._prompt_work * share,
+            self._ranks + (self._coming_ranks if prompt else 0),
+            0 if group is None else group.rows + group.prompt * share,
+        )
+        return StepShape(
+            Mode.UNMERGED if adapter is None else Mode.MIXTURE,
+            decode=self.rows,
+            prefill=prompt,
+            images=math.ceil(self.images * share),
+            context=self.context,
+            terms=terms,
+            work=work,
+            ranks=ranks,
+        )
+
+    def later(self, adapter: str | None, rank: int) -> StepShape:
+        """The decode steps after it."""
+        group = self.groups.get(adapter)
+        rows = self.rows + self.coming
+        terms, work, ranks = self._lora(
+            adapter,
+            rank,
+            rows,
+            self._base + self._base_coming,
+            self._work + self._coming_work,
+            self._ranks + self._coming_ranks,
+            0 if group is None else group.rows + group.coming,
+        )
+        return StepShape(
+            Mode.UNMERGED if adapter is None else Mode.MIXTURE,
+            decode=rows,
+            context=self.context + self.prompt,
+            terms=terms,
+            work=work,
+            ranks=ranks,
+        )
+
+    @staticmethod
+    def _lora(
+        adapter: str | None,
+        rank: int,
+        tokens: float,
+        base: float,
+        work: float,
+        ranks: int,
+        own: float,
+    ) -> tuple[int, int, int]:
+        """Terms, ranks over terms and over adapters, with `own` of the tokens the adapter's."""
+        terms = tokens - base
+        if adapter is not None:
+            foreign = tokens - own
+            if foreign < 0.5:
+                return 0, 0, 0
+            terms += foreign - own
+            work += (foreign - own) * rank
+            ranks += 0 if own else rank
+        return math.ceil(terms), math.ceil(work), ranks
+
+
+class Cost(BasePolicy):
+    """Chooses weights, prompts and order by predicted latency.
+
+    Args:
+        cost_model: What steps, switches and loads cost.
+        settings: Knobs.
+    """
+
+    def __init__(self, cost_model: CostModel, settings: PolicySettings) -> None:
+        super().__init__(cost_model, settings)
+        self._newest = -math.inf
+        self._gap = self._burst = 1.0
+        self._same = 0
+        self._stalled = False
+        self._ranks: dict[str, int] = {}
+        self._sizes = sorted({*cost_model.captured, *CHUNKS})
+        many, few = StepShape(prefill=1024), StepShape(prefill=512)
+        self._per_token = (cost_model.step(many) - cost_model.step(few)) / 512
+
+    def _plan(self, view: View, waiting: Sequence[RequestView]) -> Plan:
+        self._follow(waiting)
+        chunk = view.limits.chunk
+        load = self._load(view.running, chunk)
+        ready, why = self._ready(view, waiting, load)
+        running, ready, until = self._stall(view, ready)
+        if until < FOREVER:
+            load, why = self._load(running, chunk), "others stand for now"
+        prefilling = load.coming
+        room = view.limits.max_tokens - load.rows
+        for request in ready:
+            if load.prompt >= room:
+                break
+            load.prefill(request, min(request.prompt_left, chunk))
+        adapter, rank, note = self._weights(view, load)
+        budget, held = None, view.now
+        if load.prompt:
+            if not prefilling:
+                held = self._hold(view, load, adapter, rank, ready)
+            if held > view.now:
+                budget, until = 0, min(until, held)
+                why = f"collecting prompts; {why}" if why else "collecting prompts"
+            else:
+                if len(ready) > 1:
+                    ready = self._first(view, running, ready, load)
+                    if len(ready) < load.coming - prefilling:
+                        load = self._load(running, chunk)
+                        for request in ready:
+                            load.prefill(request, min(request.prompt_left, chunk))
+                        adapter, rank, note = self._weights(view, load)
+                budget = min(load.prompt, room)
+                if load.rows:
+                    budget = self._chunk(load, adapter, rank, budget, self._rate(view.now))
+        elif waiting:
+            until = min(until, view.now + RECONSIDER)
+        return Plan(
+            Mode.UNMERGED if adapter is None else Mode.MIXTURE,
+            adapter,
+            running,
+            ready,
+            f"{note}; {why}" if why else note,
+            until,
+            budget=budget,
+        )
+
+    @staticmethod
+    def _load(running: Sequence[RequestView], chunk: int) -> _Load:
+        load = _Load()
+        for request in running:
+            if request.prompt_left:
+                load.prefill(request, min(request.prompt_left, chunk))
+            else:
+                load.decode(request)
+        return load
+
+    # -- who goes first, and how many ---------------------------------------------------------
+
+    def _ready(
+        self, view: View, waiting: Sequence[RequestView], load: _Load
+    ) -> tuple[Sequence[RequestView], str]:
+        """Whom to take in now, best first."""
+        if not waiting:
+            return (), ""
+        running = len(view.running)
+        slots = view.limits.max_requests - running
+        if slots <= 0:
+            return (), "full"
+        resident = view.resident
+        total = running + len(waiting)
+        target, fixed, slope = self._group_size(view, load, total, waiting)
+        admit = min(slots, math.ceil(min(target, total)) - running)
+        if admit >= len(waiting):
+            return [r for r in waiting if r.adapter is None or r.adapter in resident], ""
+        aged = 0
+        too_old = view.now - self.settings.patience
+        for request in waiting:
+            if request.arrival >= too_old:
+                break
+            aged += 1
+        admit = max(admit, min(aged, slots))
+        if admit <= 0:
+            return (), f"{running} at a time end soonest"
+        old = list(islice(waiting, aged))
+        rest = [
+            r for r in islice(waiting, aged, None) if r.adapter is None or r.adapter in resident
+        ]
+        why = "shortest first"
+        if not aged:
+            alone = self._alone(view, load, rest, target)
+            if alone is not None:
+                rest = [r for r in rest if r.adapter == alone]
+                why = f"{alone} alone fills the batch, shortest first"
+        order = self._order(view.now, fixed, slope, min(target, total))
+        return old + heapq.nsmallest(max(0, admit - aged), rest, key=order), why
+
+    def _group_size(
+        self, view: View, load: _Load, total: int, waiting: Sequence[RequestView]
+    ) -> tuple[float, float, float]:
+        """How many at a time end soonest, and the step's fixed and per-row seconds."""
+        rows = max(2, min(total, view.limits.max_requests))
+        some = list(islice(waiting, 32))
+        prompt = sum(r.prompt_left for r in some) / len(some)
+        output = sum(r.output_left for r in some) / len(some)
+        context = load.context / load.rows if load.rows else prompt + output / 2
+        one = self.cost.step(StepShape(decode=1, context=int(context)))
+        many = self.cost.step(StepShape(decode=rows, context=int(context * rows)))
+        slope = max((many - one) / (rows - 1), 1e-9)
+        fixed = max(one - slope, 1e-9)
+        if output < 1 or not self.settings.groups:
+            return FOREVER, fixed, slope  # heads hold no rows; their prompts are cut instead
+        size = math.sqrt(fixed * total / slope)
+        # Small groups give away throughput, which those who are yet to come would miss.
+        service = prompt * self._per_token + output * (fixed / size + slope)
+        idle = 1 - self._rate(view.now) * service
+        return size / max(idle, 1e-3), fixed, slope
+
+    def _alone(
+        self, view: View, load: _Load, rest: Sequence[RequestView], target: float
+    ) -> str | None:
+        """An adapter whose requests alone are enough for the batch."""
+        counts = Counter([r.adapter for r in rest])
+        for adapter, group in load.groups.items():
+            counts[adapter] += group.rows + group.coming
+        able = [(n, a) for a, n in counts.items() if a is not None and can_merge(view, a)]
+        if not able:
+            return None
+        count, adapter = max(able)
+        enough = max(target, LONE_SHARE * counts.total())
+        return adapter if count >= enough else None
+
+    def _due(self, request: RequestView) -> float | None:
+        """When a request must be answered, None for no limit."""
+        limit = request.limit
+        if limit is None and request.domain is not None:
+            limit = self.settings.limits.get(request.domain)
+        if limit is None:
+            return request.deadline
+        due = request.arrival + limit
+        return due if request.deadline is None else min(due, request.deadline)
+
+    def _order(
+        self, now: float, fixed: float, slope: float, target: float
+    ) -> Callable[[RequestView], tuple[int, float]]:
+        """Sort key: urgent requests by when they must be done, then the shortest job."""
+        per_row = slope + fixed / max(1.0, target)
+        per_step = fixed + slope * target
+        per_token = self._per_token
+
+        def key(request: RequestView) -> tuple[int, float]:
+            due = self._due(request)
+            need = request.prompt_left * per_token
+            if due is not None:
+                left = due - now
+                wall = need + request.output_left * per_step
+                if wall <= left < URGENT * wall:
+                    return 0, left
+            return 1, need + request.output_left * per_row
+
+        return key
+
+    def _stall(
+        self, view: View, ready: Sequence[RequestView]
+    ) -> tuple[Sequence[RequestView], Sequence[RequestView], float]:
+        """Let a few requests of other adapters stand still until there are more of them.
+
+        With n rows of the merged adapter, m others, and mixture steps longer by a share o, a step
+        without the others gains n·o and loses m. So it pays while m < n·o; more so if the others
+        then run together. They stand from half of that on, and go on when there are as many, or
+        when one of them has stood for `PolicySettings.stall`. Who has a latency limit never stands.
+
+        Returns:
+            Who may run, who may be taken in, and until when at most.
+        """
+        adapter, now, longest = view.merged, view.now, self.settings.stall
+        everyone = view.running, ready, FOREVER
+        own = [r for r in view.running if r.adapter == adapter and not r.prompt_left]
+        others = [r for r in view.running if r.adapter != adapter]
+        others += [r for r in ready if r.adapter != adapter]
+        stalled, self._stalled = self._stalled, False
+        n, m = len(own), len(others)
+        if adapter is None or not n or not m or any(self._due(r) for r in others):
+            return everyone
+        oldest = min(r.arrival if r.served is None else r.served for r in others)
+        joining = self._rate(now) * longest * m / (n + m)
+        if m > n or now - oldest >= longest or (joining < 1 and not stalled):
+            return everyone
+        load = _Load()
+        for request in own:
+            load.decode(request)
+        alone = self.cost.step(load.step(adapter, 0, 0))
+        for request in others:
+            load.decode(request)
+        mixed = self.cost.step(load.step(adapter, self._ranks.get(adapter, 64), 0))
+        worth = n * (mixed / alone - 1)
+        if m > (worth if stalled else worth / 2):
+            return everyone
+        self._stalled = True
+        return (
+            [r for r in view.running if r.adapter == adapter],
+            [r for r in ready if r.adapter == adapter],
+            oldest + longest,
+        )
+
+    # -- the weights --------------------------------------------------------------------------
+
+    def _weights(self, view: View, load: _Load) -> tuple[str | None, int, str]:
+        """The adapter to have in the weights, its rank, and why."""
+        if not load.groups:
+            return view.merged, self._ranks.get(view.merged or "", 0), "nothing to compute"
+        popular = sorted(
+            ((g.rows + g.coming, g.prompt, a) for a, g in load.groups.items() if a is not None),
+            reverse=True,
+        )[:CANDIDATES]
+        candidates: list[str | None] = [None]
+        if view.merged is not None:
+            candidates.append(view.merged)
+        candidates += [a for _, _, a in popular if a != view.merged and can_merge(view, a)]
+        for adapter, group in load.groups.items():
+            if adapter is not None:
+                self._ranks[adapter] = group.rank
+        rows = load.rows + load.coming
+        steps = min(HORIZON, load.remaining / max(1, rows))
+        # Close calls stay where they are.
+        best, least = view.merged, math.inf
+        for adapter in candidates:
+            rank = self._ranks.get(adapter, 0) if adapter is not None else 0
+            cost = self.cost.switch(view.merged, adapter, rank)
+            cost += self.cost.step(load.step(adapter, rank, load.prompt))
+            cost += steps * self.cost.step(load.later(adapter, rank))
+            if adapter != view.merged:
+                cost += self.settings.hysteresis * self.cost.switch(view.merged, adapter, rank)
+            if cost < least:
+                best, least = adapter, cost
+        rank = self._ranks.get(best, 0) if best is not None else 0
+        chosen = load.groups.get(best)
+        own = chosen.rows + chosen.coming if chosen is not None else 0
+        return best, rank, f"{own} of {rows} rows are of the weights, {least * 1e3:.1f} ms ahead"
+
+    # -- the prompts --------------------------------------------------------------------------
+
+    def _follow(self, waiting: Sequence[RequestView]) -> None:
+        """Follow the gaps between arrivals, and how many arrive at once."""
+        new = []
+        for request in reversed(waiting):
+            if request.arrival <= self._newest:
+                break
+            new.append(request.arrival)
+        for arrival in reversed(new):
+            gap = arrival - self._newest
+            if gap < AT_ONCE:
+                self._same += 1
+                continue
+            if self._newest > -math.inf:
+                self._gap += RATE_NEW * (gap - self._gap)
+                self._burst += RATE_NEW * (self._same - self._burst)
+            self._same = 1
+            self._newest = arrival
+
+    def _rate(self, now: float) -> float:
+        """Requests per second that are to be expected."""
+        return self._burst / max(self._gap, now - self._newest)
+
+    def _hold(
+        self, view: View, load: _Load, adapter: str | None, rank: int, ready: Sequence[RequestView]
+    ) -> float:
+        """Until when to wait for more prompts; no later than now for not at all."""
+        now = view.now
+        if not load.rows or not ready:
+            return now
+        base = self.cost.step(load.step(adapter, rank, 0))
+        once = load.step(adapter, rank, load.prompt)
+        twice = replace(once, prefill=2 * once.prefill, images=2 * once.images)
+        saved = 2 * (self.cost.step(once) - base) - (self.cost.step(twice) - base)
+        if saved <= 0:
+            return now
+        setup = load.rows * saved
+        waited = sum(now - r.arrival for r in ready)
+        if waited >= setup or len(ready) + 0.5 >= math.sqrt(2 * setup * self._rate(now)):
+            return now
+        if any(self._due(r) for r in ready):
+            return now
+        return now + (setup - waited) / len(ready)
+
+    def _first(
+        self,
+        view: View,
+        running: Sequence[RequestView],
+        ready: Sequence[RequestView],
+        load: _Load,
+    ) -> Sequence[RequestView]:
+        """Which of the prompts to compute in this step; the rest comes right after.
+
+        Tried are the shortest 1, 2, 4, … and those of one adapter, which can be merged for them.
+        With k of W prompts first, all W wait for the first step and W − k for the rest.
+        """
+        too_old = view.now - self.settings.patience
+        if any(r.arrival < too_old or self._due(r) is not None for r in ready):
+            return ready
+        ordered = sorted(ready, key=_prompt_left)
+        chunk, total = view.limits.chunk, len(ready)
+        base = self.cost.step(load.step(None, 0, 0))
+        rate = self._rate(view.now)
+        best: Sequence[RequestView] = ready
+        least = math.inf
+        options = {a for a in (view.merged, ordered[0].adapter) if can_merge(view, a)}
+
+        def consider(chosen: Sequence[RequestView], part: _Load) -> None:
+            nonlocal best, least
+            time = min(
+                self.cost.switch(view.merged, a, self._ranks.get(a or "", 64))
+                + self.cost.step(part.step(a, self._ranks.get(a or "", 64), part.prompt))
+                for a in (None, *options)
+            )
+            left, tokens = total - len(chosen), load.prompt - part.prompt
+            parts, rest = 1, 0.0
+            if left and tokens > 0:
+                parts = math.ceil(left / len(chosen))
+                rest = parts * self.cost.step(load.step(None, 0, math.ceil(tokens / parts)))
+            spent = time + rest - base * (1 + parts * (left > 0))
+            cost = total * time + left * rest * (parts + 1) / (2 * parts) + load.rows * spent
+            # Heads have ended by then, others decode beside the rest.
+            cost += part.going_on * max(0.0, rest - base * parts)
+            cost /= max(1e-3, 1 - rate * spent / total)
+            if cost < least:
+                best, least = chosen, cost
+
+        part, size = self._load(running, chunk), 1
+        for number, request in enumerate(ordered, 1):
+            part.prefill(request, min(request.prompt_left, chunk))
+            if number in (size, total):
+                consider(ordered[:number], part)
+                size *= 2
+        for adapter in options:
+            same = [r for r in ordered if r.adapter == adapter]
+            if same:
+                part = self._load(running, chunk)
+                for request in same:
+                    part.prefill(request, min(request.prompt_left, chunk))
+                consider(same, part)
+        return best
+
+    def _chunk(self, load: _Load, adapter: str | None, rank: int, prompt: int, rate: float) -> int:
+        """How many prompt tokens to compute in the step."""
+        base = self.cost.step(load.step(adapter, rank, 0))
+        best, least = prompt, math.inf
+        chunks = (size - load.rows for size in self._sizes)
+        for tokens in (prompt, *(c for c in chunks if 0 < c < prompt)):
+            time = self.cost.step(load.step(adapter, rank, tokens))
+            steps = math.ceil(prompt / tokens)
+            # One after the other, the j-th of n prompts is done after j/n of the steps.
+            done = max(1.0, steps * (load.coming + 1) / (2 * load.coming))
+            cost = load.rows * steps * (time - base) + load.coming * done * time
+            cost += load.going_on * (steps - done) * (time - base)
+            # Small steps give away throughput, which those who are yet to come would miss.
+            cost /= max(1e-3, 1 - rate * steps * (time - base) / load.coming)
+            if cost < least:
+                best, least = tokens, cost
+        return best

@@ -1,1 +1,0 @@
-"""The HTTP endpoints, a file for each family."""

@@ -1,0 +1,1 @@
+"""The HTTP server; knows no engine and no model."""

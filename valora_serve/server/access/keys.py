@@ -1,0 +1,124 @@
+"""API keys: who may ask, kept as hashes only."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from valora_serve.errors import ForbiddenError, SettingsError, UnauthorizedError
+
+if TYPE_CHECKING:
+    from valora_serve.server.settings import ServerSettings
+
+ROLES = ("user", "admin")
+PREFIX = "sk-valora-"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """An API key as it is kept: its name, what it may do, and the sha256 of it.
+
+    A plain hash is enough, because keys are 256 random bits: there is nothing to guess.
+    """
+
+    name: str
+    role: str
+    sha256: str
+
+
+def hashed(secret: str) -> str:
+    """sha256 of a key, in hexadecimal."""
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def new_key(name: str, role: str) -> tuple[str, str]:
+    """Make a key.
+
+    Returns:
+        The secret, to be shown once, and the line for the keys file.
+    """
+    secret = PREFIX + secrets.token_urlsafe(32)
+    return secret, f"{name} {role} {hashed(secret)}"
+
+
+def read_keys(path: Path) -> list[Key]:
+    """Read a keys file: one ``name role sha256`` a line; # begins a comment.
+
+    Raises:
+        SettingsError: A line is none of these; the line itself is not repeated, lest someone
+            wrote a secret there.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"keys file {path} cannot be read: {error}") from error
+    keys = []
+    for number, line in enumerate(lines, 1):
+        words = line.split("#", 1)[0].split()
+        if not words:
+            continue
+        if len(words) != 3 or words[1] not in ROLES or not re.fullmatch("[0-9a-f]{64}", words[2]):
+            raise SettingsError(
+                f"line {number} of keys file {path} is not `name user|admin sha256`: make one with "
+                "`valora-serve key NAME`"
+            )
+        keys.append(Key(*words))
+    return keys
+
+
+class KeyRing:
+    """The keys that are let in; without any, everyone is."""
+
+    def __init__(self, keys: list[Key]) -> None:
+        self._keys = keys
+
+    @classmethod
+    def from_settings(cls, settings: ServerSettings) -> KeyRing:
+        """The keys of the keys file, and the one named directly."""
+        keys = read_keys(Path(settings.keys_file)) if settings.keys_file else []
+        if settings.api_key:
+            keys.append(Key("api_key", "admin", hashed(settings.api_key)))
+        if settings.keys_file and not keys:
+            raise SettingsError(
+                f"keys file {settings.keys_file} holds no key: make one with "
+                "`valora-serve key NAME`"
+            )
+        return cls(keys)
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def check(self, authorization: str | None, *, admin: bool = False) -> Key | None:
+        """Who sends this Authorization header.
+
+        Every key is compared, each in constant time, so that the answer's time tells nothing.
+
+        Returns:
+            The key; None if the server asks for none.
+
+        Raises:
+            UnauthorizedError: No key, or an unknown one.
+            ForbiddenError: Not an admin's.
+        """
+        if not self._keys:
+            return None
+        scheme, _, secret = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not secret.strip():
+            raise UnauthorizedError(
+                "This server asks for an API key: send it as `Authorization: Bearer KEY`"
+            )
+        sent = hashlib.sha256(secret.strip().encode("utf-8", "surrogateescape")).hexdigest()
+        found: Key | None = None
+        for key in self._keys:
+            if hmac.compare_digest(key.sha256, sent):
+                found = key
+        if found is None:
+            raise UnauthorizedError("This API key is not known: ask the operator for a new one")
+        if admin and found.role != "admin":
+            raise ForbiddenError(f"Key {found.name} may not do this: it takes an admin key")
+        return found

@@ -1,0 +1,85 @@
+"""``/v1/models``: what can be named; and loading and unloading at run time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter
+
+from valora_serve.server.api.common import error_answers
+from valora_serve.server.api.schema import (
+    Done,
+    LoadAdapterRequest,
+    LoadBundleRequest,
+    Loaded,
+    ModelCard,
+    ModelList,
+    UnloadAdapterRequest,
+    UnloadBundleRequest,
+)
+
+if TYPE_CHECKING:
+    from valora_serve.server.context import Context
+    from valora_serve.types import ServedModel
+
+
+def card(model: ServedModel, context: int) -> ModelCard:
+    """What clients read of something that is served."""
+    return ModelCard(
+        id=model.name,
+        created=int(model.loaded_at),
+        root=model.root,
+        parent=model.parent,
+        kind=model.kind,  # type: ignore[arg-type]
+        adapter=model.adapter,
+        task=model.task,
+        head=model.head,
+        labels=list(model.labels),
+        metric=model.metric,
+        accuracy=model.accuracy,
+        required=model.required,
+        prompt=model.prompt,
+        bundle=model.bundle,
+        rank=model.rank,
+        max_model_len=context,
+    )
+
+
+def router(context: Context) -> APIRouter:
+    """The routes of this file."""
+    routes = APIRouter(responses=error_answers())
+    engine, served = context.service.engine, context.served
+
+    @routes.get("/v1/models", tags=["OpenAI"], summary="What a request can name")
+    async def models() -> ModelList:
+        return ModelList(data=[card(model, engine.context) for model in engine.models()])
+
+    @routes.get("/v1/models/{model:path}", tags=["OpenAI"], summary="One of them")
+    async def one_model(model: str) -> ModelCard:
+        return card(context.service.model(model), engine.context)
+
+    @routes.post("/v1/load_lora_adapter", tags=["loading"], summary="Load a PEFT adapter")
+    async def load_adapter(body: LoadAdapterRequest) -> Loaded:
+        made = await served.load_adapter(body.lora_name, body.lora_path, replace=body.load_inplace)
+        context.service.refresh()
+        return Loaded(models=[card(made, engine.context)])
+
+    @routes.post("/v1/unload_lora_adapter", tags=["loading"], summary="Forget an adapter")
+    async def unload_adapter(body: UnloadAdapterRequest) -> Done:
+        await served.unload_adapter(body.lora_name)
+        context.service.refresh()
+        return Done(message=f"adapter {body.lora_name} is no longer served")
+
+    @routes.post("/v1/load_bundle", tags=["loading"], summary="Load a bundle with its domains")
+    async def load_bundle(body: LoadBundleRequest) -> Loaded:
+        made = await served.load_bundle(body.bundle_path)
+        context.service.refresh()
+        return Loaded(models=[card(model, engine.context) for model in made])
+
+    @routes.post("/v1/unload_bundle", tags=["loading"], summary="Forget a bundle")
+    async def unload_bundle(body: UnloadBundleRequest) -> Done:
+        await served.unload_bundle(body.bundle_name)
+        context.service.refresh()
+        return Done(message=f"bundle {body.bundle_name} is no longer served")
+
+    return routes

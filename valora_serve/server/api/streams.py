@@ -1,0 +1,60 @@
+"""Server-sent events whose request to the engine ends with the client's connection."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
+
+from valora_serve.errors import CancelledRequestError, ServeError
+from valora_serve.server.envelope import error_body, until_disconnect
+from valora_serve.server.telemetry import logs
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from starlette.types import Receive, Scope, Send
+
+
+class EventStream(Response):
+    """Events as they are made.
+
+    Nothing is sent before the first event is there, so that a request that cannot be answered gets
+    its proper status.
+
+    Args:
+        events: Events, each the content of a ``data:`` line.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[dict[str, Any], None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+        # A client that went away is told nothing.
+        with contextlib.suppress(CancelledRequestError):
+            await until_disconnect(receive, self._stream(send))
+
+    async def _stream(self, send: Send) -> None:
+        async with contextlib.aclosing(self._events) as events:
+            first = await anext(events)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send(_body(first))
+            try:
+                async for event in events:
+                    await send(_body(event))
+            except ServeError as error:
+                logs.LOG.warning("%s", error)
+                await send(_body({"error": error_body(error)}))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+def _body(event: dict[str, Any]) -> dict[str, Any]:
+    line = json.dumps(event, separators=(",", ":"), allow_nan=False)
+    return {"type": "http.response.body", "body": f"data: {line}\n\n".encode(), "more_body": True}

@@ -1,0 +1,148 @@
+"""Health, metrics, version, and what the console shows."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.responses import FileResponse, Response
+
+from valora_serve.server.api.common import KEYED, answer, error_answers
+from valora_serve.server.api.schema import Health, Status, Version
+
+if TYPE_CHECKING:
+    from valora_serve.server.context import Context
+
+WEB = Path(__file__).parents[1] / "web"
+_ASSETS = {"app.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
+_CSP = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data: blob:; media-src blob:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+_FAILED: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "Not now"}}
+
+
+def own_version() -> str:
+    """Version of this package."""
+    return _version("valora") or "0"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def memory_bytes() -> int:
+    """Resident memory of this process, in bytes."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        return pages * resource.getpagesize()
+    except OSError:  # not Linux: the most that it ever was
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return used if sys.platform == "darwin" else used * 1024
+
+
+def router(context: Context) -> APIRouter:
+    """The routes of this file."""
+    routes = APIRouter(tags=["operations"])
+    service, engine = context.service, context.service.engine
+
+    @routes.get("/health", response_model=Health, responses=_FAILED, summary="Does it live?")
+    async def health() -> Response:
+        if engine.healthy:
+            return answer(Health(status="ok"))
+        return Response(
+            Health(status="failed").model_dump_json(), 503, media_type="application/json"
+        )
+
+    @routes.get(
+        "/ready", response_model=Health, responses=_FAILED, summary="Does it take requests?"
+    )
+    async def ready() -> Response:
+        if engine.healthy and not service.draining:
+            return answer(Health(status="ok"))
+        state = Health(status="draining" if service.draining else "failed")
+        return Response(state.model_dump_json(), 503, media_type="application/json")
+
+    @routes.get("/version", summary="Versions of what runs")
+    async def version() -> Version:
+        return Version(
+            version=own_version(),
+            base=engine.base,
+            python=platform.python_version(),
+            torch=_version("torch"),
+            transformers=_version("transformers"),
+        )
+
+    @routes.get(
+        "/metrics",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+        summary="Metrics for Prometheus",
+    )
+    async def metrics() -> Response:
+        return Response(context.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @routes.get(
+        "/v1/status",
+        responses=error_answers(),
+        dependencies=KEYED,
+        summary="How the engine is doing",
+    )
+    async def status() -> Status:
+        stats = engine.stats()
+        return Status(
+            ready=engine.healthy and not service.draining,
+            base=engine.base,
+            running=stats.running,
+            waiting=stats.waiting,
+            mode=str(stats.mode),
+            merged_adapter=stats.merged_adapter,
+            switches=stats.switches,
+            steps=stats.steps,
+            pages_total=stats.pages_total,
+            pages_free=stats.pages_free,
+            pages_kv=stats.pages_kv,
+            pages_adapters=stats.pages_adapters,
+            adapters_resident=list(stats.adapters_resident),
+            adapters_known=stats.adapters_known,
+            prefix_hit_ratio=_ratio(stats.prefix_hits, stats.prefix_queries),
+            image_hit_ratio=_ratio(stats.image_hits, stats.image_queries),
+            preemptions=stats.preemptions,
+            prompt_tokens=stats.prompt_tokens,
+            generated_tokens=stats.generated_tokens,
+            memory_bytes=memory_bytes(),
+            uptime_seconds=time.monotonic() - context.started,
+        )
+
+    if context.settings.console:
+
+        @routes.get("/", include_in_schema=False)
+        async def console() -> FileResponse:
+            return FileResponse(
+                WEB / "index.html",
+                headers={"Content-Security-Policy": _CSP},
+                media_type="text/html",
+            )
+
+        @routes.get("/console/{name}", include_in_schema=False)
+        async def asset(name: str) -> Response:
+            if name not in _ASSETS:
+                return Response(status_code=404)
+            return FileResponse(WEB / name, media_type=_ASSETS[name])
+
+    return routes
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None

@@ -1,0 +1,250 @@
+"""``/v1/vision/{domain}``: images in, labels or boxes out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, Path, Request
+from pydantic import ValidationError
+from starlette.datastructures import UploadFile
+from starlette.responses import Response
+
+from valora_serve import types
+from valora_serve.errors import ContentTypeError, RequestError, UnknownModelError
+from valora_serve.server.api import requests as asking
+from valora_serve.server.api.common import answer, error_answers
+from valora_serve.server.api.responses import detections, usage
+from valora_serve.server.api.schema import VisionAnswer, VisionRequest, VisionResult
+from valora_serve.server.envelope import until_disconnect
+from valora_serve.server.telemetry.logs import new_id
+from valora_serve.types import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from PIL.Image import Image
+
+    from valora_serve.server.context import Context
+    from valora_serve.server.media import Pixels
+    from valora_serve.types import Output, ServedModel
+
+_FILES = {"image", "images", "video", "frames"}
+_FIELDS = {"prompt": str, "min_score": float, "max_tokens": int, "deadline": float}
+_FORM_SCHEMA = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "image": {"type": "array", "items": {"type": "string", "format": "binary"},
+                  "description": "each is answered on its own; `images` means the same"},
+        "video": {"type": "string", "format": "binary"},
+        "frames": {"type": "array", "items": {"type": "string", "format": "binary"},
+                   "description": "a video's frames, in order"},
+        "prompt": {"type": "string", "description": "the domain's own if absent"},
+        "min_score": {"type": "number", "minimum": 0, "maximum": 1},
+        "max_tokens": {"type": "integer", "minimum": 1},
+        "deadline": {"type": "number", "minimum": 0.001, "maximum": 86400},
+    },
+}  # fmt: skip
+_SCHEMAS = {
+    "application/json": {"schema": VisionRequest.model_json_schema()},
+    "multipart/form-data": {"schema": _FORM_SCHEMA},
+}
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a request holds, read."""
+
+    fields: VisionRequest
+    images: list[Image]
+    video: list[Image] | None
+
+
+def router(context: Context) -> APIRouter:
+    """The routes of this file."""
+    routes = APIRouter(tags=["vision"])
+
+    @routes.post(
+        "/v1/vision/{domain}",
+        response_model=VisionAnswer,
+        responses=error_answers(),
+        openapi_extra={"requestBody": {"required": True, "content": _SCHEMAS}},
+        summary="Ask a domain about one or many images, or a video",
+    )
+    async def vision(
+        request: Request, domain: Annotated[str, Path(description="a domain's name")]
+    ) -> Response:
+        since = time.monotonic()
+        model = _domain(context, domain)
+        request.state.facts["model"] = model.name
+        pixels = request.state.stack.enter_context(context.media.pixels())
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind == "application/json":
+            asked = await _from_json(await request.body(), context, pixels)
+        elif kind == "multipart/form-data":
+            asked = await _from_form(request, context, pixels)
+        else:
+            raise ContentTypeError(
+                "The body must be application/json or multipart/form-data: send one of these"
+            )
+        asking.check_text(len(asked.fields.prompt or ""), context)
+        requests = _requests(context, model, asked, since)
+        headers = dict(request.headers)
+        work = _answer(context, model, asked, requests, headers, since)
+        return answer(await until_disconnect(request.receive, work))
+
+    return routes
+
+
+def _domain(context: Context, name: str) -> ServedModel:
+    domains = {m.name: m for m in context.service.engine.models() if m.kind == "domain"}
+    if name not in domains:
+        listed = ", ".join(sorted(domains)) or "none: load a bundle"
+        raise UnknownModelError(f"There is no domain {name[:100]!a}: the domains are {listed}")
+    return domains[name]
+
+
+async def _from_json(body: bytes, context: Context, pixels: Pixels) -> _Asked:
+    try:
+        fields = VisionRequest.model_validate_json(body)
+    except ValidationError as error:
+        raise RequestError(_said(error)) from error
+    _check_count(len(fields.images), fields.video is not None, len(fields.frames), context)
+    images = await asking.gathered(*(context.media.image(url, pixels) for url in fields.images))
+    video = None
+    if fields.video is not None:
+        video = await context.media.video(fields.video, pixels)
+    elif fields.frames:
+        video = await context.media.frames(fields.frames, pixels)
+    return _Asked(fields, images, video)
+
+
+async def _from_form(request: Request, context: Context, pixels: Pixels) -> _Asked:
+    settings = context.settings
+    most = settings.max_images + settings.max_video_frames + 1
+    files: dict[str, list[bytes]] = {name: [] for name in _FILES}
+    values: dict[str, Any] = {}
+    form = request.form(
+        max_files=most, max_fields=len(_FIELDS), max_part_size=4 * settings.max_prompt_chars
+    )
+    async with form as items:
+        for name, item in items.multi_items():
+            if isinstance(item, UploadFile) and name in _FILES:
+                files[name].append(await item.read())
+            elif not isinstance(item, UploadFile) and name in _FIELDS and name not in values:
+                values[name] = item
+            else:
+                raise RequestError(
+                    f"The form has a field {name[:50]!a} that is not read here (or twice): the "
+                    f"files are {', '.join(sorted(_FILES))}, the rest {', '.join(_FIELDS)}"
+                )
+    images = files["image"] + files["images"]
+    videos = files["video"]
+    try:
+        fields = VisionRequest.model_validate(values)
+    except ValidationError as error:
+        raise RequestError(_said(error)) from error
+    if len(videos) > 1:
+        raise RequestError("The form has several videos: send them one by one")
+    _check_count(len(images), bool(videos), len(files["frames"]), context)
+    decoded = await asking.gathered(*(context.media.decode_image(item, pixels) for item in images))
+    video = None
+    if videos:
+        video = await context.media.decode_video(videos[0], pixels)
+    elif files["frames"]:
+        frames = (context.media.decode_image(item, pixels) for item in files["frames"])
+        video = await asking.gathered(*frames)
+    return _Asked(fields, decoded, video)
+
+
+def _check_count(images: int, video: bool, frames: int, context: Context) -> None:
+    most, most_frames = context.settings.max_images, context.settings.max_video_frames
+    if (images > 0) + video + (frames > 0) != 1:
+        raise RequestError("Send images, or one video, or a video's frames: one of these")
+    if images > most:
+        raise RequestError(f"The request has {images} images, more than {most}: send fewer")
+    if frames > most_frames:
+        raise RequestError(f"The video has {frames} frames, more than {most_frames}: send fewer")
+
+
+def _said(error: ValidationError) -> str:
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])[:200]
+    return f"{place}: {first['msg']}" if place else str(first["msg"])
+
+
+def _requests(
+    context: Context, model: ServedModel, asked: _Asked, since: float
+) -> list[types.Request]:
+    """One request to the engine an image, or one for the video."""
+    fields = asked.fields
+    messages = None
+    if fields.prompt is not None:
+        kind = "image" if asked.video is None else "video"
+        content = [{"type": "text", "text": fields.prompt}, {"type": kind}]
+        messages = [{"role": "user", "content": content}]
+    sampling = SamplingParams(
+        max_tokens=fields.max_tokens or context.settings.answer_tokens,
+        temperature=context.settings.temperature,
+    )
+    common: dict[str, Any] = {
+        "model": model.name,
+        "messages": messages,
+        "min_score": fields.min_score,
+        "sampling": sampling,
+        "deadline": asking.time_left(context, model, fields.deadline, since),
+    }
+    identity = f"vision-{new_id()}"
+    if asked.video is not None:
+        return [types.Request(id=identity, videos=[asked.video], **common)]
+    return [
+        types.Request(id=f"{identity}-{number}", images=[image], **common)
+        for number, image in enumerate(asked.images)
+    ]
+
+
+async def _answer(
+    context: Context,
+    model: ServedModel,
+    asked: _Asked,
+    requests: Sequence[types.Request],
+    headers: dict[str, str],
+    since: float,
+) -> VisionAnswer:
+    service = context.service
+    with service.admitted(model, requests[0].deadline, len(requests)) as ticket:
+        answers = await service.ask_all(ticket, requests, headers)
+    lasts = [outputs[-1] for outputs in answers]
+    shown = asked.images if asked.video is None else asked.video[:1]
+    last = lasts[-1]
+    return VisionAnswer(
+        id=requests[0].id.rpartition("-")[0] if asked.video is None else requests[0].id,
+        created=int(time.time()),
+        domain=model.name,
+        task=model.task,
+        adapter=model.adapter,
+        bundle=model.bundle,
+        kind=last.head.kind if last.head is not None else None,
+        results=[_result(outputs, image) for outputs, image in zip(answers, shown, strict=True)],
+        usage=usage(lasts, len(lasts)),
+        mode=str(last.mode) if last.mode is not None else None,
+        seconds=time.monotonic() - since,
+    )
+
+
+def _result(outputs: Sequence[Output], image: Image) -> VisionResult:
+    head = outputs[-1].head
+    size: dict[str, Any] = {"width": image.width, "height": image.height}
+    if head is None:
+        return VisionResult(**size, text="".join(output.text for output in outputs))
+    if head.kind == "detection":
+        found = detections(head, 0) if head.detections else []
+        return VisionResult(**size, detections=found)
+    return VisionResult(
+        **size,
+        label=head.label,
+        confidence=head.confidences.get(head.label) if head.label is not None else None,
+        confidences=dict(head.confidences),
+    )

@@ -1,0 +1,190 @@
+"""The HTTP server: its parts put together, and its life from first socket to last answer."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi_offline import FastAPIOffline
+from uvicorn.server import HANDLED_SIGNALS
+
+from valora_serve.server.access.guard import Guard
+from valora_serve.server.access.keys import KeyRing
+from valora_serve.server.access.limits import Admission, RateLimiter
+from valora_serve.server.api import chat, completions, models, system, vision
+from valora_serve.server.api.common import KEYED
+from valora_serve.server.api.schema import ErrorAnswer
+from valora_serve.server.constrain import Grammars
+from valora_serve.server.context import Context
+from valora_serve.server.envelope import Envelope, handle_errors
+from valora_serve.server.loading.served_set import ServedSet
+from valora_serve.server.media import MediaReader
+from valora_serve.server.protocol import protocol
+from valora_serve.server.service import Service
+from valora_serve.server.telemetry import logs
+from valora_serve.server.telemetry.metrics import Metrics
+from valora_serve.server.telemetry.spans import Tracer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from types import FrameType
+
+    from valora_serve.server.settings import ServerSettings
+    from valora_serve.types import EngineClient
+
+DESCRIPTION = (
+    "OpenAI's chat and completions endpoints and a vision endpoint, over one large multimodal "
+    "model with many LoRA adapters and heads. `model` names a domain, an adapter or the base model."
+)
+
+
+def create_app(
+    engine: EngineClient,
+    settings: ServerSettings,
+    served: ServedSet | None = None,
+    tracer: Tracer | None = None,
+) -> FastAPI:
+    """The ASGI application over an engine.
+
+    Args:
+        engine: Running engine; it is closed when the application's life ends.
+        settings: The server's settings.
+        served: What is loaded at run time; made from the settings if None.
+        tracer: Where spans go; made from the settings if None.
+    """
+    tracer = tracer or Tracer.to(settings.otlp_endpoint)
+    admission = Admission(
+        settings.max_waiting,
+        early_abort=settings.early_abort,
+        deadline=settings.deadline,
+        deadlines=settings.deadlines,
+    )
+    metrics = Metrics(engine)
+    if served is None:
+        folder = Path(settings.adapter_folder) if settings.adapter_folder else None
+        served = ServedSet(engine, folder, Path(settings.state_file))
+    context = Context(
+        settings=settings,
+        service=Service(engine, admission, metrics, tracer),
+        media=MediaReader(settings),
+        grammars=Grammars(engine),
+        metrics=metrics,
+        served=served,
+        started=time.monotonic(),
+    )
+
+    @contextlib.asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        context.service.draining = True
+        await context.media.close()
+        await engine.close(drain=0.0)
+        tracer.close()
+
+    app: FastAPI = FastAPIOffline(  # the same, but /docs loads nothing from elsewhere
+        title="VaLoRA", description=DESCRIPTION, version=system.own_version(), lifespan=life,
+        redoc_url=None, static_url="/console/docs",
+    )  # fmt: skip
+    app.state.context = context
+    guard = Guard(
+        settings, KeyRing.from_settings(settings), RateLimiter(settings.rate, settings.burst)
+    )
+    for family in (chat, completions, vision, models):
+        app.include_router(family.router(context), dependencies=KEYED)
+    app.include_router(system.router(context))
+    handle_errors(app, metrics)
+    app.add_middleware(Envelope, settings=settings, guard=guard, metrics=metrics)
+    app.openapi = _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def _openapi(app: FastAPI) -> Callable[[], dict[str, Any]]:
+    """The schema without FastAPI's own 422: wrong requests get a 400 in OpenAI's form."""
+
+    def schema() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            made = get_openapi(
+                title=app.title, version=app.version, description=app.description, routes=app.routes
+            )
+            for path in made["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)
+            schemas = made["components"]["schemas"]
+            for name in ("HTTPValidationError", "ValidationError"):
+                schemas.pop(name, None)
+            schemas.setdefault("ErrorAnswer", ErrorAnswer.model_json_schema())
+            app.openapi_schema = made
+        return app.openapi_schema
+
+    return schema
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which says that it is draining as soon as it is told to stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals while serving; unlike uvicorn's own, end with status 0 after them."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in HANDLED_SIGNALS}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal: no new requests, running ones end; a second Ctrl-C ends at once."""
+        app = self.config.app
+        assert isinstance(app, FastAPI)
+        app.state.context.service.draining = True
+        logs.LOG.info("draining after %s", signal.Signals(sig).name)
+        super().handle_exit(sig, frame)
+
+
+def make_server(app: FastAPI, settings: ServerSettings) -> Server:
+    """A server that is ready to run.
+
+    Args:
+        app: Made by `create_app`.
+        settings: The same settings.
+    """
+    _allow_files(settings.max_connections + 256)
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        http=protocol(min(20.0, settings.body_seconds), settings.send_seconds),
+        ws="none",
+        lifespan="on",
+        loop="asyncio",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=2048,
+        limit_concurrency=settings.max_connections,
+        timeout_keep_alive=15,
+        timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+    )
+    return Server(config)
+
+
+def _allow_files(count: int) -> None:
+    """Let this process have so many connections, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        count = min(count, hard)
+    if soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))

@@ -1,0 +1,1 @@
+"""Bundles and adapters: found, verified by golden examples, loaded and unloaded."""

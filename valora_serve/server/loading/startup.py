@@ -1,0 +1,163 @@
+"""From names on the command line to a checked set of things that are served."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from valora_data.contract.bundle import MANIFEST
+from valora_serve.errors import AdapterError, SettingsError
+from valora_serve.server.loading import golden
+from valora_serve.server.telemetry import logs
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from rich.table import Table
+
+    from valora_serve.server.loading.served_set import ServedSet
+    from valora_serve.types import EngineClient, ServedModel
+
+_REGISTRY = ("models:/", "runs:/", "mlflow-artifacts:/")
+_DOWNLOAD_SECONDS = 1800
+
+
+@dataclass(frozen=True)
+class Served:
+    """What came of a start.
+
+    Attributes:
+        models: What can be named.
+        examples: Golden examples that were reproduced.
+        left_out: What is not served although it was once, a sentence each.
+    """
+
+    models: list[ServedModel]
+    examples: int
+    left_out: list[str]
+
+
+def find_bundles(names: Sequence[str], downloads: Path) -> list[Path]:
+    """Folders of the bundles that are named.
+
+    Args:
+        names: Bundle folders, folders of bundles, or MLflow URIs (``models:/valora-detection/1``).
+        downloads: Where to put what comes from MLflow.
+
+    Raises:
+        SettingsError: One of them is no bundle.
+    """
+    found: list[Path] = []
+    for name in names:
+        if name.startswith(_REGISTRY):
+            found.append(_download(name, downloads))
+            continue
+        folder = Path(name).expanduser()
+        inside = (
+            sorted(item.parent for item in folder.glob(f"*/{MANIFEST}")) if folder.is_dir() else []
+        )
+        if (folder / MANIFEST).is_file():
+            found.append(folder)
+        elif inside:
+            # A folder of bundles: older versions (`name@1`) stand beside the ones to serve.
+            found += [item for item in inside if "@" not in item.name and item.name[0] != "."]
+        else:
+            raise SettingsError(
+                f"{name} is no bundle: name a folder that holds {MANIFEST} (`make fuse` makes one)"
+            )
+    return found
+
+
+def _download(uri: str, downloads: Path) -> Path:
+    """Fetch a bundle from MLflow, by its command: the server itself does without MLflow."""
+    if importlib.util.find_spec("mlflow") is None:
+        raise SettingsError(f"{uri} needs MLflow: pip install mlflow, or name a bundle's folder")
+    downloads.mkdir(parents=True, exist_ok=True)
+    place = tempfile.mkdtemp(dir=downloads)
+    command = [sys.executable, "-m", "mlflow", "artifacts", "download", "-u", uri, "-d", place]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_DOWNLOAD_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SettingsError(f"{uri} cannot be fetched from MLflow within half an hour") from error
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise SettingsError(f"{uri} cannot be fetched from MLflow: {reason}")
+    bundles = sorted(item.parent for item in Path(place).rglob(MANIFEST))
+    if not bundles:
+        raise SettingsError(f"{uri} holds no {MANIFEST}: name a bundle's model version")
+    return bundles[0]
+
+
+async def load_all(
+    engine: EngineClient,
+    bundles: Sequence[Path],
+    served: ServedSet,
+    *,
+    warm_up: Callable[[], Awaitable[None]],
+    replay: bool,
+) -> Served:
+    """Load the bundles of the command line, and what was loaded at run time before.
+
+    Args:
+        engine: The engine.
+        bundles: Folders.
+        served: Remembers run-time loads and unloads.
+        warm_up: Readies the engine for requests, once it knows its adapters.
+        replay: Replay golden examples.
+
+    Raises:
+        AdapterError: A bundle cannot be served, or answers differently here.
+    """
+    unloaded = served.read()
+    loaded = []
+    left_out = []
+    for folder in bundles:
+        made = await engine.load_bundle(folder)
+        name = next((model.bundle for model in made if model.bundle), None) or folder.name
+        if name.partition("@")[0] in unloaded:
+            await engine.unload_bundle(name.partition("@")[0])
+            left_out.append(f"bundle {name} was unloaded at run time: load it again to serve it")
+            continue
+        logs.LOG.info("loaded %s", name, extra={"facts": {"folder": str(folder)}})
+        loaded.append(folder)
+    await warm_up()
+    examples = sum([await golden.replay(engine, folder) for folder in loaded if replay])
+    left_out += await served.restore()
+    models = engine.models()
+    names = [model.name for model in models]
+    if len(set(names)) < len(names):
+        doubled = next(name for name in names if names.count(name) > 1)
+        raise AdapterError(f"{doubled} is served twice: leave one of its bundles out")
+    return Served(models, examples, left_out)
+
+
+def table(served: Served) -> Table:
+    """What is served, for people."""
+    from rich.table import Table
+
+    shown = Table(title="Served", title_justify="left", header_style="bold")
+    for column in ("name", "kind", "adapter", "rank", "answers by", "promised"):
+        shown.add_column(column, justify="right" if column == "rank" else "left")
+    for model in served.models:
+        promised = ""
+        if model.accuracy is not None:
+            promised = f"{model.metric} {model.accuracy:.3f}"
+            if model.required is not None:
+                promised += f" (required {model.required:.2f})"
+        answers = f"{model.head} head" if model.head else "LM"
+        shown.add_row(
+            model.name,
+            model.kind,
+            model.adapter if model.kind == "domain" else "",
+            str(model.rank or ""),
+            answers,
+            promised,
+        )
+    return shown

@@ -1,0 +1,231 @@
+"""Between HTTP and the engine: admission, deadlines, metrics and cancelling, for all routes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+from valora_serve.errors import (
+    CancelledRequestError,
+    ServeError,
+    StoppedError,
+    UnknownModelError,
+)
+from valora_serve.types import Finish
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+
+    from valora_serve.server.access.limits import Admission
+    from valora_serve.server.telemetry.metrics import Metrics
+    from valora_serve.server.telemetry.spans import Tracer
+    from valora_serve.types import EngineClient, Output, Request, ServedModel, Times
+
+NAMED = 20  # names that an error lists
+
+
+class Service:
+    """Asks the engine on behalf of HTTP requests.
+
+    Args:
+        engine: The engine.
+        admission: Who gets in.
+        metrics: What is counted.
+        tracer: Where spans go.
+    """
+
+    def __init__(
+        self, engine: EngineClient, admission: Admission, metrics: Metrics, tracer: Tracer
+    ) -> None:
+        self.engine = engine
+        self.draining = False
+        self._admission = admission
+        self._metrics = metrics
+        self._tracer = tracer
+        self._models: dict[str, ServedModel] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read again what can be named, after a load or an unload."""
+        self._models = {model.name: model for model in self.engine.models()}
+
+    def model(self, name: str | None) -> ServedModel:
+        """What a name stands for; the base model if None.
+
+        Raises:
+            UnknownModelError: Nothing; the message lists what there is.
+        """
+        if name is None:
+            return next(iter(self._models.values()))
+        if (found := self._models.get(name)) is not None:
+            return found
+        others = [model.name for model in self._models.values()]
+        listed = ", ".join(others[:NAMED])
+        if len(others) > NAMED:
+            listed += f" and {len(others) - NAMED} more (see /v1/models)"
+        shown = name[:100].encode("utf-8", "replace").decode()
+        raise UnknownModelError(f"There is no model {shown!r}: name one of {listed}")
+
+    def deadline(self, model: ServedModel, wanted: float | None) -> float | None:
+        """Seconds in which a request is answered; see `Admission.deadline`."""
+        return self._admission.deadline(model.name, wanted)
+
+    @contextlib.contextmanager
+    def admitted(self, model: ServedModel, deadline: float | None, count: int) -> Iterator[Ticket]:
+        """Let `count` requests in for as long as the context lasts.
+
+        Raises:
+            StoppedError: The server is shutting down.
+            OverloadedError: The queue is full, or the deadline would be missed.
+        """
+        if self.draining:
+            raise StoppedError("This server is shutting down: ask another one")
+        if not self.engine.healthy:
+            raise StoppedError("The engine has stopped: see the server's log")
+        self._admission.enter(model.name, self.engine.stats().running, deadline, count)
+        ticket = Ticket(self._admission, model, count)
+        try:
+            yield ticket
+        finally:
+            ticket.give_back()
+
+    async def ask(
+        self, ticket: Ticket, request: Request, headers: Mapping[str, str]
+    ) -> AsyncGenerator[Output, None]:
+        """Outputs of a request that was let in; closing the iterator cancels it.
+
+        Raises:
+            ServeError: The request could not be answered.
+        """
+        name = ticket.model.name
+        tokens_at: list[float] = []
+        last: Output | None = None
+        stream = self.engine.generate(request)
+        try:
+            with self._tracer.span(name, headers) as span:
+                async for output in stream:
+                    if output.token_ids:
+                        tokens_at += [time.monotonic()] * len(output.token_ids)
+                    if output.finish in (Finish.ERROR, Finish.CANCELLED):
+                        raise output.error or CancelledRequestError("The request was cancelled")
+                    if output.finish is not None:
+                        last = output
+                        span.ended(output)
+                        self._metrics.ended(name, output, tokens_at)
+                    yield output
+                if last is None:
+                    raise StoppedError("The engine stopped while it answered: try again")
+        finally:
+            ticket.leave(last.times if last is not None else None)
+            await _close(stream)
+
+    async def ask_all(
+        self, ticket: Ticket, requests: Sequence[Request], headers: Mapping[str, str]
+    ) -> list[list[Output]]:
+        """All outputs of several requests at once; all are cancelled if one fails."""
+
+        async def whole(request: Request) -> list[Output]:
+            async with contextlib.aclosing(self.ask(ticket, request, headers)) as outputs:
+                return [output async for output in outputs]
+
+        if len(requests) == 1:
+            return [await whole(requests[0])]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(whole(request)) for request in requests]
+        except* ServeError as errors:
+            raise _first(errors) from errors
+        return [task.result() for task in tasks]
+
+    @staticmethod
+    def numbered(request: Request, count: int) -> list[Request]:
+        """The same request several times, with ids and seeds of their own."""
+        if count == 1:
+            return [request]
+        sampling = request.sampling
+        made = []
+        for number in range(count):
+            seed = None if sampling.seed is None else sampling.seed + number
+            made.append(
+                dataclasses.replace(
+                    request,
+                    id=f"{request.id}-{number}",
+                    sampling=dataclasses.replace(sampling, seed=seed),
+                )
+            )
+        return made
+
+
+class Ticket:
+    """Requests that were let in together."""
+
+    def __init__(self, admission: Admission, model: ServedModel, count: int) -> None:
+        self.model = model
+        self._admission = admission
+        self._left = count
+
+    def leave(self, times: Times | None) -> None:
+        """One of them has ended."""
+        if self._left:
+            self._left -= 1
+            self._admission.leave(self.model.name, times, time.monotonic())
+
+    def give_back(self) -> None:
+        """None of them is left."""
+        while self._left:
+            self.leave(None)
+
+
+async def merged(
+    streams: Sequence[AsyncGenerator[Output, None]],
+) -> AsyncGenerator[tuple[int, Output], None]:
+    """Outputs of several streams as they come, with the stream's number.
+
+    Raises:
+        ServeError: The first that one of them raises; the others are cancelled.
+    """
+    if len(streams) == 1:
+        async with contextlib.aclosing(streams[0]) as only:
+            async for output in only:
+                yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, Output | BaseException | None]] = asyncio.Queue()
+
+    async def pump(number: int, stream: AsyncGenerator[Output, None]) -> None:
+        try:
+            async with contextlib.aclosing(stream) as outputs:
+                async for output in outputs:
+                    queue.put_nowait((number, output))
+            queue.put_nowait((number, None))
+        except ServeError as error:
+            queue.put_nowait((number, error))
+
+    tasks = [asyncio.create_task(pump(n, stream)) for n, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            number, item = await queue.get()
+            if item is None:
+                left -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _first(errors: BaseExceptionGroup[ServeError]) -> ServeError:
+    inner = errors.exceptions[0]
+    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
+
+
+async def _close(stream: AsyncIterator[Output]) -> None:
+    close = getattr(stream, "aclose", None)
+    if close is not None:
+        await close()

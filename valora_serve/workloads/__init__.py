@@ -1,0 +1,1 @@
+"""Request traces, the simulator and the benchmark client."""

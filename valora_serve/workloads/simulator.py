@@ -1,0 +1,516 @@
+"""Replays a workload through a policy against the cost model, without a GPU.
+
+The policies are the engine's own, and so are the rules: chunked prefill, pages of keys, values and
+adapters in one pool, adapters copied in one after the other beside the steps and evicted least
+recently used, requests preempted by recomputation. Only time is predicted instead of spent. Steps
+that repeat the one before, as the policy said they would (`Decision.until`), are taken in one go.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from valora_serve.errors import ServeError
+from valora_serve.orchestrator.cost_model import step_shape
+from valora_serve.orchestrator.decision import Limits, RequestView, View
+from valora_serve.types import Mode
+from valora_serve.workloads.traces import BASE
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from valora_serve.orchestrator.cost_model import CostModel
+    from valora_serve.orchestrator.decision import Decision, Policy, Trace
+    from valora_serve.workloads.traces import Workload
+
+
+class SimulationError(ServeError):
+    """The simulation cannot go on: a request can never fit, or a policy broke a rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimSettings:
+    """The machine that is simulated; the defaults are a 7B model in 16 bits on an H200.
+
+    Attributes:
+        max_requests: Most requests that hold pages at a time.
+        max_tokens: Most tokens in a step.
+        chunk: Most prompt tokens of a request in a step.
+        max_adapters: Most distinct adapters in a step.
+        pages: Pages of the unified memory.
+        page_tokens: Tokens whose keys and values fill a page.
+        rank_pages: Pages that a unit of rank takes.
+        window: Waiting requests that the policy sees.
+        overhead: Seconds of each step that the cost model does not contain.
+        slo: Seconds to the first token, for attainment, where a request has no limit.
+    """
+
+    max_requests: int = 512
+    max_tokens: int = 8192
+    chunk: int = 8192
+    max_adapters: int = 128
+    pages: int = 13_000
+    page_tokens: int = 16
+    rank_pages: float = 0.25
+    window: int = 512
+    overhead: float = 0.0
+    slo: float = 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What came of it; times in seconds.
+
+    Attributes:
+        requests: Asked.
+        finished: Answered.
+        aborted: Given up on.
+        preempted: How often a request lost its pages.
+        seconds: From the first arrival to the last end.
+        steps: Taken.
+        switches: Of the merged adapter.
+        loads: Adapters copied in.
+        token_latency: Average token latency: end-to-end times over input, image and output tokens.
+        throughput: Answered requests per second.
+        token_throughput: Generated tokens per second.
+        first_token: Time to the first token: mean, p50, p95, p99.
+        end_to_end: Time to the end: mean, p50, p95, p99.
+        attainment: Share of all requests whose first token came in time (`SimSettings.slo` or the
+            request's limit).
+        modes: Share of the steps' time by mode.
+    """
+
+    requests: int
+    finished: int
+    aborted: int
+    preempted: int
+    seconds: float
+    steps: int
+    switches: int
+    loads: int
+    token_latency: float
+    throughput: float
+    token_throughput: float
+    first_token: tuple[float, float, float, float]
+    end_to_end: tuple[float, float, float, float]
+    attainment: float
+    modes: dict[str, float]
+
+
+def simulate(
+    workload: Workload,
+    policy: Policy,
+    cost_model: CostModel,
+    settings: SimSettings | None = None,
+    trace: Trace | None = None,
+) -> Report:
+    """Replay a workload.
+
+    Args:
+        workload: Requests.
+        policy: Decides; a fresh one.
+        cost_model: What steps, switches and loads take.
+        settings: The machine.
+        trace: Gets a line per decision; steps are then not taken in one go.
+
+    Raises:
+        SimulationError: A request can never fit, or the policy breaks a rule.
+    """
+    return _Run(workload, policy, cost_model, settings or SimSettings(), trace).run()
+
+
+class _Run:
+    """One replay."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        policy: Policy,
+        cost: CostModel,
+        settings: SimSettings,
+        trace: Trace | None,
+    ) -> None:
+        self.w, self.policy, self.cost, self.s, self.trace = workload, policy, cost, settings, trace
+        n = len(workload)
+        self.first = np.full(n, np.nan)
+        self.end = np.full(n, np.nan)
+        self.ranks = dict(zip(workload.adapters, workload.ranks, strict=True))
+        self.adapter_pages = {a: math.ceil(r * settings.rank_pages) for a, r in self.ranks.items()}
+        self._check()
+        # Plain lists: reading single numbers out of arrays is slow.
+        self.arrivals = workload.arrival.tolist()
+        self.now = self.arrivals[0]
+        self.next = 0
+        self.running: list[RequestView] = []
+        self.front: list[RequestView] = []
+        self.back: deque[RequestView] = deque()
+        self.views: dict[str, RequestView] = {}
+        self.resident: set[str] = set()
+        self.recent: OrderedDict[str, None] = OrderedDict()  # least recently used first
+        self.loading: dict[str, float] = {}
+        self.users: dict[str, int] = {}  # running requests by adapter
+        self.kv_pages = 0
+        self.user_pages = 0  # of adapters of running requests
+        self.resident_pages = 0  # of adapters on the device
+        self.loading_pages = 0  # of adapters on their way there
+        self.load_ends = 0.0
+        self.mode = Mode.UNMERGED
+        self.merged: str | None = None
+        self.steps = self.switches = self.loads = self.aborted = self.preempted = 0
+        self.mode_time = dict.fromkeys(Mode, 0.0)
+        self.idle_rounds = 0
+
+    def _check(self) -> None:
+        tokens = self.w.prompt.astype(np.int64) + self.w.output
+        pages = np.ceil((tokens + 1) / self.s.page_tokens)
+        own = np.array([*self.adapter_pages.values(), 0])
+        need = pages + own[self.w.adapter] + max(own)  # the last: of an adapter that is merged
+        worst = int(np.argmax(need))
+        if need[worst] > self.s.pages:
+            raise SimulationError(
+                f"Request {worst} needs {need[worst]:.0f} pages, there are {self.s.pages}; raise "
+                "`pages` or leave it out."
+            )
+
+    def run(self) -> Report:
+        """Replay everything."""
+        n = len(self.w)
+        while self.next < n or self.views:
+            self._arrive()
+            self._arrive_adapters()
+            view = self._view()
+            decision = self.policy.decide(view)
+            if self.trace is not None:
+                self.trace.write(view, decision)
+            self._carry_out(decision)
+        return self._report()
+
+    def _arrive(self) -> None:
+        """Put what has come by now into the queue."""
+        w, now, n = self.w, self.now, len(self.w)
+        while self.next < n and self.arrivals[self.next] <= now:
+            i = self.next
+            self.next += 1
+            number = int(w.adapter[i])
+            adapter = None if number == BASE else w.adapters[number]
+            prompt = int(w.prompt[i])
+            limit = float(w.limit[i])
+            view = RequestView(
+                id=str(i),
+                adapter=adapter,
+                rank=0 if adapter is None else w.ranks[number],
+                arrival=self.arrivals[i],
+                prompt_left=prompt,
+                output_left=int(w.output[i]),
+                pages=(prompt + self.s.page_tokens) // self.s.page_tokens,
+                adapter_pages=0 if adapter is None else self.adapter_pages[adapter],
+                images=int(w.images[i]),
+                limit=None if math.isnan(limit) else limit,
+            )
+            self.views[view.id] = view
+            self.back.append(view)
+        while self.back and len(self.front) < self.s.window:
+            self.front.append(self.back.popleft())
+
+    def _arrive_adapters(self) -> None:
+        for adapter, end in list(self.loading.items()):
+            if end <= self.now:
+                del self.loading[adapter]
+                self.resident.add(adapter)
+                self.recent[adapter] = None
+                self.loading_pages -= self.adapter_pages[adapter]
+                self.resident_pages += self.adapter_pages[adapter]
+
+    def _pinned(self) -> int:
+        """Pages that cannot be freed right away."""
+        pages = self.kv_pages + self.user_pages + self.loading_pages
+        if self.merged is not None and self.merged not in self.users:
+            pages += self.adapter_pages[self.merged]
+        return pages
+
+    def _free(self) -> int:
+        """Pages that hold nothing."""
+        return self.s.pages - self.kv_pages - self.resident_pages - self.loading_pages
+
+    def _view(self) -> View:
+        s = self.s
+        return View(
+            now=self.now,
+            running=self.running,
+            waiting=self.front,
+            mode=self.mode,
+            merged=self.merged,
+            resident=self.resident,
+            loading=frozenset(self.loading),
+            limits=Limits(
+                s.max_requests, s.max_tokens, s.pages - self._pinned(), s.max_adapters, s.chunk
+            ),
+        )
+
+    def _carry_out(self, decision: Decision) -> None:
+        for key, _ in decision.abort:
+            self._drop(key)
+        if decision.preempt:
+            for key in decision.preempt:
+                self._preempt(self.views[key])
+            self.running = [r for r in self.running if r.running]
+        before = self.merged
+        if decision.merged != before:
+            rank = self.ranks[decision.merged] if decision.merged is not None else 0
+            seconds = self.cost.switch(before, decision.merged, rank)
+            self.now += seconds
+            self.mode_time[decision.mode] += seconds
+            self.switches += 1
+        self.mode, self.merged = decision.mode, decision.merged
+        for adapter in decision.prefetch:
+            self._load(adapter)
+        if decision.batch:
+            self.idle_rounds = 0
+            self._step(decision)
+        else:
+            self._wait(decision)
+
+    def _drop(self, key: str) -> None:
+        view = self.views.pop(key)
+        self.aborted += 1
+        if view.running:
+            self._release(view)
+            self.running = [r for r in self.running if r is not view]
+        else:
+            self.front = [r for r in self.front if r is not view]
+        self.policy.finished(key)
+
+    def _release(self, view: RequestView) -> None:
+        """Free the pages of a running request."""
+        self.kv_pages -= view.held
+        adapter = view.adapter
+        if adapter is not None:
+            self.users[adapter] -= 1
+            if not self.users[adapter]:
+                del self.users[adapter]
+                self.user_pages -= self.adapter_pages[adapter]
+                self.recent.move_to_end(adapter)
+
+    def _preempt(self, view: RequestView) -> None:
+        self._release(view)
+        self.preempted += 1
+        view.prompt_left += view.context  # what it held is computed anew
+        view.context = view.held = 0
+        view.running = False
+        view.pages = (view.prompt_left + self.s.page_tokens) // self.s.page_tokens
+        place = next(
+            (i for i, r in enumerate(self.front) if r.arrival > view.arrival), len(self.front)
+        )
+        self.front.insert(place, view)
+
+    def _load(self, adapter: str) -> None:
+        """Start to copy an adapter in, as soon as the link is free."""
+        if not self._make_room(self.adapter_pages[adapter]):
+            return
+        start = max(self.now, self.load_ends)
+        self.load_ends = start + self.cost.load(self.ranks[adapter])
+        self.loading[adapter] = self.load_ends
+        self.loading_pages += self.adapter_pages[adapter]
+        self.loads += 1
+
+    def _make_room(self, pages: int) -> bool:
+        """Evict idle adapters until so many pages are free."""
+        free = self._free()
+        if free >= pages:
+            return True
+        idle = [a for a in self.recent if a not in self.users and a != self.merged]
+        wanted = {r.adapter for r in self.front}
+        for adapter in sorted(idle, key=lambda a: a in wanted):
+            if free >= pages:
+                break
+            self.resident.discard(adapter)
+            del self.recent[adapter]
+            self.resident_pages -= self.adapter_pages[adapter]
+            free += self.adapter_pages[adapter]
+        return free >= pages
+
+    def _wait(self, decision: Decision) -> None:
+        """Nothing to compute: go to what comes next."""
+        times = [end for end in self.loading.values() if end > self.now]
+        if self.next < len(self.w):
+            times.append(self.arrivals[self.next])
+        if self.now < decision.until < math.inf:
+            times.append(decision.until)
+        if times:
+            self.now = max(self.now, min(times))
+        elif self.views and not (decision.abort or decision.preempt or decision.prefetch):
+            self.idle_rounds += 1
+            if self.idle_rounds > 3:
+                raise SimulationError(
+                    f"{len(self.views)} requests are left and the policy computes none of them: "
+                    f"{decision.reason}."
+                )
+
+    # -- steps --------------------------------------------------------------------------------
+
+    def _step(self, decision: Decision) -> None:
+        views = self.views
+        batch = [(views[key], tokens) for key, tokens in decision.batch]
+        shape = step_shape(decision.mode, decision.merged, batch, self.ranks)
+        seconds = self.cost.step(shape) + self.s.overhead
+        self._take_pages(batch)
+        if shape.prefill or decision.until <= self.now or self.trace is not None:
+            times = 1
+            duration = seconds
+        else:
+            times, duration = self._repeat(batch, seconds, decision.until)
+        self.now += duration
+        self.steps += times
+        self.mode_time[decision.mode] += duration
+        self._progress(batch, times)
+
+    def _repeat(
+        self, batch: list[tuple[RequestView, int]], seconds: float, until: float
+    ) -> tuple[int, float]:
+        """How often a decode step repeats until something else happens, and how long it takes.
+
+        Each step is longer than the one before by what the grown context costs.
+        """
+        times = min(r.output_left for r, _ in batch)
+        horizon = until
+        if self.next < len(self.w):
+            horizon = min(horizon, self.arrivals[self.next])
+        for end in self.loading.values():
+            if end > self.now:
+                horizon = min(horizon, end)
+        rows = len(batch)
+        growth = self.cost.decode[4] * rows
+        span = horizon - self.now
+        if span < math.inf:
+            # The least k with k·seconds + growth·k(k−1)/2 ≥ span.
+            half = seconds - growth / 2
+            k = (
+                (math.sqrt(half * half + 2 * growth * span) - half) / growth
+                if growth > 0
+                else span / seconds
+            )
+            times = min(times, max(1, math.ceil(k - 1e-9)))
+        # Rows take a page every `page_tokens` steps; all of that must be free without eviction.
+        free = self._free()
+        times = max(1, min(times, (free // max(1, rows)) * self.s.page_tokens))
+        return times, times * seconds + growth * times * (times - 1) / 2
+
+    def _take_pages(self, batch: list[tuple[RequestView, int]]) -> None:
+        """Give each request the pages that it said it needs."""
+        admitted = False
+        need = 0
+        for view, _ in batch:
+            if view.pages:
+                need += view.pages
+            if not view.running:
+                admitted = True
+        if need:
+            for view, _ in batch:
+                if not view.running:
+                    self._start(view)
+            self.kv_pages += need
+            for view, _ in batch:
+                view.held += view.pages
+                view.pages = 0
+            if self._pinned() > self.s.pages:
+                raise SimulationError("The policy took more pages than there are.")
+            self._make_room(0)
+        if admitted:
+            self.front = [r for r in self.front if not r.running]
+            if len(self.running) > self.s.max_requests:
+                raise SimulationError("The policy took in more requests than it may.")
+
+    def _start(self, view: RequestView) -> None:
+        adapter = view.adapter
+        if adapter is not None:
+            if adapter not in self.resident:
+                raise SimulationError(f"The policy runs {adapter}, which is not resident.")
+            users = self.users.get(adapter, 0)
+            if not users:
+                self.user_pages += self.adapter_pages[adapter]
+            self.users[adapter] = users + 1
+            self.recent.move_to_end(adapter)
+        view.running = True
+        self.running.append(view)
+
+    def _progress(self, batch: list[tuple[RequestView, int]], times: int) -> None:
+        page = self.s.page_tokens
+        ended = False
+        grown = 0
+        for view, tokens in batch:
+            if view.prompt_left:
+                view.prompt_left -= tokens
+                view.context += tokens
+                view.images = 0
+                if view.prompt_left:
+                    continue
+                index = int(view.id)
+                if math.isnan(self.first[index]):
+                    self.first[index] = self.now
+                if view.output_left:
+                    view.output_left -= 1
+            else:
+                view.context += times
+                view.output_left -= times
+            if view.output_left <= 0:
+                ended = True
+                self._finish(view)
+                continue
+            held = (view.context + page - 1) // page
+            if held > view.held:
+                # Pages that repeated steps took on the way.
+                grown += held - view.held
+                view.held = held
+            view.pages = 1 if view.context >= view.held * page else 0
+        self.kv_pages += grown
+        if ended:
+            views = self.views
+            self.running = [r for r in self.running if r.id in views]
+
+    def _finish(self, view: RequestView) -> None:
+        self.end[int(view.id)] = self.now
+        self._release(view)
+        del self.views[view.id]
+        self.policy.finished(view.id)
+
+    def _report(self) -> Report:
+        w = self.w
+        done = ~np.isnan(self.end)
+        latency = (self.end - w.arrival)[done]
+        first = (self.first - w.arrival)[done]
+        tokens = int(w.prompt[done].sum()) + int(w.output[done].sum())
+        limit = np.where(np.isnan(w.limit), self.s.slo, w.limit)
+        seconds = max(self.now - self.arrivals[0], 1e-12)
+        busy = sum(self.mode_time.values()) or 1.0
+        with np.errstate(invalid="ignore"):
+            in_time = float(np.mean(self.first - w.arrival <= limit))
+        return Report(
+            requests=len(w),
+            finished=int(done.sum()),
+            aborted=self.aborted,
+            preempted=self.preempted,
+            seconds=seconds,
+            steps=self.steps,
+            switches=self.switches,
+            loads=self.loads,
+            token_latency=float(latency.sum()) / tokens if tokens else math.nan,
+            throughput=int(done.sum()) / seconds,
+            token_throughput=int(w.output[done].sum()) / seconds,
+            first_token=_spread(first),
+            end_to_end=_spread(latency),
+            attainment=in_time,
+            modes={str(mode): time / busy for mode, time in self.mode_time.items()},
+        )
+
+
+def _spread(values: NDArray[np.float64]) -> tuple[float, float, float, float]:
+    """Mean, median, 95th and 99th percentile; NaN of nothing."""
+    if not len(values):
+        return (math.nan,) * 4
+    p50, p95, p99 = np.percentile(values, [50, 95, 99])
+    return float(values.mean()), float(p50), float(p95), float(p99)

@@ -1,0 +1,1 @@
+"""How the base model valora-tiny was pretrained; nothing imports this package."""

@@ -1,0 +1,433 @@
+"""What the base model reads: its tokenizer and processor, and an endless stream of questions.
+
+A sample is one turn, `<s><|user|>` prompt `<image>`… `<|assistant|>` answer `</s>`: the prompt
+stands before the image, so that causal visual tokens know what they are asked about.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import threading
+from dataclasses import dataclass
+from multiprocessing.queues import Queue
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from valora_data.sources.generic.questions import (
+    CAPTIONED,
+    TASKS,
+    Question,
+    ask_motion,
+    ask_which_image,
+    vocabulary,
+)
+from valora_data.sources.generic.scenes import (
+    COLORS,
+    MOST_THINGS,
+    PATTERNS,
+    SIZE,
+    Scene,
+    domain_words_in,
+    draw_clip,
+    draw_scene,
+)
+from valora_data.sources.generic.shapes import SHAPES
+
+VOCABULARY = 2048
+PATCH = 12
+VISUAL_TOKENS = (SIZE // PATCH) ** 2
+SPECIALS = ("<pad>", "<s>", "</s>", "<image>", "<|system|>", "<|user|>", "<|assistant|>")
+MARKUP = ("<ref>", "</ref>", "<box>", "</box>")
+TRAINING_SEEDS = 1_000_000_000
+"""Scenes for training have this seed or a larger one; smaller seeds are for evaluation."""
+
+CHAT_TEMPLATE = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{{- '<|' + message['role'] + '|>' -}}
+{%- if message['content'] is string -%}
+{{- message['content'] -}}
+{%- else -%}
+{%- for part in message['content'] -%}
+{{- '<image>' if part['type'] == 'image' else part['text'] -}}
+{%- endfor -%}
+{%- endif -%}
+{%- if message['role'] == 'assistant' -%}{{- eos_token -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+
+DOMAIN_NAMES = ("license plate", "traffic sign", "vehicle", "vegetation", "bicycle", "person")
+"""What the built-in domains detect: known to the tokenizer, never seen by the model."""
+
+LATER_WORDS = """
+object image images video frame frames picture photo question answer option options choose
+following caption short sentence word words describe scene category class label type kind
+action activity doing happens moving running walking jumping sitting standing playing
+holding eating drinking opening closing turning throwing catching pushing pulling cat dog
+bird horse sheep cow elephant bear zebra animal food fruit water sky ground grass building
+room kitchen street indoor outdoor day night summer winter weather sunny rain snow old young
+new dark bright light many few all none both other another between behind front near far
+next inside outside on in at of to for with from by and or not is are was has have does do
+can it its this that there their they he she we you your my who when why which whose how
+much long tall high low wide round flat empty full open closed clean wood metal glass
+plastic paper stone fabric texture shape size material surface part side corner edge middle
+upper lower same different more less than most least only very number count text read
+written says true false correct wrong maybe unknown positive negative man woman child hand
+head shirt car truck bus tree flower road one eight nine ten zero crop land forest river sea
+residential repeat airplane boat bridge field desert mountain beach airport harbor storage
+tank court pool ship
+"""
+
+
+def build_tokenizer() -> Tokenizer:
+    """Byte-level BPE in which words carry their space and each number to 1000 is one token.
+
+    Merges come from everything that generic scenes can ask, from the detection domains' names and
+    from words of later tasks.
+    """
+    numbers = [str(n) for n in range(10, 1001)]
+    split = Regex(r" ?\p{L}+|\p{N}+| ?[^\s\p{L}\p{N}]+|\s+")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(split, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    core = sorted(set(re.findall(r"[a-z]+", " ".join([*vocabulary(), *DOMAIN_NAMES]))))
+    later = sorted(set(re.findall(r"[a-z]+", LATER_WORDS)))
+    # A comma before it gives a word its form without a space, as at the start of an answer.
+    corpus = [f" {word},{word}" for word in [*core * 5, *later]]
+    corpus += ["(1,2),(3,4) . ? ! :"] * 9
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(numbers),
+        special_tokens=[*SPECIALS, *MARKUP],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    learned = json.loads(tokenizer.to_str())["model"]
+    vocab: dict[str, int] = learned["vocab"]
+    merges = [tuple(pair) for pair in learned["merges"]]
+    for number in numbers:
+        vocab.setdefault(number, len(vocab))
+    # Not special, so that they stand in the text of an answer.
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in MARKUP])
+    # With `ignore_merges` a piece that is a token is taken whole: numbers need no merges.
+    tokenizer.model = models.BPE(vocab=vocab, merges=merges, ignore_merges=True)
+    return tokenizer
+
+
+def build_processor() -> Any:
+    """The processor that ships with the model: plain resizing to 96 × 96, and the chat template."""
+    from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=build_tokenizer(),
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        additional_special_tokens=["<image>", "<|system|>", "<|user|>", "<|assistant|>"],
+        padding_side="left",
+        model_max_length=2048,
+        clean_up_tokenization_spaces=False,
+    )
+    size = {"height": SIZE, "width": SIZE}
+    return LlavaProcessor(
+        image_processor=CLIPImageProcessor(
+            size=size,
+            crop_size=size,
+            do_center_crop=False,
+            image_mean=[0.5] * 3,
+            image_std=[0.5] * 3,
+        ),
+        tokenizer=tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def domain_tokens(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
+    """Tokens that are words of the detection domains, which training must leave as they began."""
+    words = {token: i for token, i in tokenizer.get_vocab().items() if domain_words_in(token)}
+    return np.array(sorted(words.values()), dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Samples of one size, so that batches need little padding.
+
+    Attributes:
+        images: Images per sample.
+        length: Tokens per sample, visual tokens included.
+        share: Share of training steps.
+        batch: Samples per step, relative to the batch size.
+    """
+
+    images: int
+    length: int
+    share: float
+    batch: float = 1.0
+
+
+BUCKETS = {
+    "short": Bucket(1, VISUAL_TOKENS + 26, 0.50),
+    "long": Bucket(1, VISUAL_TOKENS + 56, 0.40),
+    "two": Bucket(2, 2 * VISUAL_TOKENS + 18, 0.04, 0.5),
+    "three": Bucket(3, 3 * VISUAL_TOKENS + 18, 0.03, 0.5),
+    "four": Bucket(4, 4 * VISUAL_TOKENS + 18, 0.03, 0.5),
+}
+SHORT_TASKS = (
+    ["detect"] * 8 + ["count"] * 5 + ["where"] * 2 + ["color"] * 3 + ["pattern"] * 2 + ["size"]
+    + ["yes_no"] * 4 + ["relation"] * 3 + ["classify"] * 3 + ["repeat"]
+)  # fmt: skip
+"""What short samples ask, in these proportions."""
+
+INDEX = {
+    name: i for names in (tuple(SHAPES), tuple(COLORS), PATTERNS) for i, name in enumerate(names)
+}
+"""Index of each shape, colour and pattern among its kind."""
+
+LOGGED = [*TASKS, "which_image", "motion", "repeat"]
+SHARE_OF_FEW = {"short": 0.2, "long": 0.75}
+"""Share of scenes with a single thing (short), or few enough things for a caption (long)."""
+
+CHUNK = 32
+"""Samples that are made and travel together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Samples of one bucket over a shared set of images, or a batch made of such.
+
+    Attributes:
+        pixels: (u, 96, 96, 3) uint8.
+        things: (u, MOST_THINGS, 7) float32, all that is in the images: (x0, y0, x1, y1) in shares
+            of the image, and the indices of shape, colour and pattern.
+        n_things: (u,) int64, how many of them count.
+        pick: (b, images) int64, which images each sample shows, in order.
+        ids: (b, length) int64, padded on the right.
+        span: (b, 2) int64, where the answer begins and where what follows it begins.
+        boxes: (b, MOST_THINGS, 4) float32, (x0, y0, x1, y1) in shares of the image.
+        n_boxes: (b,) int64, how many of them count; −1 where nothing is to be detected.
+        task: (b,) int64, index into `LOGGED`.
+    """
+
+    pixels: npt.NDArray[np.uint8]
+    things: npt.NDArray[np.float32]
+    n_things: npt.NDArray[np.int64]
+    pick: npt.NDArray[np.int64]
+    ids: npt.NDArray[np.int64]
+    span: npt.NDArray[np.int64]
+    boxes: npt.NDArray[np.float32]
+    n_boxes: npt.NDArray[np.int64]
+    task: npt.NDArray[np.int64]
+
+    @staticmethod
+    def join(chunks: list[Chunk]) -> Chunk:
+        """One chunk with the samples of all."""
+        starts = np.cumsum([0, *(len(c.pixels) for c in chunks)])
+        picks = [c.pick + start for c, start in zip(chunks, starts, strict=False)]
+        rest = ("ids", "span", "boxes", "n_boxes", "task")
+        return Chunk(
+            np.concatenate([c.pixels for c in chunks]),
+            np.concatenate([c.things for c in chunks]),
+            np.concatenate([c.n_things for c in chunks]),
+            np.concatenate(picks),
+            *(np.concatenate([getattr(c, name) for c in chunks]) for name in rest),
+        )
+
+
+class SampleMaker:
+    """Draws scenes, asks about them and encodes the samples of one bucket after another.
+
+    Args:
+        seed: Equal seeds make equal samples.
+        tokenizer: From `build_tokenizer`.
+    """
+
+    def __init__(self, seed: int, tokenizer: Tokenizer) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.tokenizer = tokenizer
+        self.special = {token: tokenizer.token_to_id(token) for token in SPECIALS}
+        hidden = {*self.special.values(), *domain_tokens(tokenizer).tolist()}
+        self.speakable = np.array([i for i in range(tokenizer.get_vocab_size()) if i not in hidden])
+
+    def make(self, name: str) -> Chunk:
+        """One chunk of the bucket `name`."""
+        bucket = BUCKETS[name]
+        images: list[Scene] = []
+        samples: list[tuple[Question, list[int]]] = []
+        while len(samples) < CHUNK:
+            before = len(images)
+            if bucket.images > 1:
+                asked = self._ask_series(bucket.images, images)
+            else:
+                few = 1 if name == "short" else CAPTIONED
+                most = few if self.rng.random() < SHARE_OF_FEW[name] else MOST_THINGS
+                scene = draw_scene(self._seed(), most)
+                images.append(scene)
+                asked = [(q, [before]) for q in self._ask(scene, name)]
+            samples += asked
+        encoded = [self._encode(q, bucket) for q, _ in samples[:CHUNK]]
+        boxes = np.zeros((CHUNK, MOST_THINGS, 4), dtype=np.float32)
+        for i, (question, _) in enumerate(samples[:CHUNK]):
+            if question.boxes:
+                boxes[i, : len(question.boxes)] = np.array(question.boxes) / SIZE
+        things = np.zeros((len(images), MOST_THINGS, 7), dtype=np.float32)
+        for i, scene in enumerate(images):
+            for j, thing in enumerate(scene.things):
+                things[i, j, :4] = np.array(thing.box) / SIZE
+                things[i, j, 4:] = INDEX[thing.shape], INDEX[thing.color], INDEX[thing.pattern]
+        return Chunk(
+            pixels=np.stack([scene.pixels for scene in images]),
+            things=things,
+            n_things=np.array([len(scene.things) for scene in images]),
+            pick=np.array([pick for _, pick in samples[:CHUNK]]),
+            ids=np.stack([ids for ids, _ in encoded]),
+            span=np.array([span for _, span in encoded]),
+            boxes=boxes,
+            n_boxes=np.array(
+                [len(q.boxes) if q.task == "detect" else -1 for q, _ in samples[:CHUNK]]
+            ),
+            task=np.array([LOGGED.index(q.task) for q, _ in samples[:CHUNK]]),
+        )
+
+    def _seed(self) -> int:
+        return int(self.rng.integers(TRAINING_SEEDS, 2**62))
+
+    def _ask(self, scene: Scene, bucket: str) -> list[Question]:
+        """Several questions about one scene, or what it allows of them."""
+        rng = self.rng
+        tasks = (
+            ["caption", "box"]
+            if bucket == "long"
+            else [SHORT_TASKS[i] for i in rng.integers(len(SHORT_TASKS), size=7)]
+        )
+        if bucket == "short" and len(scene.things) == 1:
+            tasks[0] = "classify"
+        asked: dict[str, Question] = {}
+        for task in tasks:
+            question = Question("repeat", "") if task == "repeat" else TASKS[task](scene, rng)
+            if question is not None:
+                asked.setdefault(question.prompt, question)
+        return list(asked.values())
+
+    def _ask_series(self, n: int, images: list[Scene]) -> list[tuple[Question, list[int]]]:
+        """Two or more questions about n images, which are added to `images`."""
+        first = len(images)
+        if self.rng.random() < 0.7:
+            frames, shape, way = draw_clip(self._seed(), n)
+            images.extend(frames)
+            return [(ask_motion(shape, way), list(range(first, first + n)))]
+        images.extend(draw_scene(self._seed(), 3) for _ in range(n + 1))
+        asked = []
+        for _ in range(3):
+            pick = first + self.rng.permutation(n + 1)[:n]
+            question = ask_which_image([images[i] for i in pick], self.rng)
+            if question is not None:
+                asked.append((question, [int(i) for i in pick]))
+        return asked
+
+    def _encode(
+        self, question: Question, bucket: Bucket
+    ) -> tuple[npt.NDArray[np.int64], tuple[int, int]]:
+        special = self.special
+        if question.task == "repeat":
+            # Copying random tokens keeps every row of the embedding alive, also those that no
+            # answer uses. The domains' words are left out.
+            words = self.rng.choice(self.speakable, int(self.rng.integers(2, 7))).tolist()
+            prompt, answer = [*self.tokenizer.encode("repeat").ids, *words], words
+        else:
+            prompt = self.tokenizer.encode(question.prompt).ids
+            answer = self.tokenizer.encode(question.answer).ids
+        ids = [special["<s>"], special["<|user|>"], *prompt]
+        ids += [special["<image>"]] * (VISUAL_TOKENS * bucket.images) + [special["<|assistant|>"]]
+        start = len(ids)
+        if question.task != "detect":
+            ids += [*answer, special["</s>"]]
+        if len(ids) > bucket.length:
+            raise ValueError(f"{len(ids)} tokens do not fit in {bucket.length}: {question}")
+        padded = np.full(bucket.length, special["<pad>"], dtype=np.int64)
+        padded[: len(ids)] = ids
+        return padded, (start, len(ids))
+
+
+def _work(seed: int, tokenizer: str, out: Queue[tuple[str, Chunk]]) -> None:
+    maker = SampleMaker(seed, Tokenizer.from_str(tokenizer))
+    names, shares = list(BUCKETS), [bucket.share * bucket.batch for bucket in BUCKETS.values()]
+    shares = [share / sum(shares) for share in shares]
+    while True:
+        bucket = str(maker.rng.choice(names, p=shares))
+        out.put((bucket, maker.make(bucket)))
+
+
+class Stream:
+    """Batches from a pool that worker processes keep renewing.
+
+    Training never waits for drawing: while no new samples are there, it meets pooled ones again,
+    in other company and with other noise.
+
+    Args:
+        seed: Seed of the workers and of what is drawn from the pool.
+        tokenizer: From `build_tokenizer`.
+        workers: Number of processes.
+        pool: Largest number of chunks that are kept of a bucket.
+    """
+
+    def __init__(self, seed: int, tokenizer: Tokenizer, workers: int, pool: int = 2000) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.pool: dict[str, list[Chunk]] = {name: [] for name in BUCKETS}
+        self.most = pool
+        self.made = 0
+        context = multiprocessing.get_context("spawn")
+        self.queue: Queue[tuple[str, Chunk]] = context.Queue(maxsize=4 * workers)
+        text = tokenizer.to_str()
+        self.workers = [
+            context.Process(target=_work, args=(seed + 1 + i, text, self.queue), daemon=True)
+            for i in range(workers)
+        ]
+        for worker in self.workers:
+            worker.start()
+        threading.Thread(target=self._collect, daemon=True).start()
+
+    def check(self) -> None:
+        """Raises if a worker has died."""
+        dead = [worker.pid for worker in self.workers if not worker.is_alive()]
+        if dead:
+            raise RuntimeError(
+                f"{len(dead)} of the drawing processes died; see their messages above"
+            )
+
+    def close(self) -> None:
+        """Ends the workers; what is pooled stays."""
+        for worker in self.workers:
+            worker.terminate()
+
+    def _collect(self) -> None:
+        rng = np.random.default_rng(0)
+        while True:
+            name, chunk = self.queue.get()
+            chunks = self.pool[name]
+            if len(chunks) < self.most:
+                chunks.append(chunk)
+            else:
+                chunks[int(rng.integers(self.most))] = chunk
+            self.made += len(chunk.task)
+
+    def batch(self, size: int) -> Chunk:
+        """About `size` samples of one bucket, which is drawn by its share."""
+        names = list(BUCKETS)
+        name = str(self.rng.choice(names, p=[bucket.share for bucket in BUCKETS.values()]))
+        chunks = self.pool[name]
+        wanted = max(1, round(size * BUCKETS[name].batch / CHUNK))
+        return Chunk.join([chunks[i] for i in self.rng.integers(len(chunks), size=wanted)])

@@ -1,0 +1,480 @@
+"""The recipe of valora-tiny, the base model that ships with the project (`make base`).
+
+A LLaVA of about 4 M parameters in plain transformers classes is pretrained from scratch on
+generic scenes: detection by one linear layer over the visual tokens, and language for everything
+else. The schedule runs on the clock, so that the recipe fits whatever time there is; the shipped
+checkpoint took minutes on one GPU. A second run may go on from a checkpoint (`--start`).
+
+    python -m valora_train.base_model.pretrain --out data/valora_data/tiny --minutes 9
+    python -m valora_train.base_model.pretrain --start data/valora_data/tiny --rate 8e-4 --minutes 9
+    python -m valora_train.base_model.pretrain --evaluate
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.ops import generalized_box_iou_loss
+
+from valora_data.contract.boxes import cell_centres, decode, encode
+from valora_data.sources.generic.scenes import COLORS, PATTERNS, SIZE
+from valora_data.sources.generic.shapes import SHAPES
+from valora_train.base_model.data import (
+    LOGGED,
+    PATCH,
+    VOCABULARY,
+    Chunk,
+    Stream,
+    build_processor,
+    domain_tokens,
+)
+
+GRID = (SIZE // PATCH, SIZE // PATCH)
+HIDDEN = 192
+REACH = 0.75
+"""Cells answer for a box whose centre is at most this many cells away, if they lie in it."""
+
+
+def build_model(processor: Any) -> Any:
+    """A `LlavaForConditionalGeneration` with fresh weights that fits the processor."""
+    from transformers import (
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+    )
+
+    ids = {token: processor.tokenizer.convert_tokens_to_ids(token) for token in ("<s>", "</s>")}
+    vision = CLIPVisionConfig(
+        image_size=SIZE,
+        patch_size=PATCH,
+        hidden_size=HIDDEN,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        projection_dim=HIDDEN,
+    )
+    text = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        bos_token_id=ids["<s>"],
+        eos_token_id=ids["</s>"],
+        pad_token_id=processor.tokenizer.pad_token_id,
+        tie_word_embeddings=True,
+    )
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_id=processor.tokenizer.convert_tokens_to_ids("<image>"),
+        image_seq_length=GRID[0] * GRID[1],
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+        tie_word_embeddings=True,
+    )
+    return LlavaForConditionalGeneration(config)
+
+
+class DetectionHead(nn.Module):
+    """One linear layer per visual token: objectness and a box, as `contract.boxes` codes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objectness = nn.Linear(HIDDEN, 1)
+        self.box = nn.Linear(HIDDEN, 4)
+        nn.init.constant_(self.objectness.bias, -3.0)  # few cells hold something
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits (..., cells) and codes (..., cells, 4) of hidden states (..., cells, 192)."""
+        return self.objectness(hidden).squeeze(-1), self.box(hidden)
+
+
+def assign(boxes: Tensor, n_boxes: Tensor) -> tuple[Tensor, Tensor]:
+    """Which cells answer for which box.
+
+    The cell that holds a box's centre always does; so do cells whose own centre lies in the box
+    within `REACH` of its centre. A cell that could answer for several takes the nearest.
+
+    Args:
+        boxes: (b, n, 4) float, (x0, y0, x1, y1) in shares of the image.
+        n_boxes: (b,) int64, how many of them count.
+
+    Returns:
+        (b, cells) bool, whether a cell answers, and (b, cells) int64, for which box.
+    """
+    cells = cell_centres(GRID).to(boxes)
+    centres = (boxes[..., :2] + boxes[..., 2:]) / 2
+    offset = (cells - centres[:, :, None]) * boxes.new_tensor([GRID[1], GRID[0]])
+    inside = ((cells > boxes[:, :, None, :2]) & (cells < boxes[:, :, None, 2:])).all(-1)
+    distance = offset.norm(dim=-1)
+    holds = (offset.abs() <= 0.5).all(-1)
+    valid = torch.arange(boxes.shape[1], device=boxes.device) < n_boxes[:, None]
+    answers = (holds | (inside & (distance <= REACH))) & valid[:, :, None]
+    nearest = distance.masked_fill(~answers, torch.inf).argmin(1)
+    return answers.any(1), nearest
+
+
+def detection_loss(
+    logits: Tensor, codes: Tensor, boxes: Tensor, n_boxes: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy of objectness plus distance and GIoU of boxes, per answering cell.
+
+    Args:
+        logits: (b, cells) float32.
+        codes: (b, cells, 4) float32.
+        boxes: (b, n, 4) float32, (x0, y0, x1, y1) in shares of the image.
+        n_boxes: (b,) int64, how many of them count.
+
+    Returns:
+        The loss, and what `assign` says.
+    """
+    answers, which = assign(boxes, n_boxes)
+    count = answers.sum().clamp_min(1)
+    objectness = F.binary_cross_entropy_with_logits(logits, answers.float(), reduction="sum")
+    # Dense and masked instead of indexed: the GPU never waits for a count. Cells that answer for
+    # nothing get the whole image as a harmless truth.
+    truth = boxes.gather(1, which[..., None].expand(-1, -1, 4))
+    truth = torch.where(answers[..., None], truth, truth.new_tensor([0.0, 0.0, 1.0, 1.0]))
+    cells = torch.arange(which.shape[1], device=which.device).repeat(len(which))
+    goal = encode(truth.flatten(0, 1), cells, GRID).view_as(codes)
+    code = F.smooth_l1_loss(codes, goal, reduction="none", beta=0.1).sum(-1)
+    overlap = generalized_box_iou_loss(decode(codes, GRID), truth)
+    boxed = ((0.5 * code + 2.0 * overlap) * answers).sum()
+    return (objectness + boxed) / count, answers, which
+
+
+class Tutor(nn.Module):
+    """Dense help for the vision tower, thrown away after training.
+
+    One linear layer over the projected visual features, which no prompt has touched, says for
+    every cell whether a thing is there, its box, shape, colour and pattern. Without it the tower
+    learns from a few answer tokens per image only, and several times slower.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.detection = DetectionHead()
+        self.kinds = [len(SHAPES), len(COLORS), len(PATTERNS)]
+        self.naming = nn.Linear(HIDDEN, sum(self.kinds))
+
+    def forward(self, features: Tensor, things: Tensor, n_things: Tensor) -> Tensor:
+        """Loss of features (u, cells, 192) for the things of each image; see `Chunk`."""
+        features = features.float()
+        logits, codes = self.detection(features)
+        loss, answers, which = detection_loss(logits, codes, things[..., :4], n_things)
+        names = things[..., 4:].long().gather(1, which[..., None].expand(-1, -1, 3))
+        for i, named in enumerate(self.naming(features).split(self.kinds, dim=-1)):
+            wrong = F.cross_entropy(named.flatten(0, 1), names[..., i].flatten(), reduction="none")
+            loss = loss + (wrong * answers.flatten()).sum() / answers.sum().clamp_min(1)
+        return loss
+
+
+class Batch:
+    """A `Chunk` on the device, and where answers stand in it.
+
+    Attributes:
+        pixels, things, n_things, pick, ids, boxes, n_boxes, task: As in `Chunk`.
+        row: (a,) int64, the sample of each answer token.
+        column: (a,) int64, its place in the sample.
+        wanted: (d,) int64, the samples that ask for detection.
+    """
+
+    def __init__(self, chunk: Chunk, device: torch.device) -> None:
+        at = np.arange(chunk.ids.shape[1])
+        row, column = np.nonzero((at >= chunk.span[:, :1]) & (at < chunk.span[:, 1:]))
+
+        def move(array: npt.NDArray[Any]) -> Tensor:
+            """Copies without waiting where the device allows it."""
+            tensor = torch.from_numpy(array)
+            pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+            return pinned.to(device, non_blocking=True)
+
+        self.pixels = move(chunk.pixels)
+        self.things, self.n_things = move(chunk.things), move(chunk.n_things)
+        self.pick, self.ids, self.task = move(chunk.pick), move(chunk.ids), move(chunk.task)
+        self.boxes, self.n_boxes = move(chunk.boxes), move(chunk.n_boxes)
+        self.row, self.column = move(row), move(column)
+        self.wanted = move(np.flatnonzero(chunk.n_boxes >= 0))
+
+
+def prefetch(stream: Stream, size: int, device: torch.device) -> Iterator[Batch]:
+    """Batches of about `size` samples, made ready by a thread while the last one is learned."""
+    ready: queue.Queue[Batch] = queue.Queue(maxsize=4)
+
+    def prepare() -> None:
+        while True:
+            ready.put(Batch(stream.batch(size), device))
+
+    threading.Thread(target=prepare, daemon=True).start()
+    while True:
+        yield ready.get()
+
+
+def augment(pixels: Tensor) -> Tensor:
+    """Normalised images in [−1, 1] with new light and grain, (n, 3, 96, 96), from uint8 ones."""
+    image = pixels.permute(0, 3, 1, 2).float() / 127.5 - 1.0
+    shape = (len(image), 1, 1, 1)
+    gain = torch.empty(shape, device=image.device).uniform_(0.9, 1.1)
+    shift = torch.empty(shape, device=image.device).uniform_(-0.08, 0.08)
+    grain = torch.empty(shape, device=image.device).uniform_(0.0, 0.06)
+    return (image * gain + shift + torch.randn_like(image) * grain).clamp(-1.0, 1.0)
+
+
+def forward(model: Any, batch: Batch, image_token: int) -> tuple[Tensor, Tensor]:
+    """The hidden states of samples and the features of images; each image is encoded once.
+
+    Returns:
+        Last hidden states after the final norm, (b, length, 192), and projected visual features,
+        (u, cells, 192).
+    """
+    core = model.model
+    tower = core.vision_tower(pixel_values=augment(batch.pixels)).last_hidden_state
+    visual = core.multi_modal_projector(tower[:, 1:])
+    embeddings = core.get_input_embeddings()(batch.ids)
+    mask = (batch.ids == image_token)[..., None]
+    embeddings = embeddings.masked_scatter(mask, visual[batch.pick].to(embeddings.dtype))
+    # Padding stands on the right, where causal attention never looks.
+    hidden: Tensor = core.language_model(inputs_embeds=embeddings, use_cache=False)[0]
+    return hidden, visual
+
+
+class Pretraining:
+    """The losses of a batch, with a running account of what is answered right.
+
+    Args:
+        model: From `build_model`.
+        head: The detection head.
+        processor: From `build_processor`.
+        device: Where to compute.
+    """
+
+    def __init__(self, model: Any, head: DetectionHead, processor: Any, device: torch.device):
+        self.model, self.head, self.device = model.to(device), head.to(device), device
+        self.image_token = int(model.config.image_token_id)
+        silent = torch.zeros(VOCABULARY, device=device)
+        silent[torch.from_numpy(domain_tokens(processor.tokenizer.backend_tokenizer))] = -torch.inf
+        # Softmax never sees the domains' words, so that their embeddings stay as they began.
+        self.silent = silent
+        self.right = torch.zeros(len(LOGGED), device=device)
+        self.asked = torch.zeros(len(LOGGED), device=device)
+        self.tutor = Tutor().to(device)
+        self.losses = torch.zeros(3, device=device)
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """All that learns, with names."""
+        parts: tuple[Any, ...] = (self.model, self.head, self.tutor)
+        return [item for part in parts for item in part.named_parameters()]
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean cross-entropy of answer tokens plus the losses of detection and of the tutor."""
+        row, column = batch.row, batch.column
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            hidden, visual = forward(self.model, batch, self.image_token)
+            logits = self.model.lm_head(hidden[row, column - 1]).float() + self.silent
+        target = batch.ids[row, column]
+        words = F.cross_entropy(logits, target)
+        with torch.no_grad():
+            wrong = torch.zeros(len(batch.ids), device=self.device)
+            wrong.index_add_(0, row, (logits.argmax(-1) != target).float())
+            self.right.index_add_(0, batch.task, (wrong == 0).float())
+            self.asked.index_add_(0, batch.task, torch.ones_like(wrong))
+        tutor = self.tutor(visual, batch.things, batch.n_things)
+        boxes = torch.zeros_like(words)
+        if len(batch.wanted):
+            # The image is one run of tokens; it starts after the prompt.
+            start = (batch.ids[batch.wanted] == self.image_token).int().argmax(1)
+            cells = start[:, None] + torch.arange(GRID[0] * GRID[1], device=self.device)
+            scores, codes = self.head(hidden[batch.wanted[:, None], cells].float())
+            boxes, _, _ = detection_loss(
+                scores, codes, batch.boxes[batch.wanted], batch.n_boxes[batch.wanted]
+            )
+        self.losses.lerp_(torch.stack([words, boxes, tutor]).detach(), 0.05)
+        total: Tensor = words + 0.5 * boxes + 0.3 * tutor
+        return total
+
+    def report(self) -> dict[str, float]:
+        """Losses, and shares of answers that were right to the last token since the last call."""
+        shares = (self.right / self.asked.clamp_min(1)).tolist()
+        figures: dict[str, float] = dict(
+            zip(("words", "boxes", "tutor"), self.losses.tolist(), strict=True)
+        )
+        seen = self.asked.tolist()
+        figures |= {
+            task: shares[i] for i, task in enumerate(LOGGED) if seen[i] and task != "detect"
+        }
+        self.right.zero_()
+        self.asked.zero_()
+        return figures
+
+
+def make_optimizer(
+    named: list[tuple[str, nn.Parameter]], rate: float, device: torch.device
+) -> torch.optim.Optimizer:
+    """AdamW that decays matrices but neither embeddings nor biases and norms."""
+    decayed = [p for name, p in named if p.ndim > 1 and "embed" not in name]
+    rest = [p for name, p in named if p.ndim <= 1 or "embed" in name]
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}],
+        lr=rate,
+        betas=(0.9, 0.98),
+        fused=device.type == "cuda",
+    )
+
+
+def schedule(progress: float) -> float:
+    """Share of the learning rate after a share of the time: a short warm-up, then a cosine."""
+    return min(1.0, progress / 0.02 + 0.01) * (0.5 + 0.5 * math.cos(math.pi * min(progress, 1.0)))
+
+
+def save(model: Any, head: nn.Module, processor: Any, out: Path) -> None:
+    """Writes the checkpoint in bfloat16, with the detection head and the processor."""
+    rounded = {name: t.detach().to(torch.bfloat16).cpu() for name, t in head.state_dict().items()}
+    out.mkdir(parents=True, exist_ok=True)
+    processor.save_pretrained(out)
+    state = {
+        name: tensor.detach().to(torch.bfloat16).cpu()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"  # tied to the embedding
+    }
+    model.config.dtype = torch.bfloat16
+    model.config.save_pretrained(out)
+    model.generation_config.save_pretrained(out)
+    for name, tensors in (("model", state), ("detection_head", rounded)):
+        path = out / f"{name}.safetensors"
+        save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(0o644)
+
+
+def load(folder: Path) -> tuple[Any, DetectionHead, Any]:
+    """Model, detection head and processor of a checkpoint, to learn on from there in float32."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    head = DetectionHead()
+    head.load_state_dict(load_file(folder / "detection_head.safetensors"))
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    return model, head, AutoProcessor.from_pretrained(folder)
+
+
+def train(
+    out: Path,
+    minutes: float,
+    batch_size: int,
+    rate: float,
+    workers: int,
+    seed: int,
+    start_from: Path | None = None,
+) -> None:
+    """Pretrains and writes the checkpoint to `out`, also every two minutes.
+
+    Args:
+        out: Folder of the checkpoint.
+        minutes: How long; the learning rate follows the share of it that has passed.
+        batch_size: Samples per step.
+        rate: Highest learning rate.
+        workers: Processes that draw scenes.
+        seed: Seed of weights and scenes.
+        start_from: A checkpoint to go on from with a fresh schedule; None starts from scratch.
+    """
+    torch.manual_seed(seed)
+    torch.set_float32_matmul_precision("high")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if start_from is None:
+        processor = build_processor()
+        model, head = build_model(processor), DetectionHead()
+    else:
+        model, head, processor = load(start_from)
+    stream = Stream(seed, processor.tokenizer.backend_tokenizer, workers)
+    size = sum(p.numel() for p in model.parameters())
+    print(f"{size / 1e6:.2f} M parameters on {device}, {workers} workers", flush=True)
+    task = Pretraining(model, head, processor, device)
+    optimizer = make_optimizer(task.parameters(), rate, device)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    while min(len(chunks) for chunks in stream.pool.values()) < 8:
+        stream.check()
+        time.sleep(0.5)
+    batches = prefetch(stream, batch_size, device)
+    start = logged = saved = time.monotonic()
+    steps = seen = 0
+    while (elapsed := time.monotonic() - start) < 60 * minutes:
+        progress = elapsed / 60 / minutes
+        for group in optimizer.param_groups:
+            group["lr"] = rate * schedule(progress)
+        batch = next(batches)
+        optimizer.zero_grad(set_to_none=True)
+        task.loss(batch).backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        steps, seen = steps + 1, seen + len(batch.task)
+        now = time.monotonic()
+        if now - logged > 10:
+            stream.check()
+            logged = now
+            figures = " ".join(f"{name} {value:.3f}" for name, value in task.report().items())
+            print(
+                f"{elapsed:4.0f} s  {steps} steps  {seen} seen  {stream.made} made  {figures}",
+                flush=True,
+            )
+        if now - saved > 120:
+            saved = now
+            save(model, head, processor, out)
+    stream.close()
+    save(model, head, processor, out)
+    before = json.loads((start_from / "figures.json").read_text()) if start_from else {}
+    legs = before.get("training", [])
+    legs.append({
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "torch": torch.__version__.split("+")[0],
+        "command": f"python -m valora_train.base_model.pretrain --minutes {minutes}"
+        f" --batch {batch_size} --rate {rate} --seed {seed}" + (" --start" if start_from else ""),
+        "minutes": minutes,
+        "steps": steps,
+        "samples_seen": seen,
+        "samples_drawn": stream.made,
+        "parameters": size,
+    })  # fmt: skip
+    (out / "figures.json").write_text(json.dumps({"training": legs}, indent=2) + "\n")
+
+
+def main() -> None:
+    """Command line of the recipe."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("data/valora_data/tiny"))
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--batch", type=int, default=768)
+    parser.add_argument("--rate", type=float, default=1.5e-3)
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=Path, help="checkpoint to go on from")
+    parser.add_argument("--evaluate", action="store_true", help="only measure what is there")
+    parser.add_argument("--questions", type=int, default=600, help="held-out questions per ability")
+    args = parser.parse_args()
+    if not args.evaluate:
+        train(args.out, args.minutes, args.batch, args.rate, args.workers, args.seed, args.start)
+    from valora_train.base_model.evaluation import evaluate
+
+    evaluate(args.out, args.questions)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Knowledge fusion: decisions, training, continuing an earlier fusion."""

@@ -1,0 +1,423 @@
+"""Trains adapters with their heads, evaluates them, and takes them back bit for bit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from valora_data.schema import Sample, Split
+from valora_train.model.prompts import Encoded, Read, States
+from valora_train.model.team import Team
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from valora_train.model.lmm import Lmm
+    from valora_train.settings import TrainSettings
+    from valora_train.tasks import DomainTask, Evaluation
+
+PROBED_AT_ONCE = 64
+ALIKE = 1.3  # lengths by whose ratio samples still go into one padded batch
+OFFERED = 8  # samples drawn for each that is taken, where those of a batch shall be of like length
+
+
+@dataclass(frozen=True)
+class LabelledSplit:
+    """A split that accuracy is measured on.
+
+    Attributes:
+        inputs: The samples, encoded.
+        samples: The samples with the truth.
+    """
+
+    inputs: list[Encoded]
+    samples: list[Sample]
+
+
+class DomainData:
+    """A domain's samples in the form that training wants.
+
+    Args:
+        task: How the domain is asked and learns.
+        taught: Samples that the teacher labelled.
+        labelled: Splits with the truth, for measuring.
+        lmm: Encodes the images, once.
+        mirror: Whether to use mirrored images too.
+    """
+
+    def __init__(
+        self,
+        task: DomainTask,
+        taught: Sequence[Sample],
+        labelled: Mapping[Split, list[Sample]],
+        lmm: Lmm,
+        mirror: bool,
+    ) -> None:
+        self.task = task
+        samples = list(taught)
+        if mirror:
+            samples += [task.mirrored(sample) for sample in taught]
+        self.inputs = lmm.encode([task.taught(sample) for sample in samples], task.whole)
+        self.targets = task.targets(samples, self.inputs)
+        if self.targets is not None:
+            self.targets = self.targets.to(lmm.device)
+        self.splits = {
+            split: LabelledSplit(
+                lmm.encode([task.asked(sample) for sample in samples], task.whole), samples
+            )
+            for split, samples in labelled.items()
+        }
+
+
+@dataclass
+class _Bench:
+    """An adapter at work: its heads, its optimiser and its source of random numbers."""
+
+    optimizer: torch.optim.AdamW
+    generator: torch.Generator
+    heads: dict[str, nn.Module] = field(default_factory=dict)
+
+
+class Trainer:
+    """Adapters on one LMM.
+
+    Args:
+        lmm: The model.
+        data: Samples of every domain.
+        settings: Of training.
+        team: The processes that train together; this one alone if None.
+    """
+
+    def __init__(
+        self,
+        lmm: Lmm,
+        data: Mapping[str, DomainData],
+        settings: TrainSettings,
+        team: Team | None = None,
+    ) -> None:
+        self._lmm = lmm
+        self._data = data
+        self._settings = settings
+        self._team = team or Team()
+        self._benches: dict[str, _Bench] = {}
+
+    # --- adapters -----------------------------------------------------------------------------
+
+    def open(self, adapter: str, seed: int) -> None:
+        """Add a fresh adapter; what it will learn depends on `seed` alone."""
+        self._lmm.adapt(adapter, seed)
+        weights = list(self._lmm.lora_parameters(adapter).values())
+        optimizer = torch.optim.AdamW(
+            [
+                {
+                    "params": weights,
+                    "peak": self._settings.lr,
+                    "weight_decay": self._settings.weight_decay,
+                }
+            ]
+        )
+        self._benches[adapter] = _Bench(optimizer, torch.Generator().manual_seed(seed))
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The open adapters."""
+        return tuple(self._benches)
+
+    def close(self, adapter: str) -> None:
+        """Forget an adapter."""
+        self._lmm.remove(adapter)
+        del self._benches[adapter]
+
+    def heads(self, adapter: str) -> dict[str, nn.Module]:
+        """The heads of an adapter, by domain; domains whose answers are written have none."""
+        return self._benches[adapter].heads
+
+    def _add_head(self, adapter: str, domain: str, seed: int) -> None:
+        bench = self._benches[adapter]
+        head = self._new_head(domain, seed)
+        if head is None:
+            return
+        bench.heads[domain] = head
+        group = {
+            "params": list(head.parameters()),
+            "peak": self._settings.head_lr,
+            "weight_decay": 0.0,
+        }
+        bench.optimizer.add_param_group(group)
+
+    def _new_head(self, domain: str, seed: int) -> nn.Module | None:
+        data = self._data[domain]
+        return data.task.new_head(self._lmm, data.inputs[0], seed)
+
+    # --- training -----------------------------------------------------------------------------
+
+    def train(
+        self,
+        adapter: str,
+        domain: str,
+        *,
+        held: Sequence[str],
+        rehearse: bool,
+        seed: int,
+        on_step: Callable[[int, int, float], None],
+    ) -> None:
+        """Train an open adapter on a domain that is new to it.
+
+        Args:
+            adapter: The adapter.
+            domain: The new domain; it gets a new head.
+            held: Domains that the adapter holds.
+            rehearse: Mix samples of `held` in and train their heads on; otherwise those rest.
+            seed: Of the new head.
+            on_step: Called with step (from 1), number of steps, and loss.
+        """
+        bench = self._benches[adapter]
+        self._add_head(adapter, domain, seed)
+        rehearsed = list(held) if rehearse else []
+        for name, head in bench.heads.items():
+            head.requires_grad_(name == domain or name in rehearsed)
+        self._lmm.activate(adapter)
+        steps = self._settings.steps + self._settings.steps_per_held * len(rehearsed)
+        for step in range(steps):
+            self._set_lr(bench.optimizer, step / steps)
+            batch = self._draw(bench.generator, domain, rehearsed)
+            bench.optimizer.zero_grad(set_to_none=True)
+            loss = self._learn(bench.heads, batch)
+            parameters = [p for group in bench.optimizer.param_groups for p in group["params"]]
+            loss = self._team.add_up(parameters, loss)
+            nn.utils.clip_grad_norm_(parameters, self._settings.clip)
+            bench.optimizer.step()
+            on_step(step + 1, steps, loss)
+
+    def _set_lr(self, optimizer: torch.optim.Optimizer, progress: float) -> None:
+        warmup = self._settings.warmup
+        if progress < warmup:
+            factor = (progress + 1e-3) / warmup
+        else:
+            factor = (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup))) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * factor
+
+    def _draw(
+        self, generator: torch.Generator, domain: str, rehearsed: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """Indices of the samples of a batch, by domain."""
+        size = self._settings.batch_size
+        # A new domain gets no less than one that is there already.
+        share = min(self._settings.rehearsal_share, len(rehearsed) / (len(rehearsed) + 1))
+        old = round(size * share)
+        counts = {domain: size - old}
+        start = int(torch.randint(max(len(rehearsed), 1), (), generator=generator))
+        for offset, name in enumerate([*rehearsed[start:], *rehearsed[:start]]):
+            counts[name] = old // len(rehearsed) + (offset < old % len(rehearsed))
+        return {
+            name: self._rows(self._data[name].inputs, count, generator)
+            for name, count in counts.items()
+            if count
+        }
+
+    def _rows(self, inputs: Sequence[Encoded], count: int, generator: torch.Generator) -> Tensor:
+        if not self._settings.group_by_length:
+            return torch.randint(len(inputs), (count,), generator=generator)
+        offered = torch.randint(len(inputs), (count * OFFERED,), generator=generator).tolist()
+        offered.sort(key=lambda row: len(inputs[row].ids))
+        start = count * int(torch.randint(OFFERED, (), generator=generator))
+        return torch.tensor(offered[start : start + count])
+
+    def _learn(self, heads: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> float:
+        """Add up the gradients of a batch's share; its loss is the mean over all its samples."""
+        size = sum(len(rows) for rows in batch.values())
+        loss = 0.0
+        for part in self._parts(batch):
+            mine = {name: self._team.share(rows) for name, rows in part.items()}
+            mine = {name: rows for name, rows in mine.items() if len(rows)}
+            # Layers that are parted among processes want all of them to run as often.
+            spare = {} if mine else {name: rows[:1] for name, rows in list(part.items())[:1]}
+            loss_of_part = self._loss(heads, mine or spare, size) * (1.0 if mine else 0.0)
+            loss_of_part.backward()
+            loss += float(loss_of_part.detach())
+        return loss
+
+    def _parts(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Pieces of a batch that go through the model at once: not too many, of like length."""
+        most = self._settings.micro_batch or sum(len(rows) for rows in batch.values())
+        groups: list[dict[str, Tensor]] = []
+        shortest = 0
+        for length, name in sorted(
+            (self._longest(name, rows), name) for name, rows in batch.items()
+        ):
+            if not groups or length > ALIKE * shortest:
+                groups.append({})
+                shortest = length
+            groups[-1][name] = batch[name]
+        parts: list[dict[str, Tensor]] = []
+        for group in groups:
+            inside = {name: group[name] for name in batch if name in group}  # in the batch's order
+            parts += _pieces(inside, most)
+        return parts
+
+    def _longest(self, name: str, rows: Tensor) -> int:
+        inputs = self._data[name].inputs
+        return max(len(inputs[row].ids) for row in rows.tolist())
+
+    def _loss(
+        self, heads: Mapping[str, nn.Module], batch: Mapping[str, Tensor], size: int
+    ) -> Tensor:
+        """The part of a batch's loss that comes from these of its samples."""
+        encoded = [
+            self._data[name].inputs[row] for name, rows in batch.items() for row in rows.tolist()
+        ]
+        states = self._lmm.states(encoded)
+        total = states.hidden.new_zeros((), dtype=torch.float32)
+        for (name, rows), part in zip(
+            batch.items(), states.split([len(rows) for rows in batch.values()]), strict=True
+        ):
+            data = self._data[name]
+            targets = None if data.targets is None else data.targets[rows]
+            loss = data.task.loss(heads.get(name), part, targets, self._lmm)
+            total = total + loss * (len(rows) / size)
+        return total
+
+    def probe(self, domain: str, seed: int) -> nn.Module | None:
+        """Train a head alone, on the frozen base: what the domain reaches without LoRA."""
+        head = self._new_head(domain, seed)
+        if head is None:
+            return None
+        data = self._data[domain]
+        self._lmm.activate(None)
+        read = Read.cat([states.read() for states in self._states(data.inputs)])
+        optimizer = torch.optim.AdamW(
+            [{"params": head.parameters(), "peak": self._settings.head_lr}], weight_decay=0.0
+        )
+        generator = torch.Generator().manual_seed(seed)
+        steps = self._settings.probe_steps
+        for step in range(steps):
+            self._set_lr(optimizer, step / steps)
+            rows = torch.randint(len(data.inputs), (PROBED_AT_ONCE,), generator=generator)
+            loss = data.task.probe_loss(head, read[rows], data.targets[rows])
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+        return head
+
+    def _states(self, inputs: Sequence[Encoded]) -> Iterator[States]:
+        for start in range(0, len(inputs), PROBED_AT_ONCE):
+            with torch.no_grad():
+                yield self._lmm.states(inputs[start : start + PROBED_AT_ONCE])
+
+    def samples(self, domain: str, split: Split) -> list[Sample]:
+        """The samples that a domain is measured on."""
+        return self._data[domain].splits[split].samples
+
+    # --- measuring ----------------------------------------------------------------------------
+
+    def evaluate(
+        self, adapter: str | None, domain: str, split: Split, head: nn.Module | None = None
+    ) -> Evaluation:
+        """Measure a domain; on the validation split, calibrate its head first.
+
+        Args:
+            adapter: The adapter that acts; None for the frozen base.
+            domain: The domain.
+            split: `Split.VAL` or `Split.TEST`.
+            head: Other than the adapter's own.
+        """
+        self._lmm.activate(adapter)
+        if head is None and adapter is not None:
+            head = self._benches[adapter].heads.get(domain)
+        data = self._data[domain]
+        part = data.splits[split]
+        with torch.no_grad():
+            raw = self._read(data.task, head, part.inputs)
+            if split is Split.VAL:
+                data.task.calibrate(head, raw, part.samples)
+            said = data.task.said(head, raw, part.samples)
+        return data.task.evaluation(head, said, part.samples)
+
+    def _read(self, task: DomainTask, head: nn.Module | None, inputs: Sequence[Encoded]) -> Any:
+        if self._lmm.parted or len(inputs) < self._team.size:  # all processes run as often
+            return task.read(head, self._lmm, inputs)
+        return self._team.collect(task.read(head, self._lmm, self._team.share(inputs)))
+
+    # --- going back ---------------------------------------------------------------------------
+
+    def snapshot(self, adapter: str) -> dict[str, Tensor]:
+        """Everything that an adapter is and will become: weights, heads, optimiser, random state.
+
+        Returns:
+            Copies, by names that `restore` understands and safetensors can hold.
+        """
+        bench = self._benches[adapter]
+        state = {f"lora/{key}": p for key, p in self._lmm.lora_parameters(adapter).items()}
+        for domain, head in bench.heads.items():
+            state |= {f"head/{domain}/{key}": value for key, value in head.state_dict().items()}
+        named: list[tuple[str, Tensor]] = list(state.items())
+        for key, parameter in self._named_parameters(adapter):
+            for item, value in bench.optimizer.state.get(parameter, {}).items():
+                named.append((f"optimizer/{item}/{key}", value))
+        named += [("random/adapter", bench.generator.get_state())]
+        named += [("random/torch", torch.get_rng_state())]
+        return {key: value.detach().clone().contiguous().cpu() for key, value in named}
+
+    def restore(self, adapter: str, state: Mapping[str, Tensor]) -> None:
+        """Bring an adapter back to a snapshot; an adapter that is not open is opened."""
+        if adapter in self._benches:
+            self.close(adapter)
+        self.open(adapter, seed=0)
+        bench = self._benches[adapter]
+        parts = _tree(state)
+        for domain, values in parts.get("head", {}).items():
+            self._add_head(adapter, domain, seed=0)
+            bench.heads[domain].load_state_dict(values)
+        with torch.no_grad():
+            for key, parameter in self._lmm.lora_parameters(adapter).items():
+                parameter.copy_(parts["lora"][key])
+        for key, parameter in self._named_parameters(adapter):
+            moments = {
+                item: values[key].clone()
+                for item, values in parts.get("optimizer", {}).items()
+                if key in values
+            }
+            if moments:
+                bench.optimizer.state[parameter] = moments
+        bench.generator.set_state(parts["random"]["adapter"].clone())
+        torch.set_rng_state(parts["random"]["torch"].clone())
+
+    def _named_parameters(self, adapter: str) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self._lmm.lora_parameters(adapter).items()
+        for domain, head in self._benches[adapter].heads.items():
+            for key, parameter in head.named_parameters():
+                yield f"{domain}/{key}", parameter
+
+
+def _tree(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Split names at their first slash, and those of heads and optimiser at their second."""
+    tree: dict[str, Any] = {}
+    for name, value in state.items():
+        kind, rest = name.split("/", 1)
+        if kind in ("head", "optimizer"):
+            first, rest = rest.split("/", 1)
+            tree.setdefault(kind, {}).setdefault(first, {})[rest] = value
+        else:
+            tree.setdefault(kind, {})[rest] = value
+    return tree
+
+
+def _pieces(group: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]:
+    """Cut a batch into pieces of at most so many samples."""
+    pieces: list[dict[str, Tensor]] = [{}]
+    room = most
+    for name, rows in group.items():
+        left = rows
+        while len(left):
+            if not room:
+                pieces.append({})
+                room = most
+            pieces[-1][name] = left[:room]
+            taken = len(pieces[-1][name])
+            left, room = left[taken:], room - taken
+    return pieces

@@ -1,0 +1,1 @@
+"""Task metrics with confidence intervals."""

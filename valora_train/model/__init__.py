@@ -1,0 +1,1 @@
+"""The large multimodal model in training, with its adapters."""

@@ -1,0 +1,181 @@
+"""What the LMM is asked, in the forms that it takes on its way through the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from PIL.Image import Image
+
+    Size = tuple[int, int]
+    """Width and height in pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One question, and what shall be answered.
+
+    Attributes:
+        question: The text of the turn; it stands before the images.
+        images: Images or frames in order.
+        video: Whether they are the frames of a video.
+        answer: The text to learn, given the size of the first image as the model sees it; None
+            where a head answers.
+    """
+
+    question: str
+    images: tuple[Image, ...]
+    video: bool = False
+    answer: Callable[[Size], str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """An example as the language model takes it.
+
+    Attributes:
+        ids: (length,) int64 on the CPU: the prompt and, behind it, the answer to learn.
+        visual: (length,) bool on the CPU, which of them are visual tokens.
+        prompt: Tokens of the prompt.
+        pixels: What the encoder takes; empty if `features` are kept.
+        features: (visual tokens, width), encoded images; None if they are encoded each time.
+        deep: Added to the outputs of the first layers, each like `features` (Qwen3-VL).
+        positions: (3, length) int64 for models with positions in time, height and width.
+        seen: Size of the first image as the encoder sees it, in pixels.
+        grid: Rows and columns of visual tokens of the first image.
+        places: (visual tokens,) int64 on the CPU, see `contract.grid_pooling.places_of`.
+    """
+
+    ids: Tensor
+    visual: Tensor
+    prompt: int
+    seen: Size
+    grid: tuple[int, int]
+    places: Tensor
+    pixels: Mapping[str, Tensor] = field(default_factory=dict)
+    features: Tensor | None = None
+    deep: tuple[Tensor, ...] = ()
+    positions: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer."""
+        return len(self.ids)
+
+    @property
+    def last(self) -> int | None:
+        """Position of the newest token, where positions have three parts."""
+        return None if self.positions is None else int(self.positions[:, -1].max())
+
+
+@dataclass(frozen=True)
+class Read:
+    """What heads read of a batch: last hidden states, after the final norm.
+
+    Attributes:
+        last: (n, width), of the last token of each prompt.
+        visual: (n, tokens, width), of the visual tokens; zeros where there are fewer.
+        real: (n, tokens) bool, which of those there are.
+        places: (n, tokens) int64, where in its image each of them lies.
+    """
+
+    last: Tensor
+    visual: Tensor
+    real: Tensor
+    places: Tensor
+
+    @classmethod
+    def cat(cls, parts: Sequence[Read]) -> Read:
+        """One batch after the other."""
+        most = max(part.visual.shape[1] for part in parts)
+
+        def padded(part: Tensor) -> Tensor:
+            short = most - part.shape[1]
+            if not short:
+                return part
+            return torch.cat([part, part.new_zeros(len(part), short, *part.shape[2:])], dim=1)
+
+        return cls(
+            torch.cat([part.last for part in parts]),
+            torch.cat([padded(part.visual) for part in parts]),
+            torch.cat([padded(part.real) for part in parts]),
+            torch.cat([padded(part.places) for part in parts]),
+        )
+
+    def __getitem__(self, rows: Tensor) -> Read:
+        return Read(self.last[rows], self.visual[rows], self.real[rows], self.places[rows])
+
+
+@dataclass(frozen=True)
+class States:
+    """Last hidden states of a batch that was padded on the right.
+
+    Attributes:
+        hidden: (n, length, width), after the final norm.
+        visual: (n, length) bool, which tokens are visual.
+        prompts: Tokens of each prompt.
+        lengths: Tokens of each prompt and answer.
+        answers: (n, length) int64 token ids, of which those behind the prompts are answers.
+        places: For each row (visual tokens,) int64 on the CPU, see `Encoded.places`.
+    """
+
+    hidden: Tensor
+    visual: Tensor
+    prompts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    answers: Tensor
+    places: tuple[Tensor, ...]
+
+    def split(self, counts: Sequence[int]) -> list[States]:
+        """Rows of the batch, `counts` at a time."""
+        parts, start = [], 0
+        for count in counts:
+            rows = slice(start, start + count)
+            parts.append(
+                States(
+                    self.hidden[rows],
+                    self.visual[rows],
+                    self.prompts[rows],
+                    self.lengths[rows],
+                    self.answers[rows],
+                    self.places[rows],
+                )
+            )
+            start += count
+        return parts
+
+    def read(self) -> Read:
+        """What heads read."""
+        n, _, width = self.hidden.shape
+        rows = torch.arange(n, device=self.hidden.device)
+        at = torch.tensor([prompt - 1 for prompt in self.prompts], device=self.hidden.device)
+        last = self.hidden[rows, at]
+        counts = self.visual.sum(1)
+        most = int(counts.max())
+        real = torch.arange(most, device=self.hidden.device) < counts[:, None]
+        places = pad_sequence(list(self.places), batch_first=True).to(self.hidden.device)
+        if bool(real.all()):
+            return Read(last, self.hidden[self.visual].view(n, most, width), real, places)
+        seen = self.hidden[self.visual].split(counts.tolist())
+        return Read(last, pad_sequence(list(seen), batch_first=True), real, places)
+
+    def written(self) -> tuple[Tensor, Tensor]:
+        """What the answers are learnt from, all answers in one.
+
+        Returns:
+            (tokens, width), the hidden states that each answer token is predicted from, and
+            (tokens,) int64, those tokens.
+        """
+        places = torch.arange(self.hidden.shape[1], device=self.hidden.device)
+        start = torch.tensor(self.prompts, device=places.device)[:, None]
+        end = torch.tensor(self.lengths, device=places.device)[:, None]
+        answer = (places >= start) & (places < end)
+        before = answer.roll(-1, dims=1)
+        return self.hidden[before], self.answers[answer]

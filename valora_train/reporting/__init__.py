@@ -1,0 +1,1 @@
+"""What users see of a run: MLflow, pictures, progress, tables."""

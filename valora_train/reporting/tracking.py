@@ -1,0 +1,357 @@
+"""What MLflow shows of a fusion: a run for the whole, a nested run for every attempt.
+
+Runs are found again by tags, never by what this process remembers: after a kill, the parent run is
+continued and the attempt that was cut off is replaced. Only `MlflowClient` with explicit run ids is
+used, so that no library that logs into "the active run" can touch ours.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from valora_train.fusion.plan import Verdict
+from valora_train.reporting import pictures
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from PIL.Image import Image
+
+    from valora_train.fusion.plan import Attempt, Decision
+
+FUSION = "valora.fusion"
+ATTEMPT = "valora.attempt"
+PARENT = "mlflow.parentRunId"
+NOTE = "mlflow.note.content"
+MOST_PARAM = 500  # characters; longer values are cut, the whole is in config.yaml
+BATCH = 500  # metrics per request
+
+
+class Tracker:
+    """The MLflow runs of one fusion.
+
+    Args:
+        uri: Tracking URI; None for MLflow's default, SQLite in the working directory.
+        experiment: Name of the experiment.
+        fusion: Key of the fusion's stage.
+
+    Attributes:
+        run_id: The parent run.
+    """
+
+    def __init__(self, uri: str | None, experiment: str, fusion: str) -> None:
+        import mlflow
+        from mlflow import MlflowClient
+
+        # Creating the database logs every one of its migrations.
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        self._uri = uri or mlflow.get_tracking_uri()
+        self._client = MlflowClient(self._uri)
+        found = self._client.get_experiment_by_name(experiment)
+        self._experiment = (
+            found.experiment_id
+            if found
+            # The kind that makes MLflow open on runs and metrics instead of chat traces.
+            else self._client.create_experiment(
+                experiment, tags={"mlflow.experimentKind": "custom_model_development"}
+            )
+        )
+        self._fusion = fusion
+        self.run_id = ""
+        self._monitor: Any = None
+
+    def start(self, name: str, config: Mapping[str, Any], note: str, earlier: str | None) -> str:
+        """Start the parent run, or continue the one that was cut off.
+
+        Args:
+            name: Name of the run.
+            config: The whole configuration.
+            note: Description, markdown.
+            earlier: The run of the process that was cut off, if it got as far as to say so.
+
+        Returns:
+            The run's id.
+        """
+        cut_off = [
+            run.info.run_id
+            for run in self._runs(f"tags.`{FUSION}` = '{self._fusion}'")
+            if PARENT not in run.data.tags
+            and (run.info.run_id == earlier or run.info.status != "FINISHED")
+        ]
+        if cut_off:
+            self.run_id = cut_off[0]
+            self._client.update_run(self.run_id, status="RUNNING")
+        else:
+            tags = {
+                FUSION: self._fusion,
+                NOTE: note,
+                "mlflow.user": getpass.getuser(),
+                "mlflow.source.name": "valora-train",
+                "mlflow.source.type": "LOCAL",
+            }
+            run = self._client.create_run(self._experiment, tags=tags, run_name=name)
+            self.run_id = run.info.run_id
+            self._log_config(config)
+        self._watch(resume=bool(cut_off))
+        return self.run_id
+
+    def _log_config(self, config: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+        from omegaconf import OmegaConf
+
+        flat = _flatten(config)
+        params = [Param(key, str(value)[:MOST_PARAM]) for key, value in flat.items()]
+        self._client.log_batch(self.run_id, params=params)
+        self._client.log_text(
+            self.run_id, OmegaConf.to_yaml(OmegaConf.create(dict(config))), "config.yaml"
+        )
+
+    def _watch(self, resume: bool) -> None:
+        """Log memory and processor use of the parent run while it lasts."""
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+        self._monitor = SystemMetricsMonitor(
+            self.run_id, sampling_interval=5, resume_logging=resume, tracking_uri=self._uri
+        )
+        self._monitor.start()
+
+    def input(self, name: str, digest: str, source: Path, context: str) -> None:
+        """Name a data set that went in.
+
+        Args:
+            name: Name of the data set.
+            digest: Content hash.
+            source: Where it lies.
+            context: What it is for, e.g. ``taught`` or ``val``.
+        """
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        where = json.dumps({"uri": str(source)})
+        data = Dataset(name, digest[:36], "local", where)
+        entry = DatasetInput(data, [InputTag("mlflow.data.context", context)])
+        self._client.log_inputs(self.run_id, [entry])
+
+    def attempt(self, attempt: Attempt, required: Mapping[str, float]) -> AttemptRun:
+        """Start the nested run of an attempt; one that was cut off earlier is replaced."""
+        mine = f"tags.`{PARENT}` = '{self.run_id}' and tags.`{ATTEMPT}` = '{attempt.number}'"
+        for run in self._runs(mine):
+            self._client.delete_run(run.info.run_id)
+        return AttemptRun(
+            self._client, self._experiment, self.run_id, self._fusion, attempt, required
+        )
+
+    def summary(
+        self,
+        decisions: Sequence[Decision],
+        seconds: Sequence[float],
+        required: Mapping[str, float],
+    ) -> None:
+        """Redraw the parent's table and figures from all decisions so far."""
+        rows: dict[str, list[Any]] = {
+            "step": [decision.attempt.number for decision in decisions],
+            "domain": [decision.attempt.domain for decision in decisions],
+            "adapter": [decision.attempt.adapter for decision in decisions],
+            "decision": [str(decision.verdict) for decision in decisions],
+            "reason": [decision.reason for decision in decisions],
+            "seconds": [round(value, 1) for value in seconds],
+        }
+        for name in required:
+            rows[name] = [
+                f"{decision.accuracy[name]:.3f}" if name in decision.accuracy else ""
+                for decision in decisions
+            ]
+        rows["held before"] = [", ".join(decision.attempt.held) for decision in decisions]
+        # `log_table` appends to what is there; a summary replaces it.
+        self._client.log_dict(
+            self.run_id,
+            {
+                "columns": list(rows),
+                "data": [list(row) for row in zip(*rows.values(), strict=True)],
+            },
+            "steps.json",
+        )
+        heat = pictures.heat_map(decisions, required)
+        self._client.log_figure(self.run_id, heat, "accuracy_heat_map.png")
+        timeline = pictures.packing_timeline(decisions, seconds)
+        self._client.log_figure(self.run_id, timeline, "packing_timeline.png")
+        tables = '[{"path": "steps.json", "type": "table"}]'
+        self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", tables)
+
+    def metrics(self, values: Mapping[str, float], step: int = 0) -> None:
+        """Log metrics of the parent run."""
+        _log_metrics(self._client, self.run_id, {key: [(step, v)] for key, v in values.items()})
+
+    def picture(self, image: Image, file: str) -> None:
+        """Log a picture of the parent run."""
+        self._client.log_image(self.run_id, image, file)
+
+    def finish(self, status: str, note: str | None = None) -> None:
+        """End the parent run.
+
+        Args:
+            status: ``FINISHED``, ``FAILED`` or ``KILLED``.
+            note: A description for people, markdown.
+        """
+        if self._monitor is not None:
+            self._monitor.finish()
+        if note is not None:
+            self._client.set_tag(self.run_id, NOTE, note)
+        self._client.set_terminated(self.run_id, status)
+
+    def _runs(self, condition: str) -> list[Any]:
+        return list(self._client.search_runs([self._experiment], condition))
+
+
+class NoTracker(Tracker):
+    """Tracks nothing: of the processes that train along and do not lead."""
+
+    def __init__(self) -> None:
+        self.run_id = ""
+
+    def start(self, *_: Any) -> str:
+        """Nothing."""
+        return self.run_id
+
+    def attempt(self, *_: Any) -> AttemptRun:
+        """A run that is none."""
+        return NoAttemptRun()
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """Nothing."""
+
+    input = summary = metrics = picture = finish = _nothing
+
+
+class AttemptRun:
+    """The nested run of one attempt."""
+
+    def __init__(
+        self,
+        client: Any,
+        experiment: str,
+        parent: str,
+        fusion: str,
+        attempt: Attempt,
+        required: Mapping[str, float],
+    ) -> None:
+        self._client = client
+        self._attempt = attempt
+        self._required = required
+        self._losses: list[tuple[int, float]] = []
+        tags = {
+            PARENT: parent,
+            FUSION: fusion,
+            ATTEMPT: str(attempt.number),
+            "valora.domain": attempt.domain,
+            "valora.adapter": attempt.adapter,
+        }
+        self._run = client.create_run(experiment, tags=tags, run_name=attempt.name)
+        self._id = self._run.info.run_id
+
+    def loss(self, step: int, _steps: int, value: float) -> None:
+        """Take note of the loss at a step."""
+        self._losses.append((step, value))
+
+    def decided(
+        self,
+        decision: Decision,
+        seconds: float,
+        sheets: Mapping[str, Image],
+        details: Mapping[str, float],
+    ) -> None:
+        """Log what came out and end the run.
+
+        Args:
+            decision: The verdict.
+            seconds: Of training and evaluation.
+            sheets: Pictures with boxes, by domain.
+            details: Further metrics.
+        """
+        values: dict[str, list[tuple[int, float]]] = {"loss": self._losses}
+        for name, accuracy in decision.accuracy.items():
+            values[f"accuracy/{name}"] = [(0, accuracy)]
+            values[f"required/{name}"] = [(0, self._required[name])]
+        values |= {key: [(0, value)] for key, value in details.items()}
+        values["seconds"] = [(0, seconds)]
+        _log_metrics(self._client, self._id, values)
+        for name, sheet in sheets.items():
+            self._client.log_image(self._id, sheet, f"pictures/{name}.png")
+        self._client.set_tag(self._id, "valora.decision", str(decision.verdict))
+        self._client.set_tag(self._id, NOTE, f"**{decision.verdict}**: {decision.reason}")
+        self._client.update_run(self._id, name=f"{self._attempt.name} ({decision.verdict})")
+        ended = "FINISHED" if decision.verdict is not Verdict.UNREACHABLE else "FAILED"
+        self._client.set_terminated(self._id, ended)
+
+    def abandon(self) -> None:
+        """End the run of an attempt that was interrupted; the next start replaces it."""
+        self._client.set_terminated(self._id, "KILLED")
+
+
+class NoAttemptRun(AttemptRun):
+    """Of `NoTracker`."""
+
+    def __init__(self) -> None:
+        pass
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """Nothing."""
+
+    loss = decided = abandon = _nothing
+
+
+def register(uri: str | None, run_id: str, name: str, bundle: Path, tags: Mapping[str, str]) -> int:
+    """Put a bundle into the model registry, with the alias ``latest-fused``.
+
+    Args:
+        uri: Tracking URI; None for the default.
+        run_id: The fusion's parent run; the bundle becomes one of its artifacts.
+        name: Name of the registered model.
+        bundle: Folder of the bundle.
+        tags: Of the version.
+
+    Returns:
+        The version in the registry.
+    """
+    import mlflow
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    client = MlflowClient(uri or mlflow.get_tracking_uri())
+    for known in client.search_model_versions(f"run_id = '{run_id}'"):
+        if known.name == name:  # a process that was killed got this far
+            return int(known.version)
+    client.log_artifacts(run_id, str(bundle), "bundle")
+    try:
+        client.create_registered_model(name, description="VaLoRA bundle: LoRA adapters and heads")
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    source = f"{client.get_run(run_id).info.artifact_uri}/bundle"
+    version = client.create_model_version(name, source, run_id, tags=dict(tags))
+    client.set_registered_model_alias(name, "latest-fused", version.version)
+    return int(version.version)
+
+
+def _log_metrics(client: Any, run_id: str, values: Mapping[str, list[tuple[int, float]]]) -> None:
+    from mlflow.entities import Metric
+
+    now = int(time.time() * 1000)
+    rows = [Metric(key, value, now, step) for key, pairs in values.items() for step, value in pairs]
+    for start in range(0, len(rows), BATCH):
+        client.log_batch(run_id, metrics=rows[start : start + BATCH])
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

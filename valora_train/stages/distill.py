@@ -1,0 +1,267 @@
+"""Stages `teach` and `distill`: from labelled samples to a small model, from it to what it says.
+
+The LMM learns from what a teacher says of the unlabelled split (VaLoRA §4.2.1 collects its data
+by running the small models). How well that agrees with the truth is reported.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from valora_data import shards
+from valora_data.errors import DataError
+from valora_data.schema import Answer, Sample, Split, Task
+from valora_train.metrics.evaluate import Matches, match
+from valora_train.metrics.measures import measure
+from valora_train.settings import as_dict
+from valora_train.stage import Stage, digest, read_json, write_json
+from valora_train.stages.data import TRUTH
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from valora_teachers.base import Teacher
+    from valora_train.settings import DomainSettings, TeacherSettings
+
+    OnStep = Callable[[int, int, float], None]
+
+LABELS = "labels"  # the labels stand in for a teacher
+TRAIN = "train"  # a teacher is trained first
+IN_PLACE = ("huggingface", "function")  # kinds that are used where they are
+TAUGHT = "taught"
+REPORT = "report.json"
+
+
+def teach_stage(domain: DomainSettings, teacher: TeacherSettings, data: Path) -> Stage | None:
+    """The stage that trains a domain's teacher, or takes over a trained one; None without one."""
+    if domain.teacher == LABELS or (domain.teacher != TRAIN and teacher.kind in IN_PLACE):
+        return None
+    settings: dict[str, Any] = {
+        "labels": domain.labels, "kind": teacher.kind, "task": str(domain.task),
+    }  # fmt: skip
+    if domain.teacher == TRAIN:
+        settings["options"] = teacher.options
+        return Stage(f"teach-{domain.name}", 2, settings, {"data": digest(data)})
+    path = Path(domain.teacher)
+    if not path.exists():
+        raise DataError(
+            f"teacher of domain {domain.name} not found: {path} is no file; set "
+            f"domains.{domain.name}.teacher to a trained model, `{TRAIN}` or `{LABELS}`"
+        )
+    return Stage(f"teach-{domain.name}", 2, settings, {"weights": digest(path)})
+
+
+def build_teacher(
+    domain: DomainSettings, teacher: TeacherSettings, data: Path, folder: Path, on_epoch: OnStep
+) -> None:
+    """Fill the stage's folder with the teacher's file or folder."""
+    if domain.teacher != TRAIN:
+        load_teacher(domain.teacher, domain, teacher)  # is it one, and of these labels?
+        place = folder / _file(teacher)
+        if Path(domain.teacher).is_dir():
+            shutil.copytree(domain.teacher, place)
+        else:
+            shutil.copyfile(domain.teacher, place)
+        return
+    from valora_teachers.registry import train_teacher
+
+    assert domain.task is not None, "`Settings.chosen` fills it in"
+    report = train_teacher(
+        teacher.kind,
+        shards.read(data / Split.TRAIN),
+        domain.labels,
+        folder,
+        teacher.options,
+        on_epoch,
+        domain.task,
+    )
+    write_json(folder / REPORT, report)
+
+
+def _file(teacher: TeacherSettings) -> str:
+    from valora_teachers.registry import TRAINED
+
+    return TRAINED.get(teacher.kind, "teacher.pt")
+
+
+def load_teacher(weights: str | Path, domain: DomainSettings, teacher: TeacherSettings) -> Teacher:
+    """A trained teacher for a domain's labels."""
+    from valora_teachers.registry import load_teacher as load
+
+    assert domain.task is not None, "`Settings.chosen` fills it in"
+    return load(teacher.kind, weights, domain.labels, teacher.options, domain.task, domain.prompt)
+
+
+def distill_stage(
+    domain: DomainSettings, teacher: TeacherSettings, data: Path, taught: Path | None
+) -> Stage:
+    """The stage that runs a domain's teacher over the unlabelled split."""
+    inputs = {"data": digest(data)} | ({"teacher": digest(taught)} if taught else {})
+    settings = as_dict(teacher) | {"labels": domain.labels, "teacher": domain.teacher}
+    if teacher.kind in IN_PLACE and domain.teacher not in (LABELS, TRAIN):
+        if Path(domain.teacher).exists():
+            inputs["weights"] = digest(Path(domain.teacher))
+    else:
+        settings.pop("options")  # those of its training are in the teacher's own stage
+    return Stage(f"distill-{domain.name}", 3, settings, inputs)
+
+
+def build_distilled(
+    domain: DomainSettings,
+    teacher: TeacherSettings,
+    data: Path,
+    taught: Path | None,
+    folder: Path,
+    on_batch: OnStep = lambda *_: None,
+) -> None:
+    """Fill the stage's folder: `taught` (what the LMM learns) and `report.json`."""
+    if domain.teacher == LABELS:
+        samples = shards.read(data / Split.TRAIN)
+        if (data / TRUTH).is_dir():
+            samples += shards.read(data / TRUTH)
+        shards.write(samples, domain.labels, folder / TAUGHT)
+        write_json(folder / REPORT, {"teacher": LABELS, "samples": len(samples)})
+        return
+    from valora_teachers.base import check_answers
+
+    weights = domain.teacher if taught is None else taught / _file(teacher)
+    model = load_teacher(weights, domain, teacher)
+    assert domain.task is not None, "`Settings.chosen` fills it in"
+    found: Found = {}
+    truth: Truth = {}
+    for split in (Split.UNLABELLED, Split.VAL, Split.TEST):
+        samples = shards.read(data / split)
+        answers = model.answer(samples, lambda done, all_: on_batch(done, all_, 0.0))
+        check_answers(f"the teacher of domain {domain.name}", domain.task, answers)
+        found[split] = [
+            replace(sample, answer=answer) for sample, answer in zip(samples, answers, strict=True)
+        ]
+        known = data / (TRUTH if split is Split.UNLABELLED else split)
+        if known.is_dir():
+            truth[split] = shards.open_shard(known).answers()
+    if domain.task is Task.DETECTION:
+        kept, report = _keep_boxes(domain, teacher, found, truth)
+    else:
+        kept, report = _keep_answers(domain, teacher, found, truth)
+    report |= {"teacher": domain.teacher, "samples": len(kept)}
+    if teacher.labelled:
+        kept += shards.read(data / Split.TRAIN)
+    shards.write(kept, domain.labels, folder / TAUGHT)
+    write_json(folder / REPORT, report)
+
+
+Found = dict[Split, list[Sample]]
+Truth = dict[Split, list[Answer]]
+
+
+def _keep_boxes(
+    domain: DomainSettings, teacher: TeacherSettings, found: Found, truth: Truth
+) -> tuple[list[Sample], dict[str, Any]]:
+    """All images, with the boxes that are sure enough."""
+    found = {
+        split: [_above(sample, teacher.min_confidence) for sample in samples]
+        for split, samples in found.items()
+    }
+    matches = {
+        split: match(
+            [sample.answer.boxes for sample in samples],
+            [answer.boxes for answer in answers],
+            domain.labels,
+        )
+        for split, answers in truth.items()
+        for samples in (found[split],)
+    }
+    threshold = teacher.threshold
+    if threshold is None:
+        threshold = matches[Split.VAL].best_threshold()
+    kept = [_above(sample, threshold) for sample in found[Split.UNLABELLED]]
+    boxes = sum(len(sample.answer.boxes) for sample in kept)
+    if not boxes:
+        raise DataError(
+            f"the teacher of domain {domain.name} finds nothing on {len(kept)} unlabelled images "
+            f"at confidence {threshold:.2f}: check its labels, or lower teacher.threshold"
+        )
+    report = {
+        "threshold": threshold,
+        "boxes": boxes,
+        "accuracy": {split: summary(found, threshold) for split, found in matches.items()},
+    }
+    return kept, report
+
+
+def _above(sample: Sample, confidence: float) -> Sample:
+    boxes = tuple(box for box in sample.answer.boxes if box.confidence >= confidence)
+    return replace(sample, answer=replace(sample.answer, boxes=boxes))
+
+
+def _keep_answers(
+    domain: DomainSettings, teacher: TeacherSettings, found: Found, truth: Truth
+) -> tuple[list[Sample], dict[str, Any]]:
+    """The samples that the teacher answers surely enough."""
+    assert domain.task is not None, "`Settings.chosen` fills it in"
+    kept = [
+        sample
+        for sample in found[Split.UNLABELLED]
+        if _answered(sample.answer) and _sure(sample.answer) >= (teacher.threshold or 0.0)
+    ]
+    if not kept:
+        raise DataError(
+            f"the teacher of domain {domain.name} is sure enough of none of "
+            f"{len(found[Split.UNLABELLED])} unlabelled samples: check its labels, or lower "
+            "teacher.threshold"
+        )
+    accuracy = {}
+    for split, answers in truth.items():
+        scores = measure(domain.task, [sample.answer for sample in found[split]], answers)
+        accuracy[split] = {
+            "accuracy": scores.mean, "ci95": scores.interval(), **scores.details,
+        }  # fmt: skip
+    return kept, {"threshold": teacher.threshold, "accuracy": accuracy}
+
+
+def _answered(answer: Answer) -> bool:
+    return bool(answer.boxes or answer.choice or answer.captions)
+
+
+def _sure(answer: Answer) -> float:
+    """Confidence in an answer; 1 where the teacher names none."""
+    if answer.soft:
+        return max(answer.soft)
+    return answer.boxes[0].confidence if answer.boxes else 1.0
+
+
+def summary(matches: Matches, threshold: float) -> dict[str, Any]:
+    """What a report says of a split."""
+    precision, recall = matches.precision_recall(threshold)
+    return {
+        "accuracy": matches.f1(threshold),
+        "ci95": matches.f1_interval(threshold),
+        "precision": precision,
+        "recall": recall,
+        "map": matches.map,
+        "ece": matches.calibration_error(),
+    }
+
+
+def describe(distilled: Path) -> str:
+    """What the teacher said, and how well it agrees with the truth, for the terminal."""
+    report = read_json(distilled / REPORT)
+    if "accuracy" not in report:
+        return f": {report['samples']} labelled samples"
+    split = Split.UNLABELLED if Split.UNLABELLED in report["accuracy"] else Split.VAL
+    agreement = f"{report['accuracy'][split]['accuracy']:.3f} against the truth"
+    if "boxes" in report:
+        return (
+            f": {report['boxes']} boxes from confidence {report['threshold']:.2f} on "
+            f"{report['samples']} images, F1 {agreement}"
+        )
+    return f": {report['samples']} answers, {agreement}"
+
+
+def teacher_accuracy(distilled: Path, split: Split) -> float | None:
+    """What the teacher reaches on a split; None where labels stand in for one."""
+    accuracy = read_json(distilled / REPORT).get("accuracy")
+    return float(accuracy[split]["accuracy"]) if accuracy and split in accuracy else None

@@ -1,0 +1,182 @@
+"""The export gate: a bundle, loaded afresh, must do what its manifest says.
+
+Run in a process of its own (``python -m valora_train.stages.gate BUNDLE``), with nothing but the
+base model, plain PEFT and the files of the bundle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from valora_data import shards
+from valora_data.contract.bundle import Bundle, check_base, read_bundle
+from valora_data.errors import ValoraError
+from valora_data.schema import Answer, Domain, Sample, Split, Task
+from valora_train.errors import GateError
+from valora_train.model.lmm import Lmm
+from valora_train.settings import HeadSettings, LoraSettings, ModelSettings
+from valora_train.tasks import load_head, make_task
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from valora_train.tasks import DomainTask, Said
+
+GOLDEN = "golden/golden.json"
+CONFIG = "adapter_config.json"
+ACCURACY = 1e-3
+
+
+class BundleModel:
+    """A bundle at work on its base model.
+
+    Args:
+        bundle: The bundle.
+        base: Id of the base model; the bundle's own by default.
+        device: Where to compute, in torch's terms.
+    """
+
+    def __init__(self, bundle: Bundle, base: str | None = None, device: str = "cpu") -> None:
+        self._bundle = bundle
+        # Features must not be cached if an adapter changes the vision side.
+        patterns = [
+            str(json.loads((bundle.folder / facts["path"] / CONFIG).read_text())["target_modules"])
+            for facts in bundle.adapters.values()
+        ]
+        lora = LoraSettings(
+            vision_tower=any("vision_tower" in pattern for pattern in patterns),
+            projector=any("projector" in pattern for pattern in patterns),
+        )
+        facts = bundle.manifest["base"]
+        model = ModelSettings(
+            id=base or facts["id"],
+            device=device,
+            keep_features=device == "cpu",
+            batch_size=bundle.manifest["lineage"]["config"]["model"]["batch_size"],
+            dtype=facts["dtype"],
+            coordinates=facts.get("coordinates", "grid1000"),
+        )
+        self._lmm = Lmm(model, lora)
+        for name, adapter in bundle.adapters.items():
+            self._lmm.load_adapter(name, bundle.folder / adapter["path"])
+        self.tasks: dict[str, DomainTask] = {}
+        self._heads: dict[str, Any] = {}
+        for name, facts in bundle.domains.items():
+            self.tasks[name] = self._task(name, facts)
+            file = bundle.folder / facts["head"] if facts["head"] else None
+            self._heads[name] = load_head(self.tasks[name], file)
+
+    def _task(self, name: str, facts: Mapping[str, Any]) -> DomainTask:
+        settings = replace(HeadSettings(), **self._bundle.manifest["nms"])
+        if "max_tokens" in facts:
+            settings = replace(settings, max_tokens=facts["max_tokens"])
+        domain = Domain(
+            name, Task(facts["task"]), tuple(facts["labels"]), facts["prompt"], facts["required"]
+        )
+        return make_task(domain, settings, self._lmm, video=facts.get("media") == "video")
+
+    def answer(self, domain: str, samples: Sequence[Sample]) -> list[Said]:
+        """What the bundle says of samples; their own answers are not looked at."""
+        import torch
+
+        task, head = self.tasks[domain], self._heads[domain]
+        self._lmm.activate(self._bundle.domains[domain]["adapter"])
+        with torch.no_grad():
+            # In the batches of training: other shapes round differently, and a word may flip.
+            encoded = self._lmm.encode([task.asked(sample) for sample in samples], task.whole)
+            return task.said(head, task.read(head, self._lmm, encoded), samples)
+
+    def accuracy(self, domain: str, samples: Sequence[Sample]) -> float:
+        """What the bundle reaches on samples with the truth."""
+        said = self.answer(domain, samples)
+        return self.tasks[domain].evaluation(self._heads[domain], said, samples).accuracy
+
+
+def golden_sample(folder: Path, example: Mapping[str, Any]) -> Sample:
+    """The sample of a golden example."""
+    images = []
+    for file in [example["image"], *example.get("rest", [])]:
+        with Image.open(folder / file) as image:
+            images.append(image.convert("RGB"))
+    name = example["image"]
+    return Sample(name, images[0], Answer(), example.get("prompt"), tuple(images[1:]))
+
+
+def check_golden(model: BundleModel, bundle: Bundle) -> int:
+    """Replay the golden examples.
+
+    Returns:
+        How many there were.
+
+    Raises:
+        GateError: If one comes out differently.
+    """
+    examples = json.loads((bundle.folder / GOLDEN).read_text(encoding="utf-8"))
+    for example in examples:
+        domain = example["domain"]
+        task = model.tasks[domain]
+        said = model.answer(domain, [golden_sample(bundle.folder, example)])[0]
+        found = task.golden(said, bundle.domains[domain].get("threshold"))
+        if not task.same(found, example["expected"]):
+            raise GateError(
+                f"golden example {example['image']} of {domain} came out differently: expected "
+                f"{example['expected']}, got {found}; export the bundle again"
+            )
+    return len(examples)
+
+
+def check_accuracy(model: BundleModel, bundle: Bundle, data: Mapping[str, Path]) -> None:
+    """Measure the test split again.
+
+    Args:
+        model: The bundle at work.
+        bundle: The bundle.
+        data: Output of stage `data`, by domain.
+
+    Raises:
+        GateError: If a domain does not reach what training measured.
+    """
+    for name, folder in data.items():
+        reached = model.accuracy(name, shards.read(folder / Split.TEST))
+        promised = bundle.domains[name]["accuracy"]["test"]
+        if abs(reached - promised) > ACCURACY:
+            raise GateError(
+                f"{name} reaches {reached:.4f} on test after reloading, but {promised:.4f} was "
+                "measured in training: the bundle is not what was trained, fuse again"
+            )
+
+
+def main() -> int:
+    """Command line of the gate."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--base", help="base model, if not the one that the bundle names")
+    parser.add_argument("--device", default="cpu", help="where to compute, such as cuda")
+    parser.add_argument(
+        "--data", nargs=2, action="append", default=[], metavar=("DOMAIN", "FOLDER"),
+        help="a domain's data, to measure its test split again",
+    )  # fmt: skip
+    arguments = parser.parse_args()
+    try:
+        bundle = read_bundle(arguments.bundle)
+        check_base(bundle, arguments.base or bundle.manifest["base"]["id"])
+        model = BundleModel(bundle, arguments.base, arguments.device)
+        examples = check_golden(model, bundle)
+        check_accuracy(model, bundle, {name: Path(folder) for name, folder in arguments.data})
+    except ValoraError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    measured = f" and the test accuracy of {len(arguments.data)} domains" if arguments.data else ""
+    print(f"{arguments.bundle}: {examples} golden examples{measured} reproduced")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""Vision task heads: a linear layer on the LMM's last hidden states, trained with the adapter.
+
+VaLoRA §4.2.2. One head per domain; it answers in a single forward pass.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from valora_data.contract import boxes as box_code
+from valora_data.errors import BundleError
+from valora_data.schema import Box
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from valora_data.schema import Sample
+    from valora_train.metrics.evaluate import Matches
+    from valora_train.settings import HeadSettings
+
+
+class DetectionHead(nn.Module):
+    """Objectness, class and box from every visual token; one pass gives all boxes of an image.
+
+    Args:
+        width: Size of the hidden states.
+        labels: Label set in the order of class indices; a single class needs no class logits.
+        grid: Rows and columns of visual tokens.
+
+    Attributes:
+        linear: (5 + classes, width): objectness, box (see `contract.boxes`), class logits.
+        calibration: (2,), Platt scaling of the confidence; see `calibrate`.
+        threshold: (), confidence from which a box counts; the best for F1 on validation.
+    """
+
+    calibration: Tensor
+    threshold: Tensor
+
+    def __init__(self, width: int, labels: Sequence[str], grid: tuple[int, int]) -> None:
+        super().__init__()
+        self.labels = tuple(labels)
+        self.grid = grid
+        self.linear = nn.Linear(width, 5 + (len(self.labels) if len(self.labels) > 1 else 0))
+        nn.init.normal_(self.linear.weight, std=0.01)
+        nn.init.zeros_(self.linear.bias)
+        with torch.no_grad():
+            self.linear.bias[0] = -math.log(30)  # a cell in about thirty holds an object
+        self.register_buffer("calibration", torch.tensor([1.0, 0.0]))
+        self.register_buffer("threshold", torch.tensor(0.5))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Raw outputs.
+
+        Args:
+            hidden: (n, tokens, width), last hidden states of the visual tokens.
+
+        Returns:
+            (n, tokens, 5 + classes) float32.
+        """
+        raw: Tensor = self.linear(hidden.float())
+        return raw
+
+    def loss(self, raw: Tensor, targets: DetectionTargets, weights: HeadSettings) -> Tensor:
+        """Training loss of a batch, per object.
+
+        Binary cross entropy of the objectness, generalised IoU of the boxes (Rezatofighi et al.
+        2019) and cross entropy of the classes; objects count by the teacher's confidence.
+
+        Args:
+            raw: (n, tokens, 5 + classes) from `forward`.
+            targets: Of the same n images.
+            weights: Of the three parts.
+        """
+        from torchvision.ops import generalized_box_iou_loss
+
+        positive, weight = targets.positive, targets.weight
+        objects = weight[positive].sum().clamp_min(1.0)
+        objectness = F.binary_cross_entropy_with_logits(
+            raw[..., 0], positive.float(), torch.where(positive, weight, 1.0), reduction="sum"
+        )
+        total = weights.objectness_weight * objectness
+        found = box_code.decode(raw[..., 1:5], self.grid)[positive]
+        overlap = generalized_box_iou_loss(found, targets.boxes[positive])
+        total = total + weights.box_weight * (overlap * weight[positive]).sum()
+        if len(self.labels) > 1:
+            wrong = F.cross_entropy(
+                raw[..., 5:][positive], targets.classes[positive], reduction="none"
+            )
+            total = total + weights.class_weight * (wrong * weight[positive]).sum()
+        loss: Tensor = total / objects
+        return loss
+
+    def predict(
+        self, raw: Tensor, size: tuple[int, int], settings: HeadSettings, min_score: float
+    ) -> list[Box]:
+        """Boxes of one image.
+
+        Args:
+            raw: (tokens, 5 + classes) from `forward`.
+            size: Width and height of the image in pixels.
+            settings: Of non-maximum suppression.
+            min_score: Calibrated confidence below which boxes are dropped.
+        """
+        found, scores, classes = box_code.read_detections(
+            raw,
+            self.grid,
+            self.calibration.to(raw.device),
+            nms_iou=settings.nms_iou,
+            min_score=min_score,
+            most=settings.most,
+        )
+        width, height = size
+        return [
+            Box(x0 * width, y0 * height, x1 * width, y1 * height, self.labels[index], score)
+            for (x0, y0, x1, y1), score, index in zip(
+                found.tolist(), scores.tolist(), classes.tolist(), strict=True
+            )
+        ]
+
+    def save(self, file: Path, settings: HeadSettings) -> None:
+        """Write the head as safetensors; its metadata says what a server must know."""
+        facts = {
+            "kind": "detection",
+            "labels": json.dumps(self.labels),
+            "grid": json.dumps(self.grid),
+            "nms_iou": str(settings.nms_iou),
+            "most": str(settings.most),
+        }
+        tensors = {
+            "weight": self.linear.weight.detach(),
+            "bias": self.linear.bias.detach(),
+            "calibration": self.calibration,
+            "threshold": self.threshold.reshape(1),
+        }
+        save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, file, facts)
+
+    @classmethod
+    def load(cls, file: Path) -> DetectionHead:
+        """Read what `save` wrote.
+
+        Raises:
+            BundleError: If it is another kind of head, or a tensor is missing or misshapen.
+        """
+        try:
+            with safe_open(file, "pt") as parts:
+                facts = parts.metadata() or {}
+                tensors = {key: parts.get_tensor(key) for key in parts.keys()}  # noqa: SIM118
+            labels, grid = json.loads(facts["labels"]), json.loads(facts["grid"])
+            head = cls(tensors["weight"].shape[1], labels, (grid[0], grid[1]))
+            head.linear.load_state_dict({key: tensors[key] for key in ("weight", "bias")})
+        except (OSError, KeyError, RuntimeError, ValueError, SafetensorError) as error:
+            raise BundleError(
+                f"head {file} is damaged: {error}; export the bundle again"
+            ) from error
+        head.calibration.copy_(tensors["calibration"])
+        head.threshold.copy_(tensors["threshold"][0])
+        return head
+
+    def calibrate(self, matches: Matches) -> None:
+        """Fit Platt scaling so that confidences say how often a box is right.
+
+        Args:
+            matches: Of the validation split, made with the present calibration.
+        """
+        from sklearn.linear_model import LogisticRegression
+
+        if len(set(matches.hit.tolist())) < 2:
+            return  # nothing to tell apart
+        score = torch.from_numpy(matches.score).clamp(1e-6, 1 - 1e-6)
+        a, b = self.calibration.tolist()
+        logit = (torch.logit(score) - b) / a
+        fit = LogisticRegression(C=1e6).fit(logit[:, None].numpy(), matches.hit)
+        slope, offset = float(fit.coef_[0, 0]), float(fit.intercept_[0])
+        if slope > 0:  # otherwise the head knows nothing, and its order must not be reversed
+            self.calibration.copy_(torch.tensor([slope, offset]))
+
+
+@dataclass(frozen=True)
+class DetectionTargets:
+    """What each visual token of each image should say.
+
+    A box belongs to the cell of its centre and to cells around whose centres lie near it and
+    inside the box; where two boxes claim a cell, the smaller one has it.
+
+    Attributes:
+        positive: (n, tokens) bool.
+        weight: (n, tokens) float32, confidence of the box.
+        boxes: (n, tokens, 4) float32, in shares of the image.
+        classes: (n, tokens) int64.
+    """
+
+    positive: Tensor
+    weight: Tensor
+    boxes: Tensor
+    classes: Tensor
+
+    REACH: ClassVar[float] = 0.75  # in cells, from the box's centre to that of a cell around it
+
+    @classmethod
+    def of(
+        cls, samples: Sequence[Sample], labels: Sequence[str], grid: tuple[int, int]
+    ) -> DetectionTargets:
+        """Targets of samples.
+
+        Args:
+            samples: Images with boxes in pixels, and the teacher's confidences.
+            labels: Label set.
+            grid: Rows and columns of visual tokens.
+        """
+        tokens = grid[0] * grid[1]
+        targets = cls(
+            torch.zeros(len(samples), tokens, dtype=torch.bool),
+            torch.zeros(len(samples), tokens),
+            torch.zeros(len(samples), tokens, 4),
+            torch.zeros(len(samples), tokens, dtype=torch.int64),
+        )
+        for row, sample in enumerate(samples):
+            for box in sorted(sample.answer.boxes, key=lambda box: -box.area):
+                edges, mine = cls._claim(box, sample.image.size, grid)
+                targets.positive[row, mine] = True
+                targets.weight[row, mine] = box.confidence
+                targets.boxes[row, mine] = edges
+                targets.classes[row, mine] = labels.index(box.label)
+        return targets
+
+    @classmethod
+    def _claim(
+        cls, box: Box, size: tuple[int, int], grid: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        """Edges of a box in shares of the image, and the (tokens,) bool of its cells."""
+        rows, columns = grid
+        edges = torch.tensor(
+            [box.x0 / size[0], box.y0 / size[1], box.x1 / size[0], box.y1 / size[1]]
+        )
+        middle = (edges[:2] + edges[2:]) / 2
+        shape = torch.tensor([columns, rows], dtype=torch.float32)
+        centres = box_code.cell_centres(grid)
+        near = ((centres - middle) * shape).abs().amax(-1) <= cls.REACH
+        mine = near & (centres > edges[:2]).all(-1) & (centres < edges[2:]).all(-1)
+        column, row = (middle * shape).long().tolist()
+        mine[min(row, rows - 1) * columns + min(column, columns - 1)] = True
+        return edges, mine
+
+    def to(self, device: torch.device) -> DetectionTargets:
+        """The same on another device."""
+        return self._each(lambda part: part.to(device))
+
+    def __getitem__(self, rows: Tensor) -> DetectionTargets:
+        """The targets of some of the images."""
+        return self._each(lambda part: part[rows.to(part.device)])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> DetectionTargets:
+        return DetectionTargets(*(change(getattr(self, f.name)) for f in fields(self)))

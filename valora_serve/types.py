@@ -352,7 +352,7 @@ class EngineClient(Protocol):
         """Id of the base model."""
 
     @property
-    def context(self) -> int:
+    def context_length(self) -> int:
         """Longest prompt and answer together, in tokens."""
 
     @property

@@ -75,7 +75,7 @@ class FakeEngine:
         self.closed = False
         self.refuse = None
         self.base = "tiny"
-        self.context = 2048
+        self.context_length = 2048
 
     @property
     def tokenizer(self):
@@ -123,8 +123,10 @@ class FakeEngine:
         if request.model is not None and request.model not in self._served:
             return errors.UnknownModelError(f"There is no {request.model}")
         size = len(request.text or "") + len(request.token_ids or ())
-        if size > self.context:
-            return errors.TooLongError(f"The prompt has {size} tokens, more than {self.context}")
+        if size > self.context_length:
+            return errors.TooLongError(
+                f"The prompt has {size} tokens, more than {self.context_length}"
+            )
         if request.token_ids is not None and max(request.token_ids, default=0) >= 2048:
             return errors.RequestError("token_ids holds a token that is none")
         return None

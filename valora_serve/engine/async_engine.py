@@ -257,9 +257,9 @@ class AsyncEngine:
         return self._engine.lmm.base
 
     @property
-    def context(self) -> int:
+    def context_length(self) -> int:
         """Longest prompt and answer together, in tokens."""
-        return self._engine.context
+        return self._engine.context_length
 
     @property
     def healthy(self) -> bool:

@@ -133,7 +133,7 @@ class Engine:
         self.lmm = lmm or Lmm(settings.base, getattr(torch, dtype), self.device)
         if cuda if settings.compile is None else settings.compile:
             self.lmm.compile_layers()
-        self.context = min(settings.context or self.lmm.context, self.lmm.context)
+        self.context_length = min(settings.context_length or self.lmm.context, self.lmm.context)
         self.store = Store(
             self.lmm.base, self.lmm.targets, width=self.lmm.width, device=self.device
         )
@@ -392,11 +392,11 @@ class Engine:
             check_visual(head, visual, len(prompt.visuals))
             if head.reads_visual:  # what comes after what it reads changes nothing
                 ids = ids[: max(int(item.at[-1]) for item in prompt.visuals) + 1]
-        room = self.context - len(ids)
+        room = self.context_length - len(ids)
         if room < (head is None):
             raise TooLongError(
-                f"the prompt has {len(ids)} tokens, the context {self.context}: shorten it, or "
-                "send fewer or smaller images"
+                f"the prompt has {len(ids)} tokens, the context length is "
+                f"{self.context_length}: shorten it, or send fewer or smaller images"
             )
         wanted = request.sampling.max_tokens
         most = 0 if head is not None else room if wanted is None else min(wanted, room)
@@ -576,7 +576,7 @@ class Engine:
             return False  # its head answers
         if not sequence.pending:
             return True
-        if sequence.generated >= sequence.max_new or sequence.length >= self.context:
+        if sequence.generated >= sequence.max_new or sequence.length >= self.context_length:
             return False  # it ends when the host sees its token
         return sequence.request.sampling.constraint is None
 
@@ -837,7 +837,7 @@ class Engine:
         finish = None
         if ends or sequence.text.stopped:
             finish = Finish.STOP
-        elif count >= sequence.max_new or len(sequence.ids) >= self.context:
+        elif count >= sequence.max_new or len(sequence.ids) >= self.context_length:
             finish = Finish.LENGTH
         kept = () if logprobs is None else (logprobs,)
         if finish is not None:

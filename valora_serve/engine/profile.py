@@ -116,10 +116,10 @@ def _steps(engine: Engine) -> Iterator[tuple[StepShape, list[Work], str | None]]
     for mode, merged, distinct in mixes:
         for context in CONTEXTS if cuda else FEW_CONTEXTS:
             for rows in DECODE_ROWS if cuda else FEW_ROWS:
-                if rows <= settings.max_requests and context + 1 < engine.context:
+                if rows <= settings.max_requests and context + 1 < engine.context_length:
                     yield from _shape(engine, mode, merged, distinct, [(context, 1)] * rows)
         for tokens in PREFILL_TOKENS if cuda else FEW_TOKENS:
-            if tokens <= min(settings.max_tokens, settings.chunk, engine.context - 1):
+            if tokens <= min(settings.max_tokens, settings.chunk, engine.context_length - 1):
                 yield from _shape(engine, mode, merged, distinct, [(0, tokens)])
                 if tokens > 64:  # prompts come beside decoding rows
                     few = min(8, settings.max_requests - 1)
@@ -134,7 +134,7 @@ def _uncaptured(
     few = min(4, engine.settings.max_requests)
     rows = [(CONTEXTS[0], 1)] * min(64, engine.settings.max_requests - few)
     prompts = [(0, -(-(captured + 1 - len(rows)) // few))] * few
-    if all(context + tokens < engine.context for context, tokens in (*prompts, *rows)):
+    if all(context + tokens < engine.context_length for context, tokens in (*prompts, *rows)):
         distinct = len(engine.adapters.resident)
         yield from _shape(engine, Mode.UNMERGED, None, distinct, [*prompts, *rows])
 

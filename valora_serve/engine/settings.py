@@ -15,7 +15,7 @@ class EngineSettings:
         base: Base model: ``tiny``, a folder or a hub name.
         device: ``auto`` takes the GPU if there is one.
         dtype: ``auto`` is bfloat16 on a GPU and float32 on a CPU.
-        context: Longest prompt and answer together; the model's own if None.
+        context_length: Longest prompt and answer together, in tokens; None for the model's own.
         block_size: Tokens a page of keys and values.
         pages: Pages of the unified memory; None for as many as `memory` leaves room for.
         memory: Share of the GPU's memory to use in all.
@@ -44,7 +44,7 @@ class EngineSettings:
     base: str = "tiny"
     device: str = "auto"
     dtype: str = "auto"
-    context: int | None = None
+    context_length: int | None = None
     block_size: int = 16
     pages: int | None = None
     memory: float = 0.9

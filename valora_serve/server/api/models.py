@@ -52,17 +52,17 @@ def router(context: Context) -> APIRouter:
 
     @routes.get("/v1/models", tags=["OpenAI"], summary="What a request can name")
     async def models() -> ModelList:
-        return ModelList(data=[card(model, engine.context) for model in engine.models()])
+        return ModelList(data=[card(model, engine.context_length) for model in engine.models()])
 
     @routes.get("/v1/models/{model:path}", tags=["OpenAI"], summary="One of them")
     async def one_model(model: str) -> ModelCard:
-        return card(context.service.model(model), engine.context)
+        return card(context.service.model(model), engine.context_length)
 
     @routes.post("/v1/load_lora_adapter", tags=["loading"], summary="Load a PEFT adapter")
     async def load_adapter(body: LoadAdapterRequest) -> Loaded:
         made = await served.load_adapter(body.lora_name, body.lora_path, replace=body.load_inplace)
         context.service.refresh()
-        return Loaded(models=[card(made, engine.context)])
+        return Loaded(models=[card(made, engine.context_length)])
 
     @routes.post("/v1/unload_lora_adapter", tags=["loading"], summary="Forget an adapter")
     async def unload_adapter(body: UnloadAdapterRequest) -> Done:
@@ -74,7 +74,7 @@ def router(context: Context) -> APIRouter:
     async def load_bundle(body: LoadBundleRequest) -> Loaded:
         made = await served.load_bundle(body.bundle_path)
         context.service.refresh()
-        return Loaded(models=[card(model, engine.context) for model in made])
+        return Loaded(models=[card(model, engine.context_length) for model in made])
 
     @routes.post("/v1/unload_bundle", tags=["loading"], summary="Forget a bundle")
     async def unload_bundle(body: UnloadBundleRequest) -> Done:

@@ -418,7 +418,7 @@ def test_ends(base: str, reference: Reference) -> None:
     """max_tokens, the context's end, a stop token, a stop text."""
     plain = Request("plain", token_ids=range(20, 40), sampling=SamplingParams(max_tokens=12))
     wanted = reference(plain).tokens
-    engine = make_engine(base, context=27)
+    engine = make_engine(base, context_length=27)
     found = run(engine, [plain])
     assert found["plain"].tokens == wanted[:7]
     assert found["plain"].finish is Finish.LENGTH

@@ -336,9 +336,9 @@ def test_the_same_name_with_other_content(
 
 
 def test_prompts_that_do_not_fit(base: str, reference: Reference) -> None:
-    engine = make_engine(base, context=40, pages=5, block_size=8)
+    engine = make_engine(base, context_length=40, pages=5, block_size=8)
     long = replace(question("long"), token_ids=list(range(10, 50)))
-    with pytest.raises(TooLongError, match="40 tokens, the context 40"):
+    with pytest.raises(TooLongError, match="40 tokens, the context length is 40"):
         add(engine, long)
     with pytest.raises(TooLongError, match=r"pages.*fewer tokens"):
         add(engine, question("large", tokens=28))

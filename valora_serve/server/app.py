@@ -16,14 +16,14 @@ from fastapi.openapi.utils import get_openapi
 from fastapi_offline import FastAPIOffline
 from uvicorn.server import HANDLED_SIGNALS
 
+from valora_serve.server.access.admission import Admission, RateLimiter
 from valora_serve.server.access.guard import Guard
 from valora_serve.server.access.keys import KeyRing
-from valora_serve.server.access.limits import Admission, RateLimiter
 from valora_serve.server.api import chat, completions, models, system, vision
 from valora_serve.server.api.common import KEYED
 from valora_serve.server.api.schema import ErrorAnswer
 from valora_serve.server.constrain import Grammars
-from valora_serve.server.context import Context
+from valora_serve.server.context import ServerContext
 from valora_serve.server.envelope import Envelope, handle_errors
 from valora_serve.server.loading.served_set import ServedSet
 from valora_serve.server.media import MediaReader
@@ -63,7 +63,7 @@ def create_app(
     tracer = tracer or Tracer.to(settings.otlp_endpoint)
     admission = Admission(
         settings.max_waiting,
-        early_abort=settings.early_abort,
+        deadline_admission=settings.deadline_admission,
         deadline=settings.deadline,
         deadlines=settings.deadlines,
     )
@@ -71,7 +71,7 @@ def create_app(
     if served is None:
         folder = Path(settings.adapter_folder) if settings.adapter_folder else None
         served = ServedSet(engine, folder, Path(settings.state_file))
-    context = Context(
+    context = ServerContext(
         settings=settings,
         service=Service(engine, admission, metrics, tracer),
         media=MediaReader(settings),

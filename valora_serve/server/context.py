@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Context:
+class ServerContext:
     """Parts of a running server.
 
     Attributes:

@@ -19,7 +19,7 @@ from valora_serve.types import Finish
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 
-    from valora_serve.server.access.limits import Admission
+    from valora_serve.server.access.admission import Admission
     from valora_serve.server.telemetry.metrics import Metrics
     from valora_serve.server.telemetry.spans import Tracer
     from valora_serve.types import EngineClient, Output, Request, ServedModel, Times

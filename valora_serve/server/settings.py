@@ -43,7 +43,8 @@ class ServerSettings:
         max_connections: Connections that are held at once; others get a 503.
         deadline: Seconds in which a request is answered unless it says so itself; 0 for no limit.
         deadlines: The same by domain, e.g. person=0.5.
-        early_abort: Refuse at once what would miss its deadline, going by recent speed.
+        deadline_admission: Refuse requests on arrival that would miss their deadline at the
+            recent speed.
         body_seconds: Time limit for a client to send its request.
         send_seconds: Time limit for a client to take a piece of the answer.
         drain_seconds: Time that running requests have to end after SIGTERM.
@@ -88,7 +89,7 @@ class ServerSettings:
     max_connections: int = 4096
     deadline: float = 0.0
     deadlines: dict[str, float] = field(default_factory=dict)
-    early_abort: bool = True
+    deadline_admission: bool = True
     body_seconds: float = 60.0
     send_seconds: float = 30.0
     drain_seconds: float = 30.0

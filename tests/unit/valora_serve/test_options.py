@@ -64,22 +64,26 @@ def test_the_command_line_goes_before_the_environment_before_the_file(tmp_path, 
 def test_types(tmp_path):
     file = tmp_path / "serve.toml"
     file.write_text(
-        'media_hosts = ["a.org", "b.org"]\nearly_abort = false\nmax_waiting = 7\n'
+        'media_hosts = ["a.org", "b.org"]\ndeadline_admission = false\nmax_waiting = 7\n'
         "pages = 100\n[deadlines]\nperson = 0.5\n"
     )
     _, server, engine = cli.read(["--config", str(file)])
     assert server.media_hosts == ("a.org", "b.org")
     assert server.deadlines == {"person": 0.5}
-    assert (server.early_abort, server.max_waiting) == (False, 7)
+    assert (server.deadline_admission, server.max_waiting) == (False, 7)
     assert engine.pages == 100
     _, server, engine = cli.read([
         "--media-hosts", "a.org,b.org", "--media-hosts", "c.org", "--deadlines", "person=0.5",
-        "--deadlines", "scene=2", "--no-early-abort", "--protect-metrics", "--deadline", "1.5",
+        "--deadlines", "scene=2", "--no-deadline-admission", "--protect-metrics", "--deadline", "1.5",
         "--pages", "none", "--no-graphs",
     ])  # fmt: skip
     assert server.media_hosts == ("a.org", "b.org", "c.org")
     assert server.deadlines == {"person": 0.5, "scene": 2.0}
-    assert (server.early_abort, server.protect_metrics, server.deadline) == (False, True, 1.5)
+    assert (server.deadline_admission, server.protect_metrics, server.deadline) == (
+        False,
+        True,
+        1.5,
+    )
     assert (engine.pages, engine.graphs) == (None, False)
 
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from starlette.types import Scope
 
+    from valora_serve.server.access.admission import RateLimiter
     from valora_serve.server.access.keys import KeyRing
-    from valora_serve.server.access.limits import RateLimiter
     from valora_serve.server.settings import ServerSettings
 
 OPEN = {"/", "/health", "/ready", "/version", "/docs", "/openapi.json"}

@@ -11,8 +11,15 @@ from starlette.responses import Response
 
 from valora_serve import types
 from valora_serve.errors import RequestError
-from valora_serve.server.api import requests as asking
 from valora_serve.server.api.common import answer, error_answers
+from valora_serve.server.api.requests import (
+    constrained,
+    head_wanted,
+    read_messages,
+    sampling,
+    schema_of,
+    time_left,
+)
 from valora_serve.server.api.responses import (
     chat_logprobs,
     finish_reason,
@@ -35,11 +42,11 @@ from valora_serve.server.telemetry.logs import new_id
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from valora_serve.server.context import Context
+    from valora_serve.server.context import ServerContext
     from valora_serve.types import Output, ServedModel
 
 
-def router(context: Context) -> APIRouter:
+def router(context: ServerContext) -> APIRouter:
     """The routes of this file."""
     routes = APIRouter(tags=["OpenAI"])
 
@@ -54,17 +61,17 @@ def router(context: Context) -> APIRouter:
         service = context.service
         model = service.model(body.model)
         request.state.facts["model"] = model.name
-        as_json, schema = asking.schema_of(body)
-        head = asking.head_wanted(body, model, as_json)
+        as_json, schema = schema_of(body)
+        head = head_wanted(body, model, as_json)
         if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs goes with logprobs: set logprobs, or leave it out")
         limit = body.max_completion_tokens or body.max_tokens or context.settings.answer_tokens
-        params = asking.sampling(
+        params = sampling(
             body, context, max_tokens=limit,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )  # fmt: skip
         pixels = request.state.stack.enter_context(context.media.pixels())
-        turns, images, videos = await asking.read_messages(body.messages, context, pixels)
+        turns, images, videos = await read_messages(body.messages, context, pixels)
         asked = types.Request(
             id=f"chatcmpl-{new_id()}",
             model=model.name,
@@ -74,11 +81,9 @@ def router(context: Context) -> APIRouter:
             head=head,
             min_score=body.valora.min_score,
             sampling=params,
-            deadline=asking.time_left(context, model, body.valora.deadline, since),
+            deadline=time_left(context, model, body.valora.deadline, since),
         )
-        requests = await asking.constrained(
-            service.numbered(asked, body.n or 1), context, as_json, schema
-        )
+        requests = await constrained(service.numbered(asked, body.n or 1), context, as_json, schema)
         sizes = [image.size for image in images]
         chat = _Chat(context, model, requests, sizes, dict(request.headers), body, asked.id)
         if body.stream:
@@ -93,7 +98,7 @@ class _Chat:
 
     def __init__(
         self,
-        context: Context,
+        context: ServerContext,
         model: ServedModel,
         requests: Sequence[types.Request],
         sizes: Sequence[tuple[int, int]],

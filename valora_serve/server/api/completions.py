@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from valora_serve import types
 from valora_serve.errors import RequestError
-from valora_serve.server.api import requests as asking
 from valora_serve.server.api.common import answer, error_answers
+from valora_serve.server.api.requests import check_text, constrained, sampling, schema_of, time_left
 from valora_serve.server.api.responses import finish_reason, usage, valora_block
 from valora_serve.server.api.schema import (
     CompletionAnswer,
@@ -28,11 +28,11 @@ from valora_serve.server.telemetry.logs import new_id
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Sequence
 
-    from valora_serve.server.context import Context
+    from valora_serve.server.context import ServerContext
     from valora_serve.types import Output, SamplingParams, ServedModel
 
 
-def router(context: Context) -> APIRouter:
+def router(context: ServerContext) -> APIRouter:
     """The routes of this file."""
     routes = APIRouter(tags=["OpenAI"])
 
@@ -52,10 +52,10 @@ def router(context: Context) -> APIRouter:
             raise RequestError(
                 f"best_of is {body.best_of}: only the value of n, {count}, is served"
             )
-        as_json, schema = asking.schema_of(body)
+        as_json, schema = schema_of(body)
         limit = body.max_completion_tokens or body.max_tokens or context.settings.answer_tokens
-        params = asking.sampling(body, context, max_tokens=limit, logprobs=body.logprobs)
-        deadline = asking.time_left(context, model, body.valora.deadline, since)
+        params = sampling(body, context, max_tokens=limit, logprobs=body.logprobs)
+        deadline = time_left(context, model, body.valora.deadline, since)
         identity = f"cmpl-{new_id()}"
         prompts = _prompts(body.prompt, context)
         plain = [
@@ -65,7 +65,7 @@ def router(context: Context) -> APIRouter:
                 _request(f"{identity}-{number}", prompt, model, params, deadline), count
             )
         ]
-        requests = await asking.constrained(plain, context, as_json, schema)
+        requests = await constrained(plain, context, as_json, schema)
         completion = _Completion(
             context, model, requests, len(prompts), identity, dict(request.headers), body
         )
@@ -76,7 +76,7 @@ def router(context: Context) -> APIRouter:
     return routes
 
 
-def _prompts(prompt: str | list[Any], context: Context) -> list[str | list[int]]:
+def _prompts(prompt: str | list[Any], context: ServerContext) -> list[str | list[int]]:
     """The prompts: one or several, each a text or its tokens.
 
     Raises:
@@ -91,7 +91,7 @@ def _prompts(prompt: str | list[Any], context: Context) -> list[str | list[int]]
         raise RequestError(
             f"prompt holds {len(several)} prompts, more than {context.settings.max_n}: send fewer"
         )
-    asking.check_text(sum(len(item) for item in several), context)
+    check_text(sum(len(item) for item in several), context)
     return several
 
 
@@ -119,7 +119,7 @@ class _Completion:
 
     def __init__(
         self,
-        context: Context,
+        context: ServerContext,
         model: ServedModel,
         requests: Sequence[types.Request],
         prompts: int,

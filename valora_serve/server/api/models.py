@@ -19,7 +19,7 @@ from valora_serve.server.api.schema import (
 )
 
 if TYPE_CHECKING:
-    from valora_serve.server.context import Context
+    from valora_serve.server.context import ServerContext
     from valora_serve.types import ServedModel
 
 
@@ -45,7 +45,7 @@ def card(model: ServedModel, context: int) -> ModelCard:
     )
 
 
-def router(context: Context) -> APIRouter:
+def router(context: ServerContext) -> APIRouter:
     """The routes of this file."""
     routes = APIRouter(responses=error_answers())
     engine, served = context.service.engine, context.served

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from valora_serve.server.api.schema import ChatRequest, CompletionRequest, Message, Url
-    from valora_serve.server.context import Context
+    from valora_serve.server.context import ServerContext
     from valora_serve.server.media import Pixels
     from valora_serve.types import Request, ServedModel
 
@@ -25,7 +25,7 @@ MOST_STOPS = 16
 
 def sampling(
     body: ChatRequest | CompletionRequest,
-    context: Context,
+    context: ServerContext,
     *,
     max_tokens: int | None,
     logprobs: int | None,
@@ -88,7 +88,7 @@ def head_wanted(body: ChatRequest, model: ServedModel, as_json: bool) -> bool:
 
 
 def time_left(
-    context: Context, model: ServedModel, wanted: float | None, since: float
+    context: ServerContext, model: ServedModel, wanted: float | None, since: float
 ) -> float | None:
     """Seconds that are left of a request's deadline.
 
@@ -105,7 +105,7 @@ def time_left(
 
 
 async def read_messages(
-    messages: Sequence[Message], context: Context, pixels: Pixels
+    messages: Sequence[Message], context: ServerContext, pixels: Pixels
 ) -> tuple[list[dict[str, Any]] | None, list[Image], list[list[Image]]]:
     """Turns as chat templates read them, and the images and videos that they name, in order.
 
@@ -166,7 +166,7 @@ async def gathered(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     return [task.result() for task in tasks]
 
 
-def check_text(chars: int, context: Context) -> None:
+def check_text(chars: int, context: ServerContext) -> None:
     """Refuse a text that is too long to even be split into tokens.
 
     Raises:
@@ -177,7 +177,7 @@ def check_text(chars: int, context: Context) -> None:
         raise RequestError(f"The text has {chars} characters, more than {most}: send a shorter one")
 
 
-def check_media(count: int, context: Context, *, needed: bool) -> None:
+def check_media(count: int, context: ServerContext, *, needed: bool) -> None:
     """Refuse more images and videos than a request may have, or none where there is no text.
 
     Raises:
@@ -196,7 +196,7 @@ def _url(item: Url | str) -> str:
 
 
 async def constrained(
-    requests: list[Request], context: Context, as_json: bool, schema: Any
+    requests: list[Request], context: ServerContext, as_json: bool, schema: Any
 ) -> list[Request]:
     """The requests, each with a JSON constraint of its own if JSON is asked for.
 

@@ -18,7 +18,7 @@ from valora_serve.server.api.common import KEYED, answer, error_answers
 from valora_serve.server.api.schema import Health, Status, Version
 
 if TYPE_CHECKING:
-    from valora_serve.server.context import Context
+    from valora_serve.server.context import ServerContext
 
 WEB = Path(__file__).parents[1] / "web"
 _ASSETS = {"app.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
@@ -52,7 +52,7 @@ def memory_bytes() -> int:
         return used if sys.platform == "darwin" else used * 1024
 
 
-def router(context: Context) -> APIRouter:
+def router(context: ServerContext) -> APIRouter:
     """The routes of this file."""
     routes = APIRouter(tags=["operations"])
     service, engine = context.service, context.service.engine

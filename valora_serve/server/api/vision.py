@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from valora_serve import types
 from valora_serve.errors import ContentTypeError, RequestError, UnknownModelError
-from valora_serve.server.api import requests as asking
 from valora_serve.server.api.common import answer, error_answers
+from valora_serve.server.api.requests import check_text, gathered, time_left
 from valora_serve.server.api.responses import detections, usage
 from valora_serve.server.api.schema import VisionAnswer, VisionRequest, VisionResult
 from valora_serve.server.envelope import until_disconnect
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
-    from valora_serve.server.context import Context
+    from valora_serve.server.context import ServerContext
     from valora_serve.server.media import Pixels
     from valora_serve.types import Output, ServedModel
 
@@ -62,7 +62,7 @@ class _Asked:
     video: list[Image] | None
 
 
-def router(context: Context) -> APIRouter:
+def router(context: ServerContext) -> APIRouter:
     """The routes of this file."""
     routes = APIRouter(tags=["vision"])
 
@@ -89,7 +89,7 @@ def router(context: Context) -> APIRouter:
             raise ContentTypeError(
                 "The body must be application/json or multipart/form-data: send one of these"
             )
-        asking.check_text(len(asked.fields.prompt or ""), context)
+        check_text(len(asked.fields.prompt or ""), context)
         requests = _requests(context, model, asked, since)
         headers = dict(request.headers)
         work = _answer(context, model, asked, requests, headers, since)
@@ -98,7 +98,7 @@ def router(context: Context) -> APIRouter:
     return routes
 
 
-def _domain(context: Context, name: str) -> ServedModel:
+def _domain(context: ServerContext, name: str) -> ServedModel:
     domains = {m.name: m for m in context.service.engine.models() if m.kind == "domain"}
     if name not in domains:
         listed = ", ".join(sorted(domains)) or "none: load a bundle"
@@ -106,13 +106,13 @@ def _domain(context: Context, name: str) -> ServedModel:
     return domains[name]
 
 
-async def _from_json(body: bytes, context: Context, pixels: Pixels) -> _Asked:
+async def _from_json(body: bytes, context: ServerContext, pixels: Pixels) -> _Asked:
     try:
         fields = VisionRequest.model_validate_json(body)
     except ValidationError as error:
         raise RequestError(_said(error)) from error
     _check_count(len(fields.images), fields.video is not None, len(fields.frames), context)
-    images = await asking.gathered(*(context.media.image(url, pixels) for url in fields.images))
+    images = await gathered(*(context.media.image(url, pixels) for url in fields.images))
     video = None
     if fields.video is not None:
         video = await context.media.video(fields.video, pixels)
@@ -121,7 +121,7 @@ async def _from_json(body: bytes, context: Context, pixels: Pixels) -> _Asked:
     return _Asked(fields, images, video)
 
 
-async def _from_form(request: Request, context: Context, pixels: Pixels) -> _Asked:
+async def _from_form(request: Request, context: ServerContext, pixels: Pixels) -> _Asked:
     settings = context.settings
     most = settings.max_images + settings.max_video_frames + 1
     files: dict[str, list[bytes]] = {name: [] for name in _FILES}
@@ -149,17 +149,17 @@ async def _from_form(request: Request, context: Context, pixels: Pixels) -> _Ask
     if len(videos) > 1:
         raise RequestError("The form has several videos: send them one by one")
     _check_count(len(images), bool(videos), len(files["frames"]), context)
-    decoded = await asking.gathered(*(context.media.decode_image(item, pixels) for item in images))
+    decoded = await gathered(*(context.media.decode_image(item, pixels) for item in images))
     video = None
     if videos:
         video = await context.media.decode_video(videos[0], pixels)
     elif files["frames"]:
         frames = (context.media.decode_image(item, pixels) for item in files["frames"])
-        video = await asking.gathered(*frames)
+        video = await gathered(*frames)
     return _Asked(fields, decoded, video)
 
 
-def _check_count(images: int, video: bool, frames: int, context: Context) -> None:
+def _check_count(images: int, video: bool, frames: int, context: ServerContext) -> None:
     most, most_frames = context.settings.max_images, context.settings.max_video_frames
     if (images > 0) + video + (frames > 0) != 1:
         raise RequestError("Send images, or one video, or a video's frames: one of these")
@@ -176,7 +176,7 @@ def _said(error: ValidationError) -> str:
 
 
 def _requests(
-    context: Context, model: ServedModel, asked: _Asked, since: float
+    context: ServerContext, model: ServedModel, asked: _Asked, since: float
 ) -> list[types.Request]:
     """One request to the engine an image, or one for the video."""
     fields = asked.fields
@@ -194,7 +194,7 @@ def _requests(
         "messages": messages,
         "min_score": fields.min_score,
         "sampling": sampling,
-        "deadline": asking.time_left(context, model, fields.deadline, since),
+        "deadline": time_left(context, model, fields.deadline, since),
     }
     identity = f"vision-{new_id()}"
     if asked.video is not None:
@@ -206,7 +206,7 @@ def _requests(
 
 
 async def _answer(
-    context: Context,
+    context: ServerContext,
     model: ServedModel,
     asked: _Asked,
     requests: Sequence[types.Request],

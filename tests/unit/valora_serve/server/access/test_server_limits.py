@@ -147,7 +147,9 @@ def test_a_full_queue_is_a_429_with_retry_after():
 
 def test_deadlines_of_request_and_domain():
     engine = FakeEngine(slots=1, step=0.02)
-    with serving(engine, deadline=20, deadlines={"person": 0.5}, early_abort=False) as server:
+    with serving(
+        engine, deadline=20, deadlines={"person": 0.5}, deadline_admission=False
+    ) as server:
         ask(server)
         assert 19 < engine.asked[-1].deadline <= 20
         ask(server, model="person", valora={"deadline": 5}, url=data_url(encoded(picture())))

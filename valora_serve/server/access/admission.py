@@ -1,4 +1,4 @@
-"""Who has to wait and who is sent away: rate limits and admission; plain bookkeeping."""
+"""Rate limits and admission control, as plain bookkeeping without clocks or threads."""
 
 from __future__ import annotations
 
@@ -71,24 +71,29 @@ class _Average:
 
 
 class Admission:
-    """Bounds the queue, and refuses at once what would miss its deadline (S-LoRA §4.2).
+    """Bounds the queue and refuses requests on arrival that would miss their deadline.
 
-    A request is predicted to wait for those before it, at the pace at which requests ended lately,
-    and then to take as long as its domain's requests took lately. Nothing is refused before both
-    have been seen.
+    A request's predicted latency is the time that the queue before it takes, at the recent rate of
+    completions, plus the recent mean service time of its domain. No request is refused before both
+    have been measured.
 
     Args:
-        most: Requests that may wait.
-        early_abort: Go by deadlines, too.
-        deadline: Seconds in which to answer where a request does not say so; 0 for no limit.
-        deadlines: The same by domain.
+        most: Number of requests that may wait.
+        deadline_admission: Refuse requests whose predicted latency exceeds their deadline.
+        deadline: Default deadline in seconds from arrival; 0 for no limit.
+        deadlines: Deadline in seconds by domain; overrides `deadline`.
     """
 
     def __init__(
-        self, most: int, *, early_abort: bool, deadline: float, deadlines: Mapping[str, float]
+        self,
+        most: int,
+        *,
+        deadline_admission: bool,
+        deadline: float,
+        deadlines: Mapping[str, float],
     ) -> None:
         self._most = most
-        self._early_abort = early_abort
+        self._deadline_admission = deadline_admission
         self._deadline = deadline
         self._deadlines = dict(deadlines)
         self._service: dict[str, _Average] = {}
@@ -137,7 +142,7 @@ class Admission:
                 wait,
             )
         expected = self.predicted(model, running)
-        if self._early_abort and deadline is not None and waiting and expected is not None:
+        if self._deadline_admission and deadline is not None and waiting and expected is not None:
             late = expected - deadline
             if late > 0:
                 raise OverloadedError(

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from valora_serve.errors import OverloadedError, RateLimitError
-from valora_serve.server.access.limits import REMEMBERED, Admission, RateLimiter
+from valora_serve.server.access.admission import REMEMBERED, Admission, RateLimiter
 from valora_serve.types import Times
 
 
@@ -52,8 +52,10 @@ def test_no_rate_is_no_limit():
     assert not limiter._buckets
 
 
-def admission(most=10, early_abort=True, deadline=0.0, **deadlines):
-    return Admission(most, early_abort=early_abort, deadline=deadline, deadlines=deadlines)
+def admission(most=10, deadline_admission=True, deadline=0.0, **deadlines):
+    return Admission(
+        most, deadline_admission=deadline_admission, deadline=deadline, deadlines=deadlines
+    )
 
 
 @settings(max_examples=200)
@@ -63,7 +65,7 @@ def admission(most=10, early_abort=True, deadline=0.0, **deadlines):
     events=st.lists(st.one_of(st.integers(1, 4), st.just("end")), max_size=80),
 )
 def test_the_queue_is_bounded_and_nothing_is_lost(most, slots, events):
-    gate = admission(most, early_abort=False)
+    gate = admission(most, deadline_admission=False)
     inside = 0
     for event in events:
         running = min(inside, slots)
@@ -99,7 +101,7 @@ def run(gate, service, gap, count=20):
     service=st.floats(0.01, 10), gap=st.floats(0.01, 2), waiting=st.integers(1, 9),
     deadline=st.floats(0.01, 60),
 )  # fmt: skip
-def test_early_abort_refuses_exactly_what_is_predicted_to_be_late(service, gap, waiting, deadline):
+def test_exactly_what_is_predicted_to_be_late_is_refused(service, gap, waiting, deadline):
     gate = admission(100)
     run(gate, service, gap)
     assert gate.inside == 0

@@ -48,7 +48,9 @@ from valora_serve.model.lmm import Lmm
 from valora_serve.model.runner import AdapterTable, ModelRunner, Work
 from valora_serve.model.sampler import Choice, make_generator
 from valora_serve.orchestrator.cost_model import PROMPT_SIZES, load_or_estimate
-from valora_serve.orchestrator.decision import Limits, RequestView, Trace, View, make_policy
+from valora_serve.orchestrator.decision import RequestView, StepLimits, View
+from valora_serve.orchestrator.registry import make_policy
+from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.types import (
     EngineStats,
     Finish,
@@ -174,7 +176,7 @@ class Engine:
         self.cost = cost_model or load_or_estimate(self._cost_folder, self.machine, self.lmm.base)
         self.policy = make_policy(settings.policy, self.cost, settings.policy_settings)
         self._trace_file = Path(settings.trace).open("a") if settings.trace else None  # noqa: SIM115
-        self._trace = Trace(self._trace_file) if self._trace_file else None
+        self._trace = DecisionTrace(self._trace_file) if self._trace_file else None
         self._overlap = cuda if settings.overlap is None else settings.overlap
         self._heads = HeadSet()
         self._waiting: OrderedDict[str, Sequence] = OrderedDict()
@@ -535,7 +537,7 @@ class Engine:
             merged=self._merged,
             resident=self.adapters.resident,
             loading=self.adapters.loading,
-            limits=Limits(
+            limits=StepLimits(
                 max_requests=settings.max_requests - held,
                 max_tokens=settings.max_tokens,
                 free_pages=self.pool.free + self.adapters.idle_pages,
@@ -595,7 +597,7 @@ class Engine:
             sequence.computed = 0
             sequence.hidden.clear()
             view = sequence.view
-            view.running, view.context, view.held = False, 0, 0
+            view.running, view.kv_tokens, view.held = False, 0, 0
             view.prompt_left = len(sequence.ids)
             view.images = len(sequence.prompt.visuals)
             view.pages = -(-(len(sequence.ids) + 1) // self.settings.block_size)
@@ -640,7 +642,7 @@ class Engine:
                 self._counts["prompt_tokens"] += count
             sequence.computed += count
             view = sequence.view
-            view.context += count
+            view.kv_tokens += count
             view.held = len(work.table)
             view.prompt_left = max(0, view.prompt_left - count)
             known = min(sequence.computed, len(sequence.ids))
@@ -708,7 +710,7 @@ class Engine:
             self._counts["prefix_hits"] += sequence.cached
         view = sequence.view
         view.running, view.pages = True, 0
-        view.prompt_left, view.context = len(sequence.ids) - cached, cached
+        view.prompt_left, view.kv_tokens = len(sequence.ids) - cached, cached
         return True
 
     def _works(

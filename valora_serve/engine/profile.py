@@ -168,7 +168,7 @@ def _shape(
             ids = None if decoding else [3 + token % 1000 for token in range(tokens)]
             works.append(Work(number, context, tokens, ids, table, slot, choice=choice))
             view = RequestView(
-                str(number), key, rank, 0.0, 0 if decoding else tokens, context=context
+                str(number), key, rank, 0.0, 0 if decoding else tokens, kv_tokens=context
             )
             batch.append((view, tokens))
         ranks = {key: int(engine.adapters.ranks[engine.adapters.slot(key)]) for key in resident}

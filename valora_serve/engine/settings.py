@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from valora_serve.orchestrator.decision import PolicySettings
+from valora_serve.orchestrator.registry import modes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,9 @@ class EngineSettings:
         overlap: Plan a step while the one before runs; None for where there is a GPU.
         prefix_cache: Keep computed prefixes for later requests.
         image_cache_bytes: Most bytes of encoded images kept for later requests.
-        policy: How batches and modes are chosen, see `valora_serve.orchestrator.decision`.
-        policy_settings: Knobs of it.
+        policy: Policy that chooses batches and inference modes, one of
+            `valora_serve.orchestrator.registry.POLICIES`.
+        policy_settings: Settings of the policy.
         cost_folder: Where the measured costs of this machine are kept; None for the user's cache.
         profile: Measure the costs at the first start.
         trace: File that gets one line for every decision; None for none.
@@ -78,3 +80,4 @@ class EngineSettings:
                 raise ValueError(f"{name}: expected at least {low}, got {getattr(self, name)}")
         if not 0 < self.memory <= 1:
             raise ValueError(f"memory: expected a share in (0, 1], got {self.memory}")
+        modes_of(self.policy)  # refuses an unknown policy

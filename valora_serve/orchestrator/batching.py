@@ -1,8 +1,9 @@
-"""Fills a batch within the limits of a step; what all policies share.
+"""Fills the batch of a step within its limits; all policies share this.
 
-Running requests that decode come first, then those that still read their prompt, then waiting ones
-in the policy's order. Pages, adapters, tokens and requests are counted on the way; whoever has
-waited too long gets room made; adapters of those that wait are asked for with what is left.
+Running requests that decode come first, then running requests that still prefill, then waiting
+requests in the policy's order. The batch counts pages, adapters, tokens and requests. Requests that
+have starved get their memory reserved, and adapters of waiting requests are prefetched into the
+pages that are left.
 """
 
 from __future__ import annotations
@@ -20,32 +21,33 @@ if TYPE_CHECKING:
     from valora_serve.types import Mode
 
 FOREVER = math.inf
-PREFETCHES = 32  # adapters on their way at a time; a step's prompts may all have different ones
-LOOK_AHEAD = 256  # waiting requests looked at for prefetching and clustering
+PREFETCHES = 32  # adapters being loaded at a time; the prompts of a step may all use different ones
+LOOK_AHEAD = 256  # waiting requests considered for prefetching and for shares
 
 by_arrival = attrgetter("arrival")
 
 
-def since(request: RequestView) -> float:
-    """Since when a request waits for its next token."""
+def waiting_since(request: RequestView) -> float:
+    """Return the time in seconds since which a request waits for its next token."""
     served = request.served
     return request.arrival if served is None else served
 
 
 @dataclass(slots=True)
-class Plan:
-    """Who may take part in a step, and how; what a policy hands to `BasePolicy._pack`.
+class BatchPlan:
+    """What a policy wants of a step: the requests that may take part, and the inference mode.
 
     Attributes:
-        mode: Of the step.
-        merged: Adapter in the weights.
+        mode: Inference mode of the step.
+        merged: Adapter to merge into the base weights, None for pristine weights.
         running: Running requests that may take part.
-        waiting: Waiting requests that may be taken in, in this order.
-        reason: Why.
-        until: Until when the answer holds, if nothing is prefilled and nobody is left out.
-        budget: Most prompt tokens of the step, None for what the limits allow.
-        admit: Most requests to take in, None for what the limits allow.
-        strict: A request that does not fit holds up those behind it.
+        waiting: Waiting requests that may be admitted, in this order.
+        reason: Explanation for the decision trace.
+        until: Time until which the decision holds if the step prefills nothing and leaves no
+            request out.
+        budget: Most prompt tokens of the step, None for as many as the limits allow.
+        admit: Most waiting requests to admit, None for as many as the limits allow.
+        strict: Whether a request that does not fit blocks those behind it.
     """
 
     mode: Mode
@@ -60,15 +62,26 @@ class Plan:
 
 
 class Batch:
-    """A batch that is being filled within the limits of a view.
+    """A batch that is filled by a plan within the limits of a view.
 
     Args:
-        view: What the policy sees.
-        plan: What it wants.
-        starved: Requests that arrived before may not be overtaken.
+        view: State before the step.
+        plan: What the policy wants.
+        starved: Requests that arrived before this time may not be overtaken.
+
+    Attributes:
+        items: Request ids with the number of tokens to compute.
+        requests: The requests of `items`.
+        preempt: Running requests to preempt.
+        prefetch: Adapters to load.
+        rotating: Whether not all running requests fit, so that they take turns.
+        prompt_tokens: Prompt tokens in the batch.
+        tokens: Tokens that the step can still take.
+        pages: Pages that are still free.
+        adapters: Adapters that the batch may use without counting them again.
     """
 
-    def __init__(self, view: View, plan: Plan, starved: float) -> None:
+    def __init__(self, view: View, plan: BatchPlan, starved: float) -> None:
         self.view = view
         self.plan = plan
         self.starved = starved
@@ -79,38 +92,38 @@ class Batch:
         self.rotating = False
         self.prompt_tokens = 0
         self.tokens = view.limits.max_tokens
-        self.merging = self._merging()
-        self.pages = view.limits.free_pages - self.merging
+        self._merge_pages = self._count_merge_pages()
+        self.pages = view.limits.free_pages - self._merge_pages
         self.adapters: set[str | None] = {None, plan.merged}
-        self.room = view.limits.max_adapters + 1
+        self._max_adapters = view.limits.max_adapters + 1  # None, the base model, is one of them
 
     def run(self) -> None:
-        """Take the running requests, then the waiting ones, then prefetch."""
-        self._running()
+        """Add running requests, then waiting requests, then prefetch adapters."""
+        self._add_running()
         if self.plan.waiting and not self.preempt:
-            self._waiting()
+            self._add_waiting()
         if not self.items and self.plan.waiting and self.view.running and not self.preempt:
-            self._make_way()
+            self._preempt_for_waiting()
         if self.view.waiting:
-            self._prefetches()
+            self._add_prefetches()
 
-    def _running(self) -> None:
+    def _add_running(self) -> None:
         plan, limits = self.plan, self.view.limits
         running = plan.running
-        prefilling = self._decode(running)
+        prefilling = self._add_decoding(running)
         if self.rotating or len(running) > limits.max_tokens:
-            # Not all fit at once: those that waited longest go first.
+            # Not all running requests fit at once: those that waited longest go first.
             self._restart()
             self.rotating = True
-            prefilling = self._decode(sorted(running, key=since))
+            prefilling = self._add_decoding(sorted(running, key=waiting_since))
         if prefilling is None:
-            preempted = self._free_pages()
+            preempted = self._choose_victims()
             self._restart()
             gone = {r.id for r in preempted}
             self.preempt = preempted
             self.pages += sum(r.held for r in preempted)
             running = [r for r in running if r.id not in gone]
-            prefilling = self._decode(sorted(running, key=by_arrival), skip=True)
+            prefilling = self._add_decoding(sorted(running, key=by_arrival), skip=True)
         budget = self.tokens if plan.budget is None else min(plan.budget, self.tokens)
         for request in prefilling or ():
             tokens = min(request.prompt_left, limits.chunk, budget)
@@ -121,8 +134,8 @@ class Batch:
                 self._add(request, tokens)
                 budget -= tokens
 
-    def _merging(self) -> int:
-        """Pages of an adapter that only now comes to be needed all the time, by its merge."""
+    def _count_merge_pages(self) -> int:
+        """Count the pages of an adapter that becomes pinned only by being merged in this step."""
         merged = self.plan.merged
         if merged is None or merged == self.view.merged:
             return 0
@@ -134,18 +147,26 @@ class Batch:
         self.items.clear()
         self.requests.clear()
         self.tokens = self.view.limits.max_tokens
-        self.pages = self.view.limits.free_pages - self.merging
+        self.pages = self.view.limits.free_pages - self._merge_pages
         self.adapters = {None, self.plan.merged}
 
-    def _decode(
+    def _add_decoding(
         self, running: Iterable[RequestView], *, skip: bool = False
     ) -> list[RequestView] | None:
-        """Take the decodes; says who prefills, None if pages ran out (unless `skip`)."""
+        """Add the running requests that decode.
+
+        Args:
+            running: Running requests, in order of precedence.
+            skip: Leave out requests that get no page, instead of giving up.
+
+        Returns:
+            The running requests that prefill; None if there are too few pages and not `skip`.
+        """
         prefilling = []
         adapters, resident = self.adapters, self.view.resident
         items, requests = self.items, self.requests
-        room, tokens, pages = self.room, self.tokens, self.pages
-        room += self.plan.merged is None and None not in adapters
+        most, tokens, pages = self._max_adapters, self.tokens, self.pages
+        most += self.plan.merged is None and None not in adapters
         for request in running:
             if request.prompt_left:
                 prefilling.append(request)
@@ -154,7 +175,7 @@ class Batch:
             if adapter not in adapters:
                 if adapter not in resident:
                     continue
-                if len(adapters) >= room:
+                if len(adapters) >= most:
                     self.rotating = True
                     continue
                 adapters.add(adapter)
@@ -173,9 +194,9 @@ class Batch:
         self.tokens, self.pages = tokens, pages
         return prefilling
 
-    def _free_pages(self) -> list[RequestView]:
-        """Running requests to preempt, youngest first, until the older ones can go on."""
-        free = self.view.limits.free_pages - self.merging
+    def _choose_victims(self) -> list[RequestView]:
+        """Choose running requests to preempt, youngest first, until the rest have pages."""
+        free = self.view.limits.free_pages - self._merge_pages
         taking = {r.id for r in self.plan.running}
         need = sum(r.pages for r in self.plan.running)
         victims: list[RequestView] = []
@@ -189,10 +210,10 @@ class Batch:
         return victims
 
     def _fits(self, adapter: str | None) -> bool:
-        """Whether rows of an adapter may be in the batch; then it is one of the batch's."""
+        """Return whether the batch may use an adapter, and count the adapter if so."""
         if adapter in self.adapters:
             return True
-        if adapter not in self.view.resident or len(self.adapters) >= self.room:
+        if adapter not in self.view.resident or len(self.adapters) >= self._max_adapters:
             return False
         self.adapters.add(adapter)
         return True
@@ -203,7 +224,7 @@ class Batch:
         self.tokens -= tokens
         self.prompt_tokens += tokens
 
-    def _waiting(self) -> None:
+    def _add_waiting(self) -> None:
         plan, view = self.plan, self.view
         limits, resident = view.limits, view.resident
         slots = limits.max_requests - len(view.running)
@@ -239,17 +260,17 @@ class Batch:
             self._add(request, tokens)
 
     def _pinned(self) -> set[str | None]:
-        """Adapters whose pages do not count as free."""
+        """Return the adapters that are pinned, so that their pages do not count as free."""
         pinned = {r.adapter for r in self.view.running}
         pinned.update((self.view.merged, self.plan.merged))
         pinned.update(self.view.loading)
         return pinned
 
     def _reserve(self) -> bool:
-        """Keep pages for the oldest starved request whose adapter is missing.
+        """Reserve pages for the oldest starved request whose adapter is not resident.
 
         Returns:
-            Whether there are enough; if not, nobody may be taken in until there are.
+            Whether there are enough pages; if not, no request is admitted until there are.
         """
         view = self.view
         for request in view.waiting:
@@ -266,15 +287,16 @@ class Batch:
             return self.pages >= 0
         return True
 
-    def _make_way(self) -> None:
-        """Nothing can go on: running requests that the mode leaves out hold what is needed.
+    def _preempt_for_waiting(self) -> None:
+        """Preempt running requests, youngest first, until the first waiting request fits.
 
-        The youngest of them give way to the first that waits.
+        Called when the plan leaves out all running requests and the waiting ones do not fit, since
+        the running ones hold the pages or the slots.
         """
-        head = next((r for r in self.plan.waiting if self._present(r)), None)
+        head = next((r for r in self.plan.waiting if self._is_ready(r)), None)
         if head is None:
             return
-        pages = self.view.limits.free_pages - self.merging
+        pages = self.view.limits.free_pages - self._merge_pages
         slots = self.view.limits.max_requests - len(self.view.running)
         need = head.pages + (head.adapter_pages if head.adapter not in self._pinned() else 0)
         for request in sorted(self.view.running, key=by_arrival, reverse=True):
@@ -284,11 +306,11 @@ class Batch:
             pages += request.held
             slots += 1
 
-    def _present(self, request: RequestView) -> bool:
+    def _is_ready(self, request: RequestView) -> bool:
         return request.adapter is None or request.adapter in self.view.resident
 
-    def _prefetches(self) -> None:
-        """Adapters of the oldest that wait, as far as memory goes."""
+    def _add_prefetches(self) -> None:
+        """Prefetch the adapters of the oldest waiting requests, as far as pages are left."""
         view = self.view
         seen = self._pinned() | self.adapters | set(self.prefetch)
         pages = self.pages

@@ -47,7 +47,7 @@ class StepShape:
         decode: Rows that decode one token.
         prefill: Prompt tokens.
         images: Images encoded.
-        context: KV tokens that decoding rows attend to, summed.
+        kv_tokens: Tokens in the KV cache that decode rows attend to, summed over the rows.
         pairs: Pairs of a prompt token and a token that it attends to.
         terms: LoRA terms summed over tokens: 1 for an unmerged row, 0 for one of the merged
             adapter, 2 for a foreign row in mixture, 1 there for a base row.
@@ -60,7 +60,7 @@ class StepShape:
     decode: int = 0
     prefill: int = 0
     images: int = 0
-    context: int = 0
+    kv_tokens: int = 0
     pairs: int = 0
     terms: int = 0
     work: int = 0
@@ -84,17 +84,17 @@ def step_shape(
     """
     mixture = mode is Mode.MIXTURE and merged is not None
     merged_rank = ranks[merged] if mixture and merged is not None else 0
-    decode = prefill = images = context = pairs = terms = work = 0
+    decode = prefill = images = kv_tokens = pairs = terms = work = 0
     distinct: dict[str, int] = {}
     foreign = False
     for request, tokens in batch:
         if request.prompt_left:
             prefill += tokens
             images += request.images
-            pairs += tokens * (request.context + (tokens + 1) // 2)
+            pairs += tokens * (request.kv_tokens + (tokens + 1) // 2)
         else:
             decode += 1
-            context += request.context + 1
+            kv_tokens += request.kv_tokens + 1
         adapter = request.adapter
         if adapter == merged:
             continue
@@ -112,7 +112,7 @@ def step_shape(
         decode,
         prefill,
         images,
-        context,
+        kv_tokens,
         pairs,
         terms,
         work,
@@ -155,12 +155,12 @@ PREFILL_TERMS = (
 
 def _decode_row(s: StepShape) -> list[float]:
     knees = [max(0, s.decode - knee) for knee in DECODE_KNEES]
-    return [1, s.decode, *knees, s.context, *_lora_row(s)]
+    return [1, s.decode, *knees, s.kv_tokens, *_lora_row(s)]
 
 
 def _prefill_row(s: StepShape, tokens: int) -> list[float]:
     knees = [max(0, tokens - knee) for knee in PREFILL_KNEES]
-    return [1, tokens, *knees, s.context, s.pairs, s.images, *_lora_row(s)]
+    return [1, tokens, *knees, s.kv_tokens, s.pairs, s.images, *_lora_row(s)]
 
 
 def _lora_row(s: StepShape) -> list[float]:
@@ -203,7 +203,7 @@ class CostModel:
         if s.prefill:
             c = self.prefill
             n = self.rows(s.decode + s.prefill)
-            time = c[0] + c[1] * n + c[5] * s.context + c[6] * s.pairs + c[7] * s.images
+            time = c[0] + c[1] * n + c[5] * s.kv_tokens + c[6] * s.pairs + c[7] * s.images
             if n > 128:
                 time += c[2] * (n - 128)
                 if n > 256:
@@ -221,7 +221,7 @@ class CostModel:
             return 0.0
         c = self.decode
         n = s.decode
-        time = c[0] + c[1] * n + c[4] * s.context
+        time = c[0] + c[1] * n + c[4] * s.kv_tokens
         if n > 64:
             time += c[2] * (n - 64)
             if n > 256:

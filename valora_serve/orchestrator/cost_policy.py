@@ -27,9 +27,9 @@ from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from valora_serve.orchestrator.batching import FOREVER, Plan
+from valora_serve.orchestrator.base import BasePolicy, can_merge
+from valora_serve.orchestrator.batching import FOREVER, BatchPlan
 from valora_serve.orchestrator.cost_model import StepShape
-from valora_serve.orchestrator.policies import BasePolicy, can_merge
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class _Load:
 
     def __init__(self) -> None:
         self.groups: dict[str | None, _Group] = {}
-        self.rows = self.context = self.remaining = 0
+        self.rows = self.kv_tokens = self.remaining = 0
         self.coming = self.going_on = self.prompt = self.images = 0
         # Ranks summed over rows, over rows to come and over prompt tokens.
         self._work = self._coming_work = self._prompt_work = 0
@@ -90,7 +90,7 @@ class _Load:
             self._ranks += rank
         group.rows += 1
         self.rows += 1
-        self.context += request.context
+        self.kv_tokens += request.kv_tokens
         self.remaining += request.output_left
         self._work += rank
         self._base += request.adapter is None
@@ -134,7 +134,7 @@ class _Load:
             decode=self.rows,
             prefill=prompt,
             images=math.ceil(self.images * share),
-            context=self.context,
+            kv_tokens=self.kv_tokens,
             terms=terms,
             work=work,
             ranks=ranks,
@@ -156,7 +156,7 @@ class _Load:
         return StepShape(
             Mode.UNMERGED if adapter is None else Mode.MIXTURE,
             decode=rows,
-            context=self.context + self.prompt,
+            kv_tokens=self.kv_tokens + self.prompt,
             terms=terms,
             work=work,
             ranks=ranks,
@@ -203,7 +203,8 @@ class Cost(BasePolicy):
         many, few = StepShape(prefill=1024), StepShape(prefill=512)
         self._per_token = (cost_model.step(many) - cost_model.step(few)) / 512
 
-    def _plan(self, view: View, waiting: Sequence[RequestView]) -> Plan:
+    def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
+        """Plan the step with the lowest predicted latency."""
         self._follow(waiting)
         chunk = view.limits.chunk
         load = self._load(view.running, chunk)
@@ -238,7 +239,7 @@ class Cost(BasePolicy):
                     budget = self._chunk(load, adapter, rank, budget, self._rate(view.now))
         elif waiting:
             until = min(until, view.now + RECONSIDER)
-        return Plan(
+        return BatchPlan(
             Mode.UNMERGED if adapter is None else Mode.MIXTURE,
             adapter,
             running,
@@ -306,9 +307,9 @@ class Cost(BasePolicy):
         some = list(islice(waiting, 32))
         prompt = sum(r.prompt_left for r in some) / len(some)
         output = sum(r.output_left for r in some) / len(some)
-        context = load.context / load.rows if load.rows else prompt + output / 2
-        one = self.cost.step(StepShape(decode=1, context=int(context)))
-        many = self.cost.step(StepShape(decode=rows, context=int(context * rows)))
+        context = load.kv_tokens / load.rows if load.rows else prompt + output / 2
+        one = self.cost.step(StepShape(decode=1, kv_tokens=int(context)))
+        many = self.cost.step(StepShape(decode=rows, kv_tokens=int(context * rows)))
         slope = max((many - one) / (rows - 1), 1e-9)
         fixed = max(one - slope, 1e-9)
         if output < 1 or not self.settings.groups:
@@ -335,9 +336,9 @@ class Cost(BasePolicy):
 
     def _due(self, request: RequestView) -> float | None:
         """When a request must be answered, None for no limit."""
-        limit = request.limit
+        limit = request.latency_limit
         if limit is None and request.domain is not None:
-            limit = self.settings.limits.get(request.domain)
+            limit = self.settings.latency_limits.get(request.domain)
         if limit is None:
             return request.deadline
         due = request.arrival + limit
@@ -370,13 +371,14 @@ class Cost(BasePolicy):
 
         With n rows of the merged adapter, m others, and mixture steps longer by a share o, a step
         without the others gains n·o and loses m. So it pays while m < n·o; more so if the others
-        then run together. They stand from half of that on, and go on when there are as many, or
-        when one of them has stood for `PolicySettings.stall`. Who has a latency limit never stands.
+        then run together. They are paused from half of that on, and resumed when there are as many,
+        or when one of them was paused for `PolicySettings.max_pause`. Requests with a latency limit
+        are never paused.
 
         Returns:
             Who may run, who may be taken in, and until when at most.
         """
-        adapter, now, longest = view.merged, view.now, self.settings.stall
+        adapter, now, longest = view.merged, view.now, self.settings.max_pause
         everyone = view.running, ready, FOREVER
         own = [r for r in view.running if r.adapter == adapter and not r.prompt_left]
         others = [r for r in view.running if r.adapter != adapter]

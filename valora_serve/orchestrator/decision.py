@@ -1,52 +1,55 @@
-"""The seam between deciding and doing: what a policy sees, and what it answers (VaLoRA §4.4).
+"""The interface between deciding and computing: what a policy sees and answers (VaLoRA §4.4).
 
-Nothing here or in the policies imports torch. The engine and the simulator call the same
-`Policy.decide` once per step and carry out the `Decision` that comes back:
+Nothing here or in the policies imports torch. The engine and the simulator call `Policy.decide`
+once per step and carry out the `Decision` in this order:
 
-1. `abort` requests end with `OverloadedError` or `DeadlineError`;
-2. `preempt` requests give their pages back and wait again, to be computed anew;
-3. the weights go to (`mode`, `merged`), if they are not there yet;
-4. `prefetch` adapters are copied in, in this order, as memory allows;
-5. `batch` is computed.
+1. `abort`: these requests end with an `OverloadedError` or a `DeadlineError`;
+2. `preempt`: these requests release their pages and join the queue again, to be recomputed;
+3. `mode`, `merged`: the base weights are switched, unless they are already as wanted;
+4. `prefetch`: these adapters are copied to the device, in this order, as memory allows;
+5. `batch`: these tokens are computed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from valora_serve.orchestrator.cost_model import CostModel
-
 
 @dataclass(slots=True)
 class RequestView:
-    """What a policy sees of a request; the engine keeps one per request and updates it in place.
+    """What a policy sees of a request.
+
+    The engine keeps one view per request and updates it in place.
 
     Attributes:
-        id: Of the request.
-        adapter: Adapter that acts, None for the base model.
-        rank: Of the adapter, 0 for the base model.
-        arrival: When it came, seconds on the engine's clock.
-        prompt_left: Prompt tokens not yet computed (images' tokens included, cached ones not).
-        context: Tokens that it holds in the KV cache.
-        output_left: Tokens still to generate, as expected; 0 for a head request.
-        running: Whether it holds pages.
-        pages: Pages that it must be given before anything of it is computed: for a waiting
-            request those of its whole prompt and first token, for a running one those of its
-            next token (mostly 0).
-        held: Pages that come free if it is preempted.
-        adapter_pages: Pages that its adapter takes on the device, 0 for the base model.
-        images: Images still to be encoded.
-        deadline: When it must be answered, seconds on the engine's clock; None for no limit.
-        domain: Domain that was asked for, if any.
-        limit: Latency limit of its domain in seconds from arrival, None for none.
-        credit: Kept by the policy: seconds waited, plus predicted execution and switch.
-        served: Kept by the policy: when it was last in a batch, None if never.
+        id: The request's id.
+        adapter: Adapter to apply, None for the base model.
+        rank: Rank of the adapter, 0 for the base model.
+        arrival: Arrival time in seconds on the engine's clock.
+        prompt_left: Prompt tokens still to prefill, including image tokens and excluding prefix
+            cache hits.
+        kv_tokens: Tokens of the request in the KV cache.
+        output_left: Expected number of tokens still to generate, 0 for a head request.
+        running: Whether the request holds pages.
+        pages: Pages to allocate before anything more of the request is computed: for a waiting
+            request those of its whole prompt and its first token, for a running request those of
+            its next token (mostly 0).
+        held: Pages that are released if the request is preempted.
+        adapter_pages: Pages that the adapter takes on the device, 0 for the base model.
+        images: Images still to encode.
+        deadline: Time by which the request must be answered, in seconds on the engine's clock;
+            None for no deadline.
+        domain: Domain that the request names, if any.
+        latency_limit: Latency limit in seconds from arrival, None for the domain's limit.
+        credit: Seconds of waiting plus predicted execution and switch; written by the policy.
+        served: Time at which the request was last in a batch, None if never; written by the
+            policy.
     """
 
     id: str
@@ -54,7 +57,7 @@ class RequestView:
     rank: int
     arrival: float
     prompt_left: int
-    context: int = 0
+    kv_tokens: int = 0
     output_left: int = 0
     running: bool = False
     pages: int = 0
@@ -63,25 +66,26 @@ class RequestView:
     images: int = 0
     deadline: float | None = None
     domain: str | None = None
-    limit: float | None = None
+    latency_limit: float | None = None
     credit: float = 0.0
     served: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What one step may take.
+class StepLimits:
+    """What one step may use.
 
     Attributes:
-        max_requests: Most requests that hold pages at a time, hence in a step.
-        max_tokens: Most tokens computed in a step.
-        free_pages: Pages that are free or can be freed right away: all but those of running
-            requests, of their adapters, of the merged adapter and of loading ones. Idle adapters
-            and unused cached prefixes count as free; the engine evicts the least recently used,
-            first those that no request in the view names. A policy that takes in a waiting
-            request therefore also counts its adapter's pages, unless they are counted already.
-        max_adapters: Most distinct adapters in a step, the merged one included.
-        chunk: Most prompt tokens of one request in a step.
+        max_requests: Most requests that may hold pages at a time, which bounds the batch.
+        max_tokens: Most tokens computed in the step.
+        free_pages: Pages that are free or can be freed at once: all except those of running
+            requests, of their adapters, of the merged adapter and of adapters being loaded. Idle
+            adapters and unused cached prefixes count as free: the engine evicts the least recently
+            used first, and adapters that no request in the view names before all others. A policy
+            that admits a waiting request must therefore also count the pages of its adapter, unless
+            they are already counted.
+        max_adapters: Most distinct adapters in the step, including the merged one.
+        chunk: Most prompt tokens of one request in the step.
     """
 
     max_requests: int
@@ -96,15 +100,15 @@ class View:
     """What a policy sees before a step.
 
     Attributes:
-        now: Seconds on the engine's clock.
+        now: Current time in seconds on the engine's clock.
         running: Requests that hold pages.
-        waiting: Requests that do not, oldest first. May be cut to the oldest ones.
-        mode: Mode of the last step.
-        merged: Adapter in the base weights, None if they are pristine.
+        waiting: Requests that hold no pages, oldest first; may contain only the oldest of them.
+        mode: Inference mode of the last step.
+        merged: Adapter merged into the base weights, None if the weights are pristine.
         resident: Adapters on the device.
-        loading: Adapters on their way there.
-        limits: What the step may take.
-        switchable: Adapters that can be merged now, None for all resident ones.
+        loading: Adapters that are being copied to the device.
+        limits: What the step may use.
+        switchable: Adapters that can be merged now, None for all resident adapters.
     """
 
     now: float
@@ -114,27 +118,28 @@ class View:
     merged: str | None
     resident: frozenset[str] | set[str]
     loading: frozenset[str] | set[str]
-    limits: Limits
+    limits: StepLimits
     switchable: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do in the next step.
+    """What the next step does.
 
     Attributes:
-        mode: ``MERGED``: only rows of `merged` in the batch. ``MIXTURE``: `merged` in the
-            weights, any rows. ``UNMERGED``: pristine weights, any rows, `merged` is None.
-        merged: Adapter that the weights shall hold.
-        batch: Requests and how many of their tokens to compute: 1 for a request whose prompt
-            is done, else a chunk of the prompt. May be empty.
-        prefetch: Adapters to copy in, most urgent first; neither resident nor loading.
-        abort: Requests to give up on, with the reason in words.
-        preempt: Running requests to take the pages from; none of them is in the batch.
-        reason: Why, for people.
-        until: The same answer holds for steps that start before this time, as long as nothing
-            arrives, ends, finishes its prompt, needs a page or has been loaded, and no clock
-            but that of the decoded tokens moves on; 0 for this step alone.
+        mode: Inference mode. ``MERGED``: the batch has only rows of `merged`. ``MIXTURE``: `merged`
+            is in the weights and the batch has any rows. ``UNMERGED``: the weights are pristine,
+            the batch has any rows, and `merged` is None.
+        merged: Adapter that the base weights hold during the step.
+        batch: Request ids with the number of tokens to compute: 1 for a request that decodes, a
+            chunk of the prompt for a request that prefills. May be empty.
+        prefetch: Adapters to load, most urgent first; none is resident or being loaded.
+        abort: Ids of requests to abort, each with the reason.
+        preempt: Ids of running requests to preempt; none is in the batch.
+        reason: Explanation for the decision trace.
+        until: The same decision holds for all steps that start before this time, as long as no
+            request arrives, ends, finishes its prompt or needs a page and no adapter finishes
+            loading. 0 for this step only.
     """
 
     mode: Mode
@@ -148,90 +153,54 @@ class Decision:
 
 
 class Policy(Protocol):
-    """Decides, step by step."""
+    """Decides before each step what it computes.
+
+    `valora_serve.orchestrator.registry.POLICIES` lists the policies by name;
+    `valora_serve.orchestrator.base.BasePolicy` does what all of them have in common.
+
+    Attributes:
+        modes: Inference modes that the policy's decisions can have. The engine prepares only
+            these: for example, it keeps no pristine copy of the weights for a policy that never
+            merges.
+    """
+
+    modes: ClassVar[frozenset[Mode]]
 
     def decide(self, view: View) -> Decision:
-        """Say what the next step does; writes `credit` and `served` of the requests it sees."""
+        """Decide the next step; writes `credit` and `served` of the requests in the view."""
 
     def finished(self, request_id: str) -> None:
-        """Be told that a request has ended, for whatever reason."""
+        """Be notified that a request has ended, for any reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """Knobs of the policies.
+    """Settings of the policies; each policy reads those that concern it.
 
     Attributes:
-        theta: Starvation threshold of `valora`: seconds of credit (VaLoRA §4.4.3).
-        stall: Longest that `cost` lets a request stand still so that others gain, seconds.
-        groups: Whether `cost` may run fewer requests at a time than it could, so that the average
-            request ends sooner; at saturation that costs throughput.
-        patience: Seconds after which a waiting request may not be overtaken, by any policy.
-        hysteresis: A mode or merged adapter is left only if the other is better by this share.
-        clusters: S-LoRA's adapter clustering: adapters in a batch from which on requests of the
-            same adapters are preferred; 0 turns it off (S-LoRA §4.2).
-        early_abort: S-LoRA's admission control: give up on requests that will miss their limit
-            (S-LoRA §4.3, appendix B).
-        slo: Seconds to the first token that early abort assumes where a request has no limit.
-        limits: Latency limit in seconds by domain; a request's own limit goes first.
+        theta: Starvation threshold θ of `valora` in seconds of credit (VaLoRA §4.4.3).
+        max_pause: Longest time in seconds that `cost` may pause a request so that others finish
+            sooner.
+        groups: Whether `cost` may run fewer requests at a time than fit. The average request then
+            ends sooner, but the throughput at saturation is lower.
+        patience: Waiting time in seconds after which no policy lets others overtake a request.
+        hysteresis: Share by which another mode or merged adapter must be better to replace the
+            current one.
+        clusters: Adapters in a batch from which on waiting requests of the same adapters go first
+            (S-LoRA's adapter clustering, §4.2); 0 turns it off.
+        early_abort: Whether to abort requests that will miss their latency limit (S-LoRA's
+            admission control, §4.3).
+        slo: Latency limit in seconds to the first token that early abort assumes for requests
+            without one.
+        latency_limits: Latency limits in seconds by domain; a request's own limit takes precedence.
     """
 
     theta: float = 0.03
-    stall: float = 1.0
+    max_pause: float = 1.0
     groups: bool = True
     patience: float = 20.0
     hysteresis: float = 0.1
     clusters: int = 0
     early_abort: bool = False
     slo: float = 6.0
-    limits: dict[str, float] = field(default_factory=dict)
-
-
-POLICIES = ("cost", "valora", "merge_only", "unmerge_only", "dlora", "slora")
-
-
-def make_policy(name: str, cost_model: CostModel, settings: PolicySettings | None = None) -> Policy:
-    """A policy by name.
-
-    Args:
-        name: One of `POLICIES`.
-        cost_model: What steps, switches and loads cost on this machine.
-        settings: Knobs; the defaults if None.
-
-    Raises:
-        ValueError: There is no policy of this name.
-    """
-    from valora_serve.orchestrator import policies
-
-    return policies.make(name, cost_model, settings or PolicySettings())
-
-
-class Trace:
-    """Writes the decisions for people: one line per step.
-
-    Columns: time in seconds, mode, adapter in the weights, requests in the batch (``d`` decoding,
-    ``p`` prompt tokens), running and waiting, prefetches and aborts if any, and the reason::
-
-          12.345678 mixture  plates        18d+256p  run 19 wait 2  +faces  2 others wait > 0.1 s
-
-    Args:
-        file: Where to write; flushed by its owner.
-    """
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-
-    def write(self, view: View, decision: Decision) -> None:
-        """Add the line of one step."""
-        prefilling = {r.id for r in view.waiting}
-        prefilling.update(r.id for r in view.running if r.prompt_left)
-        tokens = sum(n for key, n in decision.batch if key in prefilling)
-        decodes = sum(key not in prefilling for key, _ in decision.batch)
-        notes = [f"+{name}" for name in decision.prefetch]
-        notes += [f"preempt {key}" for key in decision.preempt]
-        notes += [f"abort {key}: {why}" for key, why in decision.abort]
-        self._file.write(
-            f"{view.now:12.6f} {decision.mode:8} {decision.merged or '-':16} "
-            f"{decodes:4d}d+{tokens}p run {len(view.running)} wait {len(view.waiting)}  "
-            f"{' '.join([*notes, decision.reason])}\n"
-        )
+    latency_limits: dict[str, float] = field(default_factory=dict)

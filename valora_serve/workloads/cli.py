@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import ValoraError
 from valora_serve.orchestrator.cost_model import H200_7B, CostModel
-from valora_serve.orchestrator.decision import POLICIES, PolicySettings, Trace, make_policy
+from valora_serve.orchestrator.decision import PolicySettings
+from valora_serve.orchestrator.registry import POLICIES, make_policy
+from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.workloads import traces
 from valora_serve.workloads.simulator import SimSettings, simulate
 
@@ -108,7 +110,7 @@ def _runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             began = time.perf_counter()
             if options.decisions:
                 with options.decisions.open("w", encoding="utf-8") as file:
-                    report = simulate(limited, policy, costs, machine, Trace(file))
+                    report = simulate(limited, policy, costs, machine, DecisionTrace(file))
             else:
                 report = simulate(limited, policy, costs, machine)
             yield _row(rate, skew, name, report, time.perf_counter() - began)

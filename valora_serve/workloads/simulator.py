@@ -17,7 +17,7 @@ import numpy as np
 
 from valora_serve.errors import ServeError
 from valora_serve.orchestrator.cost_model import step_shape
-from valora_serve.orchestrator.decision import Limits, RequestView, View
+from valora_serve.orchestrator.decision import RequestView, StepLimits, View
 from valora_serve.types import Mode
 from valora_serve.workloads.traces import BASE
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from valora_serve.orchestrator.cost_model import CostModel
-    from valora_serve.orchestrator.decision import Decision, Policy, Trace
+    from valora_serve.orchestrator.decision import Decision, Policy
+    from valora_serve.orchestrator.trace import DecisionTrace
     from valora_serve.workloads.traces import Workload
 
 
@@ -107,7 +108,7 @@ def simulate(
     policy: Policy,
     cost_model: CostModel,
     settings: SimSettings | None = None,
-    trace: Trace | None = None,
+    trace: DecisionTrace | None = None,
 ) -> Report:
     """Replay a workload.
 
@@ -133,7 +134,7 @@ class _Run:
         policy: Policy,
         cost: CostModel,
         settings: SimSettings,
-        trace: Trace | None,
+        trace: DecisionTrace | None,
     ) -> None:
         self.w, self.policy, self.cost, self.s, self.trace = workload, policy, cost, settings, trace
         n = len(workload)
@@ -210,7 +211,7 @@ class _Run:
                 pages=(prompt + self.s.page_tokens) // self.s.page_tokens,
                 adapter_pages=0 if adapter is None else self.adapter_pages[adapter],
                 images=int(w.images[i]),
-                limit=None if math.isnan(limit) else limit,
+                latency_limit=None if math.isnan(limit) else limit,
             )
             self.views[view.id] = view
             self.back.append(view)
@@ -247,7 +248,7 @@ class _Run:
             merged=self.merged,
             resident=self.resident,
             loading=frozenset(self.loading),
-            limits=Limits(
+            limits=StepLimits(
                 s.max_requests, s.max_tokens, s.pages - self._pinned(), s.max_adapters, s.chunk
             ),
         )
@@ -299,8 +300,8 @@ class _Run:
     def _preempt(self, view: RequestView) -> None:
         self._release(view)
         self.preempted += 1
-        view.prompt_left += view.context  # what it held is computed anew
-        view.context = view.held = 0
+        view.prompt_left += view.kv_tokens  # what it held is computed anew
+        view.kv_tokens = view.held = 0
         view.running = False
         view.pages = (view.prompt_left + self.s.page_tokens) // self.s.page_tokens
         place = next(
@@ -445,7 +446,7 @@ class _Run:
         for view, tokens in batch:
             if view.prompt_left:
                 view.prompt_left -= tokens
-                view.context += tokens
+                view.kv_tokens += tokens
                 view.images = 0
                 if view.prompt_left:
                     continue
@@ -455,18 +456,18 @@ class _Run:
                 if view.output_left:
                     view.output_left -= 1
             else:
-                view.context += times
+                view.kv_tokens += times
                 view.output_left -= times
             if view.output_left <= 0:
                 ended = True
                 self._finish(view)
                 continue
-            held = (view.context + page - 1) // page
+            held = (view.kv_tokens + page - 1) // page
             if held > view.held:
                 # Pages that repeated steps took on the way.
                 grown += held - view.held
                 view.held = held
-            view.pages = 1 if view.context >= view.held * page else 0
+            view.pages = 1 if view.kv_tokens >= view.held * page else 0
         self.kv_pages += grown
         if ended:
             views = self.views

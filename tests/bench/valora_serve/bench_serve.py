@@ -26,7 +26,7 @@ from tests.bench.valora_serve.serve_models import PROCESSOR, add_adapters, add_h
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.model.lmm import Lmm
-from valora_serve.orchestrator.decision import make_policy
+from valora_serve.orchestrator.registry import make_policy
 from valora_serve.types import Request, SamplingParams
 
 VLLM_THROUGHPUT = {  # requests/s

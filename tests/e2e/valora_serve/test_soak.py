@@ -40,7 +40,8 @@ from valora_serve.errors import (
     ServeError,
     UnknownModelError,
 )
-from valora_serve.orchestrator.decision import POLICIES, PolicySettings
+from valora_serve.orchestrator.decision import PolicySettings
+from valora_serve.orchestrator.registry import POLICIES
 from valora_serve.types import Finish, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")

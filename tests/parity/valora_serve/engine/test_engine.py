@@ -25,7 +25,8 @@ from tests.support.engine_reference import (
 from tests.support.lmm_checkpoints import save_llava
 from tests.support.serve_helpers import EVERYTHING, LANGUAGE, MLP, PROJECTOR, VISION, make_adapter
 from valora_serve.engine.engine import Engine
-from valora_serve.orchestrator.decision import POLICIES, Decision, View, make_policy
+from valora_serve.orchestrator.decision import Decision, View
+from valora_serve.orchestrator.registry import POLICIES, make_policy
 from valora_serve.types import Finish, Mode, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,14 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from valora_serve.orchestrator.cost_model import H200_7B, step_shape
-from valora_serve.orchestrator.decision import (
-    POLICIES,
-    Limits,
-    PolicySettings,
-    RequestView,
-    View,
-    make_policy,
-)
+from valora_serve.orchestrator.decision import PolicySettings, RequestView, StepLimits, View
+from valora_serve.orchestrator.registry import POLICIES, make_policy
 from valora_serve.types import Mode
 
 PAGE = 4  # tokens
@@ -102,6 +96,7 @@ class Machine:
         need += sum(self.adapter_pages[a] for a in {*fresh, *d.prefetch})
         assert need <= limits.free_pages + sum(known[key].held for key in d.preempt)
         # Modes.
+        assert d.mode in self.policy.modes
         assert (d.mode is Mode.UNMERGED) == (d.merged is None)
         if d.mode is Mode.MERGED and rows:
             assert adapters == {d.merged} and all(r.adapter == d.merged for r, _ in rows)
@@ -122,8 +117,8 @@ class Machine:
             request = next(r for r in self.running if r.id == key)
             self.running.remove(request)
             request.running, request.held = False, 0
-            request.prompt_left += request.context
-            request.context = 0
+            request.prompt_left += request.kv_tokens
+            request.kv_tokens = 0
             request.pages = -(-(request.prompt_left + 1) // PAGE)
             self.waiting.append(request)
             self.waiting.sort(key=lambda r: r.arrival)
@@ -144,18 +139,18 @@ class Machine:
         for request, tokens in rows:
             if request.prompt_left:
                 request.prompt_left -= tokens
-                request.context += tokens
+                request.kv_tokens += tokens
                 if not request.prompt_left:
                     request.output_left = max(0, request.output_left - 1)
             else:
-                request.context += 1
+                request.kv_tokens += 1
                 request.output_left -= 1
             if not request.prompt_left and request.output_left <= 0:
                 self.running.remove(request)
                 self.ended[request.id] = self.now
                 self.policy.finished(request.id)
             else:
-                request.pages = 1 if request.context >= request.held * PAGE else 0
+                request.pages = 1 if request.kv_tokens >= request.held * PAGE else 0
                 if request.prompt_left:
                     request.pages = 0
 
@@ -213,7 +208,7 @@ def worlds(draw):
             )
         )
     largest = max(-(-(r.prompt_left + r.output_left + 2) // PAGE) for r in requests)
-    limits = Limits(
+    limits = StepLimits(
         max_requests=draw(st.integers(1, 12)),
         max_tokens=draw(st.integers(1, 40)),
         free_pages=largest + 2 * 9 + draw(st.integers(0, 40)),  # its adapter and a merged one
@@ -226,7 +221,7 @@ def worlds(draw):
 
 SETTINGS = (
     PolicySettings(),
-    PolicySettings(theta=0.0, hysteresis=0.0, patience=0.05, stall=0.02),
+    PolicySettings(theta=0.0, hysteresis=0.0, patience=0.05, max_pause=0.02),
     PolicySettings(theta=5.0, clusters=2, patience=0.5),
 )
 
@@ -263,11 +258,12 @@ def test_a_stream_of_the_popular_adapter_starves_nobody(name):
     policy = make_policy(name, H200_7B, PolicySettings(patience=1.0))
     popular = [request(i, "hot", i * 0.02, prompt=8, output=20) for i in range(1000)]
     rare = request(5000, "rare", 0.1, prompt=8, output=20)
-    limits = Limits(64, 256, 2000, 8, 256)
+    limits = StepLimits(64, 256, 2000, 8, 256)
     machine = Machine(policy, [*popular, rare], limits)
     while rare.id not in machine.ended:
         machine.step()
-    # Patience, the stall of `cost`, and its own 20 steps; merge-only first ends what came before.
+    # Patience, the longest pause of `cost`, and its own 20 steps; merge-only first ends what came
+    # before.
     assert machine.ended[rare.id] - rare.arrival < 3.0
 
 
@@ -276,7 +272,7 @@ def test_more_adapters_than_fit_and_a_base_request(name):
     policy = make_policy(name, H200_7B, PolicySettings(patience=0.5))
     requests = [request(i, f"a{i}", adapter_pages=4, output=12) for i in range(30)]
     requests.append(request(99, None, output=12))
-    machine = Machine(policy, requests, Limits(64, 256, 24, 3, 256), load_steps=2)
+    machine = Machine(policy, requests, StepLimits(64, 256, 24, 3, 256), load_steps=2)
     machine.run(most=5000)
     assert len(machine.ended) == 31
 
@@ -284,7 +280,7 @@ def test_more_adapters_than_fit_and_a_base_request(name):
 @pytest.mark.parametrize("name", POLICIES)
 def test_idle(name):
     policy = make_policy(name, H200_7B)
-    view = View(1.0, (), (), Mode.MERGED, "a", {"a"}, frozenset(), Limits(8, 64, 100, 4, 64))
+    view = View(1.0, (), (), Mode.MERGED, "a", {"a"}, frozenset(), StepLimits(8, 64, 100, 4, 64))
     decision = policy.decide(view)
     assert decision.batch == () and decision.merged == "a" and decision.mode is Mode.MERGED
 
@@ -293,7 +289,7 @@ def test_idle(name):
 def test_a_loading_adapter_holds_up_only_its_own(name):
     policy = make_policy(name, H200_7B)
     waiting = (request(1, "slow"), request(2, "there", arrival=0.001), request(3, None, 0.002))
-    limits = Limits(8, 64, 100, 4, 64)
+    limits = StepLimits(8, 64, 100, 4, 64)
     view = View(0.01, (), waiting, Mode.UNMERGED, None, {"there"}, {"slow"}, limits)
     decision = policy.decide(view)
     taken = {key for key, _ in decision.batch}
@@ -303,10 +299,12 @@ def test_a_loading_adapter_holds_up_only_its_own(name):
 def test_all_starving_on_the_merged_adapter_is_merged_mode():
     policy = make_policy("valora", H200_7B, PolicySettings(theta=0.01))
     running = tuple(
-        replace(request(i, "a", output=50), running=True, prompt_left=0, context=5, pages=0, held=2)
+        replace(
+            request(i, "a", output=50), running=True, prompt_left=0, kv_tokens=5, pages=0, held=2
+        )
         for i in range(4)
     )
-    limits = Limits(8, 64, 100, 4, 64)
+    limits = StepLimits(8, 64, 100, 4, 64)
     view = View(30.0, running, (), Mode.MERGED, "a", {"a"}, frozenset(), limits)
     decision = policy.decide(view)
     assert decision.mode is Mode.MERGED and len(decision.batch) == 4
@@ -314,6 +312,6 @@ def test_all_starving_on_the_merged_adapter_is_merged_mode():
 
 def test_infinite_patience_is_allowed():
     policy = make_policy("cost", H200_7B, PolicySettings(patience=math.inf))
-    machine = Machine(policy, [request(1, "a"), request(2, "b")], Limits(4, 64, 50, 4, 64))
+    machine = Machine(policy, [request(1, "a"), request(2, "b")], StepLimits(4, 64, 50, 4, 64))
     machine.run(most=200)
     assert len(machine.ended) == 2

@@ -41,7 +41,7 @@ from valora_serve.errors import (
     TooLongError,
     UnknownModelError,
 )
-from valora_serve.orchestrator.decision import POLICIES
+from valora_serve.orchestrator.registry import POLICIES
 from valora_serve.types import Finish, Mode, Output, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")

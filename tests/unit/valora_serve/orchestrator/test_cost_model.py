@@ -23,16 +23,16 @@ from valora_serve.types import Mode
 BEYOND = {"captured": H200_7B.captured, "uncaptured": H200_7B.uncaptured}
 
 
-def row(i, adapter, rank, prompt_left=0, context=10, images=0):
-    return RequestView(str(i), adapter, rank, 0.0, prompt_left, context=context, images=images)
+def row(i, adapter, rank, prompt_left=0, kv_tokens=10, images=0):
+    return RequestView(str(i), adapter, rank, 0.0, prompt_left, kv_tokens=kv_tokens, images=images)
 
 
 BATCH = [
-    (row(0, "a", 8, context=10), 1),
-    (row(1, "b", 64, context=20), 1),
-    (row(2, None, 0, context=30), 1),
-    (row(3, "b", 64, prompt_left=50, context=4, images=2), 7),
-    (row(4, "a", 8, prompt_left=5, context=0), 5),
+    (row(0, "a", 8, kv_tokens=10), 1),
+    (row(1, "b", 64, kv_tokens=20), 1),
+    (row(2, None, 0, kv_tokens=30), 1),
+    (row(3, "b", 64, prompt_left=50, kv_tokens=4, images=2), 7),
+    (row(4, "a", 8, prompt_left=5, kv_tokens=0), 5),
 ]
 RANKS = {"a": 8, "b": 64, "c": 16}
 
@@ -40,7 +40,7 @@ RANKS = {"a": 8, "b": 64, "c": 16}
 def test_counts_of_an_unmerged_batch():
     shape = step_shape(Mode.UNMERGED, None, BATCH, RANKS)
     assert (shape.decode, shape.prefill, shape.images) == (3, 12, 2)
-    assert shape.context == 11 + 21 + 31
+    assert shape.kv_tokens == 11 + 21 + 31
     assert shape.pairs == 7 * (4 + 4) + 5 * (0 + 3)
     assert shape.terms == 1 + 1 + 7 + 5
     assert shape.work == 8 + 64 + 7 * 64 + 5 * 8
@@ -77,7 +77,7 @@ def points(model, rng, n=150):
                 decode=decode,
                 prefill=prefill,
                 images=int(rng.integers(0, 5)) if prefill else 0,
-                context=decode * int(rng.integers(1, 900)),
+                kv_tokens=decode * int(rng.integers(1, 900)),
                 pairs=prefill * int(rng.integers(1, 900)),
                 terms=terms,
                 work=terms * int(rng.choice([8, 64])) if lora else 0,
@@ -108,13 +108,13 @@ def test_a_noisy_fit_predicts_well_and_never_falls():
     for shape, time in points(H200_7B, rng, 60):
         assert fitted.step(shape) == pytest.approx(time, rel=0.08)
     assert min(fitted.decode) >= 0 and min(fitted.prefill) >= 0
-    bare = StepShape(decode=8, context=800)
+    bare = StepShape(decode=8, kv_tokens=800)
     assert fitted.step(replace(bare, decode=9)) >= fitted.step(bare)
     assert fitted.step(replace(bare, terms=8, work=64, ranks=8)) >= fitted.step(bare)
 
 
 def test_what_was_not_measured_keeps_its_estimate():
-    only = [(StepShape(decode=n, context=n), 0.01 + n * 1e-4) for n in (1, 8, 32, 64)]
+    only = [(StepShape(decode=n, kv_tokens=n), 0.01 + n * 1e-4) for n in (1, 8, 32, 64)]
     fitted = H200_7B.fit(only, machine="m", model="n")
     assert fitted.prefill == H200_7B.prefill
     assert fitted.decode[5:] == H200_7B.decode[5:]
@@ -135,12 +135,12 @@ def test_a_step_without_a_graph_takes_at_least_what_the_host_needs():
 def test_a_captured_step_takes_as_long_as_if_it_were_full():
     costs = replace(H200_7B, captured=(64, 256), uncaptured=0.0)
     assert [costs.rows(n) for n in (1, 64, 65, 256, 257)] == [64, 64, 256, 256, 257]
-    full = costs.step(StepShape(decode=16, prefill=240, context=160))
-    assert costs.step(StepShape(decode=16, prefill=60, context=160)) == full
-    assert costs.step(StepShape(decode=4, prefill=60, context=160)) < full
-    assert costs.step(StepShape(decode=17, prefill=240, context=160)) > full
+    full = costs.step(StepShape(decode=16, prefill=240, kv_tokens=160))
+    assert costs.step(StepShape(decode=16, prefill=60, kv_tokens=160)) == full
+    assert costs.step(StepShape(decode=4, prefill=60, kv_tokens=160)) < full
+    assert costs.step(StepShape(decode=17, prefill=240, kv_tokens=160)) > full
     free = replace(costs, captured=())
-    assert free.step(StepShape(decode=16, prefill=60, context=160)) < full
+    assert free.step(StepShape(decode=16, prefill=60, kv_tokens=160)) < full
 
 
 def test_the_fit_knows_that_graphs_are_filled_up():
@@ -229,7 +229,7 @@ def test_damaged_files_say_what_to_do(tmp_path):
 
 
 def test_lora_scales_and_the_rest_does_not():
-    shape = StepShape(decode=8, context=100, terms=8, work=512, ranks=64)
+    shape = StepShape(decode=8, kv_tokens=100, terms=8, work=512, ranks=64)
     mixed = replace(shape, prefill=300, terms=308, work=308 * 64)
     for s in (shape, mixed):
         bare = H200_7B.step(replace(s, terms=0, work=0, ranks=0))

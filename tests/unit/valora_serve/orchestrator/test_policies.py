@@ -5,16 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from valora_serve.errors import SettingsError
 from valora_serve.orchestrator.cost_model import H200_7B
-from valora_serve.orchestrator.decision import (
-    POLICIES,
-    Limits,
-    PolicySettings,
-    RequestView,
-    Trace,
-    View,
-    make_policy,
-)
+from valora_serve.orchestrator.decision import PolicySettings, RequestView, StepLimits, View
+from valora_serve.orchestrator.registry import POLICIES, make_policy
+from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.types import Mode
 
 COSTS = replace(
@@ -24,7 +19,7 @@ COSTS = replace(
 )
 """A machine on which LoRA costs by the row, and a second term no more than a first."""
 
-LIMITS = Limits(max_requests=16, max_tokens=512, free_pages=1000, max_adapters=8, chunk=512)
+LIMITS = StepLimits(max_requests=16, max_tokens=512, free_pages=1000, max_adapters=8, chunk=512)
 
 
 def waiting(i, adapter, arrival=0.0, prompt=32, output=50, **more):
@@ -40,7 +35,7 @@ def running(i, adapter, arrival=0.0, left=50, **more):
     rank = 64 if adapter else 0
     defaults = {"held": 4, "adapter_pages": 16 if adapter else 0, "served": arrival}
     return RequestView(
-        f"r{i}", adapter, rank, arrival, 0, context=50, output_left=left, running=True,
+        f"r{i}", adapter, rank, arrival, 0, kv_tokens=50, output_left=left, running=True,
         **{**defaults, **more},
     )  # fmt: skip
 
@@ -64,7 +59,7 @@ def taken(decision):
 
 
 def test_unknown_policy_lists_the_known():
-    with pytest.raises(ValueError, match="valora"):
+    with pytest.raises(SettingsError, match=r"choose one of cost, dlora, .*valora"):
         make_policy("fifo", H200_7B)
 
 
@@ -183,10 +178,12 @@ def test_cost_takes_the_shortest_first_when_not_all_fit():
 
 
 def test_cost_takes_all_that_fit_if_groups_are_off():
-    limits = Limits(max_requests=900, max_tokens=9000, free_pages=9000, max_adapters=8, chunk=512)
+    limits = StepLimits(
+        max_requests=900, max_tokens=9000, free_pages=9000, max_adapters=8, chunk=512
+    )
     run = [running(i, "a", left=400, served=1.0) for i in range(600)]
     for r in run:
-        r.context = 2000
+        r.kv_tokens = 2000
     wait = [waiting(i, "a", arrival=0.9, prompt=8, output=400) for i in range(50)]
     few = policy("cost").decide(view(run, wait, limits=limits))
     many = policy("cost", groups=False).decide(view(run, wait, limits=limits))
@@ -202,7 +199,7 @@ def test_cost_serves_who_has_waited_for_patience_first():
 
 def test_cost_serves_the_urgent_before_the_short():
     limits = replace(LIMITS, max_requests=1)
-    wait = [waiting(1, "a", output=100, limit=1.0), waiting(2, "a", output=5)]
+    wait = [waiting(1, "a", output=100, latency_limit=1.0), waiting(2, "a", output=5)]
     step = 0.006
     now = 1.0 - 100 * step
     decision = policy("cost").decide(view([], wait, now=now, limits=limits))
@@ -214,7 +211,9 @@ def test_cost_serves_the_urgent_before_the_short():
 def test_cost_domain_limits_come_from_the_settings():
     limits = replace(LIMITS, max_requests=1)
     wait = [waiting(1, "a", output=100, domain="plates"), waiting(2, "a", output=5)]
-    decision = policy("cost", limits={"plates": 1.0}).decide(view([], wait, now=0.4, limits=limits))
+    decision = policy("cost", latency_limits={"plates": 1.0}).decide(
+        view([], wait, now=0.4, limits=limits)
+    )
     assert taken(decision) == {"w1"}
 
 
@@ -265,7 +264,7 @@ def test_cost_never_lets_limited_requests_stand():
     costly = make_policy("cost", COSTS.with_lora(4.0))
     costly.__dict__.update(chooser.__dict__, cost=COSTS.with_lora(4.0))
     free = running(90, "b", served=0.6)
-    bound = running(91, "b", served=0.6, limit=3.0)
+    bound = running(91, "b", served=0.6, latency_limit=3.0)
     assert "r90" not in taken(costly.decide(view([*own, free], now=0.6, merged="a")))
     assert "r91" in taken(costly.decide(view([*own, bound], now=0.6, merged="a")))
 
@@ -394,7 +393,7 @@ def test_a_starved_request_without_its_adapter_gets_room():
 
 def test_trace_is_one_readable_line_per_step():
     file = io.StringIO()
-    writer = Trace(file)
+    writer = DecisionTrace(file)
     seen = view([running(0, "a"), running(1, "b")], [waiting(1, "a"), waiting(2, "x")], now=12.5)
     decision = policy("slora").decide(seen)
     writer.write(seen, decision)

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from valora_serve.orchestrator.cost_model import H200_7B, CostModel
-from valora_serve.orchestrator.decision import POLICIES, PolicySettings, Trace, make_policy
+from valora_serve.orchestrator.decision import PolicySettings
+from valora_serve.orchestrator.registry import POLICIES, make_policy
+from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.workloads import traces
 from valora_serve.workloads.cli import main
 from valora_serve.workloads.simulator import SimSettings, SimulationError, simulate
@@ -123,7 +125,7 @@ def test_steps_taken_in_one_go_are_the_same_steps(name):
     """With a trace every step is decided anew; the outcome must be the same."""
     work = traces.slora(14, 6, adapters=6, alpha=0.4, lengths=(8, 120), ranks=(64, 8), seed=2)
     fast = run(name, work, H200_7B)
-    slow = run(name, work, H200_7B, trace=Trace(io.StringIO()))
+    slow = run(name, work, H200_7B, trace=DecisionTrace(io.StringIO()))
     assert fast.finished == slow.finished == len(work)
     assert fast.steps == slow.steps
     assert fast.token_latency == pytest.approx(slow.token_latency, rel=1e-9)

@@ -1,0 +1,159 @@
+"""What all policies have in common: filling the batch and turning a plan into a decision.
+
+`batching.Batch` keeps the limits of a step. A policy says which requests may take part, in which
+order, and which adapter is merged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, ClassVar
+
+from valora_serve.orchestrator.batching import FOREVER, Batch, BatchPlan
+from valora_serve.orchestrator.decision import Decision
+from valora_serve.orchestrator.early_abort import EarlyAbort
+from valora_serve.types import Mode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from valora_serve.orchestrator.cost_model import CostModel
+    from valora_serve.orchestrator.decision import PolicySettings, RequestView, View
+
+
+class BasePolicy:
+    """Base class of the policies; a subclass implements `plan`.
+
+    Args:
+        cost_model: Predicts the seconds of steps, switches and loads.
+        settings: Settings of the policies.
+
+    Attributes:
+        modes: Inference modes that the decisions can have; a subclass that uses fewer says so.
+    """
+
+    modes: ClassVar[frozenset[Mode]] = frozenset(Mode)
+
+    def __init__(self, cost_model: CostModel, settings: PolicySettings) -> None:
+        self.cost = cost_model
+        self.settings = settings
+        self._steady: Sequence[RequestView] = ()
+        self._early_abort = EarlyAbort(settings) if settings.early_abort else None
+
+    def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
+        """Plan a step.
+
+        Args:
+            view: State before the step; at least one request is running or waiting.
+            waiting: Waiting requests that may be admitted, in the order of `view.waiting` unless
+                early abort reverses it.
+        """
+        raise NotImplementedError
+
+    def decide(self, view: View) -> Decision:
+        """Decide the next step."""
+        for request in self._steady:
+            request.served = view.now
+        self._steady = ()
+        if not view.running and not view.waiting:
+            return Decision(view.mode, view.merged, reason="idle", until=FOREVER)
+        waiting, abort = self._admit(view)
+        plan = self.plan(view, waiting)
+        if self.settings.clusters and plan.waiting:
+            plan.waiting = _cluster(view, plan.waiting, self.settings.clusters)
+        return self._pack(view, plan, abort)
+
+    def finished(self, request_id: str) -> None:
+        """Be notified that a request has ended."""
+
+    def _admit(self, view: View) -> tuple[Sequence[RequestView], tuple[tuple[str, str], ...]]:
+        """Return the requests that may still wait, and those to abort with the reason."""
+        if self._early_abort is None:
+            return view.waiting, ()
+        return self._early_abort(view)
+
+    def _pack(self, view: View, plan: BatchPlan, abort: tuple[tuple[str, str], ...]) -> Decision:
+        """Fill the batch as planned; where nothing can be computed, fall back to unmerged mode."""
+        now = view.now
+        starved = now - self.settings.patience
+        batch = Batch(view, plan, starved)
+        if batch.pages < 0:
+            plan = BatchPlan(
+                Mode.UNMERGED, None, view.running, plan.waiting, f"no pages left for {plan.merged}"
+            )
+            batch = Batch(view, plan, starved)
+        batch.run()
+        stuck = not batch.items and not batch.preempt
+        holds_adapter = (plan.merged or view.merged) is not None
+        holds_adapter = holds_adapter and bool(plan.running or plan.waiting)
+        if stuck and (holds_adapter or len(plan.running) < len(view.running)):
+            # The merged adapter, or running requests that the plan left out, hold the pages or the
+            # slots that the waiting requests need.
+            holder = "the merged adapter" if holds_adapter else "other running requests"
+            plan = BatchPlan(
+                Mode.UNMERGED, None, view.running, plan.waiting, f"no room beside {holder}"
+            )
+            batch = Batch(view, plan, starved)
+            batch.run()
+        else:
+            stuck = False
+        for request in batch.requests:
+            request.served = now
+        mode, merged = plan.mode, plan.merged
+        if not batch.items and not stuck:
+            # An empty batch is no reason to switch the weights.
+            mode, merged = view.mode, view.merged
+        elif mode is Mode.MIXTURE and all(r.adapter == merged for r in batch.requests):
+            mode = Mode.MERGED
+        until = plan.until
+        if batch.prompt_tokens or batch.rotating or batch.preempt or abort:
+            until = 0.0
+        if until > now:
+            self._steady = batch.requests
+        if self._early_abort is not None:
+            self._early_abort.note(batch.requests, now)
+        return Decision(
+            mode,
+            merged,
+            tuple(batch.items),
+            tuple(batch.prefetch),
+            abort,
+            tuple(r.id for r in batch.preempt),
+            plan.reason,
+            until,
+        )
+
+
+def can_merge(view: View, adapter: str | None) -> bool:
+    """Return whether an adapter is merged or can be merged now."""
+    if adapter is None or adapter not in view.resident:
+        return False
+    return adapter == view.merged or view.switchable is None or adapter in view.switchable
+
+
+def count_by_adapter(view: View, waiting: Iterable[RequestView]) -> Counter[str | None]:
+    """Count running and waiting requests by adapter; None stands for the base model."""
+    counts = Counter([r.adapter for r in view.running])
+    counts.update([r.adapter for r in waiting])
+    return counts
+
+
+def with_adapter(requests: Iterable[RequestView], adapter: str | None) -> list[RequestView]:
+    """Return the requests of one adapter."""
+    return [r for r in requests if r.adapter == adapter]
+
+
+def _cluster(view: View, waiting: Sequence[RequestView], most: int) -> list[RequestView]:
+    """Order waiting requests by S-LoRA's adapter clustering (§4.2, appendix A.2).
+
+    Once `most` distinct adapters are in the batch, requests of these adapters go first.
+    """
+    inside = {r.adapter for r in view.running}
+    first, later = [], []
+    for request in waiting:
+        if request.adapter in inside or len(inside) < most:
+            inside.add(request.adapter)
+            first.append(request)
+        else:
+            later.append(request)
+    return first + later

@@ -1,0 +1,69 @@
+"""The policies by name; other packages add theirs with an entry point."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from valora_data.registry import Registry
+from valora_serve.errors import SettingsError
+from valora_serve.orchestrator.decision import PolicySettings
+
+if TYPE_CHECKING:
+    from valora_serve.orchestrator.cost_model import CostModel
+    from valora_serve.orchestrator.decision import Policy
+    from valora_serve.types import Mode
+
+
+class PolicyClass(Protocol):
+    """What is registered under a name: a class of policies.
+
+    Attributes:
+        modes: Inference modes that the decisions of its policies can have.
+    """
+
+    modes: frozenset[Mode]
+
+    def __call__(self, cost_model: CostModel, settings: PolicySettings) -> Policy:
+        """Create a policy."""
+
+
+_HERE = "valora_serve.orchestrator"
+POLICIES: Registry[PolicyClass] = Registry(
+    "valora.policies",
+    "policy",
+    {
+        "cost": f"{_HERE}.cost_policy:Cost",
+        "valora": f"{_HERE}.valora:Valora",
+        "merge_only": f"{_HERE}.baselines:MergeOnly",
+        "unmerge_only": f"{_HERE}.baselines:UnmergeOnly",
+        "dlora": f"{_HERE}.baselines:DLora",
+        "slora": f"{_HERE}.baselines:SLora",
+    },
+    SettingsError,
+)
+
+
+def make_policy(name: str, cost_model: CostModel, settings: PolicySettings | None = None) -> Policy:
+    """Create a policy by name.
+
+    Args:
+        name: One of `POLICIES`.
+        cost_model: Predicts the seconds of steps, switches and loads on this machine.
+        settings: Settings of the policy; the defaults if None.
+
+    Raises:
+        SettingsError: No policy has this name.
+    """
+    return POLICIES[name](cost_model, settings or PolicySettings())
+
+
+def modes_of(name: str) -> frozenset[Mode]:
+    """Inference modes that the decisions of a policy can have.
+
+    Args:
+        name: One of `POLICIES`.
+
+    Raises:
+        SettingsError: No policy has this name.
+    """
+    return POLICIES[name].modes

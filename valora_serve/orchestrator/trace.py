@@ -1,0 +1,40 @@
+"""Writes decisions to a file that people can read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from valora_serve.orchestrator.decision import Decision, View
+
+
+class DecisionTrace:
+    """Writes one line per decision.
+
+    The columns are: time in seconds, inference mode, merged adapter, rows in the batch (``d``
+    decode rows, ``p`` prompt tokens), numbers of running and waiting requests, prefetched adapters,
+    preempted and aborted requests if any, and the reason::
+
+          12.345678 mixture  plates        18d+256p run 19 wait 2  +faces  2 others wait > 0.1 s
+
+    Args:
+        file: File to write to. Whoever opened it flushes and closes it.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, view: View, decision: Decision) -> None:
+        """Write the line of one step."""
+        prefilling = {r.id for r in view.waiting}
+        prefilling.update(r.id for r in view.running if r.prompt_left)
+        tokens = sum(n for key, n in decision.batch if key in prefilling)
+        decodes = sum(key not in prefilling for key, _ in decision.batch)
+        notes = [f"+{name}" for name in decision.prefetch]
+        notes += [f"preempt {key}" for key in decision.preempt]
+        notes += [f"abort {key}: {why}" for key, why in decision.abort]
+        self._file.write(
+            f"{view.now:12.6f} {decision.mode:8} {decision.merged or '-':16} "
+            f"{decodes:4d}d+{tokens}p run {len(view.running)} wait {len(view.waiting)}  "
+            f"{' '.join([*notes, decision.reason])}\n"
+        )

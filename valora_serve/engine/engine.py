@@ -42,7 +42,7 @@ from valora_serve.errors import (
 from valora_serve.memory.adapter_memory import AdapterMemory
 from valora_serve.memory.block_manager import BlockManager, Owner, PagePool
 from valora_serve.memory.unified import PageShape, UnifiedMemory
-from valora_serve.model.attention import KVCache
+from valora_serve.model.attention.base import KVCache
 from valora_serve.model.detokenizer import Detokenizer
 from valora_serve.model.lmm import Lmm
 from valora_serve.model.runner import AdapterTable, ModelRunner, Work

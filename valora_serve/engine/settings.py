@@ -27,7 +27,7 @@ class EngineSettings:
         slots: Most adapters on the device at a time.
         max_rank: Largest rank of an adapter.
         host_bytes: Most bytes of adapters kept in host memory.
-        attention: Library that attends, see `valora_serve.model.attention`.
+        attention: Name of the attention backend; ``auto`` takes the fastest that works here.
         graphs: Capture decode steps in CUDA graphs.
         prompt_graphs: Capture the layers of steps with up to 2,048 rows of prompts as well, most
             of whose time is the host's otherwise; None for where decode steps are captured.

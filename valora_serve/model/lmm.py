@@ -17,7 +17,7 @@ from valora_kernels.atmm import has_dependent_launch
 from valora_serve.catalogue.adapters import ModelTargets
 from valora_serve.errors import ImageError, RequestError
 from valora_serve.memory.block_manager import Span
-from valora_serve.model import attention
+from valora_serve.model.attention.base import register_attention
 from valora_serve.model.linears import Linears
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
 
-    from valora_serve.model.attention import Plan
+    from valora_serve.model.attention.base import AttentionPlan
     from valora_serve.types import Request
 
 
@@ -177,7 +177,7 @@ class Lmm:
         )
         text = model.config.get_text_config()
         self._refuse_windows(text)
-        text._attn_implementation = attention.register()
+        text._attn_implementation = register_attention()
         self.width = int(text.hidden_size)
         self.layers = int(text.num_hidden_layers)
         self.heads = int(text.num_attention_heads)
@@ -417,7 +417,7 @@ class Lmm:
         return [Features(one, tuple(layer[row] for layer in deep)) for row, one in enumerate(parts)]
 
     def hidden(
-        self, ids: Tensor, positions: Tensor, plan: Plan, visible: Visible | None = None
+        self, ids: Tensor, positions: Tensor, plan: AttentionPlan, visible: Visible | None = None
     ) -> Tensor:
         """Hidden states after the final norm.
 
@@ -440,7 +440,11 @@ class Lmm:
         return embedded.index_copy(0, visible.rows, visible.embeddings.to(embedded.dtype))
 
     def forward(
-        self, embedded: Tensor, positions: Tensor, plan: Plan, visible: Visible | None = None
+        self,
+        embedded: Tensor,
+        positions: Tensor,
+        plan: AttentionPlan,
+        visible: Visible | None = None,
     ) -> Tensor:
         """From the first layer to the final norm; arguments as in `hidden`.
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from valora_kernels.metadata import NONE, LoraBatch
-from valora_serve.model.attention import Rows, make_backend
+from valora_serve.model.attention.base import Rows
+from valora_serve.model.attention.registry import make_backend
 from valora_serve.model.lmm import Features, Visible
 from valora_serve.model.sampler import Choice, Likely, likely, sample
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from valora_serve.model.attention import FixedPlan, KVCache
+    from valora_serve.model.attention.base import FixedAttentionPlan, KVCache
     from valora_serve.model.lmm import Lmm, Visual
 
 
@@ -113,7 +114,7 @@ class _Graph:
     """A captured decode step of so many rows."""
 
     graph: Any
-    plan: FixedPlan
+    plan: FixedAttentionPlan
     lora: LoraBatch | None
     inputs: Tensor
     logits: Tensor
@@ -137,7 +138,7 @@ class _PromptGraph:
     """
 
     replay: Callable[[], None]
-    plan: FixedPlan
+    plan: FixedAttentionPlan
     lora: LoraBatch | None
     embedded: Tensor
     positions: Tensor

@@ -1,4 +1,4 @@
-"""Attention over pages against dense attention, row by row in fp64."""
+"""Every backend that runs on a CPU, against dense attention computed row by row in fp64."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from valora_serve.model.attention import KVCache, Rows, make_backend
+from valora_serve.model.attention.base import KVCache, Rows
+from valora_serve.model.attention.registry import make_backend
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -18,15 +19,15 @@ BACKENDS = ("torch", "flex")
 
 
 class Case:
-    """Sequences with keys and values of their own, some of them in the cache already.
+    """Sequences with random keys and values, some of them in the cache already.
 
-    Pages are handed out in a random order, and whatever no sequence has written is NaN.
+    Pages are handed out in a random order, and memory that no sequence has written is NaN.
 
     Args:
-        shares: For each sequence the tokens that are in the cache, and those of this step.
-        heads: Of queries, and of keys and values.
-        block_size: Tokens a page.
-        seed: Of values and pages.
+        shares: For each sequence, its number of tokens in the cache and in this step.
+        heads: Number of query heads, and of heads of keys and values.
+        block_size: Tokens per page.
+        seed: Seed of values and pages.
         spare: Pages in every table beyond those needed.
     """
 
@@ -72,7 +73,7 @@ class Case:
                     values[place] = self.value[layer][row][at]
 
     def run(self, backend: str, layer: int, scale: float) -> torch.Tensor:
-        """What a backend says: [rows, heads, width]."""
+        """Output of a backend: [rows, heads, width]."""
         plan = make_backend(backend, self.cache).plan(self.rows)
         key, value = (
             torch.cat([part[before:] for part, (before, _) in zip(parts, self.shares, strict=True)])
@@ -81,7 +82,7 @@ class Case:
         return plan.run(layer, torch.cat(self.query[layer]), key, value, scale)
 
     def expected(self, layer: int, scale: float) -> torch.Tensor:
-        """The same by the formula."""
+        """Output by the formula: [rows, heads, width]."""
         rows = []
         for row, (before, now) in enumerate(self.shares):
             group = self.query[layer][row].shape[1] // self.key[layer][row].shape[1]
@@ -157,17 +158,17 @@ def test_a_shared_prefix_is_read_by_both(backend: str) -> None:
     seed=st.integers(0, 99),
 )
 @settings(max_examples=60, deadline=None)
-def test_places_are_those_of_the_tables(
+def test_locations_are_those_of_the_tables(
     shares: list[tuple[int, int]], block_size: int, seed: int
 ) -> None:
     case = Case(shares, heads=(1, 1), block_size=block_size, seed=seed, spare=seed % 3)
-    page, place = case.rows.places(block_size)
+    page, offset = case.rows.locations(block_size)
     wanted = [
         (case.tables[row][at // block_size], at % block_size)
         for row, (before, now) in enumerate(shares)
         for at in range(before, before + now)
     ]
-    assert list(zip(page.tolist(), place.tolist(), strict=True)) == wanted
+    assert list(zip(page.tolist(), offset.tolist(), strict=True)) == wanted
     indices, indptr = case.rows.indices(block_size)
     for row, (before, now) in enumerate(shares):
         pages = -(-(before + now) // block_size)
@@ -175,10 +176,3 @@ def test_places_are_those_of_the_tables(
         assert held == case.tables[row][:pages]
     found = case.run("torch", 0, 0.7)
     torch.testing.assert_close(found, case.expected(0, 0.7), rtol=1e-5, atol=1e-5)
-
-
-def test_unknown_backends_are_named() -> None:
-    case = Case([(0, 1)])
-    with pytest.raises(ValueError, match=r"expected one of .*got nothing"):
-        make_backend("nothing", case.cache)
-    assert type(make_backend("auto", case.cache)).__name__ == "TorchBackend"

@@ -1,0 +1,107 @@
+"""Backends by name: built-in ones, the choice of ``auto``, and one of another package."""
+
+import pytest
+import torch
+
+from tests.support.engine_reference import make_engine, run
+from valora_serve.errors import SettingsError
+from valora_serve.model.attention.base import KVCache
+from valora_serve.model.attention.flashinfer_backend import FlashInferBackend
+from valora_serve.model.attention.registry import BACKENDS, make_backend
+from valora_serve.model.attention.torch_backend import TorchBackend
+from valora_serve.types import Request, SamplingParams
+
+OUTSIDE = '''
+"""An attention backend of another author: dense attention, one sequence at a time."""
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from valora_serve.model.attention.base import AttentionBackend
+
+
+class LoopBackend(AttentionBackend):
+    def plan(self, rows):
+        return LoopPlan(self._cache, rows)
+
+
+class LoopPlan:
+    def __init__(self, cache, rows):
+        self.cache, self.rows = cache, rows
+
+    def run(self, layer, query, key, value, scale):
+        keys, values = self.cache.layers[layer]
+        page, offset = map(torch.from_numpy, self.rows.locations(self.cache.block_size))
+        keys[page, offset], values[page, offset] = key, value
+        outputs = []
+        for i, (table, length) in enumerate(zip(self.rows.tables, self.rows.lengths)):
+            q = query[self.rows.starts[i] : self.rows.starts[i + 1]].transpose(0, 1)
+            k, v = (x[list(table)].flatten(0, 1)[:length].transpose(0, 1) for x in (keys, values))
+            seen = torch.ones(q.shape[1], length, dtype=torch.bool).tril(length - q.shape[1])
+            out = scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
+            outputs.append(out.transpose(0, 1))
+        return torch.cat(outputs)
+
+
+extension = LoopBackend
+'''
+
+
+@pytest.fixture
+def kv_cache():
+    pages = torch.zeros(4, 2, 8, 2, 16)
+    return KVCache([(pages[:, 0], pages[:, 1])], block_size=8, heads=4)
+
+
+def test_a_backend_of_another_package_serves_requests(installed, random_llava):
+    installed("valora.attention_backends", "loop", OUTSIDE)
+    answers = {}
+    for name in ("torch", "loop"):
+        engine = make_engine(str(random_llava), attention=name, chunk=24)
+        requests = [
+            Request(
+                str(number), text="Where is the cat? " * (1 + number % 4),
+                sampling=SamplingParams(max_tokens=6, ignore_eos=True, logprobs=0),
+            )
+            for number in range(6)
+        ]  # fmt: skip
+        answers[name] = run(engine, requests, together=3)
+        engine.close()
+    for key, expected in answers["torch"].items():
+        found = answers["loop"][key]
+        assert found.tokens == expected.tokens and len(found.tokens) == 6
+        for one, other in zip(found.logprobs, expected.logprobs, strict=True):
+            assert one.chosen.logprob == pytest.approx(other.chosen.logprob, abs=1e-5)
+
+
+def test_an_unknown_name_lists_the_backends(kv_cache):
+    with pytest.raises(
+        SettingsError,
+        match="unknown attention backend 'nothing': choose one of flashinfer, flex, torch, varlen",
+    ):
+        make_backend("nothing", kv_cache)
+
+
+def test_a_missing_library_is_named(kv_cache):
+    with pytest.raises(SettingsError, match=r"'flashinfer' is not installed .*flashinfer"):
+        make_backend("flashinfer", kv_cache)
+
+
+def test_auto_takes_plain_torch_on_a_cpu(kv_cache):
+    assert type(make_backend("auto", kv_cache)) is TorchBackend
+
+
+def test_auto_asks_the_backends_in_the_order_of_their_rank(kv_cache, installed, monkeypatch):
+    monkeypatch.setattr(TorchBackend, "unsuitable", classmethod(lambda _, cache: "not today"))
+    assert FlashInferBackend.unsuitable(kv_cache) == "FlashInfer needs a CUDA GPU"
+    assert type(make_backend("auto", kv_cache)) is BACKENDS["flex"]
+    source = OUTSIDE + "    auto_rank = 25\n".replace("    ", "LoopBackend.")
+    module = installed("valora.attention_backends", "ranked", source)
+    assert type(make_backend("auto", kv_cache)).__module__ == module
+
+
+def test_auto_says_why_no_backend_works(kv_cache, monkeypatch):
+    for name in ("torch", "flex"):
+        refuse = classmethod(lambda _, cache, name=name: f"no {name}")
+        monkeypatch.setattr(BACKENDS[name], "unsuitable", refuse)
+    with pytest.raises(SettingsError, match=r"works on cpu \(torch: no torch; .*flex: no flex"):
+        make_backend("auto", kv_cache)

@@ -1,0 +1,238 @@
+"""The interface between transformers' attention modules and the libraries that compute attention.
+
+The model is transformers' own. Its attention modules call `attend` through transformers' attention
+interface. An `AttentionPlan`, made once per step and shared by all layers, says which pages the
+keys and values of each token are written to and which tokens it sees. The kernels come from
+libraries: each one is an `AttentionBackend` in a file of its own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+IMPLEMENTATION = "valora_paged"
+"""Name of `attend` in transformers' attention interface."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """The KV cache of all layers, in the page pool.
+
+    Attributes:
+        layers: Keys and values of each layer, each [pages, block_size, kv_heads, head_dim]; all
+            are strided views of one allocation.
+        block_size: Tokens per page.
+        heads: Number of query heads.
+    """
+
+    layers: Sequence[tuple[Tensor, Tensor]]
+    block_size: int
+    heads: int
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of heads of keys and values."""
+        return int(self.layers[0][0].shape[2])
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return int(self.layers[0][0].shape[3])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of keys, values and queries."""
+        return self.layers[0][0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device that holds the pages."""
+        return self.layers[0][0].device
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The tokens that a step computes, one row each, grouped by sequence.
+
+    Attributes:
+        starts: [n + 1] int32, first row of each sequence.
+        lengths: [n] int32, tokens of each sequence in the KV cache after this step.
+        tables: Page table of each sequence: its pages in order, possibly more than it needs yet.
+    """
+
+    starts: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    tables: Sequence[Sequence[int]]
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """[rows] int64, index of each row's token in its sequence."""
+        counts = np.diff(self.starts)
+        first = self.lengths - counts
+        return np.arange(self.starts[-1]) + np.repeat(first - self.starts[:-1], counts)
+
+    @property
+    def owners(self) -> NDArray[np.int64]:
+        """[rows] int64, index of each row's sequence."""
+        counts = np.diff(self.starts)
+        return np.repeat(np.arange(len(counts)), counts)
+
+    def locations(self, block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Page of every row, and its offset in that page: ([rows], [rows])."""
+        positions = self.positions
+        block = positions // block_size
+        if np.diff(self.starts).max(initial=0) <= 1:
+            page = [table[b] for table, b in zip(self.tables, block.tolist(), strict=True)]
+            return np.asarray(page, np.int64), positions % block_size
+        longest = int(block.max(initial=0)) + 1
+        tables = np.zeros((len(self.tables), longest), np.int64)
+        for row, table in enumerate(self.tables):
+            held = table[:longest]
+            tables[row, : len(held)] = held
+        return tables[self.owners, block], positions % block_size
+
+    def indices(self, block_size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Pages of all sequences in CSR form: the pages ([pages]), and each start ([n + 1])."""
+        pages = -(-self.lengths // block_size)
+        indptr = np.zeros(len(pages) + 1, np.int32)
+        np.cumsum(pages, out=indptr[1:])
+        flat: list[int] = []
+        for table, count in zip(self.tables, pages.tolist(), strict=True):
+            flat += table[:count]
+        return np.asarray(flat, np.int32), indptr
+
+
+class AttentionPlan(Protocol):
+    """The attention of one step, shared by all layers."""
+
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Write the rows' keys and values to the cache, then attend causally to each sequence.
+
+        Args:
+            layer: Index of the layer in `KVCache.layers`.
+            query: [rows, heads, head_dim].
+            key: [rows, kv_heads, head_dim].
+            value: [rows, kv_heads, head_dim].
+            scale: Factor of the attention scores.
+
+        Returns:
+            [rows, heads, head_dim].
+        """
+
+
+class FixedAttentionPlan(AttentionPlan, Protocol):
+    """A plan in buffers of fixed size and address, which a CUDA graph can replay."""
+
+    def update(self, rows: Rows) -> None:
+        """Describe the next step; copies are enqueued, and nothing waits for the device."""
+
+
+class AttentionBackend(ABC):
+    """A library that computes attention over the KV cache.
+
+    Args:
+        cache: The KV cache.
+
+    Attributes:
+        auto_rank: Order in which ``auto`` tries the backends, the lowest first; None for a backend
+            that is used only by its name.
+    """
+
+    auto_rank: ClassVar[int | None] = None
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+
+    @classmethod
+    def unsuitable(cls, cache: KVCache) -> str | None:
+        """Why ``auto`` must not choose this backend for a cache; None if it may."""
+        del cache
+        return None
+
+    @abstractmethod
+    def plan(self, rows: Rows) -> AttentionPlan:
+        """Plan a step with any mix of prefilling and decoding rows."""
+
+    def decode_plan(self, sequences: int) -> FixedAttentionPlan | None:
+        """A plan for CUDA graphs of exactly `sequences` decoding rows; None if unsupported."""
+        del sequences
+        return None
+
+    def mixed_plan(self, sequences: int, rows: int) -> FixedAttentionPlan | None:
+        """A plan for CUDA graphs of any mix of rows; None if unsupported.
+
+        Rows behind those of the sequences write to page 0, and their output is ignored.
+
+        Args:
+            sequences: Largest number of sequences.
+            rows: Number of rows, including those that only pad the step.
+        """
+        del sequences, rows
+        return None
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    plan: AttentionPlan,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention for transformers' attention modules.
+
+    Args:
+        module: The attention module; its `layer_idx` selects the layer of the cache.
+        query: [1, heads, rows, head_dim].
+        key: [1, kv_heads, rows, head_dim].
+        value: [1, kv_heads, rows, head_dim].
+        attention_mask: Ignored; the plan knows which tokens each row sees.
+        plan: The plan of this step.
+        scaling: Factor of the attention scores; 1/√head_dim if None.
+
+    Returns:
+        The output, [1, rows, heads, head_dim], and None instead of attention weights.
+    """
+    if scaling is None:
+        scaling = float(query.shape[-1]) ** -0.5
+    layer: Any = module.layer_idx
+    rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    return plan.run(layer, *rows, scaling)[None], None
+
+
+@cache
+def register_attention() -> str:
+    """Register `attend` with transformers; returns the name to put into a model's config."""
+    from transformers import AttentionInterface
+
+    # Where torch compiles layers, attention and its plan stay in Python.
+    AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attend))
+    return IMPLEMENTATION
+
+
+def pinned(values: NDArray[Any]) -> Tensor:
+    """Copy to page-locked host memory where there is a GPU."""
+    host = torch.from_numpy(np.ascontiguousarray(values))
+    return host.pin_memory() if torch.cuda.is_available() else host
+
+
+def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Copy to the device without waiting for it."""
+    if device.type != "cuda":
+        return torch.from_numpy(np.ascontiguousarray(values))
+    return pinned(values).to(device, non_blocking=True)

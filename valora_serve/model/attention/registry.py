@@ -1,0 +1,66 @@
+"""Attention backends by name, and the choice of the best one for a device."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from valora_data.registry import Registry
+from valora_serve.errors import SettingsError
+
+if TYPE_CHECKING:
+    from valora_serve.model.attention.base import AttentionBackend, KVCache
+
+log = logging.getLogger(__name__)
+
+BACKENDS: Registry[type[AttentionBackend]] = Registry(
+    "valora.attention_backends",
+    "attention backend",
+    {
+        "torch": "valora_serve.model.attention.torch_backend:TorchBackend",
+        "flashinfer": "valora_serve.model.attention.flashinfer_backend:FlashInferBackend",
+        "varlen": "valora_serve.model.attention.varlen_backend:VarlenBackend",
+        "flex": "valora_serve.model.attention.flex_backend:FlexBackend",
+    },
+    SettingsError,
+)
+
+
+def make_backend(name: str, cache: KVCache) -> AttentionBackend:
+    """Create an attention backend.
+
+    Args:
+        name: A name in `BACKENDS`, or ``auto`` for the first one that suits the cache's device.
+        cache: The KV cache.
+
+    Raises:
+        SettingsError: The name is unknown, or the backend's library is not installed.
+    """
+    if name == "auto":
+        return _best_backend(cache)
+    try:
+        return BACKENDS[name](cache)
+    except ImportError as error:
+        raise SettingsError(
+            f"attention backend {name!r} is not installed ({error}): install its library or choose "
+            "another backend"
+        ) from error
+
+
+def _best_backend(cache: KVCache) -> AttentionBackend:
+    """Ask the backends in the order of their `auto_rank`; the first that works is taken."""
+    ranked = [(kind.auto_rank, name) for name, kind in BACKENDS.items()]
+    refused = []
+    for _, name in sorted((rank, name) for rank, name in ranked if rank is not None):
+        reason = BACKENDS[name].unsuitable(cache)
+        if reason is None:
+            try:
+                backend = BACKENDS[name](cache)
+            except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+            else:
+                log.info("attention backend: %s", name)
+                return backend
+        log.info("attention backend %s was not chosen: %s", name, reason)
+        refused.append(f"{name}: {reason}")
+    raise SettingsError(f"no attention backend works on {cache.device} ({'; '.join(refused)})")

@@ -1,0 +1,126 @@
+"""Attention in plain torch: the definition of the result, and the backend of a CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from valora_serve.model.attention.base import AttentionBackend, KVCache, Rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class TorchBackend(AttentionBackend):
+    """Plain torch: slow on a GPU, but defined everywhere."""
+
+    auto_rank = 0
+
+    @classmethod
+    def unsuitable(cls, cache: KVCache) -> str | None:
+        """A GPU has faster backends."""
+        return "plain torch is for CPUs" if cache.device.type == "cuda" else None
+
+    def plan(self, rows: Rows) -> TorchPlan:
+        """Plan a step with any mix of prefilling and decoding rows."""
+        return TorchPlan(self._cache, rows)
+
+    def mixed_plan(self, sequences: int, rows: int) -> TorchMixedPlan | None:
+        """A plan with the interface of one for CUDA graphs, to test that interface on a CPU."""
+        del sequences, rows
+        # A graph would replay the tensors of the first step: there is no such plan on a GPU.
+        return None if self._cache.device.type == "cuda" else TorchMixedPlan(self._cache)
+
+
+class TorchPlan:
+    """Attends to all sequences of one row together, and to longer ones one by one."""
+
+    def __init__(self, cache: KVCache, rows: Rows) -> None:
+        self._cache = cache
+        device = cache.device
+        page, offset = rows.locations(cache.block_size)
+        self._page, self._offset = (
+            torch.from_numpy(page).to(device),
+            torch.from_numpy(offset).to(device),
+        )
+        counts = np.diff(rows.starts)
+        self._long: list[tuple[int, int, Tensor, Tensor]] = []
+        for sequence in np.flatnonzero(counts > 1).tolist():
+            start, count = int(rows.starts[sequence]), int(counts[sequence])
+            length = int(rows.lengths[sequence])
+            table = self._table(rows.tables[sequence], length)
+            seen = torch.arange(length)[None] <= torch.arange(length - count, length)[:, None]
+            self._long.append((start, count, table, seen.to(device)))
+        single = np.flatnonzero(counts == 1)
+        self._single: tuple[Tensor, Tensor, Tensor] | None = None
+        if single.size:
+            longest = int(rows.lengths[single].max())
+            tables = torch.zeros(len(single), -(-longest // cache.block_size), dtype=torch.int64)
+            for row, sequence in enumerate(single.tolist()):
+                table = self._table(rows.tables[sequence], int(rows.lengths[sequence])).cpu()
+                tables[row, : len(table)] = table
+            seen = torch.arange(tables.shape[1] * cache.block_size)[None] < torch.from_numpy(
+                rows.lengths[single].astype(np.int64)
+            ).unsqueeze(1)
+            at = torch.from_numpy(rows.starts[single].astype(np.int64))
+            self._single = (at.to(device), tables.to(device), seen[:, None, None].to(device))
+
+    def _table(self, table: Sequence[int], length: int) -> Tensor:
+        pages = -(-length // self._cache.block_size)
+        return torch.tensor(list(table[:pages]), device=self._cache.device)
+
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Write keys and values, and attend, as `AttentionPlan.run` defines."""
+        keys, values = self._cache.layers[layer]
+        keys[self._page, self._offset] = key
+        values[self._page, self._offset] = value
+        out = torch.empty_like(query)
+        if self._single is not None:
+            at, tables, seen = self._single
+            # [n, pages, block, heads, width] → [n, heads, tokens, width]
+            k = keys[tables].flatten(1, 2).transpose(1, 2)
+            v = values[tables].flatten(1, 2).transpose(1, 2)
+            # Memory behind a sequence's end may hold anything, also NaN, which masking the scores
+            # would not remove.
+            unseen = ~seen.transpose(2, 3)
+            k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
+            out[at] = self._sdpa(query[at][:, :, None], k, v, seen, scale)[:, :, 0]
+        for start, count, table, seen in self._long:
+            length = seen.shape[1]
+            k = keys[table].flatten(0, 1)[:length].transpose(0, 1)[None]
+            v = values[table].flatten(0, 1)[:length].transpose(0, 1)[None]
+            q = query[start : start + count].transpose(0, 1)[None]
+            out[start : start + count] = self._sdpa(q, k, v, seen, scale)[0].transpose(0, 1)
+        return out
+
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, scale=scale, enable_gqa=grouped
+        )
+
+
+class TorchMixedPlan:
+    """Defines what a plan in fixed buffers computes: the output of padding rows is zero."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._plan: TorchPlan | None = None
+        self._used = 0
+
+    def update(self, rows: Rows) -> None:
+        """Describe the next step."""
+        self._plan, self._used = TorchPlan(self._cache, rows), int(rows.starts[-1])
+
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Write keys and values, and attend, as `AttentionPlan.run` defines."""
+        out = torch.zeros_like(query)
+        used = self._used
+        if self._plan is not None and used:
+            parts = (query[:used], key[:used], value[:used])
+            out[:used] = self._plan.run(layer, *parts, scale)
+        return out

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import ValoraError
-from valora_serve import options
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.server.access.keys import ROLES, new_key
 from valora_serve.server.settings import ServerSettings
@@ -21,10 +20,14 @@ if TYPE_CHECKING:
     from valora_serve.engine.async_engine import AsyncEngine
 
 _ABOUT = """\
-Serve bundles over HTTP: OpenAI's chat and completions endpoints, /v1/vision/DOMAIN, a web console
-at /. Options may also stand in a file (--config) and in environment variables (VALORA_PORT=8000);
-the command line goes first, then the environment, then the file."""
-_EXTRA = {"av", "fastapi", "httpcore", "pydantic", "prometheus_client", "rich", "uvicorn", "yaml"}
+Serve bundles over HTTP: OpenAI's chat and completions endpoints, /v1/vision/DOMAIN, and a web
+console at /. Options can also be set in a file (--config) and in environment variables
+(VALORA_PORT=8000). The command line takes precedence over the environment, and the environment
+over the file."""
+_EXTRA = {
+    "av", "fastapi", "httpcore", "prometheus_client", "pydantic", "pydantic_settings", "rich",
+    "uvicorn", "yaml",
+}  # fmt: skip
 _MORE = """\
 other commands:
   valora-serve key NAME [--role admin] [--file FILE]   make an API key
@@ -32,13 +35,13 @@ other commands:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options of serving."""
+    """Command line of serving; `options.load` adds an option for every setting."""
     made = argparse.ArgumentParser(
         "valora-serve",
+        usage="%(prog)s [BUNDLE ...] [options]",
         description=_ABOUT,
         epilog=_MORE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
         allow_abbrev=False,  # --prot is a typo, not --protect-metrics
     )
     made.add_argument(
@@ -50,7 +53,6 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--config", metavar="FILE", default=None, help="YAML or TOML file of options")
     made.add_argument("--version", action="version", version=_version())
-    options.add_options(made, (ServerSettings, EngineSettings))
     return made
 
 
@@ -64,24 +66,17 @@ def read(arguments: Sequence[str]) -> tuple[list[str], ServerSettings, EngineSet
     """Bundles and settings from command line, environment and file.
 
     Raises:
-        SettingsError: Something is unknown, or cannot be.
+        SettingsError: A name is unknown, or a value is invalid.
     """
-    named = vars(parser().parse_args(list(arguments)))
-    config = named.pop("config")
-    bundles = named.pop("bundles")
-    values = options.gather((ServerSettings, EngineSettings), named, config, also=("bundles",))
-    others = values.pop("bundles", [])
-    if not bundles:
-        bundles = others.split(",") if isinstance(others, str) else [str(item) for item in others]
-    return (
-        bundles,
-        options.build(ServerSettings, values),
-        options.build(EngineSettings, values),
-    )
+    from valora_serve import options
+
+    classes = (ServerSettings, EngineSettings)
+    own, (server, engine) = options.load(parser(), arguments, classes, lists=["bundles"])
+    return own["bundles"], server, engine
 
 
 def serve(bundles: Sequence[str], settings: ServerSettings, engine_settings: EngineSettings) -> int:
-    """Load, check, say what is served, and serve until told to stop."""
+    """Load and verify the bundles, print what is served, and serve until a signal comes."""
     from valora_serve.server.telemetry import logs
 
     logs.set_up(settings.log_level, settings.log_format)
@@ -101,7 +96,7 @@ async def _serve(
     from valora_serve.server.loading.served_set import ServedSet
 
     began = time.monotonic()
-    KeyRing.from_settings(settings)  # what is wrong with the settings is said before models load
+    KeyRing.from_settings(settings)  # wrong settings are reported before models are loaded
     state = Path(settings.state_file)
     folders = startup.find_bundles(bundles, state.parent / "downloads")
     engine = await make_engine(engine_settings)
@@ -118,7 +113,7 @@ async def _serve(
         raise
     console = Console(stderr=True)
     if not console.is_terminal:
-        console.width = 160  # a log file has room for whole lines
+        console.width = 160  # lines in a log file are not wrapped
     console.print(startup.table(found))
     for problem in found.left_out:
         console.print(f"not served: {problem}", style="yellow", markup=False)
@@ -135,7 +130,7 @@ async def _serve(
 
 
 async def make_engine(settings: EngineSettings) -> AsyncEngine:
-    """The engine, running."""
+    """Start the engine."""
     from transformers.utils import logging
 
     from valora_serve.engine.async_engine import AsyncEngine
@@ -149,11 +144,21 @@ async def make_engine(settings: EngineSettings) -> AsyncEngine:
 def make_key(arguments: Sequence[str]) -> int:
     """Command ``valora-serve key``."""
     made = argparse.ArgumentParser(
-        "valora-serve key", description="Make an API key: the secret is shown once, a hash is kept."
+        "valora-serve key",
+        description="Make an API key. The key is shown once; only its hash is stored.",
     )
-    made.add_argument("name", help="whose it is: letters, digits, - and _")
-    made.add_argument("--role", choices=ROLES, default="user", help="admins may load adapters")
-    made.add_argument("--file", type=Path, help="keys file to append it to; else it is printed")
+    made.add_argument("name", help="name of the key's owner: letters, digits, - and _")
+    made.add_argument(
+        "--role",
+        choices=ROLES,
+        default="user",
+        help="admin keys may load and unload adapters and bundles",
+    )
+    made.add_argument(
+        "--file",
+        type=Path,
+        help="keys file that the key is appended to; without it, the line is printed",
+    )
     found = made.parse_args(list(arguments))
     if not found.name.replace("-", "").replace("_", "").isalnum() or not found.name.isascii():
         made.error(f"name {found.name!r} may have letters, digits, - and _ only")
@@ -183,14 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
-        if error.name not in {
-            "fastapi",
-            "uvicorn",
-            "pydantic",
-            "prometheus_client",
-            "rich",
-            "yaml",
-        }:
+        if error.name not in _EXTRA:
             raise
         print(f"error: {error.name} is missing: pip install 'valora[serve]'", file=sys.stderr)
         return 1

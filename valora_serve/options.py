@@ -1,218 +1,211 @@
-"""Settings from a file, the environment and the command line, in rising order of precedence.
+"""Settings from a file, the environment and the command line, read by pydantic-settings.
 
-Both settings classes are read by their fields and docstrings, so that an option, its default and
-its help stand in one place.
+The settings themselves are frozen dataclasses, so that the engine can be imported without pydantic.
+Their fields and docstrings are the only place where an option, its type, default and help stand.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import inspect
 import os
 import re
-import tomllib
 import types
 import typing
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import yaml
+from pydantic import BeforeValidator, Field, ValidationError, create_model
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+    YamlConfigSettingsSource,
+)
 
 from valora_serve.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    import argparse
+    from collections.abc import Iterable, Sequence
 
-T = TypeVar("T")
 ENVIRONMENT = "VALORA_"
 
 
-def helps(cls: type) -> dict[str, str]:
-    """What a settings class says of its fields, from its docstring's Attributes."""
-    text = inspect.getdoc(cls) or ""
-    _, _, attributes = text.partition("Attributes:\n")
-    found: dict[str, str] = {}
-    for part in re.split(r"\n(?= {4}\w+:)", "\n" + attributes):
-        name, colon, said = part.strip().partition(":")
-        if colon:
-            found[name.strip()] = " ".join(said.split())
-    return found
+class _Settings(BaseSettings):
+    """Syntax and precedence of all settings; `_model` adds the fields."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENVIRONMENT,
+        extra="forbid",
+        enable_decoding=False,  # `a,b` and `name=value` instead of JSON
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_parse_none_str="none",
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The environment takes precedence over the file, which is passed as arguments."""
+        return env_settings, init_settings
 
 
-def kind_of(annotation: Any) -> tuple[Any, bool]:
-    """The type itself, and whether None is one of its values."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        others = [item for item in typing.get_args(annotation) if item is not type(None)]
-        return (others[0] if len(others) == 1 else str), True
-    return annotation, False
-
-
-def add_options(parser: argparse.ArgumentParser, classes: Iterable[type]) -> None:
-    """Give a parser one option for every field of the classes; what is not named stays absent."""
-    for cls in classes:
-        title = (inspect.getdoc(cls) or cls.__name__).splitlines()[0]
-        group = parser.add_argument_group(title.rstrip("."))
-        said, hints = helps(cls), typing.get_type_hints(cls)
-        for item in dataclasses.fields(cls):
-            kind, _ = kind_of(hints[item.name])
-            default = _default(item)
-            text = said.get(item.name, "").replace("%", "%%")
-            if default not in (None, (), {}) and not dataclasses.is_dataclass(default):
-                text += f" (default: {_shown(default)})"
-            if dataclasses.is_dataclass(kind):
-                known = ", ".join(part.name for part in dataclasses.fields(kind))
-                text += f" (NAME is one of {known})"
-            option = "--" + item.name.replace("_", "-")
-            if kind is bool:
-                group.add_argument(
-                    option, dest=item.name, action=argparse.BooleanOptionalAction,
-                    default=argparse.SUPPRESS, help=text,
-                )  # fmt: skip
-                continue
-            origin = typing.get_origin(kind)
-            pairs = origin is dict or dataclasses.is_dataclass(kind)
-            group.add_argument(
-                option, dest=item.name, help=text, default=argparse.SUPPRESS,
-                action="append" if pairs or origin in (tuple, list) else "store",
-                metavar="NAME=VALUE" if pairs else item.name.split("_")[-1].upper(),
-            )  # fmt: skip
-
-
-def gather(
-    classes: Iterable[type],
-    named: Mapping[str, Any],
-    file: str | None = None,
-    environment: Mapping[str, str] | None = None,
-    also: Iterable[str] = (),
-) -> dict[str, Any]:
-    """Put together what file, environment and command line say.
+def load(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str],
+    classes: Sequence[type],
+    lists: Iterable[str] = (),
+) -> tuple[dict[str, Any], list[Any]]:
+    """Read settings; the command line takes precedence over the environment, that over the file.
 
     Args:
-        classes: Settings classes whose fields are known.
-        named: What the command line named.
-        file: YAML or TOML file.
-        environment: ``VALORA_<FIELD>`` variables; those of this process if None.
-        also: Further names that file and environment may hold.
+        parser: Command line with an option ``--config`` for a YAML or TOML file; it gets an option
+            for every field of `classes`.
+        arguments: Command-line arguments.
+        classes: Settings dataclasses; no two have a field of the same name.
+        lists: Arguments of the parser that take several texts and that the environment and the
+            file may set as well.
 
     Returns:
-        Values by name, as they were given.
+        Values of the parser's own arguments, and one object of each of the classes.
 
     Raises:
-        SettingsError: A name is not known, or the file cannot be read.
+        SettingsError: A name is unknown, a value is invalid, or the file cannot be read.
     """
-    known = {item.name: cls for cls in classes for item in dataclasses.fields(cls)}
-    known |= dict.fromkeys(also, str)
-    merged: dict[str, Any] = {}
-    if file is not None:
-        for name, value in read_file(file).items():
-            key = str(name).replace("-", "_")
-            if key not in known:
-                raise SettingsError(f"{file} sets {name}, which is not known{_near(key, known)}")
-            merged[key] = value
-    for name, value in (os.environ if environment is None else environment).items():
-        if not name.startswith(ENVIRONMENT):
-            continue
-        key = name.removeprefix(ENVIRONMENT).lower()
-        if key not in known:
-            raise SettingsError(f"environment variable {name} is not known{_near(key, known)}")
-        merged[key] = value
-    return merged | dict(named)
+    model = _model(classes, lists)
+    groups: dict[str, Any] = {}
+    for cls in classes:
+        group = parser.add_argument_group((inspect.getdoc(cls) or "").splitlines()[0].rstrip("."))
+        groups |= dict.fromkeys(helps(cls), group)
 
+    def add_option(_: Any, *names: str, **option: Any) -> None:
+        if (group := groups.get(option["dest"])) is not None:
+            kind = _kind(model.model_fields[option["dest"]].annotation)
+            if dataclasses.is_dataclass(kind) or typing.get_origin(kind) is dict:
+                option |= {"action": "append", "metavar": "NAME=VALUE"}
+            empty = r" \(default(: none|: \(\)| factory: \w+)\)$"
+            group.add_argument(*names, **option | {"help": re.sub(empty, "", option["help"])})
 
-def read_file(file: str) -> dict[str, Any]:
-    """Content of a YAML or TOML file of settings.
-
-    Raises:
-        SettingsError: It cannot be read, or holds no names and values.
-    """
-    import yaml
-
-    path = Path(file)
+    source: Any = CliSettingsSource(model, root_parser=parser, add_argument_method=add_option)
+    named = vars(parser.parse_args(list(arguments)))
+    own = {name: named.pop(name) for name in list(named) if name not in groups}
+    content = _read(model, own["config"]) if own.get("config") else {}
+    for name in os.environ:  # pydantic-settings ignores variables that it does not know
+        if name.startswith(ENVIRONMENT):
+            key = name.removeprefix(ENVIRONMENT).lower()
+            _check(key, model.model_fields, f"environment variable {name} is not known")
     try:
-        text = path.read_text(encoding="utf-8")
-        content = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = str(error).splitlines()[0]
-        raise SettingsError(f"configuration file {file} cannot be read ({reason})") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise SettingsError(f"configuration file {file} holds no names and values")
-    return content
-
-
-def build(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Make a settings object from those of the values that are its own.
-
-    Raises:
-        SettingsError: A value is not of its field's type, or two do not go together.
-    """
-    from pydantic import TypeAdapter, ValidationError
-
-    hints = typing.get_type_hints(cls)
-    made: dict[str, Any] = {}
-    for item in dataclasses.fields(typing.cast("Any", cls)):
-        if item.name not in values:
-            continue
-        value = _parsed(item.name, values[item.name], hints[item.name])
-        if dataclasses.is_dataclass(inner := kind_of(hints[item.name])[0]) and value is not None:
-            made[item.name] = _nested(typing.cast("type", inner), item.name, value)
-            continue
-        try:
-            made[item.name] = TypeAdapter(hints[item.name]).validate_python(value)
-        except ValidationError as error:
-            reason = error.errors()[0]["msg"]
-            raise SettingsError(f"{item.name} cannot be {value!r}: {reason}") from error
-    try:
-        return cls(**made)
+        found = cast("Any", model)(_cli_settings_source=source(parsed_args=named), **content)
+        made = [
+            cls(**{item.name: getattr(found, item.name) for item in dataclasses.fields(cls)})
+            for cls in classes
+        ]
+    except ValidationError as error:
+        raise SettingsError(_sentence(error)) from error
     except ValueError as error:
         raise SettingsError(str(error)) from error
+    return own | {name: own[name] or getattr(found, name) for name in lists}, made
 
 
-def _nested(cls: type[T], name: str, value: Mapping[str, Any]) -> T:
-    known = {item.name: None for item in dataclasses.fields(typing.cast("Any", cls))}
-    for key in value:
-        if key not in known:
-            raise SettingsError(f"{name} has no {key}{_near(key, known)}")
-    return build(cls, value)
+def helps(cls: type) -> dict[str, str]:
+    """Help of every field by its name, from the docstring's section "Attributes"."""
+    _, _, attributes = (inspect.getdoc(cls) or "").partition("Attributes:\n")
+    parts = re.split(r"\n(?= {4}\w+:)", "\n" + attributes)
+    found = (part.strip().partition(":") for part in parts)
+    return {name: " ".join(said.split()) for name, colon, said in found if colon}
 
 
-def _parsed(name: str, value: Any, annotation: Any) -> Any:
-    """A value as the command line or the environment gives it, in its field's shape."""
-    kind, optional = kind_of(annotation)
-    origin = typing.get_origin(kind)
-    if optional and value in ("", "none", "None"):
+def _model(classes: Sequence[type], lists: Iterable[str]) -> type[_Settings]:
+    """One flat settings model with the fields of all classes."""
+    fields: dict[str, Any] = {name: (_read_as(name, list[str]), []) for name in lists}
+    for cls in classes:
+        hints, texts = typing.get_type_hints(cls), helps(cls)
+        for item in dataclasses.fields(cls):
+            text, kind = texts.get(item.name, ""), _kind(hints[item.name])
+            if dataclasses.is_dataclass(kind):
+                names = ", ".join(part.name for part in dataclasses.fields(kind))
+                text += f" (NAME is one of {names})"
+            made = item.default_factory
+            default: Any = Field(item.default, description=text)
+            if made is not dataclasses.MISSING:
+                default = Field(default_factory=made, description=text)
+            fields[item.name] = (_read_as(item.name, hints[item.name]), default)
+    return create_model("Settings", __base__=_Settings, **fields)
+
+
+def _kind(annotation: Any) -> Any:
+    """The type that an annotation names besides None."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        others = [item for item in typing.get_args(annotation) if item is not type(None)]
+        return others[0] if len(others) == 1 else str
+    return annotation
+
+
+def _read_as(name: str, annotation: Any) -> Any:
+    return Annotated[annotation, BeforeValidator(partial(_parsed, name, annotation))]
+
+
+def _parsed(name: str, annotation: Any, value: Any) -> Any:
+    """A value of an option or a variable, split into the items or pairs that its type holds."""
+    kind = _kind(annotation)
+    if kind is not annotation and value in ("", "none", "None"):
         return None
-    if origin in (tuple, list) and isinstance(value, (str, list, tuple)):
-        split: list[Any] = []
-        for item in [value] if isinstance(value, str) else value:
-            split += item.split(",") if isinstance(item, str) else [item]
-        return tuple(
-            item.strip() if isinstance(item, str) else item for item in split if item != ""
-        )
-    if (origin is dict or dataclasses.is_dataclass(kind)) and not isinstance(value, dict):
-        texts = [value] if isinstance(value, str) else value
-        found = [pair.partition("=") for text in texts for pair in str(text).split(",") if pair]
-        if not all(equals for _, equals, _ in found):
-            raise SettingsError(f"{name} cannot be {value!r}: write name=value")
-        return {key.strip(): said.strip() for key, _, said in found}
+    nested, origin = dataclasses.is_dataclass(kind), typing.get_origin(kind)
+    if isinstance(value, str) and (nested or origin):
+        value = [item.strip() for item in value.split(",") if item]
+    if isinstance(value, list) and (nested or origin is dict):
+        pairs = [str(item).partition("=") for item in value]
+        if not all(equals for _, equals, _ in pairs):
+            raise ValueError("write name=value")
+        value = {key.strip(): text.strip() for key, _, text in pairs}
+    if isinstance(value, dict) and nested:
+        hints = typing.get_type_hints(kind)
+        for key in value:
+            _check(key, hints, f"{name} has no {key}")
+        value = {key: _parsed(key, hints[key], item) for key, item in value.items()}
     return value
 
 
-def _default(item: dataclasses.Field[Any]) -> Any:
-    if item.default is not dataclasses.MISSING:
-        return item.default
-    if item.default_factory is not dataclasses.MISSING:
-        return item.default_factory()
-    return None
+def _read(model: type[_Settings], file: str) -> dict[str, Any]:
+    """Content of a YAML or TOML file; its names may have hyphens."""
+    source = TomlConfigSettingsSource if file.endswith(".toml") else YamlConfigSettingsSource
+    try:
+        with Path(file).open("rb"):  # pydantic-settings ignores a missing file
+            content = source(model, file)()
+    except TypeError as error:
+        raise SettingsError(f"configuration file {file} holds no names and values") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = str(error).splitlines()[0]
+        raise SettingsError(f"configuration file {file} cannot be read ({reason})") from error
+    found = {str(name).replace("-", "_"): value for name, value in content.items()}
+    for name in found:
+        _check(name, model.model_fields, f"{file} sets {name}, which is not known")
+    return found
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ",".join(str(item) for item in value)
-    return str(value)
+def _check(name: str, known: Iterable[str], problem: str) -> None:
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        remedy = f"did you mean {close[0]}?" if close else "`valora-serve --help` lists the options"
+        raise SettingsError(f"{problem}: {remedy}")
 
 
-def _near(name: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f": did you mean {close[0]}?" if close else ": `valora-serve --help` says what there is"
+def _sentence(error: ValidationError) -> str:
+    """The first of pydantic's errors, as a sentence that names the option."""
+    first = error.errors()[0]
+    name = ".".join(str(part) for part in first["loc"])
+    reason = str(first.get("ctx", {}).get("error", first["msg"]))
+    return f"{name} cannot be {first['input']!r}: {reason[:1].lower()}{reason[1:]}"

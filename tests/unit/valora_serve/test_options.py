@@ -96,6 +96,22 @@ def test_nested_settings():
         cli.read(["--policy-settings", "nothing=1"])
 
 
+def test_lists_and_pairs_in_the_environment(monkeypatch):
+    monkeypatch.setenv("VALORA_BUNDLES", "a, b")
+    monkeypatch.setenv("VALORA_MEDIA_HOSTS", "a.org,b.org")
+    monkeypatch.setenv("VALORA_DEADLINES", "person=0.5,scene=2")
+    monkeypatch.setenv("VALORA_PAGES", "none")
+    monkeypatch.setenv("VALORA_GRAPHS", "false")
+    bundles, server, engine = cli.read(
+        ["--policy-settings", "theta=1", "--policy-settings", "clusters=2"]
+    )
+    assert bundles == ["a", "b"]
+    assert server.media_hosts == ("a.org", "b.org")
+    assert server.deadlines == {"person": 0.5, "scene": 2.0}
+    assert (engine.pages, engine.graphs) == (None, False)
+    assert (engine.policy_settings.theta, engine.policy_settings.clusters) == (1.0, 2)
+
+
 @pytest.mark.parametrize(
     ("name", "near"),
     [("VALORA_PROT", "port"), ("VALORA_XYZ", "--help"), ("VALORA_DEADLNE", "deadline")],

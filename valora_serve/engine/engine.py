@@ -135,7 +135,8 @@ class Engine:
         self.lmm = lmm or Lmm(settings.base, getattr(torch, dtype), self.device)
         if cuda if settings.compile is None else settings.compile:
             self.lmm.compile_layers()
-        self.context_length = min(settings.context_length or self.lmm.context, self.lmm.context)
+        longest = self.lmm.context_length
+        self.context_length = min(settings.context_length or longest, longest)
         self.store = Store(
             self.lmm.base, self.lmm.targets, width=self.lmm.width, device=self.device
         )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from valora_serve.engine.sequence import Sequence
     from valora_serve.memory.adapter_memory import AdapterMemory
-    from valora_serve.model.lmm import Features, Visual
+    from valora_serve.model.lmm import Visual, VisualFeatures
     from valora_serve.model.runner import ModelRunner
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Images:
     def __init__(self, runner: ModelRunner, adapters: AdapterMemory, most_bytes: int) -> None:
         self.queries = self.hits = self.held_bytes = 0
         self._runner, self._adapters, self._most = runner, adapters, most_bytes
-        self._kept: OrderedDict[bytes, Features] = OrderedDict()
+        self._kept: OrderedDict[bytes, VisualFeatures] = OrderedDict()
 
     def __len__(self) -> int:
         """Images kept."""
@@ -116,7 +116,7 @@ class Images:
         for sequence, number in members:
             sequence.features[number] = found[_key(sequence, number)]
 
-    def _keep(self, key: bytes, features: Features) -> None:
+    def _keep(self, key: bytes, features: VisualFeatures) -> None:
         size = features.bytes
         if size > self._most:
             return

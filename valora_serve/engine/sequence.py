@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from valora_serve.catalogue.heads import Head
     from valora_serve.memory.block_manager import Span
     from valora_serve.model.detokenizer import Detokenizer
-    from valora_serve.model.lmm import Features, Prompt
+    from valora_serve.model.lmm import Prompt, VisualFeatures
     from valora_serve.types import Finish, Request
 
 
@@ -72,7 +72,7 @@ class Sequence:
     pending: int = 0
     chosen: bool = False
     cached: int = 0
-    features: dict[int, Features] = field(default_factory=dict)
+    features: dict[int, VisualFeatures] = field(default_factory=dict)
     hidden: list[Tensor] = field(default_factory=list)
     started: float | None = None
     first_token: float | None = None
@@ -109,7 +109,7 @@ class Sequence:
 
     def visuals(
         self, start: int, end: int
-    ) -> list[tuple[NDArray[np.int64], Features, NDArray[np.int64]]]:
+    ) -> list[tuple[NDArray[np.int64], VisualFeatures, NDArray[np.int64]]]:
         """Visual rows among tokens `start` to `end`: where, of what, and which of its rows."""
         found = []
         for number, visual in enumerate(self.prompt.visuals):

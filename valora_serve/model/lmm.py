@@ -63,7 +63,7 @@ class Visual:
 
 
 @dataclass(frozen=True, slots=True)
-class Features:
+class VisualFeatures:
     """An encoded image or video.
 
     Attributes:
@@ -100,7 +100,7 @@ class Prompt:
 
 
 @dataclass(slots=True)
-class Visible:
+class VisualRows:
     """What a forward pass sees besides tokens.
 
     Attributes:
@@ -136,7 +136,7 @@ class Lmm:
         kv_heads: Heads of keys and values.
         head_dim: Width of a head.
         vocabulary: Number of logits.
-        context: Longest sequence.
+        context_length: Tokens of the longest sequence, prompt and answer together.
         stop_ids: Tokens that end an answer.
         grid: Rows and columns of visual tokens, where all images have the same.
 
@@ -184,7 +184,7 @@ class Lmm:
         self.kv_heads = int(getattr(text, "num_key_value_heads", None) or self.heads)
         self.head_dim = int(getattr(text, "head_dim", None) or self.width // self.heads)
         self.vocabulary = int(model.lm_head.weight.shape[0])
-        self.context = int(text.max_position_embeddings)
+        self.context_length = int(text.max_position_embeddings)
         self.stop_ids = self._stop_ids()
         self._image_token = getattr(model.config, "image_token_id", None)
         self._video_token = getattr(model.config, "video_token_id", None)
@@ -389,7 +389,7 @@ class Lmm:
 
     # ------------------------------------------------------------------ computing
 
-    def encode(self, visuals: Sequence[Visual]) -> list[Features]:
+    def encode(self, visuals: Sequence[Visual]) -> list[VisualFeatures]:
         """Encode images of several requests together.
 
         The caller has put their adapters into `linears.context.vision`.
@@ -414,10 +414,13 @@ class Lmm:
             (layer if torch.is_tensor(layer) else torch.cat(tuple(layer))).split(counts)
             for layer in getattr(output, "deepstack_features", None) or ()
         ]
-        return [Features(one, tuple(layer[row] for layer in deep)) for row, one in enumerate(parts)]
+        return [
+            VisualFeatures(one, tuple(layer[row] for layer in deep))
+            for row, one in enumerate(parts)
+        ]
 
     def hidden(
-        self, ids: Tensor, positions: Tensor, plan: AttentionPlan, visible: Visible | None = None
+        self, ids: Tensor, positions: Tensor, plan: AttentionPlan, visual: VisualRows | None = None
     ) -> Tensor:
         """Hidden states after the final norm.
 
@@ -425,26 +428,26 @@ class Lmm:
             ids: [rows] int64.
             positions: [rows] or, for models with three, [3, rows] int64.
             plan: Attention of this step.
-            visible: Images among the rows.
+            visual: Images among the rows.
 
         Returns:
             [rows, width].
         """
-        return self.forward(self.embed(ids, visible), positions, plan, visible)
+        return self.forward(self.embed(ids, visual), positions, plan, visual)
 
-    def embed(self, ids: Tensor, visible: Visible | None = None) -> Tensor:
+    def embed(self, ids: Tensor, visual: VisualRows | None = None) -> Tensor:
         """What goes into the first layer: [rows, width]."""
         embedded: Tensor = self._text.get_input_embeddings()(ids)
-        if visible is None:
+        if visual is None:
             return embedded
-        return embedded.index_copy(0, visible.rows, visible.embeddings.to(embedded.dtype))
+        return embedded.index_copy(0, visual.rows, visual.embeddings.to(embedded.dtype))
 
     def forward(
         self,
         embedded: Tensor,
         positions: Tensor,
         plan: AttentionPlan,
-        visible: Visible | None = None,
+        visual: VisualRows | None = None,
     ) -> Tensor:
         """From the first layer to the final norm; arguments as in `hidden`.
 
@@ -452,16 +455,16 @@ class Lmm:
             embedded: [rows, width], what `embed` says.
             positions: As in `hidden`.
             plan: As in `hidden`.
-            visible: For what images add to the first layers.
+            visual: For what images add to the first layers.
 
         Returns:
             [rows, width].
         """
         extra: dict[str, Any] = {}
-        if visible is not None and visible.deep:
+        if visual is not None and visual.deep:
             mask = torch.zeros(1, len(embedded), dtype=torch.bool, device=embedded.device)
-            mask[0, visible.rows] = True
-            extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": visible.deep}
+            mask[0, visual.rows] = True
+            extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": visual.deep}
         positions = positions[:, None] if positions.ndim > 1 else positions[None]
         output = self._text(
             inputs_embeds=embedded[None],

@@ -13,7 +13,7 @@ from torch import Tensor
 from valora_kernels.metadata import NONE, LoraBatch
 from valora_serve.model.attention.base import Rows
 from valora_serve.model.attention.registry import make_backend
-from valora_serve.model.lmm import Features, Visible
+from valora_serve.model.lmm import VisualFeatures, VisualRows
 from valora_serve.model.sampler import Choice, Likely, likely, sample
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Work:
     adapter: int = NONE
     delta: int = 0
     positions: NDArray[np.int64] | None = None
-    visuals: Sequence[tuple[NDArray[np.int64], Features, NDArray[np.int64]]] = ()
+    visuals: Sequence[tuple[NDArray[np.int64], VisualFeatures, NDArray[np.int64]]] = ()
     choice: Choice | None = None
     logprobs: int | None = None
     keep: NDArray[np.int64] | None = None
@@ -255,7 +255,7 @@ class ModelRunner:
         each = None
         if terms is not None:
             each = (np.repeat(terms[0], counts, axis=0), np.repeat(terms[1], counts, axis=0))
-        hidden = self._layers(tokens, where, rows, each, self._visible(works, starts))
+        hidden = self._layers(tokens, where, rows, each, self._visual_rows(works, starts))
         kept: list[Tensor | None] = [
             None if work.keep is None else hidden[self._send(work.keep + at)]
             for work, at in zip(works, starts.tolist(), strict=False)
@@ -275,21 +275,21 @@ class ModelRunner:
         where: Tensor,
         rows: Rows,
         terms: tuple[NDArray[np.int64], NDArray[np.float32]] | None,
-        visible: Visible | None,
+        visual: VisualRows | None,
     ) -> Tensor:
         """Hidden states of a step, from a graph where one fits; `terms` are those of the rows."""
-        graph = self._prompt_graph_for(rows, terms, visible)
+        graph = self._prompt_graph_for(rows, terms, visual)
         context, table = self._lmm.linears.context, self._adapters
         if graph is None:
             context.text = None
             if terms is not None:
                 self._lora.update(terms[0], table.ranks, table.scalings, terms[1])
                 context.text = self._lora
-            hidden = self._lmm.hidden(tokens, where, self._backend.plan(rows), visible)
+            hidden = self._lmm.hidden(tokens, where, self._backend.plan(rows), visual)
             context.text = None
             return hidden
         used, size = len(tokens), len(graph.embedded)
-        graph.embedded[:used] = self._lmm.embed(tokens, visible)
+        graph.embedded[:used] = self._lmm.embed(tokens, visual)
         graph.positions[..., :used] = where
         graph.plan.update(rows)
         if graph.lora is not None and terms is not None:
@@ -304,13 +304,13 @@ class ModelRunner:
         self,
         rows: Rows,
         terms: tuple[NDArray[np.int64], NDArray[np.float32]] | None,
-        visible: Visible | None,
+        visual: VisualRows | None,
     ) -> _PromptGraph | None:
         """The smallest captured step that these rows fit into."""
         used = int(rows.starts[-1])
         if not self._prompt_graphs or used > self._prompt_sizes[-1]:
             return None
-        if visible is not None and visible.deep:
+        if visual is not None and visual.deep:
             return None  # images that change later layers too
         size = next(size for size in self._prompt_sizes if size >= used)
         if len(rows.lengths) > self._sequences(size):
@@ -321,7 +321,7 @@ class ModelRunner:
         """Most sequences of a captured step with prompts."""
         return min(rows, self._max_requests, MOST_SEQUENCES)
 
-    def _visible(self, works: Sequence[Work], starts: NDArray[np.int32]) -> Visible | None:
+    def _visual_rows(self, works: Sequence[Work], starts: NDArray[np.int32]) -> VisualRows | None:
         rows, embeddings, deep = [], [], []
         for work, at in zip(works, starts.tolist(), strict=False):
             for offsets, features, which in work.visuals:
@@ -334,7 +334,7 @@ class ModelRunner:
         if not rows:
             return None
         together = [torch.cat(layer) for layer in zip(*deep, strict=True)]
-        return Visible(self._send(np.concatenate(rows)), torch.cat(embeddings), together)
+        return VisualRows(self._send(np.concatenate(rows)), torch.cat(embeddings), together)
 
     def _likely(self, works: Sequence[Work], logits: Tensor, tokens: Tensor) -> Likely | None:
         wanted = [work.logprobs for work in works if work.logprobs is not None]
@@ -604,7 +604,7 @@ class ModelRunner:
 
     # ------------------------------------------------------------------ images
 
-    def encode(self, visuals: Sequence[Visual], adapters: Sequence[int]) -> list[Features]:
+    def encode(self, visuals: Sequence[Visual], adapters: Sequence[int]) -> list[VisualFeatures]:
         """Encode images or videos of one kind and shape together.
 
         Args:

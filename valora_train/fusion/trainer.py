@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from valora_data.schema import Sample, Split
-from valora_train.model.prompts import Encoded, Read, States
+from valora_train.model.prompts import Encoded, HeadInputs, HiddenStates
 from valora_train.model.team import Team
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ class Trainer:
             return None
         data = self._data[domain]
         self._lmm.activate(None)
-        read = Read.cat([states.read() for states in self._states(data.inputs)])
+        read = HeadInputs.cat([states.head_inputs() for states in self._states(data.inputs)])
         optimizer = torch.optim.AdamW(
             [{"params": head.parameters(), "peak": self._settings.head_lr}], weight_decay=0.0
         )
@@ -304,7 +304,7 @@ class Trainer:
             optimizer.step()
         return head
 
-    def _states(self, inputs: Sequence[Encoded]) -> Iterator[States]:
+    def _states(self, inputs: Sequence[Encoded]) -> Iterator[HiddenStates]:
         for start in range(0, len(inputs), PROBED_AT_ONCE):
             with torch.no_grad():
                 yield self._lmm.states(inputs[start : start + PROBED_AT_ONCE])

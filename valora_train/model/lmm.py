@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from valora_data.contract.bundle import base_folder
 from valora_data.contract.grid_pooling import places_of
 from valora_data.errors import BundleError, DataError
-from valora_train.model.prompts import Encoded, States
+from valora_train.model.prompts import Encoded, HiddenStates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -277,10 +277,6 @@ class Lmm:
             self._endings[answer] = torch.tensor([*ids, self.tokenizer.eos_token_id])
         return self._endings[answer]
 
-    def answer_length(self, answer: str) -> int:
-        """Tokens of an answer, with the one that ends it."""
-        return len(self._ending(answer))
-
     # --- from pixels to features ---------------------------------------------------------------
 
     def _with_features(self, batch: Sequence[Encoded]) -> list[Encoded]:
@@ -317,7 +313,7 @@ class Lmm:
 
     # --- through the language model ------------------------------------------------------------
 
-    def states(self, batch: Sequence[Encoded]) -> States:
+    def states(self, batch: Sequence[Encoded]) -> HiddenStates:
         """Last hidden states, with whatever adapter is active.
 
         Args:
@@ -327,7 +323,7 @@ class Lmm:
         with self._precision():
             embedded, visual, ids, extra = self._embed(batch)
             output = self._text(inputs_embeds=embedded, use_cache=False, **extra)
-        return States(
+        return HiddenStates(
             output.last_hidden_state,
             visual,
             tuple(item.prompt for item in batch),

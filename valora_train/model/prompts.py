@@ -76,7 +76,7 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class Read:
+class HeadInputs:
     """What heads read of a batch: last hidden states, after the final norm.
 
     Attributes:
@@ -92,7 +92,7 @@ class Read:
     places: Tensor
 
     @classmethod
-    def cat(cls, parts: Sequence[Read]) -> Read:
+    def cat(cls, parts: Sequence[HeadInputs]) -> HeadInputs:
         """One batch after the other."""
         most = max(part.visual.shape[1] for part in parts)
 
@@ -109,12 +109,12 @@ class Read:
             torch.cat([padded(part.places) for part in parts]),
         )
 
-    def __getitem__(self, rows: Tensor) -> Read:
-        return Read(self.last[rows], self.visual[rows], self.real[rows], self.places[rows])
+    def __getitem__(self, rows: Tensor) -> HeadInputs:
+        return HeadInputs(self.last[rows], self.visual[rows], self.real[rows], self.places[rows])
 
 
 @dataclass(frozen=True)
-class States:
+class HiddenStates:
     """Last hidden states of a batch that was padded on the right.
 
     Attributes:
@@ -133,13 +133,13 @@ class States:
     answers: Tensor
     places: tuple[Tensor, ...]
 
-    def split(self, counts: Sequence[int]) -> list[States]:
+    def split(self, counts: Sequence[int]) -> list[HiddenStates]:
         """Rows of the batch, `counts` at a time."""
         parts, start = [], 0
         for count in counts:
             rows = slice(start, start + count)
             parts.append(
-                States(
+                HiddenStates(
                     self.hidden[rows],
                     self.visual[rows],
                     self.prompts[rows],
@@ -151,7 +151,7 @@ class States:
             start += count
         return parts
 
-    def read(self) -> Read:
+    def head_inputs(self) -> HeadInputs:
         """What heads read."""
         n, _, width = self.hidden.shape
         rows = torch.arange(n, device=self.hidden.device)
@@ -162,11 +162,11 @@ class States:
         real = torch.arange(most, device=self.hidden.device) < counts[:, None]
         places = pad_sequence(list(self.places), batch_first=True).to(self.hidden.device)
         if bool(real.all()):
-            return Read(last, self.hidden[self.visual].view(n, most, width), real, places)
+            return HeadInputs(last, self.hidden[self.visual].view(n, most, width), real, places)
         seen = self.hidden[self.visual].split(counts.tolist())
-        return Read(last, pad_sequence(list(seen), batch_first=True), real, places)
+        return HeadInputs(last, pad_sequence(list(seen), batch_first=True), real, places)
 
-    def written(self) -> tuple[Tensor, Tensor]:
+    def answer_pairs(self) -> tuple[Tensor, Tensor]:
         """What the answers are learnt from, all answers in one.
 
         Returns:

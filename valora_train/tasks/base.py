@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from valora_data.schema import Answer, Domain, Sample
     from valora_train.model.lmm import Lmm
-    from valora_train.model.prompts import Encoded, Example, Read, States
+    from valora_train.model.prompts import Encoded, Example, HeadInputs, HiddenStates
     from valora_train.settings import HeadSettings
 
 MEASURED_AT_ONCE = 64
@@ -107,10 +107,10 @@ class DomainTask(ABC):
         """
 
     @abstractmethod
-    def loss(self, head: Any, states: States, targets: Any, lmm: Lmm) -> Tensor:
+    def loss(self, head: Any, states: HiddenStates, targets: Any, lmm: Lmm) -> Tensor:
         """Training loss of a batch of this domain."""
 
-    def probe_loss(self, head: Any, read: Read, targets: Any) -> Tensor:
+    def probe_loss(self, head: Any, read: HeadInputs, targets: Any) -> Tensor:
         """The same of a head on the frozen base."""
         raise NotImplementedError(f"{self.domain.task} has no head")
 

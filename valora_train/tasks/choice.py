@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from valora_data.schema import Sample
     from valora_train.model.lmm import Lmm
-    from valora_train.model.prompts import Encoded, Read, States
+    from valora_train.model.prompts import Encoded, HeadInputs, HiddenStates
 
 CONFIDENCE = 0.01  # by how far a golden confidence may differ
 KINDS = {Task.CLASSIFICATION: "classification", Task.VIDEO: "action", Task.COUNTING: "counting"}
@@ -83,11 +83,13 @@ class ChoiceTask(DomainTask):
             torch.manual_seed(seed)
             return LinearHead(lmm.width, self.domain.labels, self.kind, poolings).to(lmm.device)
 
-    def loss(self, head: LinearHead, states: States, targets: ChoiceTargets, lmm: Lmm) -> Tensor:
+    def loss(
+        self, head: LinearHead, states: HiddenStates, targets: ChoiceTargets, lmm: Lmm
+    ) -> Tensor:
         """Of hard and soft labels, see `distillation_loss`."""
-        return self.probe_loss(head, states.read(), targets)
+        return self.probe_loss(head, states.head_inputs(), targets)
 
-    def probe_loss(self, head: LinearHead, read: Read, targets: ChoiceTargets) -> Tensor:
+    def probe_loss(self, head: LinearHead, read: HeadInputs, targets: ChoiceTargets) -> Tensor:
         """The same of hidden states."""
         return head.loss(head(read), targets, self.settings)
 
@@ -95,7 +97,7 @@ class ChoiceTask(DomainTask):
         """(n, poolings, labels) float32 on the CPU."""
         step = MEASURED_AT_ONCE
         raw = [
-            head(lmm.states(batch[at : at + step]).read()).cpu()
+            head(lmm.states(batch[at : at + step]).head_inputs()).cpu()
             for at in range(0, len(batch), step)
         ]
         return torch.cat(raw)

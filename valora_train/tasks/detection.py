@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from valora_data.schema import Domain
     from valora_train.metrics.evaluate import Matches
     from valora_train.model.lmm import Lmm
-    from valora_train.model.prompts import Encoded, Read, States
+    from valora_train.model.prompts import Encoded, HeadInputs, HiddenStates
     from valora_train.settings import HeadSettings
 
 MIN_SCORE = 0.01  # of the boxes that are measured; mAP and calibration need the unsure ones too
@@ -88,21 +88,23 @@ class DetectionTask(DomainTask):
     def loss(
         self,
         head: DetectionHead,
-        states: States,
+        states: HiddenStates,
         targets: DetectionTargets,
         lmm: Lmm,
     ) -> Tensor:
         """Of objectness, boxes and classes, see `DetectionHead.loss`."""
-        return self.probe_loss(head, states.read(), targets)
+        return self.probe_loss(head, states.head_inputs(), targets)
 
-    def probe_loss(self, head: DetectionHead, read: Read, targets: DetectionTargets) -> Tensor:
+    def probe_loss(
+        self, head: DetectionHead, read: HeadInputs, targets: DetectionTargets
+    ) -> Tensor:
         """The same of hidden states."""
         return head.loss(head(read.visual), targets, self.settings)
 
     def read(self, head: DetectionHead, lmm: Lmm, batch: Sequence[Encoded]) -> Tensor:
         """(n, tokens, 5 + classes) float32 on the CPU."""
         raw = [
-            head(lmm.states(batch[start : start + 64]).read().visual).cpu()
+            head(lmm.states(batch[start : start + 64]).head_inputs().visual).cpu()
             for start in range(0, len(batch), 64)
         ]
         return torch.cat(raw)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from valora_data.schema import Domain, Sample
     from valora_train.model.lmm import Lmm
-    from valora_train.model.prompts import Encoded, Size, States
+    from valora_train.model.prompts import Encoded, HiddenStates, Size
     from valora_train.settings import HeadSettings
     from valora_train.tasks.coordinates import Convention
 
@@ -89,9 +89,9 @@ class LanguageTask(DomainTask):
     def new_head(self, lmm: Lmm, first: Encoded, seed: int) -> None:
         """None: the language model's own head writes."""
 
-    def loss(self, head: None, states: States, targets: None, lmm: Lmm) -> Tensor:
+    def loss(self, head: None, states: HiddenStates, targets: None, lmm: Lmm) -> Tensor:
         """Cross entropy of the answer's tokens, each given those before it; the prompt's not."""
-        hidden, tokens = states.written()
+        hidden, tokens = states.answer_pairs()
         return F.cross_entropy(lmm.logits(hidden), tokens)
 
     def read(self, head: None, lmm: Lmm, batch: Sequence[Encoded]) -> list[tuple[str, Size]]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from valora_train.model.prompts import Read
+    from valora_train.model.prompts import HeadInputs
     from valora_train.settings import HeadSettings
 
 POOLINGS = ("last", "visual_mean", "attention", "grid")
@@ -73,7 +73,7 @@ class LinearHead(nn.Module):
         """The one that counts."""
         return self.poolings[int(self.chosen)]
 
-    def forward(self, read: Read) -> Tensor:
+    def forward(self, read: HeadInputs) -> Tensor:
         """Logits.
 
         Args:
@@ -88,7 +88,7 @@ class LinearHead(nn.Module):
         ]
         return torch.stack(logits, dim=1)
 
-    def _pool(self, read: Read, pooling: str) -> Tensor:
+    def _pool(self, read: HeadInputs, pooling: str) -> Tensor:
         """(n, inputs of the layer) float32."""
         if pooling == "last":
             return read.last.float()

@@ -35,7 +35,7 @@ def visual(lmm, prompts, images):
     """Last hidden states of the visual tokens."""
     examples = [Example(prompt, (image,)) for prompt, image in zip(prompts, images, strict=True)]
     with torch.no_grad():
-        return lmm.states(lmm.encode(examples, whole=False)).read().visual
+        return lmm.states(lmm.encode(examples, whole=False)).head_inputs().visual
 
 
 def reference(model, processor, prompt, image):
@@ -183,7 +183,7 @@ def test_hidden_states_of_every_family_equal_transformers(family, checkpoint):
     batch = lmm.encode(questions(family))
     with torch.no_grad():
         states = lmm.states(batch)
-    read = states.read()
+    read = states.head_inputs()
     for row, example in enumerate(questions(family)):
         model, inputs = whole(checkpoint, example)
         with torch.no_grad():
@@ -218,7 +218,7 @@ def test_only_the_answer_is_learnt(family, checkpoint):
         for example, text in zip(questions(family), answers, strict=True)
     ]
     with torch.no_grad():
-        hidden, tokens = lmm.states(lmm.encode(taught)).written()
+        hidden, tokens = lmm.states(lmm.encode(taught)).answer_pairs()
         loss = torch.nn.functional.cross_entropy(lmm.logits(hidden), tokens, reduction="sum")
     expected, end = 0.0, lmm.tokenizer.eos_token_id
     for example, text in zip(questions(family), answers, strict=True):
@@ -242,8 +242,8 @@ def test_features_may_be_kept_or_not(family, checkpoint, keep):
     batch = lmm.encode(questions(family))
     assert all((item.features is not None) == keep for item in batch)
     with torch.no_grad():
-        alone = torch.cat([lmm.states([item]).read().last for item in batch])
-        together = lmm.states(batch).read().last
+        alone = torch.cat([lmm.states([item]).head_inputs().last for item in batch])
+        together = lmm.states(batch).head_inputs().last
     torch.testing.assert_close(alone, together, atol=1e-4, rtol=1e-3)
     assert lmm.write(batch, 6) == load(checkpoint).write(
         load(checkpoint).encode(questions(family)), 6
@@ -257,7 +257,7 @@ def test_checkpointed_gradients_are_the_same(family, checkpoint):
         lmm = Lmm(settings, LoraSettings(rank=4))
         lmm.adapt("one", seed=2)
         disturb(lmm, "one")
-        lmm.states(lmm.encode(questions(family))).read().last.sum().backward()
+        lmm.states(lmm.encode(questions(family))).head_inputs().last.sum().backward()
         found.append({key: p.grad for key, p in lmm.lora_parameters("one").items()})
     for key, grad in found[0].items():
         torch.testing.assert_close(found[1][key], grad, atol=1e-4, rtol=1e-3)
@@ -280,7 +280,7 @@ def test_adapters_on_a_16_bit_base_compute_in_its_precision(family, checkpoint):
         disturb(lmm, "one")
         layers = [m for n, m in lmm.model.named_modules() if n.endswith("lora_A.one")]
         inside = watched(layers)
-        read = lmm.states(lmm.encode(questions(family))).read()
+        read = lmm.states(lmm.encode(questions(family))).head_inputs()
         read.last.float().square().sum().backward()
         weights = lmm.lora_parameters("one")
         assert {p.dtype for p in weights.values()} == {torch.float32}

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from valora_data.errors import BundleError
 from valora_serve.catalogue.heads import HeadSet, HeadTask, read_head
-from valora_train.model.prompts import Read
+from valora_train.model.prompts import HeadInputs
 from valora_train.settings import HeadSettings
 from valora_train.tasks.linear_head import POOLINGS, ChoiceTargets, LinearHead, distillation_loss
 
@@ -19,7 +19,7 @@ WIDTH = 6
 
 def reads(count=5, tokens=4, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return Read(
+    return HeadInputs(
         torch.randn(count, WIDTH, generator=generator),
         torch.randn(count, tokens, WIDTH, generator=generator),
         torch.ones(count, tokens, dtype=torch.bool),
@@ -95,7 +95,7 @@ def test_the_server_says_the_same(tmp_path, pooling):
 
 def test_padding_is_not_pooled():
     head, read = random_head(), reads(count=2, tokens=4)
-    longer = Read(
+    longer = HeadInputs(
         read.last,
         torch.cat([read.visual, torch.full((2, 3, WIDTH), 50.0)], dim=1),
         torch.cat([read.real, torch.zeros(2, 3, dtype=torch.bool)], dim=1),
@@ -138,7 +138,7 @@ def test_it_learns_from_what_only_attention_sees():
     visual[torch.arange(400), place, 5] = 6.0
     real = torch.ones(400, 8, dtype=torch.bool)
     # All in one place, so that `grid` sees no more than the mean.
-    read = Read(torch.randn(400, WIDTH), visual, real, torch.zeros(400, 8, dtype=torch.int64))
+    read = HeadInputs(torch.randn(400, WIDTH), visual, real, torch.zeros(400, 8, dtype=torch.int64))
     head = LinearHead(WIDTH, LABELS, "classification")
     optimizer = torch.optim.Adam(head.parameters(), lr=0.05)
     targets = ChoiceTargets(label, torch.zeros(400, 3))

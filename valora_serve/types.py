@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
 
+    from valora_data.contract.heads import HeadResult
     from valora_serve.errors import ServeError
 
 
@@ -128,35 +129,6 @@ class TokenLogprobs:
 
     chosen: Logprob
     top: tuple[Logprob, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Detection:
-    """A box in pixels of the image as it was sent: (x0, y0, x1, y1), with its confidence."""
-
-    label: str
-    confidence: float
-    box: tuple[float, float, float, float]
-
-
-@dataclass(frozen=True, slots=True)
-class HeadResult:
-    """What a head says.
-
-    Attributes:
-        kind: ``detection``, ``classification``, ``counting``, ``yes_no`` or ``action``.
-        detections: Of a detection head: for each image its boxes, by falling confidence.
-        label: Of the other kinds: the likeliest label.
-        confidences: Of the other kinds: each label's probability, in the head's order.
-        logits: [rows, outputs] float32, what the head said (rows: visual tokens for detection,
-            else 1).
-    """
-
-    kind: str
-    detections: tuple[tuple[Detection, ...], ...] = ()
-    label: str | None = None
-    confidences: dict[str, float] = field(default_factory=dict)
-    logits: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)

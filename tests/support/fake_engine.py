@@ -16,12 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
+from valora_data.contract.heads import BoxesResult, Detection, LabelResult
 from valora_serve import errors
 from valora_serve.types import (
-    Detection,
     EngineStats,
     Finish,
-    HeadResult,
     Logprob,
     Mode,
     Output,
@@ -212,13 +211,12 @@ class FakeEngine:
                 )
                 least = 0.5 if min_score is None else min_score
                 found.append(tuple(d for d in both if d.confidence >= least))
-            return HeadResult("detection", tuple(found))
+            return BoxesResult(kind="detection", detections=tuple(found))
         wide = images[0].width >= images[0].height if images else True
         scores = (0.75, 0.25) if wide else (0.125, 0.875)
         confidences = dict(zip(model.labels, scores, strict=True))
-        return HeadResult(
-            model.head, label=max(confidences, key=confidences.get), confidences=confidences
-        )
+        label = max(confidences, key=confidences.get)
+        return LabelResult(kind=model.head, label=label, confidences=confidences)
 
     async def cancel(self, request_id):
         return self.running.pop(request_id, None) is not None

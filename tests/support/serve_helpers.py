@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from valora_data.contract.bundle import base_folder, base_hash, write_manifest
 from valora_data.contract.grid_pooling import PLACES
+from valora_data.contract.heads import write_head
 from valora_train.settings import HeadSettings
 from valora_train.tasks.detection_head import DetectionHead
 
@@ -92,7 +93,7 @@ def make_detection_head(
         head.calibration.copy_(torch.tensor([1.3, -0.2]))
         head.threshold.fill_(0.2)
     file.parent.mkdir(parents=True, exist_ok=True)
-    head.save(file, HeadSettings())
+    write_head(file, head.stored(HeadSettings()))
     return file
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.contract.bundle import base_hash, check_base, read_bundle
+from valora_data.contract.heads import read_head
 from valora_data.errors import BundleError
 from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, Adapter, ModelTargets, read_adapter
-from valora_serve.catalogue.heads import Head, read_head
 from valora_serve.errors import AdapterError, BusyError, UnknownModelError
 from valora_serve.types import ServedModel
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from valora_data.contract.bundle import Bundle
+    from valora_data.contract.heads import Head
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,8 +200,7 @@ class Store:
                     f"bundle {bundle.folder}: domain {name} has labels {list(labels)}, its head "
                     f"{list(head.labels)}; export it again"
                 )
-            if facts.get("threshold") is not None:
-                head = replace(head, threshold=float(facts["threshold"]))
+            head = head.configured(facts)
         accuracy = facts.get("accuracy") or {}
         test, required = accuracy.get("test"), facts.get("required")
         model = ServedModel(

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from valora_data.contract.heads import HeadResult
 from valora_kernels.metadata import NONE
 from valora_serve.catalogue.adapters import read_adapter
-from valora_serve.catalogue.heads import HeadSet, HeadTask, Pooling, check_visual
 from valora_serve.catalogue.store import Staged, Store, Target
 from valora_serve.engine.images import Images
 from valora_serve.engine.profile import measure
@@ -44,6 +44,7 @@ from valora_serve.memory.block_manager import BlockManager, Owner, PagePool
 from valora_serve.memory.unified import PageShape, UnifiedMemory
 from valora_serve.model.attention.base import KVCache
 from valora_serve.model.detokenizer import Detokenizer
+from valora_serve.model.heads import HeadInput, HeadSet, check_visual
 from valora_serve.model.lmm import Lmm
 from valora_serve.model.runner import AdapterTable, ModelRunner, Work
 from valora_serve.model.sampler import Choice, make_generator
@@ -54,7 +55,6 @@ from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.types import (
     EngineStats,
     Finish,
-    HeadResult,
     Logprob,
     Mode,
     Output,
@@ -67,9 +67,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Many
 
     from valora_serve.catalogue.adapters import Adapter
-    from valora_serve.catalogue.heads import HeadLogits
     from valora_serve.engine.settings import EngineSettings
     from valora_serve.memory.unified import PackedAdapter
+    from valora_serve.model.heads import HeadLogits
     from valora_serve.model.lmm import Prompt
     from valora_serve.model.runner import StepResult
     from valora_serve.orchestrator.cost_model import CostModel
@@ -661,7 +661,7 @@ class Engine:
                 sequence.features.clear()
                 if sequence.head is not None:
                     answering.append(sequence)
-                    tasks.append(self._task(sequence))
+                    tasks.append(self._head_input(sequence))
         heads = self._heads.launch(tasks) if tasks else None
         for sequence in answering:  # its keys and values are not needed any more
             self._release(sequence)
@@ -769,7 +769,7 @@ class Engine:
             return Choice(params, sequence.generator, forbidden, allowed)
         return Choice(params, sequence.generator, (), allowed)  # it must end now
 
-    def _task(self, sequence: Sequence) -> HeadTask:
+    def _head_input(self, sequence: Sequence) -> HeadInput:
         head = sequence.head
         assert head is not None
         hidden = torch.cat(sequence.hidden)
@@ -777,9 +777,9 @@ class Engine:
         visual = torch.ones(len(hidden), dtype=torch.bool) if head.reads_visual else None
         sizes = [item.size for item in sequence.prompt.visuals] if head.reads_visual else ()
         places = None
-        if head.pooling is Pooling.GRID:
+        if head.reads_places:
             places = torch.cat([self.lmm.places(item) for item in sequence.prompt.visuals])
-        return HeadTask(head, hidden, visual, sizes, sequence.request.min_score, places)
+        return HeadInput(head, hidden, visual, sizes, sequence.request.min_score, places)
 
     # ------------------------------------------------------------------ what came out
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Generator, Tensor
 
-    from valora_serve.catalogue.heads import Head
+    from valora_data.contract.heads import Head
     from valora_serve.memory.block_manager import Span
     from valora_serve.model.detokenizer import Detokenizer
     from valora_serve.model.lmm import Prompt, VisualFeatures

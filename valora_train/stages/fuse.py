@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from valora_data import shards
 from valora_data.contract.bundle import base_folder, base_hash, read_bundle
+from valora_data.contract.heads import write_head
 from valora_data.schema import Split
 from valora_train.errors import UnreachableError
 from valora_train.fusion.parent import FUSION, SNAPSHOTS, STATE, Parent, find_parent, load_parent
@@ -524,7 +525,8 @@ class _Fusion:
         head: Any = self._trainer.heads(adapter).get(name)
         (self._folder / "heads").mkdir(exist_ok=True)
         if head is not None:
-            head.save(self._folder / "heads" / f"{name}.safetensors", self._settings.heads)
+            stored = self._data[name].task.stored_head(head)
+            write_head(self._folder / "heads" / f"{name}.safetensors", stored)
 
     def _write_adapter(self, adapter: str) -> None:
         self._lmm.save_adapter(

@@ -71,7 +71,7 @@ class BundleModel:
         for name, facts in bundle.domains.items():
             self.tasks[name] = self._task(name, facts)
             file = bundle.folder / facts["head"] if facts["head"] else None
-            self._heads[name] = load_head(self.tasks[name], file)
+            self._heads[name] = load_head(self.tasks[name], file, self._lmm.width)
 
     def _task(self, name: str, facts: Mapping[str, Any]) -> DomainTask:
         settings = replace(HeadSettings(), **self._bundle.manifest["nms"])
@@ -123,8 +123,9 @@ def check_golden(model: BundleModel, bundle: Bundle) -> int:
         domain = example["domain"]
         task = model.tasks[domain]
         said = model.answer(domain, [golden_sample(bundle.folder, example)])[0]
-        found = task.golden(said, bundle.domains[domain].get("threshold"))
-        if not task.same(found, example["expected"]):
+        threshold = bundle.domains[domain].get("threshold")
+        found = task.golden(said, threshold)
+        if not task.same(found, example["expected"], threshold):
             raise GateError(
                 f"golden example {example['image']} of {domain} came out differently: expected "
                 f"{example['expected']}, got {found}; export the bundle again"

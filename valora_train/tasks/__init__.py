@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from valora_data.contract.heads import read_head
 from valora_data.errors import DataError
 from valora_data.schema import Task
 from valora_train.tasks.base import DomainTask, Evaluation, Said
@@ -14,7 +15,7 @@ from valora_train.tasks.language import LanguageTask
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from valora_data.schema import Domain
     from valora_train.model.lmm import Lmm
@@ -56,14 +57,15 @@ def make_task(
     return LanguageTask(domain, settings, video, lmm.coordinates, lmm.coordinate_step)
 
 
-def load_head(task: DomainTask, file: Path | None) -> Any:
-    """The head of a domain from a bundle; None where the model writes."""
-    if file is None:
-        return None
-    if isinstance(task, DetectionTask):
-        from valora_train.tasks.detection_head import DetectionHead
+def load_head(task: DomainTask, file: Path | None, width: int) -> nn.Module | None:
+    """The head of a domain from a bundle; None where the model writes its answers.
 
-        return DetectionHead.load(file)
-    from valora_train.tasks.linear_head import LinearHead
+    Args:
+        task: The domain's task.
+        file: File of the head in the bundle; None if there is none.
+        width: Size of the model's hidden states.
 
-    return LinearHead.load(file)
+    Raises:
+        BundleError: The file is damaged or holds a head that does not fit.
+    """
+    return None if file is None else task.load_head(read_head(file, width))

@@ -6,11 +6,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from valora_data.errors import BundleError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor, nn
 
+    from valora_data.contract.heads import Head
     from valora_data.schema import Answer, Domain, Sample
     from valora_train.model.lmm import Lmm
     from valora_train.model.prompts import Encoded, Example, HeadInputs, HiddenStates
@@ -114,6 +117,21 @@ class DomainTask(ABC):
         """The same of a head on the frozen base."""
         raise NotImplementedError(f"{self.domain.task} has no head")
 
+    def stored_head(self, head: Any) -> Head:
+        """A trained head in the form that bundles hold."""
+        raise NotImplementedError(f"{self.domain.task} has no head")
+
+    def load_head(self, head: Head) -> nn.Module:
+        """The module of a head from a bundle.
+
+        Raises:
+            BundleError: It is another kind of head than the task's.
+        """
+        raise BundleError(
+            f"domain {self.domain.name} has a {head.kind} head, but task {self.domain.task} has "
+            "none: export the bundle again"
+        )
+
     # --- answering ------------------------------------------------------------------------------
 
     @abstractmethod
@@ -140,11 +158,16 @@ class DomainTask(ABC):
 
     @abstractmethod
     def golden(self, said: Said, threshold: float | None) -> Any:
-        """What ``golden.json`` says of an answer."""
+        """An answer as ``golden.json`` holds it.
+
+        Args:
+            said: The answer.
+            threshold: Confidence from which an answer counts; None if all do.
+        """
 
     @abstractmethod
-    def same(self, found: Any, expected: Any) -> bool:
-        """Whether two such rows say the same."""
+    def same(self, found: Any, expected: Any, threshold: float | None) -> bool:
+        """Whether an answer reproduces a golden one; both as `golden` returns them."""
 
     @abstractmethod
     def facts(self, head: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from valora_data.contract.heads import LabelHead, LabelResult, confidences
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Task
 from valora_train.metrics.measures import measure
@@ -20,13 +21,13 @@ from valora_train.tasks.linear_head import POOLINGS, ChoiceTargets, LinearHead
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
+    from valora_data.contract.heads import Head
     from valora_data.schema import Sample
     from valora_train.model.lmm import Lmm
     from valora_train.model.prompts import Encoded, HeadInputs, HiddenStates
 
-CONFIDENCE = 0.01  # by how far a golden confidence may differ
 KINDS = {Task.CLASSIFICATION: "classification", Task.VIDEO: "action", Task.COUNTING: "counting"}
 
 
@@ -93,6 +94,14 @@ class ChoiceTask(DomainTask):
         """The same of hidden states."""
         return head.loss(head(read), targets, self.settings)
 
+    def stored_head(self, head: LinearHead) -> LabelHead:
+        """The head with the pooling that was chosen."""
+        return head.stored()
+
+    def load_head(self, head: Head) -> nn.Module:
+        """The module of a head from a bundle."""
+        return LinearHead.of(head) if isinstance(head, LabelHead) else super().load_head(head)
+
     def read(self, head: LinearHead, lmm: Lmm, batch: Sequence[Encoded]) -> Tensor:
         """(n, poolings, labels) float32 on the CPU."""
         step = MEASURED_AT_ONCE
@@ -111,8 +120,8 @@ class ChoiceTask(DomainTask):
 
     def said(self, head: LinearHead, raw: Tensor, samples: Sequence[Sample]) -> list[Said]:
         """The likeliest label and a confidence for each."""
-        logits = raw[:, int(head.chosen)] / head.temperature.cpu()
-        return [Said(self._answer(row)) for row in logits.softmax(-1).tolist()]
+        shares = confidences(raw[:, int(head.chosen)], head.temperature.cpu())
+        return [Said(self._answer(row)) for row in shares.tolist()]
 
     def _answer(self, shares: Sequence[float]) -> Answer:
         label = self.domain.labels[max(range(len(shares)), key=shares.__getitem__)]
@@ -144,12 +153,14 @@ class ChoiceTask(DomainTask):
 
     def golden(self, said: Said, threshold: float | None) -> dict[str, Any]:
         """The label and its confidence."""
-        return {"label": said.answer.choice, "confidence": max(said.answer.soft)}
+        answer = said.answer
+        shares = dict(zip(self.domain.labels, answer.soft, strict=True))
+        label = answer.choice or ""
+        return LabelResult(kind=self.kind, label=label, confidences=shares).golden()
 
-    def same(self, found: dict[str, Any], expected: dict[str, Any]) -> bool:
-        """Whether the label is the same, and the confidence within `CONFIDENCE`."""
-        close = abs(found["confidence"] - expected["confidence"]) <= CONFIDENCE
-        return bool(found["label"] == expected["label"] and close)
+    def same(self, found: Any, expected: Any, threshold: float | None) -> bool:
+        """Whether the labels are equal and the confidences close."""
+        return LabelResult.matches(found, expected, 0.0)
 
     def facts(self, head: LinearHead) -> dict[str, Any]:
         """What the head looks at."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from valora_data.contract.heads import DETECTION, BoxesResult, BoxHead, Detection
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Sample
 from valora_train.metrics.evaluate import match
@@ -17,8 +18,9 @@ from valora_train.tasks.detection_head import DetectionHead, DetectionTargets
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
+    from valora_data.contract.heads import Head
     from valora_data.schema import Domain
     from valora_train.metrics.evaluate import Matches
     from valora_train.model.lmm import Lmm
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
     from valora_train.settings import HeadSettings
 
 MIN_SCORE = 0.01  # of the boxes that are measured; mAP and calibration need the unsure ones too
-PIXELS = 0.5  # by how far an edge of a golden box may differ
-CONFIDENCE = 0.01
 
 
 class DetectionTask(DomainTask):
@@ -101,6 +101,14 @@ class DetectionTask(DomainTask):
         """The same of hidden states."""
         return head.loss(head(read.visual), targets, self.settings)
 
+    def stored_head(self, head: DetectionHead) -> BoxHead:
+        """The head with its calibration and threshold."""
+        return head.stored(self.settings)
+
+    def load_head(self, head: Head) -> nn.Module:
+        """The module of a head from a bundle."""
+        return DetectionHead.of(head) if isinstance(head, BoxHead) else super().load_head(head)
+
     def read(self, head: DetectionHead, lmm: Lmm, batch: Sequence[Encoded]) -> Tensor:
         """(n, tokens, 5 + classes) float32 on the CPU."""
         raw = [
@@ -149,20 +157,16 @@ class DetectionTask(DomainTask):
 
     def golden(self, said: Said, threshold: float | None) -> list[dict[str, Any]]:
         """The boxes from the head's threshold on."""
-        return [
-            {"label": box.label, "box": list(box.xyxy), "confidence": box.confidence}
+        found = tuple(
+            Detection(box.label, box.confidence, box.xyxy)
             for box in said.answer.boxes
             if box.confidence >= (threshold or 0.0)
-        ]
-
-    def same(self, found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
-        """Whether edges and confidences agree within `PIXELS` and `CONFIDENCE`."""
-        return len(found) == len(expected) and all(
-            row["label"] == other["label"]
-            and abs(row["confidence"] - other["confidence"]) <= CONFIDENCE
-            and all(abs(a - b) <= PIXELS for a, b in zip(row["box"], other["box"], strict=True))
-            for row, other in zip(found, expected, strict=True)
         )
+        return BoxesResult(kind=DETECTION, detections=(found,)).golden()
+
+    def same(self, found: Any, expected: Any, threshold: float | None) -> bool:
+        """Whether the boxes agree; those close to the threshold may be missing."""
+        return BoxesResult.matches(found, expected, threshold or 0.0)
 
     def facts(self, head: DetectionHead) -> dict[str, Any]:
         """The threshold."""

@@ -5,24 +5,20 @@ VaLoRA §4.2.2. One head per domain; it answers in a single forward pass.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from valora_data.contract import boxes as box_code
-from valora_data.errors import BundleError
+from valora_data.contract.heads import DETECTION, BoxHead, detections
 from valora_data.schema import Box
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from valora_data.schema import Sample
     from valora_train.metrics.evaluate import Matches
@@ -50,7 +46,7 @@ class DetectionHead(nn.Module):
         super().__init__()
         self.labels = tuple(labels)
         self.grid = grid
-        self.linear = nn.Linear(width, 5 + (len(self.labels) if len(self.labels) > 1 else 0))
+        self.linear = nn.Linear(width, BoxHead.outputs(self.labels))
         nn.init.normal_(self.linear.weight, std=0.01)
         nn.init.zeros_(self.linear.bias)
         with torch.no_grad():
@@ -111,60 +107,44 @@ class DetectionHead(nn.Module):
             settings: Of non-maximum suppression.
             min_score: Calibrated confidence below which boxes are dropped.
         """
-        found, scores, classes = box_code.read_detections(
+        found = detections(
             raw,
+            size,
+            self.labels,
             self.grid,
             self.calibration.to(raw.device),
             nms_iou=settings.nms_iou,
             min_score=min_score,
             most=settings.most,
         )
-        width, height = size
-        return [
-            Box(x0 * width, y0 * height, x1 * width, y1 * height, self.labels[index], score)
-            for (x0, y0, x1, y1), score, index in zip(
-                found.tolist(), scores.tolist(), classes.tolist(), strict=True
-            )
-        ]
+        return [Box(*item.box, label=item.label, confidence=item.confidence) for item in found]
 
-    def save(self, file: Path, settings: HeadSettings) -> None:
-        """Write the head as safetensors; its metadata says what a server must know."""
-        facts = {
-            "kind": "detection",
-            "labels": json.dumps(self.labels),
-            "grid": json.dumps(self.grid),
-            "nms_iou": str(settings.nms_iou),
-            "most": str(settings.most),
-        }
-        tensors = {
-            "weight": self.linear.weight.detach(),
-            "bias": self.linear.bias.detach(),
-            "calibration": self.calibration,
-            "threshold": self.threshold.reshape(1),
-        }
-        save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, file, facts)
+    def stored(self, settings: HeadSettings) -> BoxHead:
+        """The head as a bundle holds it.
+
+        Args:
+            settings: Settings of non-maximum suppression.
+        """
+        return BoxHead(
+            kind=DETECTION,
+            labels=self.labels,
+            weight=self.linear.weight.detach(),
+            bias=self.linear.bias.detach(),
+            grid=self.grid,
+            calibration=self.calibration.cpu(),
+            threshold=float(self.threshold),
+            nms_iou=settings.nms_iou,
+            most=settings.most,
+        )
 
     @classmethod
-    def load(cls, file: Path) -> DetectionHead:
-        """Read what `save` wrote.
-
-        Raises:
-            BundleError: If it is another kind of head, or a tensor is missing or misshapen.
-        """
-        try:
-            with safe_open(file, "pt") as parts:
-                facts = parts.metadata() or {}
-                tensors = {key: parts.get_tensor(key) for key in parts.keys()}  # noqa: SIM118
-            labels, grid = json.loads(facts["labels"]), json.loads(facts["grid"])
-            head = cls(tensors["weight"].shape[1], labels, (grid[0], grid[1]))
-            head.linear.load_state_dict({key: tensors[key] for key in ("weight", "bias")})
-        except (OSError, KeyError, RuntimeError, ValueError, SafetensorError) as error:
-            raise BundleError(
-                f"head {file} is damaged: {error}; export the bundle again"
-            ) from error
-        head.calibration.copy_(tensors["calibration"])
-        head.threshold.copy_(tensors["threshold"][0])
-        return head
+    def of(cls, head: BoxHead) -> DetectionHead:
+        """The module of a head from a bundle."""
+        module = cls(head.weight.shape[1], head.labels, head.grid)
+        module.linear.load_state_dict({"weight": head.weight, "bias": head.bias})
+        module.calibration.copy_(head.calibration)
+        module.threshold.fill_(head.threshold)
+        return module
 
     def calibrate(self, matches: Matches) -> None:
         """Fit Platt scaling so that confidences say how often a box is right.

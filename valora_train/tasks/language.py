@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import functional as F
 
+from valora_data.contract.heads import golden_text, text_matches
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Task
 from valora_train.metrics.measures import measure
@@ -134,11 +135,11 @@ class LanguageTask(DomainTask):
 
     def golden(self, said: Said, threshold: float | None) -> dict[str, Any]:
         """The text."""
-        return {"text": said.text}
+        return golden_text(said.text or "")
 
-    def same(self, found: dict[str, Any], expected: dict[str, Any]) -> bool:
-        """Whether the text is the same."""
-        return bool(found["text"] == expected["text"])
+    def same(self, found: Any, expected: Any, threshold: float | None) -> bool:
+        """Whether the texts are equal."""
+        return text_matches(found["text"], expected)
 
     def facts(self, head: None) -> dict[str, Any]:
         """How long answers get, and how boxes are written."""

@@ -7,28 +7,23 @@ validation stays.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from valora_data.contract.grid_pooling import PLACES, pool_places
-from valora_data.errors import BundleError
+from valora_data.contract.heads import LabelHead, Pooling, pool, pooled_width
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from valora_train.model.prompts import HeadInputs
     from valora_train.settings import HeadSettings
 
-POOLINGS = ("last", "visual_mean", "attention", "grid")
+POOLINGS = tuple(str(pooling) for pooling in Pooling)
 TEMPERATURES = (0.05, 20.0)
 
 
@@ -57,8 +52,7 @@ class LinearHead(nn.Module):
         super().__init__()
         self.labels, self.kind, self.poolings = tuple(labels), kind, tuple(poolings)
         layers = [
-            nn.Linear(width * (PLACES if pooling == "grid" else 1), len(self.labels))
-            for pooling in self.poolings
+            nn.Linear(pooled_width(pooling, width), len(self.labels)) for pooling in self.poolings
         ]
         for layer in layers:
             nn.init.normal_(layer.weight, std=0.01)
@@ -83,23 +77,10 @@ class LinearHead(nn.Module):
             (n, poolings, labels) float32.
         """
         logits = [
-            linear(self._pool(read, pooling))
+            linear(pool(pooling, read.last, read.visual, read.real, read.places, self.query))
             for pooling, linear in zip(self.poolings, self.linears, strict=True)
         ]
         return torch.stack(logits, dim=1)
-
-    def _pool(self, read: HeadInputs, pooling: str) -> Tensor:
-        """(n, inputs of the layer) float32."""
-        if pooling == "last":
-            return read.last.float()
-        seen, real = read.visual.float(), read.real
-        if pooling == "grid":
-            return pool_places(seen, read.places, real)
-        if pooling == "visual_mean":
-            return (seen * real[..., None]).sum(1) / real.sum(1, keepdim=True)
-        scores = seen @ self.query / math.sqrt(seen.shape[-1])
-        weights = scores.masked_fill(~real, -math.inf).softmax(-1)
-        return (weights[:, None] @ seen)[:, 0]
 
     def loss(self, logits: Tensor, targets: ChoiceTargets, settings: HeadSettings) -> Tensor:
         """Training loss of a batch: the mean over its samples and over the poolings.
@@ -150,40 +131,34 @@ class LinearHead(nn.Module):
         best = minimize_scalar(misfit, bounds=bounds, method="bounded")
         self.temperature.fill_(math.exp(float(best.x)))
 
-    def save(self, file: Path, settings: HeadSettings) -> None:
-        """Write the chosen part as safetensors, as docs/bundle.md describes it."""
-        facts = {"kind": self.kind, "labels": json.dumps(self.labels), "pooling": self.pooling}
-        tensors = {
-            **self.linears[int(self.chosen)].state_dict(),
-            "temperature": self.temperature,
-        }
-        if self.pooling == "attention":
-            tensors["query"] = self.query.detach()
-        save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, file, facts)
+    def stored(self) -> LabelHead:
+        """The head as a bundle holds it: the chosen pooling alone."""
+        linear = self.linears[int(self.chosen)]
+        assert isinstance(linear, nn.Linear)
+        pooling = Pooling(self.pooling)
+        return LabelHead(
+            kind=self.kind,
+            labels=self.labels,
+            weight=linear.weight.detach(),
+            bias=linear.bias.detach(),
+            pooling=pooling,
+            query=self.query.detach() if pooling is Pooling.ATTENTION else None,
+            temperature=float(self.temperature),
+        )
 
     @classmethod
-    def load(cls, file: Path) -> LinearHead:
-        """Read what `save` wrote.
+    def of(cls, head: LabelHead) -> LinearHead:
+        """The module of a head from a bundle.
 
-        Raises:
-            BundleError: If it is another kind of head, or a tensor is missing or misshapen.
+        Args:
+            head: The head; the module has its pooling alone.
         """
-        try:
-            with safe_open(file, "pt") as parts:
-                facts = parts.metadata() or {}
-                tensors = {key: parts.get_tensor(key) for key in parts.keys()}  # noqa: SIM118
-            labels, pooling = json.loads(facts["labels"]), facts["pooling"]
-            width = tensors["weight"].shape[1] // (PLACES if pooling == "grid" else 1)
-            head = cls(width, labels, facts["kind"], [pooling])
-            head.linears[0].load_state_dict({key: tensors[key] for key in ("weight", "bias")})
-            head.temperature.copy_(tensors["temperature"])
-            if pooling == "attention":
-                head.query.data.copy_(tensors["query"])
-        except (OSError, KeyError, RuntimeError, ValueError, SafetensorError) as error:
-            raise BundleError(
-                f"head {file} is damaged: {error}; export the bundle again"
-            ) from error
-        return head
+        module = cls(head.width, head.labels, head.kind, [head.pooling])
+        module.linears[0].load_state_dict({"weight": head.weight, "bias": head.bias})
+        module.temperature.fill_(head.temperature)
+        if head.query is not None:
+            module.query.data.copy_(head.query)
+        return module
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import torch
 
+from valora_data.contract.heads import LabelHead, Pooling
 from valora_serve.catalogue.adapters import Adapter, LoraPair, Part
-from valora_serve.catalogue.heads import Head, Pooling
 from valora_serve.catalogue.store import Staged, Target
 from valora_serve.types import ServedModel
 
@@ -117,7 +117,10 @@ def add_head(engine, name, adapter, labels, seed=0):
     """A domain with a linear head that reads the last token, on an adapter that is there."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(len(labels), engine.lmm.width, generator=generator)
-    head = Head("action", labels, weight, torch.zeros(len(labels)), Pooling.LAST)
+    head = LabelHead(
+        kind="action", labels=tuple(labels), weight=weight, bias=torch.zeros(len(labels)),
+        pooling=Pooling.LAST,
+    )  # fmt: skip
     under = engine.store.resolve(adapter)
     model = ServedModel(name, "domain", name, adapter, adapter, "action", labels=labels)
     target = Target(model, under.adapter, head.to(engine.device))

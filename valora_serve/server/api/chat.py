@@ -23,7 +23,6 @@ from valora_serve.server.api.requests import (
 from valora_serve.server.api.responses import (
     chat_logprobs,
     finish_reason,
-    head_text,
     usage,
     valora_block,
 )
@@ -136,7 +135,7 @@ class _Chat:
         last = outputs[-1]
         text = "".join(output.text for output in outputs)
         if last.head is not None:
-            text = head_text(last.head, self._sizes)
+            text = last.head.text(self._sizes)
         logprobs = None
         if self._logprobs:
             content = [item for output in outputs for item in chat_logprobs(output.logprobs)]
@@ -161,7 +160,7 @@ class _Chat:
                         yield self._event(number, {"role": "assistant", "content": ""})
                     text = output.text
                     if output.head is not None:
-                        text = head_text(output.head, self._sizes)
+                        text = output.head.text(self._sizes)
                     if text or output.logprobs:
                         yield self._event(number, {"content": text}, output)
                     if output.finish is not None:

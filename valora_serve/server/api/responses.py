@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from valora_serve.server.api.schema import (
-    DetectionAnswer,
-    ImageAnswer,
     TokenDetails,
     TokenLogprob,
     TopLogprob,
@@ -18,9 +16,7 @@ from valora_serve.types import Finish
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from valora_serve.types import HeadResult, Logprob, Output, ServedModel, TokenLogprobs
-
-GRID = 1000  # boxes in text are on Qwen-VL's grid
+    from valora_serve.types import Logprob, Output, ServedModel, TokenLogprobs
 
 
 def finish_reason(finish: Finish) -> str:
@@ -50,14 +46,6 @@ def usage(lasts: Iterable[Output], prompts: int = 1) -> UsageAnswer:
     )
 
 
-def detections(result: HeadResult, number: int) -> list[DetectionAnswer]:
-    """Boxes of one image."""
-    return [
-        DetectionAnswer(label=item.label, confidence=item.confidence, box=item.box)
-        for item in result.detections[number]
-    ]
-
-
 def valora_block(
     model: ServedModel, last: Output, sizes: Sequence[tuple[int, int]]
 ) -> ValoraAnswer:
@@ -69,41 +57,19 @@ def valora_block(
         sizes: (width, height) of the images, as they were sent.
     """
     head, times = last.head, last.times
-    facts: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if head is not None:
-        facts["kind"] = head.kind
-        facts["label"] = head.label
-        facts["confidences"] = dict(head.confidences)
-        facts["confidence"] = head.confidences.get(head.label) if head.label else None
-        facts["images"] = [
-            ImageAnswer(width=size[0], height=size[1], detections=detections(head, number))
-            for number, size in enumerate(sizes[: len(head.detections)])
-        ]
+        fields = {"kind": head.kind, **head.prompt_fields(sizes)}
     if times is not None and times.started is not None and times.finished is not None:
-        facts["queue_seconds"] = times.started - times.arrival
-        facts["seconds"] = times.finished - times.arrival
+        fields["queue_seconds"] = times.started - times.arrival
+        fields["seconds"] = times.finished - times.arrival
     return ValoraAnswer(
         model=model.name,
         adapter=model.adapter,
         bundle=model.bundle,
         mode=str(last.mode) if last.mode is not None else None,
-        **facts,
+        **fields,
     )
-
-
-def head_text(result: HeadResult, sizes: Sequence[tuple[int, int]]) -> str:
-    """A head's answer in words: the label, or boxes as Qwen-VL writes them, one a line."""
-    if result.kind != "detection":
-        return result.label or ""
-    lines = []
-    for found, (width, height) in zip(result.detections, sizes, strict=False):
-        for item in found:
-            x0, y0, x1, y1 = (
-                round(GRID * min(max(value / size, 0.0), 1.0))
-                for value, size in zip(item.box, (width, height, width, height), strict=True)
-            )
-            lines.append(f"<ref>{item.label}</ref><box>({x0},{y0}),({x1},{y1})</box>")
-    return "\n".join(lines)
 
 
 def chat_logprobs(items: Iterable[TokenLogprobs]) -> list[TokenLogprob]:

@@ -277,7 +277,7 @@ class DetectionAnswer(_Answer):
 
 
 class ImageAnswer(_Answer):
-    """What a detection head says of one image, and the size that its boxes refer to."""
+    """The boxes of one image, and the size in pixels that they refer to."""
 
     width: int
     height: int
@@ -285,7 +285,13 @@ class ImageAnswer(_Answer):
 
 
 class ValoraAnswer(_Answer):
-    """How the answer came about, and what the domain's head says."""
+    """Which model answered and how, and the answer of the domain's head.
+
+    The fields of the head's answer depend on its kind; other packages may add kinds with fields of
+    their own.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     model: str
     adapter: str | None = None
@@ -410,7 +416,13 @@ class CompletionAnswer(_Answer):
 
 
 class VisionResult(_Answer):
-    """What is said of one image or of the video."""
+    """The answer to one image or to the video.
+
+    The fields of a head's answer depend on its kind; other packages may add kinds with fields of
+    their own.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     width: int
     height: int

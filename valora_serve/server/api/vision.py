@@ -15,7 +15,7 @@ from valora_serve import types
 from valora_serve.errors import ContentTypeError, RequestError, UnknownModelError
 from valora_serve.server.api.common import answer, error_answers
 from valora_serve.server.api.requests import check_text, gathered, time_left
-from valora_serve.server.api.responses import detections, usage
+from valora_serve.server.api.responses import usage
 from valora_serve.server.api.schema import VisionAnswer, VisionRequest, VisionResult
 from valora_serve.server.envelope import until_disconnect
 from valora_serve.server.telemetry.logs import new_id
@@ -239,12 +239,4 @@ def _result(outputs: Sequence[Output], image: Image) -> VisionResult:
     size: dict[str, Any] = {"width": image.width, "height": image.height}
     if head is None:
         return VisionResult(**size, text="".join(output.text for output in outputs))
-    if head.kind == "detection":
-        found = detections(head, 0) if head.detections else []
-        return VisionResult(**size, detections=found)
-    return VisionResult(
-        **size,
-        label=head.label,
-        confidence=head.confidences.get(head.label) if head.label is not None else None,
-        confidences=dict(head.confidences),
-    )
+    return VisionResult(**size, **head.image_fields(0))

@@ -1,4 +1,4 @@
-"""Golden examples: a bundle must say here what it said where it was made."""
+"""Replays the golden examples of a bundle: it must answer as it did when it was exported."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from valora_data.contract.bundle import MANIFEST
+from valora_data.contract.heads import CONFIDENCE_TOLERANCE, golden_text, text_matches
 from valora_serve.errors import AdapterError
 from valora_serve.types import Finish, Request, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from valora_serve.types import EngineClient, HeadResult
+    from valora_data.contract.heads import HeadResult
+    from valora_serve.types import EngineClient
 
 GOLDEN = "golden/golden.json"
-PIXELS = 0.5  # by how far an edge of a golden box may differ
-CONFIDENCE = 0.01
 
 
 async def replay(engine: EngineClient, folder: Path) -> int:
-    """Ask a served bundle's golden examples again.
+    """Send the golden examples of a served bundle to the engine and compare the answers.
 
     Args:
         engine: Serves the bundle.
-        folder: The bundle.
+        folder: Folder of the bundle.
 
     Returns:
-        How many there were.
+        Number of examples.
 
     Raises:
-        AdapterError: One came out differently.
+        AdapterError: An answer differs, or the examples cannot be read.
     """
     if not (folder / GOLDEN).is_file():
         return 0
@@ -67,16 +67,20 @@ async def _check(
             )
         head = output.head or head
     expected = example["expected"]
-    if not _same(head, text, expected, threshold):
+    found = golden_text(text.strip()) if head is None else head.golden()
+    same = (
+        text_matches(text, expected) if head is None else head.matches(found, expected, threshold)
+    )
+    if not same:
         raise AdapterError(
             f"golden example {file.name} of {domain} came out differently here: expected "
-            f"{expected}, got {_said(head, text)}; the bundle is not served (set golden to "
-            "false to serve it all the same)"
+            f"{expected}, got {found}; the bundle is not served (set golden to false to serve it "
+            "all the same)"
         )
 
 
 def _request(folder: Path, number: int, example: Mapping[str, Any], threshold: float) -> Request:
-    """The question of an example: images or frames, and words of its own if it has any."""
+    """The request of an example: its images or frames, and its own question if it has one."""
     pictures = []
     for name in (example["image"], *example.get("rest", ())):
         with Image.open(folder / str(name)) as image:
@@ -96,60 +100,6 @@ def _request(folder: Path, number: int, example: Mapping[str, Any], threshold: f
         messages=messages,
         images=() if video else pictures,
         videos=[pictures] if video else (),
-        min_score=max(0.0, threshold - CONFIDENCE),
+        min_score=max(0.0, threshold - CONFIDENCE_TOLERANCE),
         sampling=sampling,
     )
-
-
-def _same(head: HeadResult | None, text: str, expected: Any, threshold: float) -> bool:
-    if head is None:
-        return bool(text.strip() == _text(expected))
-    if head.kind == "detection":
-        return _same_boxes(_rows(head), expected, threshold)
-    if isinstance(expected, dict):
-        told = expected.get("confidence")
-        sure = head.confidences.get(head.label or "", 0.0)
-        close = told is None or abs(sure - float(told)) <= CONFIDENCE
-        return bool(head.label == expected.get("label") and close)
-    return bool(head.label == expected)
-
-
-def _same_boxes(
-    rows: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]], threshold: float
-) -> bool:
-    """Whether every box is there and no other; those about the threshold may come or go."""
-    left = list(rows)
-    for wanted in expected:
-        found = next((row for row in left if _close(row, wanted)), None)
-        if found is not None:
-            left.remove(found)
-        elif wanted["confidence"] > threshold + CONFIDENCE:
-            return False
-    return all(row["confidence"] <= threshold + CONFIDENCE for row in left)
-
-
-def _close(row: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    return bool(
-        row["label"] == wanted["label"]
-        and abs(row["confidence"] - wanted["confidence"]) <= CONFIDENCE
-        and all(abs(a - b) <= PIXELS for a, b in zip(row["box"], wanted["box"], strict=True))
-    )
-
-
-def _text(expected: Any) -> Any:
-    return expected.get("text") if isinstance(expected, dict) else expected
-
-
-def _rows(head: HeadResult) -> list[dict[str, Any]]:
-    return [
-        {"label": item.label, "box": list(item.box), "confidence": item.confidence}
-        for item in head.detections[0]
-    ]
-
-
-def _said(head: HeadResult | None, text: str) -> Any:
-    if head is None:
-        return text.strip()
-    if head.kind == "detection":
-        return _rows(head)
-    return {"label": head.label, "confidence": head.confidences.get(head.label or "")}

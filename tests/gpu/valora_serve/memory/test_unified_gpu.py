@@ -10,7 +10,6 @@ import torch
 from valora_kernels.metadata import LoraBatch
 from valora_kernels.reference import atmm_reference
 from valora_serve.catalogue.adapters import Adapter, LoraPair, Part
-from valora_serve.catalogue.heads import Head, HeadSet, HeadTask, Pooling
 from valora_serve.errors import AdapterError
 from valora_serve.memory.adapter_memory import AdapterMemory, State
 from valora_serve.memory.block_manager import PagePool
@@ -156,40 +155,3 @@ def test_loads_and_evictions_beside_readers():
         pair = made[key].modules[f"{LAYERS - 1}.k"]
         assert torch.equal(a.cpu(), pair.a.bfloat16())
         assert torch.equal(b.cpu(), pair.b.T.bfloat16())
-
-
-def test_heads_launch_without_waiting():
-    generator = torch.Generator().manual_seed(1)
-    heads = [
-        Head("classification", tuple("abc"), torch.randn(3, 64, generator=generator),
-             torch.randn(3, generator=generator), Pooling.LAST),
-        Head("action", tuple(map(str, range(101))), torch.randn(101, 64, generator=generator),
-             torch.randn(101, generator=generator), Pooling.VISUAL_MEAN),
-        Head("detection", ("x",), torch.randn(5, 64, generator=generator) / 8,
-             torch.randn(5, generator=generator), grid=(2, 3)),
-    ]  # fmt: skip
-    tasks = []
-    for number in range(6):
-        states = torch.randn(9 + number, 64, generator=generator)
-        mask = torch.zeros(9 + number, dtype=torch.bool)
-        mask[2:8] = True
-        tasks.append(HeadTask(heads[number % 3], states, mask, [(30, 40)]))
-    on_gpu = {id(head): head.to("cuda") for head in heads}
-    there = [
-        HeadTask(on_gpu[id(task.head)], task.hidden.cuda(), task.visual, task.sizes)
-        for task in tasks
-    ]
-    HeadSet().run(there)  # the first call of a library may wait
-    torch.cuda.synchronize()
-    torch.cuda._sleep(50_000_000)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        pending = HeadSet().launch(there)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert not pending.ready
-    for mine, expected in zip(pending.read(), HeadSet().run(tasks), strict=True):
-        torch.testing.assert_close(
-            torch.from_numpy(mine.logits), torch.from_numpy(expected.logits), rtol=1e-4, atol=1e-4
-        )
-        assert mine.label == expected.label

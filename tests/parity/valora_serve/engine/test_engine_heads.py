@@ -20,7 +20,8 @@ from tests.support.engine_reference import (
     noise,
     run,
 )
-from tests.support.serve_helpers import DomainSpec, make_bundle
+from tests.support.serve_helpers import DomainSpec, hidden_width, make_bundle
+from valora_data.contract.heads import BoxesResult, BoxHead, LabelResult, read_head
 from valora_data.schema import Box
 from valora_serve.types import Finish, Request, SamplingParams
 from valora_train.settings import HeadSettings
@@ -75,12 +76,11 @@ def boxes_of(got: Got) -> list[list[Box]]:
     assert got.error is None
     assert got.finish is Finish.HEAD
     head = got.last.head  # type: ignore[union-attr]
-    assert head is not None
-    assert head.kind == "detection"
+    assert isinstance(head, BoxesResult)
     assert head.logits is not None
     assert head.logits.dtype.name == "float32"
     return [
-        [Box(*one.box, label=one.label, confidence=one.confidence) for one in image]  # type: ignore[misc]
+        [Box(*one.box, label=one.label, confidence=one.confidence) for one in image]
         for image in head.detections
     ]
 
@@ -99,7 +99,9 @@ def trained(detection: Path) -> dict[tuple[str, int], list[Box]]:
     reference = Reference("tiny", adapters)
     found = {}
     for domain, spec in DOMAINS.items():
-        head = DetectionHead.load(detection / "heads" / f"{domain}.safetensors")
+        stored = read_head(detection / "heads" / f"{domain}.safetensors", hidden_width("tiny"))
+        assert isinstance(stored, BoxHead)
+        head = DetectionHead.of(stored)
         for n in range(4):
             turn = [{"type": "text", "text": spec.prompt}, {"type": "image"}]
             asked = Request(
@@ -259,7 +261,7 @@ def test_other_heads_by_hand(others: Path) -> None:
             pooled = scores.softmax(0) @ hidden[visual]
         logits = tensors["weight"] @ pooled + tensors["bias"]
         head = got.last.head  # type: ignore[union-attr]
-        assert head is not None
+        assert isinstance(head, LabelResult)
         assert head.kind == spec.kind
         assert head.logits is not None
         torch.testing.assert_close(torch.from_numpy(head.logits[0]), logits, rtol=1e-4, atol=1e-4)

@@ -9,6 +9,7 @@ from PIL import Image
 from torchvision.ops import generalized_box_iou
 
 from valora_data.contract import boxes as box_code
+from valora_data.contract.heads import read_head, write_head
 from valora_data.errors import BundleError
 from valora_data.schema import Answer, Box, Domain, Sample, Task
 from valora_train.metrics.evaluate import Matches
@@ -138,8 +139,8 @@ def test_round_trip_on_disk(tmp_path):
     head = DetectionHead(6, LABELS, GRID)
     head.calibration.copy_(torch.tensor([1.7, -0.3]))
     head.threshold.fill_(0.37)
-    head.save(tmp_path / "h.safetensors", HeadSettings())
-    loaded = DetectionHead.load(tmp_path / "h.safetensors")
+    write_head(tmp_path / "h.safetensors", head.stored(HeadSettings()))
+    loaded = DetectionHead.of(read_head(tmp_path / "h.safetensors", 6))
     assert (loaded.labels, loaded.grid) == (LABELS, GRID)
     for key, value in head.state_dict().items():
         assert torch.equal(loaded.state_dict()[key], value), key
@@ -147,7 +148,7 @@ def test_round_trip_on_disk(tmp_path):
 
 def test_a_damaged_head_is_refused(tmp_path):
     file = tmp_path / "h.safetensors"
-    DetectionHead(6, LABELS, GRID).save(file, HeadSettings())
+    write_head(file, DetectionHead(6, LABELS, GRID).stored(HeadSettings()))
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(BundleError, match=r"head .*h\.safetensors is damaged"):
-        DetectionHead.load(file)
+        read_head(file, 6)

@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
+from valora_data.contract.heads import read_head, write_head
 from valora_data.errors import BundleError
-from valora_serve.catalogue.heads import HeadSet, HeadTask, read_head
+from valora_serve.model.heads import HeadInput, HeadSet
 from valora_train.model.prompts import HeadInputs
 from valora_train.settings import HeadSettings
 from valora_train.tasks.linear_head import POOLINGS, ChoiceTargets, LinearHead, distillation_loss
@@ -75,17 +76,17 @@ def test_the_server_says_the_same(tmp_path, pooling):
     head, read = random_head(), reads()
     head.chosen.fill_(head.poolings.index(pooling))
     head.temperature.fill_(1.7)
-    head.save(tmp_path / "head.safetensors", HeadSettings())
+    write_head(tmp_path / "head.safetensors", head.stored())
     served = read_head(tmp_path / "head.safetensors", WIDTH)
     ours = (head(read)[:, int(head.chosen)] / 1.7).softmax(-1)
     visual = torch.tensor([False, *[True] * 4, False])
     for row in range(5):
         # A token before the image, the image, and the prompt's last token.
         hidden = torch.cat([torch.zeros(1, WIDTH), read.visual[row], read.last[row : row + 1]])
-        (result,) = HeadSet().run([HeadTask(served, hidden, visual, places=read.places[row])])
+        (result,) = HeadSet().run([HeadInput(served, hidden, visual, places=read.places[row])])
         told = [result.confidences[label] for label in LABELS]
         assert told == pytest.approx(ours[row].tolist(), abs=1e-5)
-    again = LinearHead.load(tmp_path / "head.safetensors")
+    again = LinearHead.of(served)
     assert again.pooling == pooling
     assert again.labels == LABELS
     assert torch.allclose(
@@ -154,5 +155,5 @@ def test_it_learns_from_what_only_attention_sees():
 
 def test_a_damaged_head_is_one_sentence(tmp_path):
     save_file({"weight": torch.zeros(3, WIDTH)}, tmp_path / "a.safetensors", {"kind": "action"})
-    with pytest.raises(BundleError, match="is damaged"):
-        LinearHead.load(tmp_path / "a.safetensors")
+    with pytest.raises(BundleError, match="lacks 'labels': export the bundle again"):
+        read_head(tmp_path / "a.safetensors", WIDTH)

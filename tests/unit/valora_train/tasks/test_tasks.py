@@ -155,12 +155,12 @@ def test_golden_rows_tell_answers_apart(lmm):
     choice = make_task(domain(Task.COUNTING, ("0", "1")), HeadSettings(), lmm)
     row = choice.golden(Said(Answer(count=1, soft=(0.2, 0.8))), None)
     assert row == {"label": "1", "confidence": 0.8}
-    assert choice.same(row, {"label": "1", "confidence": 0.795})
-    assert not choice.same(row, {"label": "1", "confidence": 0.7})
-    assert not choice.same(row, {"label": "0", "confidence": 0.8})
+    assert choice.same(row, {"label": "1", "confidence": 0.795}, None)
+    assert not choice.same(row, {"label": "1", "confidence": 0.7}, None)
+    assert not choice.same(row, {"label": "0", "confidence": 0.8}, None)
     words = make_task(domain(Task.VQA), HeadSettings(), lmm)
-    assert words.same({"text": "red"}, words.golden(Said(Answer(), "red"), None))
-    assert not words.same({"text": "red"}, {"text": "blue"})
+    assert words.same({"text": "red"}, words.golden(Said(Answer(), "red"), None), None)
+    assert not words.same({"text": "red"}, {"text": "blue"}, None)
 
 
 def test_gradients_of_a_step_do_not_depend_on_its_pieces(random_llava):

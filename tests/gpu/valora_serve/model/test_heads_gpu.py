@@ -1,0 +1,64 @@
+"""Heads on a real GPU: `HeadSet.launch` does not wait for the device."""
+
+import pytest
+import torch
+
+from valora_data.contract.heads import BoxHead, LabelHead, LabelResult, Pooling
+from valora_serve.model.heads import HeadInput, HeadSet
+
+pytestmark = pytest.mark.gpu
+
+
+def test_heads_launch_without_waiting():
+    generator = torch.Generator().manual_seed(1)
+
+    def label_head(kind, count, pooling):
+        return LabelHead(
+            kind=kind,
+            labels=tuple(map(str, range(count))),
+            weight=torch.randn(count, 64, generator=generator),
+            bias=torch.randn(count, generator=generator),
+            pooling=pooling,
+        )
+
+    heads = [
+        label_head("classification", 3, Pooling.LAST),
+        label_head("action", 101, Pooling.VISUAL_MEAN),
+        BoxHead(
+            kind="detection",
+            labels=("x",),
+            weight=torch.randn(5, 64, generator=generator) / 8,
+            bias=torch.randn(5, generator=generator),
+            grid=(2, 3),
+            calibration=torch.tensor([1.0, 0.0]),
+            threshold=0.0,
+            nms_iou=0.5,
+            most=32,
+        ),
+    ]
+    inputs = []
+    for number in range(6):
+        states = torch.randn(9 + number, 64, generator=generator)
+        mask = torch.zeros(9 + number, dtype=torch.bool)
+        mask[2:8] = True
+        inputs.append(HeadInput(heads[number % 3], states, mask, [(30, 40)]))
+    on_gpu = {id(head): head.to("cuda") for head in heads}
+    there = [
+        HeadInput(on_gpu[id(item.head)], item.hidden.cuda(), item.visual, item.sizes)
+        for item in inputs
+    ]
+    HeadSet().run(there)  # the first call of a library may wait
+    torch.cuda.synchronize()
+    torch.cuda._sleep(50_000_000)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pending = HeadSet().launch(there)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not pending.ready
+    for mine, expected in zip(pending.read(), HeadSet().run(inputs), strict=True):
+        torch.testing.assert_close(
+            torch.from_numpy(mine.logits), torch.from_numpy(expected.logits), rtol=1e-4, atol=1e-4
+        )
+        if isinstance(mine, LabelResult):
+            assert mine.label == expected.label

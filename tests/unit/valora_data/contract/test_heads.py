@@ -1,0 +1,202 @@
+"""Heads on disk and their answers: the file format, what is refused, golden comparison, text."""
+
+import math
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.support.serve_helpers import make_detection_head, make_linear_head
+from valora_data.contract.heads import (
+    CONFIDENCE_TOLERANCE,
+    PIXEL_TOLERANCE,
+    BoxesResult,
+    Detection,
+    LabelResult,
+    Pooling,
+    read_head,
+    text_matches,
+    write_head,
+)
+from valora_data.errors import BundleError
+
+WIDTH = 20
+
+
+def detection(folder, labels, seed):
+    return make_detection_head(folder / f"{seed}.safetensors", WIDTH, labels, (3, 4), seed=seed)
+
+
+def linear(folder, count, seed, **options):
+    labels = [f"label {n}" for n in range(count)]
+    return make_linear_head(folder / f"{seed}.safetensors", WIDTH, labels, seed=seed, **options)
+
+
+def contents(file):
+    with safe_open(file, "pt") as parts:
+        return parts.metadata(), {name: parts.get_tensor(name) for name in parts.keys()}  # noqa: SIM118
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+def test_a_label_head_is_written_as_it_was_read(pooling, tmp_path):
+    file = linear(tmp_path, 3, 1, pooling=pooling, temperature=1.7)
+    head = read_head(file, WIDTH)
+    assert (head.reads_visual, head.reads_places) == (pooling != "last", pooling == "grid")
+    write_head(tmp_path / "again.safetensors", head)
+    (metadata, tensors), (again, others) = contents(file), contents(tmp_path / "again.safetensors")
+    assert metadata == again
+    assert tensors.keys() == others.keys()
+    assert all(torch.equal(tensors[name], others[name]) for name in tensors)
+
+
+def test_a_detection_head_is_written_as_it_was_read(tmp_path):
+    file = detection(tmp_path, ["a", "b"], 3)
+    write_head(tmp_path / "again.safetensors", read_head(file, WIDTH))
+    (metadata, tensors), (again, others) = contents(file), contents(tmp_path / "again.safetensors")
+    assert metadata == again == {
+        "kind": "detection", "labels": '["a", "b"]', "grid": "[3, 4]", "nms_iou": "0.5",
+        "most": "32",
+    }  # fmt: skip
+    assert tensors.keys() == others.keys() == {"weight", "bias", "calibration", "threshold"}
+    assert all(torch.equal(tensors[name], others[name]) for name in tensors)
+
+
+def test_the_threshold_of_the_manifest_counts(tmp_path):
+    head = read_head(detection(tmp_path, ["a"], 3), WIDTH)
+    assert head.configured({}).threshold == pytest.approx(0.2)
+    assert head.configured({"threshold": 0.4}).threshold == 0.4
+    label = read_head(linear(tmp_path, 3, 1), WIDTH)
+    assert label.configured({"threshold": None}) is label
+
+
+def boxes(*confidences, label="car", shift=0.0):
+    found = tuple(Detection(label, c, (1.0 + shift, 2.0, 30.0, 20.0)) for c in confidences)
+    return BoxesResult(kind="detection", detections=(found,))
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "same"),
+    [
+        (boxes(0.9), boxes(0.9), True),
+        (boxes(0.9, shift=PIXEL_TOLERANCE), boxes(0.9 - 0.9 * CONFIDENCE_TOLERANCE), True),
+        (boxes(0.9, shift=0.6), boxes(0.9), False),
+        (boxes(0.9), boxes(0.88), False),
+        (boxes(0.9, label="bus"), boxes(0.9), False),
+        (boxes(0.9, 0.7), boxes(0.7, 0.9), True),
+        (boxes(0.9, 0.505), boxes(0.9), True),  # close to the threshold: either may lack it
+        (boxes(0.9), boxes(0.9, 0.505), True),
+        (boxes(0.9), boxes(0.9, 0.52), False),
+        (boxes(0.9, 0.52), boxes(0.9), False),
+        (boxes(), boxes(), True),
+    ],
+)
+def test_golden_boxes(found, expected, same):
+    assert BoxesResult.matches(found.golden(), expected.golden(), 0.5) is same
+
+
+def test_golden_labels_and_texts():
+    found = LabelResult(kind="yes_no", label="yes", confidences={"no": 0.2, "yes": 0.8}).golden()
+    assert found == {"label": "yes", "confidence": 0.8}
+    for expected, same in (
+        (found, True), ("yes", True), ("no", False), ({"label": "yes"}, True),
+        ({"label": "yes", "confidence": 0.807}, True), ({"label": "yes", "confidence": 0.7}, False),
+        ({"label": "no", "confidence": 0.8}, False),
+    ):  # fmt: skip
+        assert LabelResult.matches(found, expected, 0.0) is same
+    assert text_matches(" a cat\n", {"text": "a cat"})
+    assert text_matches("a cat", "a cat")
+    assert not text_matches("a cat", {"text": "a dog"})
+    assert not text_matches("a cat", {"label": "a cat"})
+
+
+def test_answers_as_text_and_as_fields():
+    label = LabelResult(kind="counting", label="3", confidences={"2": 0.1, "3": 0.9})
+    assert label.text([]) == "3"
+    fields = {"label": "3", "confidence": 0.9, "confidences": {"2": 0.1, "3": 0.9}}
+    assert label.image_fields(0) == label.prompt_fields([(40, 20)]) == fields
+    found = (Detection("car", 0.5, (0.0, 5.0, 20.0, 20.0)),)
+    both = BoxesResult(kind="detection", detections=(found, ()))
+    assert both.text([(40, 20), (8, 8)]) == "<ref>car</ref><box>(0,250),(500,1000)</box>"
+    row = {"label": "car", "box": [0.0, 5.0, 20.0, 20.0], "confidence": 0.5}
+    assert both.image_fields(0) == {"detections": [row]}
+    assert both.image_fields(1) == both.image_fields(7) == {"detections": []}
+    assert both.prompt_fields([(40, 20), (8, 8)])["images"] == [
+        {"width": 40, "height": 20, "detections": [row]},
+        {"width": 8, "height": 8, "detections": []},
+    ]
+
+
+def damage(file, metadata=None, **tensors):
+    """Write a head's file with other metadata or tensors; None removes an entry."""
+    with safe_open(file, "pt") as parts:
+        known = parts.metadata()
+    changed = {k: v for k, v in (load_file(file) | tensors).items() if v is not None}
+    save_file(changed, file, {k: v for k, v in (known | (metadata or {})).items() if v is not None})
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors", "message"),
+    [
+        (
+            {"kind": "poetry"},
+            {},
+            "'poetry': choose one of action, classification, counting, detection",
+        ),
+        ({"kind": None}, {}, "lacks 'kind'"),
+        ({"labels": None}, {}, "lacks 'labels'"),
+        ({"labels": "{"}, {}, "does not fit"),
+        ({"labels": '["a", "b"]'}, {}, "3 outputs, 2 labels"),
+        ({"labels": '["a", "b", "a"]'}, {}, "different names"),
+        ({"labels": "[1, 2, 3]"}, {}, "list of names"),
+        ({"pooling": "max"}, {}, "max"),
+        ({"pooling": None}, {}, "lacks 'pooling'"),
+        ({"pooling": "attention"}, {}, "lacks 'query'"),
+        ({"pooling": "attention"}, {"query": torch.ones(3)}, r"query: expected shape \(20,\)"),
+        ({}, {"bias": None}, "lacks 'bias'"),
+        ({}, {"bias": torch.ones(4)}, r"bias: expected shape \(3,\), got \(4,\)"),
+        ({}, {"weight": torch.ones(3, 21)}, r"weight: expected shape \(3, 20\), got \(3, 21\)"),
+        ({}, {"weight": torch.full((3, 20), math.nan)}, "weight holds NaN"),
+        ({}, {"temperature": torch.tensor([0.0])}, "temperature"),
+        ({}, {"temperature": torch.tensor([1.0, 2.0])}, "does not fit"),
+    ],
+)
+def test_linear_heads_that_do_not_fit(metadata, tensors, message, tmp_path):
+    file = linear(tmp_path, 3, 2)
+    damage(file, metadata, **tensors)
+    with pytest.raises(BundleError, match=message) as caught:
+        read_head(file, WIDTH)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors", "message"),
+    [
+        ({"grid": "[0, 4]"}, {}, "grid"),
+        ({"grid": "[4]"}, {}, "does not fit"),
+        ({"nms_iou": "much"}, {}, "does not fit"),
+        ({"most": None}, {}, "lacks 'most'"),
+        ({"labels": '["a"]'}, {}, "expected 5 outputs for 1 labels, got 7"),
+        ({}, {"calibration": torch.ones(3)}, "calibration"),
+        ({}, {"threshold": None}, "lacks 'threshold'"),
+    ],
+)
+def test_detection_heads_that_do_not_fit(metadata, tensors, message, tmp_path):
+    file = detection(tmp_path, ["a", "b"], 2)
+    damage(file, metadata, **tensors)
+    with pytest.raises(BundleError, match=message):
+        read_head(file, WIDTH)
+
+
+def test_damaged_files(tmp_path):
+    file = linear(tmp_path, 3, 2)
+    whole = file.read_bytes()
+    for size in (0, 7, len(whole) - 1):
+        file.write_bytes(whole[:size])
+        with pytest.raises(BundleError, match="is damaged"):
+            read_head(file, WIDTH)
+    with pytest.raises(BundleError, match="is damaged"):
+        read_head(tmp_path / "none.safetensors", WIDTH)
+    save_file({"weight": torch.ones(3, WIDTH)}, file)
+    with pytest.raises(BundleError, match="lacks 'kind'"):
+        read_head(file, WIDTH)

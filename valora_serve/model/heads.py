@@ -1,0 +1,186 @@
+"""Runs vision task heads on last hidden states (VaLoRA §4.2.2).
+
+Heads of any kinds and sizes are computed in one batch, in float32. What a kind of head reads and
+what its outputs mean is defined in `valora_data.contract.heads`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from valora_serve.errors import RequestError, ServeError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from valora_data.contract.heads import Head, HeadResult
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadInput:
+    """The input of a head for one request.
+
+    Attributes:
+        head: The head, on the device of `hidden`.
+        hidden: [tokens, width] last hidden states, after the final norm; the last row is that of
+            the prompt's last token. For a head that reads only this token, [1, width] is enough.
+        visual: [tokens] bool, which of them are visual tokens; may be on the CPU. None for none.
+        sizes: Width and height in pixels of each image, in their order.
+        min_score: Confidence below which answers are dropped; the head's own threshold if None.
+        places: [visual tokens] int64 on the CPU, see `contract.grid_pooling.places_of`; only for
+            heads that read places.
+    """
+
+    head: Head
+    hidden: torch.Tensor
+    visual: torch.Tensor | None = None
+    sizes: Sequence[tuple[int, int]] = ()
+    min_score: float | None = None
+    places: torch.Tensor | None = None
+
+    def check(self) -> None:
+        """Check that the head can read this input.
+
+        Raises:
+            RequestError: It cannot.
+        """
+        visual = 0 if self.visual is None else int(self.visual.sum())
+        check_visual(self.head, visual, len(self.sizes))
+
+
+def check_visual(head: Head, visual: int, images: int) -> None:
+    """Check that a head can read a prompt, before anything is computed.
+
+    Args:
+        head: The head.
+        visual: Number of visual tokens in the prompt.
+        images: Number of images in it.
+
+    Raises:
+        RequestError: It cannot.
+    """
+    misfit = head.misfit(visual, images)
+    if misfit is not None:
+        raise RequestError(misfit)
+
+
+class HeadLogits:
+    """Logits of a batch of heads, while they are copied to the host.
+
+    Args:
+        inputs: The batch.
+        errors: For each input the reason why it cannot be answered, or None.
+        logits: [elements] float32 on the host, the parts of all inputs one after the other; the
+            copy into it may still be running.
+        shapes: (rows, outputs) of each input's part.
+        copied: Event that is recorded after the copy; None if the copy is done.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[HeadInput],
+        errors: Sequence[ServeError | None],
+        logits: torch.Tensor,
+        shapes: Sequence[tuple[int, int]],
+        copied: torch.cuda.Event | None,
+    ) -> None:
+        self._inputs = inputs
+        self._errors = errors
+        self._logits = logits
+        self._shapes = shapes
+        self._copied = copied
+
+    @property
+    def ready(self) -> bool:
+        """Whether `read` would return without waiting."""
+        return self._copied is None or bool(self._copied.query())
+
+    def read(self) -> list[HeadResult | ServeError]:
+        """Wait for the logits and interpret them on the host: a result or an error each."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        results: list[HeadResult | ServeError] = []
+        start = 0
+        for item, error, shape in zip(self._inputs, self._errors, self._shapes, strict=True):
+            stop = start + shape[0] * shape[1]
+            if error is None:
+                raw = self._logits[start:stop].view(shape)
+                results.append(item.head.interpret(raw, item.sizes, item.min_score))
+            else:
+                results.append(error)
+            start = stop
+        return results
+
+
+class HeadSet:
+    """Runs heads of any kinds and sizes in one batch."""
+
+    def launch(self, inputs: Sequence[HeadInput]) -> HeadLogits:
+        """Compute the logits of a batch without waiting for the device.
+
+        There is one matrix product for each distinct head, and one copy to the host. An input
+        that cannot be answered gets an error of its own.
+        """
+        errors: list[ServeError | None] = []
+        rows: list[torch.Tensor] = []
+        members: dict[int, list[int]] = {}
+        for number, item in enumerate(inputs):
+            try:
+                item.check()
+            except RequestError as error:
+                errors.append(error)
+                rows.append(item.hidden[:0].float())
+                continue
+            errors.append(None)
+            rows.append(_rows(item))
+            members.setdefault(id(item.head), []).append(number)
+        parts = [torch.empty(0) for _ in inputs]
+        for numbers in members.values():
+            head = inputs[numbers[0]].head
+            together = torch.cat([rows[number] for number in numbers])
+            raw = torch.addmm(head.bias, together, head.weight.T)
+            for number, part in zip(
+                numbers, raw.split([len(rows[number]) for number in numbers]), strict=True
+            ):
+                parts[number] = part
+        shapes = [
+            (len(part), item.head.weight.shape[0]) if error is None else (0, 0)
+            for part, item, error in zip(parts, inputs, errors, strict=True)
+        ]
+        answered = [
+            part.reshape(-1) for part, error in zip(parts, errors, strict=True) if not error
+        ]
+        flat = torch.cat(answered) if answered else torch.empty(0)
+        copied = None
+        if flat.is_cuda:
+            host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+            host.copy_(flat, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+            flat = host
+        return HeadLogits(inputs, errors, flat, shapes, copied)
+
+    def run(self, inputs: Sequence[HeadInput]) -> list[HeadResult | ServeError]:
+        """Answer a batch: a result, or an error that concerns only its own input."""
+        return self.launch(inputs).read()
+
+
+def _rows(item: HeadInput) -> torch.Tensor:
+    """[rows, inputs] float32 that the head's linear layer acts on."""
+    hidden = item.hidden
+    visual = hidden[:0]
+    if item.head.reads_visual:
+        assert item.visual is not None
+        # The indices are computed on the host: a mask on the device would need a synchronisation.
+        visual = hidden[_on_device(torch.nonzero(item.visual.cpu()).flatten(), hidden)]
+    places = None if item.places is None else _on_device(item.places, hidden)
+    return item.head.inputs(hidden[-1:], visual, places if item.head.reads_places else None)
+
+
+def _on_device(indices: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Copy indices to the device of a tensor without waiting."""
+    indices = indices.pin_memory() if like.is_cuda else indices
+    return indices.to(like.device, non_blocking=True)

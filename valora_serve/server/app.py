@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
 from uvicorn.server import HANDLED_SIGNALS
 
 from valora_serve.server.access.admission import Admission, RateLimiter
 from valora_serve.server.access.guard import Guard
 from valora_serve.server.access.keys import KeyRing
-from valora_serve.server.api import chat, completions, models, system, vision
-from valora_serve.server.api.common import KEYED
 from valora_serve.server.api.schema import ErrorAnswer
+from valora_serve.server.api.system import own_version
 from valora_serve.server.constrain import Grammars
 from valora_serve.server.context import ServerContext
+from valora_serve.server.endpoints import Access, RouteTable, Rules, endpoints
 from valora_serve.server.envelope import Envelope, handle_errors
 from valora_serve.server.loading.served_set import ServedSet
 from valora_serve.server.media import MediaReader
@@ -44,6 +45,8 @@ DESCRIPTION = (
     "OpenAI's chat and completions endpoints and a vision endpoint, over one large multimodal "
     "model with many LoRA adapters and heads. `model` names a domain, an adapter or the base model."
 )
+
+_KEY = {"type": "http", "scheme": "bearer", "description": "API key, if the server asks for one"}
 
 
 def create_app(
@@ -90,24 +93,28 @@ def create_app(
         tracer.close()
 
     app: FastAPI = FastAPIOffline(  # the same, but /docs loads nothing from elsewhere
-        title="VaLoRA", description=DESCRIPTION, version=system.own_version(), lifespan=life,
+        title="VaLoRA", description=DESCRIPTION, version=own_version(), lifespan=life,
         redoc_url=None, static_url="/console/docs",
     )  # fmt: skip
     app.state.context = context
-    guard = Guard(
-        settings, KeyRing.from_settings(settings), RateLimiter(settings.rate, settings.burst)
-    )
-    for family in (chat, completions, vision, models):
-        app.include_router(family.router(context), dependencies=KEYED)
-    app.include_router(system.router(context))
+    routes = RouteTable()
+    routes.add(app.routes, Rules(Access.OPEN))  # so far only the documentation at /docs
+    for endpoint in endpoints():
+        router = endpoint(context)
+        app.include_router(router)
+        routes.add(router.routes)
+    guard = Guard(KeyRing.from_settings(settings), RateLimiter(settings.rate, settings.burst))
     handle_errors(app, metrics)
-    app.add_middleware(Envelope, settings=settings, guard=guard, metrics=metrics)
-    app.openapi = _openapi(app)  # type: ignore[method-assign]
+    app.add_middleware(Envelope, settings=settings, routes=routes, guard=guard, metrics=metrics)
+    app.openapi = _openapi(app, routes)  # type: ignore[method-assign]
     return app
 
 
-def _openapi(app: FastAPI) -> Callable[[], dict[str, Any]]:
-    """The schema without FastAPI's own 422: wrong requests get a 400 in OpenAI's form."""
+def _openapi(app: FastAPI, routes: RouteTable) -> Callable[[], dict[str, Any]]:
+    """The schema with the key that a route asks for, and without FastAPI's own 422.
+
+    Invalid requests get a 400 in OpenAI's form.
+    """
 
     def schema() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -117,6 +124,12 @@ def _openapi(app: FastAPI) -> Callable[[], dict[str, Any]]:
             for path in made["paths"].values():
                 for operation in path.values():
                     operation["responses"].pop("422", None)
+            for route, rules in routes:
+                if rules.access is not Access.OPEN and isinstance(route, APIRoute):
+                    for method in route.methods or ():
+                        operation = made["paths"].get(route.path_format, {}).get(method.lower(), {})
+                        operation["security"] = [{"HTTPBearer": []}]
+            made["components"]["securitySchemes"] = {"HTTPBearer": _KEY}
             schemas = made["components"]["schemas"]
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from valora_serve.server.access.guard import Guard
+    from valora_serve.server.endpoints import RouteTable
     from valora_serve.server.settings import ServerSettings
     from valora_serve.server.telemetry.metrics import Metrics
 
@@ -57,16 +58,23 @@ class Envelope:
 
     Args:
         app: The application.
-        settings: Limits.
-        guard: Who may ask.
-        metrics: What is counted.
+        settings: Limits on size and time.
+        routes: Rules of every route.
+        guard: Checks keys and rates.
+        metrics: Counts requests and errors.
     """
 
     def __init__(
-        self, app: ASGIApp, settings: ServerSettings, guard: Guard, metrics: Metrics
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        routes: RouteTable,
+        guard: Guard,
+        metrics: Metrics,
     ) -> None:
         self._app = app
         self._settings = settings
+        self._routes = routes
         self._guard = guard
         self._metrics = metrics
 
@@ -97,8 +105,9 @@ class Envelope:
                 raise StalledClientError from error
 
         try:
-            facts |= self._guard.check(scope, headers)
-            body = await self._body(headers, receive)
+            rules = self._routes.rules(scope)
+            facts |= self._guard.check(rules, scope, headers)
+            body = await self._body(headers, receive, rules.max_body_bytes)
             if not headers.get(b"content-type", "").startswith("multipart/"):
                 _check_parts(body)
             await self._app(scope, _replayed(body, receive), sending)
@@ -125,8 +134,11 @@ class Envelope:
             })  # fmt: skip
             logs.request_id.reset(token)
 
-    async def _body(self, headers: Mapping[bytes, str], receive: Receive) -> bytes:
-        most, seconds = self._settings.max_body_bytes, self._settings.body_seconds
+    async def _body(
+        self, headers: Mapping[bytes, str], receive: Receive, limit: int | None
+    ) -> bytes:
+        most = self._settings.max_body_bytes if limit is None else limit
+        seconds = self._settings.body_seconds
         too_large = TooLargeError(f"The request is larger than {most} bytes: send less at once")
         length = headers.get(b"content-length", "0")
         if length.isdecimal() and int(length[:20]) > most:

@@ -74,8 +74,8 @@ def test_types(tmp_path):
     assert engine.pages == 100
     _, server, engine = cli.read([
         "--media-hosts", "a.org,b.org", "--media-hosts", "c.org", "--deadlines", "person=0.5",
-        "--deadlines", "scene=2", "--no-deadline-admission", "--protect-metrics", "--deadline", "1.5",
-        "--pages", "none", "--no-graphs",
+        "--deadlines", "scene=2", "--no-deadline-admission", "--protect-metrics",
+        "--deadline", "1.5", "--pages", "none", "--no-graphs",
     ])  # fmt: skip
     assert server.media_hosts == ("a.org", "b.org", "c.org")
     assert server.deadlines == {"person": 0.5, "scene": 2.0}

@@ -1,4 +1,4 @@
-"""Who is asking, and whether they ask too often; decided by path, closed unless listed as open."""
+"""Checks API keys and rate limits before a request's body is read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from valora_serve.errors import ForbiddenError
+from valora_serve.server.endpoints import Access
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,55 +15,46 @@ if TYPE_CHECKING:
 
     from valora_serve.server.access.admission import RateLimiter
     from valora_serve.server.access.keys import KeyRing
-    from valora_serve.server.settings import ServerSettings
-
-OPEN = {"/", "/health", "/ready", "/version", "/docs", "/openapi.json"}
-OPEN_BELOW = "/console/"
-ADMIN = {
-    "/v1/load_lora_adapter",
-    "/v1/unload_lora_adapter",
-    "/v1/load_bundle",
-    "/v1/unload_bundle",
-}
+    from valora_serve.server.endpoints import Rules
 
 
 class Guard:
-    """Checks keys and rates.
+    """Lets requests in by the rules of their route.
 
     Args:
-        settings: What is let in.
-        keys: The keys.
-        rates: The callers' rates.
+        keys: API keys that the server knows.
+        rates: Rate limits of the callers.
     """
 
-    def __init__(self, settings: ServerSettings, keys: KeyRing, rates: RateLimiter) -> None:
-        self._loading = settings.allow_runtime_loading
-        self._open = OPEN if settings.protect_metrics else OPEN | {"/metrics"}
+    def __init__(self, keys: KeyRing, rates: RateLimiter) -> None:
         self._keys = keys
         self._rates = rates
 
-    def check(self, scope: Scope, headers: Mapping[bytes, str]) -> dict[str, Any]:
-        """Let a request in, or not.
+    def check(self, rules: Rules, scope: Scope, headers: Mapping[bytes, str]) -> dict[str, Any]:
+        """Check a request.
 
         Args:
-            scope: The request's ASGI scope.
-            headers: Its headers, names in lower case.
+            rules: Rules of the route.
+            scope: ASGI scope of the request.
+            headers: Headers of the request, names in lower case.
 
         Returns:
-            What the log shall say of the caller.
+            What the access log says of the caller.
 
         Raises:
-            UnauthorizedError: No known key.
-            ForbiddenError: The key may not do this, or nobody may.
-            RateLimitError: The caller has to wait.
+            UnauthorizedError: The API key is missing or unknown.
+            ForbiddenError: The key may not use this route, or the route is disabled.
+            RateLimitError: The caller has exceeded the rate limit.
         """
-        path = scope["path"]
-        if path in self._open or path.startswith(OPEN_BELOW):
+        if rules.disabled is not None:
+            raise ForbiddenError(rules.disabled)
+        if rules.access is Access.OPEN:
             return {}
-        admin = path in ADMIN
-        if admin and not self._loading:
+        admin = rules.access is Access.ADMIN
+        if admin and not self._keys:
             raise ForbiddenError(
-                "This server loads nothing at run time: start it with --allow-runtime-loading"
+                "This takes an admin key, and the server has no keys: make one with `valora-serve "
+                "key` and name keys_file"
             )
         key = self._keys.check(headers.get(b"authorization"), admin=admin)
         address = scope["client"][0] if scope.get("client") else ""

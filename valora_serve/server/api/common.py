@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastapi import Security
-from fastapi.security import HTTPBearer
 from starlette.responses import Response
 
 from valora_serve.server.api.schema import ErrorAnswer
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
-
-KEYED = [Security(HTTPBearer(auto_error=False, description="API key, where one is asked for"))]
-"""Says in the schema that a key may be needed; `guard` is what checks it."""
 
 _TEXTS = {
     400: "The request is wrong",

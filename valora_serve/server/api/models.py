@@ -17,10 +17,13 @@ from valora_serve.server.api.schema import (
     UnloadAdapterRequest,
     UnloadBundleRequest,
 )
+from valora_serve.server.endpoints import Access, allow
 
 if TYPE_CHECKING:
     from valora_serve.server.context import ServerContext
     from valora_serve.types import ServedModel
+
+MAX_BODY_BYTES = 64 * 1024  # names and paths only
 
 
 def card(model: ServedModel, context: int) -> ModelCard:
@@ -49,6 +52,10 @@ def router(context: ServerContext) -> APIRouter:
     """The routes of this file."""
     routes = APIRouter(responses=error_answers())
     engine, served = context.service.engine, context.served
+    disabled = None
+    if not context.settings.allow_runtime_loading:
+        disabled = "This server loads nothing at run time: start it with --allow-runtime-loading"
+    admin = allow(Access.ADMIN, max_body_bytes=MAX_BODY_BYTES, disabled=disabled)
 
     @routes.get("/v1/models", tags=["OpenAI"], summary="What a request can name")
     async def models() -> ModelList:
@@ -59,24 +66,28 @@ def router(context: ServerContext) -> APIRouter:
         return card(context.service.model(model), engine.context_length)
 
     @routes.post("/v1/load_lora_adapter", tags=["loading"], summary="Load a PEFT adapter")
+    @admin
     async def load_adapter(body: LoadAdapterRequest) -> Loaded:
         made = await served.load_adapter(body.lora_name, body.lora_path, replace=body.load_inplace)
         context.service.refresh()
         return Loaded(models=[card(made, engine.context_length)])
 
     @routes.post("/v1/unload_lora_adapter", tags=["loading"], summary="Forget an adapter")
+    @admin
     async def unload_adapter(body: UnloadAdapterRequest) -> Done:
         await served.unload_adapter(body.lora_name)
         context.service.refresh()
         return Done(message=f"adapter {body.lora_name} is no longer served")
 
     @routes.post("/v1/load_bundle", tags=["loading"], summary="Load a bundle with its domains")
+    @admin
     async def load_bundle(body: LoadBundleRequest) -> Loaded:
         made = await served.load_bundle(body.bundle_path)
         context.service.refresh()
         return Loaded(models=[card(model, engine.context_length) for model in made])
 
     @routes.post("/v1/unload_bundle", tags=["loading"], summary="Forget a bundle")
+    @admin
     async def unload_bundle(body: UnloadBundleRequest) -> Done:
         await served.unload_bundle(body.bundle_name)
         context.service.refresh()

@@ -14,8 +14,9 @@ from fastapi import APIRouter
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import FileResponse, Response
 
-from valora_serve.server.api.common import KEYED, answer, error_answers
+from valora_serve.server.api.common import answer, error_answers
 from valora_serve.server.api.schema import Health, Status, Version
+from valora_serve.server.endpoints import Access, allow
 
 if TYPE_CHECKING:
     from valora_serve.server.context import ServerContext
@@ -58,6 +59,7 @@ def router(context: ServerContext) -> APIRouter:
     service, engine = context.service, context.service.engine
 
     @routes.get("/health", response_model=Health, responses=_FAILED, summary="Does it live?")
+    @allow(Access.OPEN)
     async def health() -> Response:
         if engine.healthy:
             return answer(Health(status="ok"))
@@ -68,6 +70,7 @@ def router(context: ServerContext) -> APIRouter:
     @routes.get(
         "/ready", response_model=Health, responses=_FAILED, summary="Does it take requests?"
     )
+    @allow(Access.OPEN)
     async def ready() -> Response:
         if engine.healthy and not service.draining:
             return answer(Health(status="ok"))
@@ -75,6 +78,7 @@ def router(context: ServerContext) -> APIRouter:
         return Response(state.model_dump_json(), 503, media_type="application/json")
 
     @routes.get("/version", summary="Versions of what runs")
+    @allow(Access.OPEN)
     async def version() -> Version:
         return Version(
             version=own_version(),
@@ -90,13 +94,13 @@ def router(context: ServerContext) -> APIRouter:
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
         summary="Metrics for Prometheus",
     )
+    @allow(Access.KEYED if context.settings.protect_metrics else Access.OPEN)
     async def metrics() -> Response:
         return Response(context.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @routes.get(
         "/v1/status",
         responses=error_answers(),
-        dependencies=KEYED,
         summary="How the engine is doing",
     )
     async def status() -> Status:
@@ -128,6 +132,7 @@ def router(context: ServerContext) -> APIRouter:
     if context.settings.console:
 
         @routes.get("/", include_in_schema=False)
+        @allow(Access.OPEN)
         async def console() -> FileResponse:
             return FileResponse(
                 WEB / "index.html",
@@ -136,6 +141,7 @@ def router(context: ServerContext) -> APIRouter:
             )
 
         @routes.get("/console/{name}", include_in_schema=False)
+        @allow(Access.OPEN)
         async def asset(name: str) -> Response:
             if name not in _ASSETS:
                 return Response(status_code=404)

@@ -1,0 +1,135 @@
+"""Endpoints of other packages: served, documented and closed unless declared open."""
+
+import pytest
+
+from tests.support.fake_engine import FakeEngine
+from tests.support.http_helpers import serving
+from valora_data.errors import UnknownNameError
+from valora_serve.server.endpoints import ENDPOINTS
+
+COUNT = """
+from fastapi import APIRouter
+from pydantic import BaseModel
+
+from valora_serve.server.api.common import error_answers
+
+
+class Count(BaseModel):
+    model: str
+    tokens: int
+
+
+def extension(context):
+    routes = APIRouter(responses=error_answers())
+
+    @routes.get("/v1/count/{text}", summary="Count the tokens of a text")
+    async def count(text: str) -> Count:
+        engine = context.service.engine
+        return Count(model=engine.base, tokens=engine.count_tokens(text))
+
+    return routes
+"""
+LEVELS = """
+from fastapi import APIRouter, Request
+
+from valora_serve.server.endpoints import Access, allow
+
+
+def extension(context):
+    routes = APIRouter()
+
+    @routes.get("/v1/hello")
+    @allow(Access.OPEN)
+    async def hello() -> str:
+        return "hello"
+
+    @routes.post("/v1/hello")
+    @allow(Access.ADMIN, max_body_bytes=10)
+    async def set_hello(request: Request) -> int:
+        return len(await request.body())
+
+    @routes.get("/v1/off")
+    @allow(Access.KEYED, disabled="Nobody may ask this today")
+    async def off() -> str:
+        return "off"
+
+    @routes.get("/v1/models")
+    @allow(Access.OPEN)
+    async def models() -> str:
+        return "taken over"
+
+    return routes
+"""
+KEY = "a key for the tests"
+HEADERS = {"authorization": f"Bearer {KEY}"}
+
+
+class Counting(FakeEngine):
+    def count_tokens(self, text):
+        return len(text)
+
+
+def test_an_endpoint_of_another_package_is_served_documented_and_closed(installed):
+    installed("valora.endpoints", "count", COUNT)
+    with serving(Counting(), api_key=KEY) as server:
+        assert server.client.get("/v1/count/abc").status_code == 401
+        answer = server.client.get("/v1/count/abc", headers=HEADERS)
+        assert answer.json() == {"model": "tiny", "tokens": 3}
+        assert answer.headers["x-request-id"]
+        operation = server.client.get("/openapi.json").json()["paths"]["/v1/count/{text}"]["get"]
+        assert operation["summary"] == "Count the tokens of a text"
+        assert operation["security"] == [{"HTTPBearer": []}]
+        metrics = server.client.get("/metrics").text
+        assert 'path="/v1/count/{text}"' in metrics
+    with serving(Counting()) as server:
+        assert server.client.get("/v1/count/ab").json()["tokens"] == 2
+
+
+def test_access_and_limits_are_those_that_the_routes_declare(installed):
+    installed("valora.endpoints", "levels", LEVELS)
+    with serving(api_key=KEY) as server:
+        assert server.client.get("/v1/hello").json() == "hello"
+        assert server.client.post("/v1/hello", content=b"x").status_code == 401
+        sent = server.client.post("/v1/hello", content=b"x" * 10, headers=HEADERS)
+        assert sent.json() == 10
+        too_large = server.client.post("/v1/hello", content=b"x" * 11, headers=HEADERS)
+        assert too_large.status_code == 413
+        assert "10 bytes" in too_large.json()["error"]["message"]
+        refused = server.client.get("/v1/off", headers=HEADERS)
+        assert refused.status_code == 403
+        assert refused.json()["error"]["message"] == "Nobody may ask this today"
+        assert server.client.delete("/v1/hello").status_code == 405
+        paths = server.client.get("/openapi.json").json()["paths"]
+        assert "security" not in paths["/v1/hello"]["get"]
+        assert paths["/v1/hello"]["post"]["security"] == [{"HTTPBearer": []}]
+        # The paths of built-in endpoints cannot be taken over, nor opened.
+        assert server.client.get("/v1/models").status_code == 401
+        assert "data" in server.client.get("/v1/models", headers=HEADERS).json()
+
+
+def test_nobody_is_an_admin_where_there_are_no_keys(installed):
+    installed("valora.endpoints", "levels", LEVELS)
+    with serving() as server:
+        refused = server.client.post("/v1/hello", content=b"x")
+        assert refused.status_code == 403
+        assert "keys_file" in refused.json()["error"]["message"]
+
+
+def test_paths_without_a_route_are_closed():
+    with serving(api_key=KEY) as server:
+        assert server.client.get("/nothing").status_code == 401
+        assert server.client.get("/nothing", headers=HEADERS).status_code == 404
+        for path in ("/health", "/ready", "/version", "/metrics", "/", "/console/app.js", "/docs",
+                     "/console/docs/swagger-ui.css", "/openapi.json"):  # fmt: skip
+            assert server.client.get(path).status_code == 200, path
+
+
+def test_an_unknown_name_lists_what_there_is():
+    with pytest.raises(UnknownNameError, match="chat, completions, models, system, vision"):
+        ENDPOINTS["nothing"]
+
+
+def test_a_package_that_cannot_be_imported_is_named(installed):
+    installed("valora.endpoints", "broken", "import nothing_of_this_name")
+    with pytest.raises(UnknownNameError, match=r"'broken'.*nothing_of_this_name"), serving():
+        pass

@@ -4,7 +4,7 @@ Two ways to arrange the two steps, which the tiling table chooses among:
 
 - `shrink_kernel` then `expand_kernel`: two launches, the second of which is in flight and has its
   weights loaded when the first ends (programmatic dependent launch).
-- `rows_kernel`: one launch. Each program shrinks its rows over the whole input width, keeps h in
+- `fused_kernel`: one launch. Each program shrinks its rows over the whole input width, keeps h in
   registers and expands it over the outputs.
 
 Weights are read before `gdc_wait`, activations after it: a preceding kernel may write activations,
@@ -307,7 +307,7 @@ def expand_kernel(
 
 
 @triton.jit(do_not_specialize=["places", "slots", "max_rank"])
-def rows_kernel(
+def fused_kernel(
     y0, y1, y2, s0, s1, s2, n0, n1, n2, x, x_stride, a, a_table, b, b_table,
     records, rows, scale, places, slots, max_rank, k8,
     P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,

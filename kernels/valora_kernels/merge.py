@@ -1,8 +1,8 @@
-"""One-shot merge: an adapter goes into the weights of all layers at once, and out without a trace.
+"""Merge one adapter into the weights of all layers in one launch, and unmerge it exactly.
 
 VaLoRA §4.4 switches modes by merging. Adding B·A to a 16-bit weight and subtracting it later
-leaves an error that grows with every switch (traps.md), so the base weights are kept: merging
-writes pristine + scaling · B · A, rounded once, and unmerging copies the pristine bits back.
+leaves an error that grows with every switch, so the base weights are kept: merging writes
+pristine + scaling · B · A, rounded once, and unmerging copies the pristine bits back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from valora_kernels.atmm import use_triton
+from valora_kernels.launching import ALIGNMENT, precision_of, use_triton
 from valora_kernels.reference import merge_reference
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from valora_kernels.weights import LoraWeights
 
-ALIGNMENT = 128
-"""Elements at whose multiples every matrix starts."""
+MATRIX_ALIGNMENT = 128
+"""Elements at whose multiples every matrix starts in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class MergeableWeights:
         size = 0
         for name, (outputs, inputs) in self.shapes.items():
             self._starts[name] = size
-            size += -(-outputs * inputs // ALIGNMENT) * ALIGNMENT
+            size += -(-outputs * inputs // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
         self.live = torch.zeros(size, dtype=dtype, device=device)
         self.pristine = torch.zeros_like(self.live)
         self._sources: dict[str, tuple[LoraWeights, int]] = {}
@@ -169,7 +169,7 @@ class MergeableWeights:
             raise ValueError(f"slot: expected 0 to {slots - 1}, got {slot}")
         if not 1 <= rank <= ranks:
             raise ValueError(f"rank: expected 1 to {ranks}, got {rank}")
-        aligned = all(n % 8 == 0 for shape in self.shapes.values() for n in shape)
+        aligned = all(n % ALIGNMENT == 0 for shape in self.shapes.values() for n in shape)
         if tiling is None and not (use_triton(self.live) and aligned):
             for name, (weights, projection) in self._sources.items():
                 a, b = weights.rows_of(projection, slot, rank)
@@ -202,7 +202,7 @@ class MergeableWeights:
             SPAN=tiling.span,
             STAGES=tiling.stages,
             MORE=rank > tiling.ranks,
-            PRECISION="ieee" if self.live.dtype == torch.float32 else "tf32",
+            PRECISION=precision_of(self.live),
             num_warps=tiling.warps,
             num_stages=tiling.stages,
         )

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from valora_kernels.gpus.detect import gpu_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -369,6 +371,7 @@ class LoraBatch:
         self.max_rows = max_rows
         self.max_segments = max_segments
         self.device = torch.empty(0, device=device).device  # with the index of a GPU
+        self.gpu = gpu_of(self.device)
         self.fixed = fixed
         self.grouping = group_rows(np.zeros(0, np.int64), [], [])
         self.max_rank = 0

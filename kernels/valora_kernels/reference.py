@@ -50,7 +50,7 @@ def atmm_reference(
 def merge_reference(
     pristine: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """W + scaling · B · A, computed in fp32 and rounded once (traps.md: no drift).
+    """W + scaling · B · A, computed in fp32 and rounded once, so that switching never drifts.
 
     Args:
         pristine: [out, in] base weight.

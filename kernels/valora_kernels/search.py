@@ -1,7 +1,7 @@
 """Fill the tiling table of a GPU: VaLoRA §4.3.2 and Algorithm 2, pruned by expert knowledge.
 
 `valora-tile --model …/config.json` measures the shapes that a model's projections can ask for, and
-writes `tables/<gpu>.json`. The paper's search takes 30 minutes for a model; this one takes less
+writes `gpus/<gpu>.json`. The paper's search takes 30 minutes for a model; this one takes less
 than ten, because
 
 - sizes grow geometrically, and look-up takes the nearest (the paper: every 32 rows);
@@ -19,8 +19,8 @@ import json
 import multiprocessing
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from dataclasses import asdict
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,23 +28,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from valora_kernels.atmm import expand, launch, shrink
-from valora_kernels.profile import Workload, replay_times, spread
-from valora_kernels.tiling import (
-    SHARED_MEMORY,
-    Kind,
-    Shape,
-    Table,
-    Tiling,
-    refit,
-    shared_memory,
-    table_path,
-)
+from valora_kernels.arrangements.base import ALL
+from valora_kernels.arrangements.registry import ARRANGEMENTS, arrangement
+from valora_kernels.gpus.detect import gpu_of
+from valora_kernels.lookup import Table
+from valora_kernels.tiling import ProjectionGroup, Shape, Tiling
+from valora_kernels.timing import Workload, replay_times, spread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
-    from valora_kernels.profile import Inputs
+    from valora_kernels.arrangements.base import Times, Trial
+    from valora_kernels.gpus.base import Gpu
+    from valora_kernels.timing import Inputs
 
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 FEWER = ((1, 1), (16, 16), (64, 16), (256, 64), (256, 256), (512, 4), (4096, 16))
@@ -54,8 +50,6 @@ ROWS_BETWEEN = (48, 96, 192, 384, 768, 1536, 3072, 6144)
 ADAPTERS_BETWEEN = (2, 8, 32)
 """Between those that all candidates are tried on; here only what did best around is."""
 RANKS = (16, 32, 64, 128)
-PROGRAMS = (40, 2300)
-"""Fewest programs that keep 132 processors busy enough, and most that are worth starting."""
 
 PRESETS = {
     "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32},
@@ -73,26 +67,6 @@ PRESETS = {
     },
     "13b": {"hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40},
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Projections that share an input, with weights of one largest rank."""
-
-    in_features: int
-    out_features: tuple[int, ...]
-    rank: int
-
-    def shape(self, rows: int, adapters: int) -> Shape:
-        """The look-up key of a batch."""
-        return Shape(
-            self.in_features,
-            sum(self.out_features),
-            len(self.out_features),
-            self.rank,
-            rows,
-            float(adapters),
-        )
 
 
 def groups_of_model(config: dict[str, Any]) -> list[tuple[int, tuple[int, ...]]]:
@@ -114,115 +88,21 @@ def groups_of_model(config: dict[str, Any]) -> list[tuple[int, tuple[int, ...]]]
     return list(dict.fromkeys(found))
 
 
-def row_tiles(rows: int, adapters: int) -> list[int]:
-    """Tiles that waste little on short segments and repeat little on long ones."""
-    per = rows / adapters
-    found = [16] if per <= 256 else []
-    found += [tile for tile, least in ((32, 24), (64, 48), (128, 500)) if per >= least]
-    return found
-
-
-def _tile_count(rows: int, adapters: int, tile: int) -> int:
-    return adapters * -(-(rows // adapters) // tile)
-
-
-def shrinks(group: Group, rows: int, adapters: int) -> list[Tiling]:
-    """Candidates of the first step; the second step's fields are still open."""
-    found = []
-    ranks = max(16, group.rank)
-    for tile in row_tiles(rows, adapters):
-        blocks = sorted({16, min(ranks, 64)}) if tile <= 32 else sorted({min(ranks, 64), ranks})
-        steps = (128, 256) if tile == 16 else (64, 128)
-        for block, splits, step in product(blocks, (1, 2, 4, 8, 16), steps):
-            split = -(-group.in_features // splits // step) * step
-            count = len(group.out_features) * ranks // block * splits
-            programs = _tile_count(rows, adapters, tile) * count
-            if programs > PROGRAMS[1] or (programs < PROGRAMS[0] and splits < 4):
-                continue
-            if block > 128 or block * step > 32768 or (splits == 16 and tile >= 64):
-                continue
-            for stages in (2,) if split == step else (3, 5) if tile >= 32 else (4,):
-                if stages * (tile + block) * step * 2 > SHARED_MEMORY:
-                    continue
-                for gather in (False, True) if splits > 1 else (False,):
-                    if not gather and splits * tile > 256:
-                        continue  # every expanding program would sum too much
-                    warps = 8 if tile == 128 or (tile == 64 and step == 128) else 4
-                    found.append(
-                        Tiling(
-                            Kind.PAIR,
-                            rows=tile,
-                            inputs=step,
-                            split=split,
-                            ranks=block,
-                            gather=gather,
-                            warps=warps,
-                            stages=stages,
-                        )
-                    )
-    return list(dict.fromkeys(found))
-
-
-def expands(first: Tiling, group: Group, rows: int, adapters: int) -> list[Tiling]:
-    """Candidates of the second step for a given first one."""
-    found = []
-    tiles = _tile_count(rows, adapters, first.rows)
-    for outputs, loop, warps in product((64, 128, 256), (1, 2, 4, 8), (4, 8)):
-        programs = tiles * sum(-(-n // (outputs * loop)) for n in group.out_features)
-        if not 24 <= programs <= 4800 and (outputs, loop) != (64, 1):
-            continue
-        if (warps == 8) != (first.rows * outputs > 8192):
-            continue
-        if first.rows * outputs > 128 * 256:
-            continue
-        for stages in (3,) if loop < 4 else (2, 4):
-            memory = stages * (first.rows + max(16, group.rank)) * outputs * 2
-            if loop > 1 and memory > SHARED_MEMORY:
-                continue
-            found.append(
-                replace(first, outputs=outputs, loop=loop, expand_warps=warps, expand_stages=stages)
-            )
-    return found
-
-
-def single_kernels(group: Group, rows: int, adapters: int) -> list[Tiling]:
-    """Candidates that do both steps in one kernel: they need many rows to fill the GPU."""
-    if rows < 512 or group.rank > 128:
-        return []
-    found = []
-    for tile, outputs, step, parts, stages in product(
-        (16, 32, 64, 128), (64, 128), (64, 128), (1, 2, 4), (3, 4)
-    ):
-        programs = _tile_count(rows, adapters, tile) * parts * len(group.out_features)
-        if tile not in row_tiles(rows, adapters) or not 96 <= programs <= 1100:
-            continue
-        memory = stages * max(tile + group.rank, 1) * max(step, outputs) * 2
-        if memory > SHARED_MEMORY or (step, outputs) == (64, 128):
-            continue
-        warps = 8 if tile == 128 else 4
-        found.append(
-            Tiling(Kind.ROWS, tile, outputs, step, 0, 64, parts=parts, warps=warps, stages=stages)
-        )
-    return found
-
-
 def call_of(step: str, tiling: Tiling, work: Workload, one: Inputs) -> Callable[[], object]:
-    """What is timed: one of the two steps, or all."""
-    if step == "shrink":
-        return partial(shrink, tiling, one.x, one.weights, work.batch)
-    if step == "expand":
-        splits = -(-one.weights.in_features // tiling.split)
-        parts = 1 if tiling.gather else splits
-        h, _ = shrink(tiling, one.x, one.weights, work.batch)
-        return partial(expand, tiling, one.ys, h, parts, one.weights, work.batch)
-    return partial(launch, tiling, one.ys, one.x, one.weights, work.batch)
+    """The call that is timed: one step of the tiling's arrangement, or all of it."""
+    way = arrangement(tiling.arrangement)
+    return way.call(step, tiling, one.ys, one.x, one.weights, work.batch)
 
 
-Job = tuple[Group, str, Tiling]
+Job = tuple[ProjectionGroup, str, Tiling]
+"""What is compiled: one step of a tiling for the widths and the rank of a group."""
+
+Case = tuple[int, int]
+"""(rows, adapters) of a batch."""
 
 
 @cache
-def _small_workload(group: Group) -> Workload:
+def _small_workload(group: ProjectionGroup) -> Workload:
     return Workload(
         spread(128, 1), [group.rank], group.in_features, group.out_features, cold=1, most=1
     )
@@ -269,8 +149,9 @@ class Search:
     """
 
     def __init__(
-        self, journal: Path, compilers: int, known: dict[Shape, Tiling] | None = None
+        self, gpu: Gpu, journal: Path, compilers: int, known: dict[Shape, Tiling] | None = None
     ) -> None:
+        self.gpu = gpu
         self.journal = journal
         self.found = {shape: [(0.0, tiling)] for shape, tiling in (known or {}).items()}
         self.failed: set[Job] = set()
@@ -279,7 +160,7 @@ class Search:
             for line in journal.read_text().splitlines():
                 entry = json.loads(line)
                 self.found[Shape(**entry["shape"])] = [
-                    (us, Tiling(**{**t, "kind": Kind(t["kind"])})) for us, t in entry["finalists"]
+                    (us, Tiling(**t)) for us, t in entry["finalists"]
                 ]
         self.pool = multiprocessing.get_context("spawn").Pool(compilers) if compilers > 1 else None
 
@@ -295,8 +176,13 @@ class Search:
         self.compiled |= set(new)
 
     def times(
-        self, group: Group, work: Workload, step: str, tilings: Sequence[Tiling], repeats: int = 3
-    ) -> list[tuple[float, Tiling]]:
+        self,
+        group: ProjectionGroup,
+        work: Workload,
+        step: str,
+        tilings: Sequence[Tiling],
+        repeats: int = 3,
+    ) -> Times:
         """Median microseconds of each candidate, the fastest first."""
         found = []
         for tiling in tilings:
@@ -307,7 +193,7 @@ class Search:
             found.append((float(np.median(us)), tiling))
         return sorted(found, key=lambda pair: pair[0])
 
-    def keep(self, shape: Shape, finalists: list[tuple[float, Tiling]]) -> None:
+    def keep(self, shape: Shape, finalists: Times) -> None:
         """Remember a shape's result, and write it to the journal."""
         self.found[shape] = finalists
         entry = {
@@ -317,68 +203,91 @@ class Search:
         with self.journal.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
-    def full(self, group: Group, cases: list[tuple[int, int]], bar: Progress) -> None:
-        """Try all candidates on every (rows, adapters)."""
+    def full(self, group: ProjectionGroup, cases: list[Case], bar: Progress) -> None:
+        """Let every arrangement search its candidates for every (rows, adapters)."""
         cases = [case for case in cases if group.shape(*case) not in self.found]
         works = {case: workload(group, *case) for case in cases}
-        firsts = {case: shrinks(group, *case) for case in cases}
-        singles = {case: single_kernels(group, *case) for case in cases}
-        self.compile((group, "shrink", t) for case in cases for t in firsts[case])
-        self.compile((group, "all", t) for case in cases for t in singles[case])
-        seconds: dict[tuple[int, int], list[tuple[float, list[Tiling]]]] = {}
-        for case in cases:
-            times = self.times(group, works[case], "shrink", firsts[case])
-            best: dict[tuple[object, ...], tuple[float, Tiling]] = {}
-            for us, tiling in times:  # the second step sees only these properties of the first
-                parts = 1 if tiling.gather else -(-group.in_features // tiling.split)
-                best.setdefault((tiling.rows, parts), (us, tiling))
-            leading = sorted(best.values(), key=lambda pair: pair[0])[:5]
-            seconds[case] = [(us, expands(t, group, *case)) for us, t in leading]
-        self.compile((group, "expand", t) for case in cases for _, ts in seconds[case] for t in ts)
-        for case in cases:
-            sums: list[tuple[float, Tiling]] = []
-            for us, tilings in seconds[case]:
-                times = self.times(group, works[case], "expand", tilings)
-                sums += [(us + more, tiling) for more, tiling in times[:3]]
-            together = [t for _, t in sorted(sums, key=lambda pair: pair[0])[:12]]
-            finalists = self.times(group, works[case], "all", together, repeats=5)
-            finalists += self.times(group, works[case], "all", singles[case])[:2]
-            self.finish(group, case, works[case], finalists, bar)
+        names = list(ARRANGEMENTS)
+        searches = {
+            (case, name): arrangement(name).search(group, *case, self.gpu)
+            for case in cases
+            for name in names
+        }
+        results: dict[Case, dict[str, Times]] = {case: {} for case in cases}
+        for (case, name), times in self.advance(group, works, searches):
+            results[case][name] = times
+            if len(results[case]) == len(names):
+                finalists = [pair for name in names for pair in results[case][name]]
+                self.finish(group, case, works[case], finalists, bar)
+
+    def advance(
+        self,
+        group: ProjectionGroup,
+        works: dict[Case, Workload],
+        searches: dict[tuple[Case, str], Generator[Trial, Times, Times]],
+    ) -> Iterator[tuple[tuple[Case, str], Times]]:
+        """Advance all searches trial by trial, and yield the result of each when it ends.
+
+        The kernels of a round of trials are compiled together, on all cores, before any is timed.
+        """
+        trials = {key: next(search) for key, search in searches.items()}
+        while trials:
+            new = [trial for trial in trials.values() if not trial.compiled]
+            self.compile((group, trial.step, t) for trial in new for t in trial.tilings)
+            following = {}
+            for key, trial in trials.items():
+                times = self.times(group, works[key[0]], trial.step, trial.tilings, trial.repeats)
+                try:
+                    following[key] = searches[key].send(times)
+                except StopIteration as end:
+                    yield key, end.value
+            trials = following
 
     def finish(
         self,
-        group: Group,
-        case: tuple[int, int],
+        group: ProjectionGroup,
+        case: Case,
         work: Workload,
-        finalists: list[tuple[float, Tiling]],
+        finalists: Times,
         bar: Progress,
     ) -> None:
         """Time the best few again, longer, and keep them in that order."""
         few = [tiling for _, tiling in sorted(finalists, key=lambda pair: pair[0])[:4]]
-        again = self.times(group, work, "all", few, repeats=7)
+        again = self.times(group, work, ALL, few, repeats=7)
         self.keep(group.shape(*case), again)
         rows, adapters = case
         bar.step(f"{group.in_features}→{sum(group.out_features)} r{group.rank} {rows}×{adapters}")
 
     def derived(
-        self, group: Group, like: Group, cases: list[tuple[int, int]], bar: Progress
+        self, group: ProjectionGroup, like: ProjectionGroup, cases: list[Case], bar: Progress
     ) -> None:
-        """Try what did best in another group."""
+        """Try only the tilings that were the fastest in another group."""
         cases = [case for case in cases if group.shape(*case) not in self.found]
-        table = Table("", ((shape, best[0][1]) for shape, best in self.found.items() if best))
+        table = Table(self.gpu, ((shape, best[0][1]) for shape, best in self.found.items() if best))
         plans = {}
         for case in cases:
             near = table.neighbours(like.shape(*case), 8)
             tilings = dict.fromkeys(self.found[shape][0][1] for shape in near)
-            plans[case] = [refit(t, like.in_features, group.in_features) for t in tilings]
-            plans[case] = [t for t in plans[case] if shared_memory(t, group.rank) <= SHARED_MEMORY]
-        self.compile((group, "all", t) for case in cases for t in plans[case])
+            plans[case] = self.refitted(tilings, like.in_features, group, case)
+        self.compile((group, ALL, t) for case in cases for t in plans[case])
         for case in cases:
             work = workload(group, *case)
             self.finish(group, case, work, [(0.0, t) for t in plans[case]], bar)
 
+    def refitted(
+        self, tilings: Iterable[Tiling], measured: int, group: ProjectionGroup, case: Case
+    ) -> list[Tiling]:
+        """Tilings measured with another input width, adapted to a group, if they still fit."""
+        found = []
+        for tiling in tilings:
+            way = arrangement(tiling.arrangement)
+            other = way.refit(tiling, measured, group.in_features)
+            if way.fits(other, group.shape(*case), self.gpu):
+                found.append(other)
+        return found
 
-def workload(group: Group, rows: int, adapters: int) -> Workload:
+
+def workload(group: ProjectionGroup, rows: int, adapters: int) -> Workload:
     """Cold inputs of a shape."""
     return Workload(
         spread(rows, adapters), [group.rank] * adapters, group.in_features, group.out_features,
@@ -386,13 +295,13 @@ def workload(group: Group, rows: int, adapters: int) -> Workload:
     )  # fmt: skip
 
 
-def cases_of(rows: Iterable[int], adapters: Iterable[int]) -> list[tuple[int, int]]:
+def cases_of(rows: Iterable[int], adapters: Iterable[int]) -> list[Case]:
     """All (rows, adapters) with a row for every adapter."""
     return [(m, n) for m, n in product(rows, adapters) if n <= m]
 
 
-def main() -> None:
-    """The command `valora-tile`."""
+def _parser() -> argparse.ArgumentParser:
+    """The command line of `valora-tile`."""
     parser = argparse.ArgumentParser(prog="valora-tile", description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "--model",
@@ -403,50 +312,75 @@ def main() -> None:
     parser.add_argument(
         "--shape", action="append", default=[], help="in:out[,out…] of projections that share x"
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
-    parser.add_argument("--output", type=Path, help="table; by default the package's for this GPU")
-    parser.add_argument("--again", action="store_true", help="also what the table has already")
-    parser.add_argument("--compilers", type=int, default=max(1, multiprocessing.cpu_count() - 1))
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("valora-tile needs the CUDA GPU that the table is for")
-    widths: list[tuple[int, tuple[int, ...]]] = []
-    for name in args.model:
-        if name in PRESETS:
-            widths += groups_of_model(PRESETS[name])
-        else:
-            widths += groups_of_model(json.loads(Path(name).read_text()))
-    for text in args.shape:
-        before, after = text.split(":")
-        widths.append((int(before), tuple(int(n) for n in after.split(","))))
-    if not widths:
-        parser.error("name a --model or a --shape")
-    widths = list(dict.fromkeys(widths))
-    gpu = torch.cuda.get_device_name()
-    output = args.output or table_path(gpu)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    known = Table.load(output).entries if output.exists() else {}
-    columns = json.loads(output.read_text()) if known else {"microseconds": []}
-    measured = dict(zip(known, columns["microseconds"], strict=True))
-    search = Search(
-        output.with_suffix(".partial.jsonl"), args.compilers, None if args.again else known
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="largest ranks")
+    parser.add_argument(
+        "--output", type=Path, help="table to write; by default the package's own for this GPU"
     )
-    started = time.time()
+    parser.add_argument(
+        "--again", action="store_true", help="measure the shapes that the table has already, too"
+    )
+    parser.add_argument(
+        "--compilers",
+        type=int,
+        default=max(1, multiprocessing.cpu_count() - 1),
+        help="processes that compile kernels",
+    )
+    return parser
+
+
+def _widths(models: Iterable[str], shapes: Iterable[str]) -> list[tuple[int, tuple[int, ...]]]:
+    """Input and output widths that the command line names, each once."""
+    found: list[tuple[int, tuple[int, ...]]] = []
+    for name in models:
+        config = PRESETS[name] if name in PRESETS else json.loads(Path(name).read_text())
+        found += groups_of_model(config)
+    for text in shapes:
+        before, after = text.split(":")
+        found.append((int(before), tuple(int(n) for n in after.split(","))))
+    return list(dict.fromkeys(found))
+
+
+def _run(search: Search, widths: list[tuple[int, tuple[int, ...]]], ranks: list[int]) -> Progress:
+    """Measure the first widths with all candidates, and the others with what did best there."""
     every, some = cases_of(ROWS, ADAPTERS), list(FEWER)
     between = cases_of(ROWS_BETWEEN, ADAPTERS + ADAPTERS_BETWEEN) + cases_of(ROWS, ADAPTERS_BETWEEN)
     plan = [
-        (Group(*width, rank), every + between if width == widths[0] else some)
-        for rank, width in product(args.ranks, widths)
+        (ProjectionGroup(*width, rank), every + between if width == widths[0] else some)
+        for rank, width in product(ranks, widths)
     ]
-    open_shapes = [group.shape(*case) for group, cases in plan for case in cases]
-    bar = Progress(sum(shape not in search.found for shape in open_shapes))
-    for rank in args.ranks:
-        first = Group(*widths[0], rank)
+    shapes = [group.shape(*case) for group, cases in plan for case in cases]
+    bar = Progress(sum(shape not in search.found for shape in shapes))
+    for rank in ranks:
+        first = ProjectionGroup(*widths[0], rank)
         search.full(first, every, bar)
         search.derived(first, first, between, bar)
         for others in widths[1:]:
-            search.derived(Group(*others, rank), first, some, bar)
+            search.derived(ProjectionGroup(*others, rank), first, some, bar)
         torch.cuda.empty_cache()
+    return bar
+
+
+def main() -> None:
+    """Run the command `valora-tile`."""
+    parser = _parser()
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("valora-tile measures on the CUDA GPU that the table is for, and found none")
+    widths = _widths(args.model, args.shape)
+    if not widths:
+        parser.error("name a --model or a --shape")
+    gpu = gpu_of(torch.device("cuda"))
+    output = args.output or gpu.table
+    if output is None:
+        parser.error(f"the record of {gpu.name} names no table: say with --output where to write")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    known = Table.load(output, gpu).entries if output.exists() else {}
+    columns = json.loads(output.read_text()) if known else {"microseconds": []}
+    measured = dict(zip(known, columns["microseconds"], strict=True))
+    journal = output.with_suffix(".partial.jsonl")
+    search = Search(gpu, journal, args.compilers, None if args.again else known)
+    started = time.time()
+    bar = _run(search, widths, args.ranks)
     best = {shape: finalists[0][1] for shape, finalists in search.found.items() if finalists}
     entries = {**known, **best}
     measured |= {s: round(found[0][0], 2) for s, found in search.found.items() if found[0][0]}
@@ -455,7 +389,7 @@ def main() -> None:
         output, torch=torch.__version__, seconds=round(time.time() - started), microseconds=times
     )
     print(f"\n{output}: {bar.total} shapes in {time.time() - started:.0f} s, {len(entries)} in all")
-    search.journal.unlink(missing_ok=True)
+    journal.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

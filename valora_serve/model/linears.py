@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from valora_kernels.atmm import ALIGNMENT
+from valora_kernels.launching import ALIGNMENT
 from valora_kernels.merge import MergeableWeights
 from valora_kernels.project import add_projection, linear
 from valora_kernels.reference import atmm_reference

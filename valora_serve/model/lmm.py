@@ -13,7 +13,7 @@ from torch import Tensor
 from valora_data.contract.bundle import base_folder
 from valora_data.contract.grid_pooling import places_of
 from valora_data.errors import BundleError
-from valora_kernels.atmm import has_dependent_launch
+from valora_kernels.launching import has_dependent_launch
 from valora_serve.catalogue.adapters import ModelTargets
 from valora_serve.errors import ImageError, RequestError
 from valora_serve.memory.block_manager import Span

@@ -23,13 +23,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from valora_kernels.atmm import atmm, choice_of
+from valora_kernels.arrangements.base import ALL
+from valora_kernels.atmm import atmm, table_choice
+from valora_kernels.gpus.detect import gpu_of
+from valora_kernels.lookup import choose
 from valora_kernels.merge import MergeableWeights
 from valora_kernels.metadata import group_rows
-from valora_kernels.profile import Inputs, Workload, replay_times, spread, times_in_turn
 from valora_kernels.project import add_projection
-from valora_kernels.search import Group, Search
-from valora_kernels.tiling import choose
+from valora_kernels.search import Search
+from valora_kernels.tiling import ProjectionGroup
+from valora_kernels.timing import Inputs, Workload, replay_times, spread, times_in_turn
 from valora_kernels.weights import LoraWeights
 
 WIDTH = 4096
@@ -296,7 +299,7 @@ def measure(case: Case, ceilings: Ceilings, *, with_peers: bool, repeats: int) -
         p95=float(np.percentile(times, 95)),
         eager=eager_time(calls[0]),
         error=error,
-        tiling=str(choice_of(first.weights, work.batch, first.x.device)),
+        tiling=str(table_choice(first.weights, work.batch)),
         base=float(np.median(base)),
         base_p95=float(np.percentile(base, 95)),
     )
@@ -317,20 +320,21 @@ def measure(case: Case, ceilings: Ceilings, *, with_peers: bool, repeats: int) -
 
 def compile_ahead(cases: list[Case]) -> None:
     """Compile the chosen kernels of all cases on all cores."""
+    gpu = gpu_of(torch.device("cuda"))
     jobs = []
     for case in cases:
         rank = max(case.ranks)
         rows_of = spread(case.rows, len(case.ranks), case.popularity)
         grouping = group_rows(rows_of, case.ranks, [1.0] * len(case.ranks))
-        group = Group(case.in_features, case.out_features, rank)
+        group = ProjectionGroup(case.in_features, case.out_features, rank)
         shape = replace(
             group.shape(case.rows, 1),
             rank=max(16, 1 << (rank - 1).bit_length()),
             adapters=grouping.effective_adapters,
         )
-        jobs.append((group, "all", choose(torch.cuda.get_device_name(), shape).tiling))
+        jobs.append((group, ALL, choose(gpu, shape).tiling))
     with tempfile.TemporaryDirectory() as folder:
-        search = Search(Path(folder) / "journal", max(1, multiprocessing.cpu_count() - 1))
+        search = Search(gpu, Path(folder) / "journal", max(1, multiprocessing.cpu_count() - 1))
         search.compile(jobs)
         if search.pool:
             search.pool.terminate()

@@ -12,15 +12,15 @@ import torch
 from tests.support.lora_cases import make_case
 from valora_kernels.atmm import launch
 from valora_kernels.merge import MergeableWeights, MergeTiling
-from valora_kernels.project import ProjectTiling, add_projection
-from valora_kernels.tiling import Kind, Tiling
+from valora_kernels.project import add_projection
+from valora_kernels.tiling import ProjectTiling, Tiling
 from valora_kernels.weights import LoraWeights
 
 for tiling in (
-    Tiling(Kind.PAIR, 16, 64, 64, 128, 32),
-    Tiling(Kind.PAIR, 64, 128, 64, 256, 64),
-    Tiling(Kind.PAIR, 16, 64, 64, 128, 32, gather=True, loop=2),
-    Tiling(Kind.ROWS, 32, 64, 64, parts=2),
+    Tiling("shrink_expand", 16, 64, 64, 128, 32),
+    Tiling("shrink_expand", 64, 128, 64, 256, 64),
+    Tiling("shrink_expand", 16, 64, 64, 128, 32, gather=True, loop=2),
+    Tiling("fused", 32, 64, 64, parts=2),
 ):
     for paged in (False, True):
         case = make_case(

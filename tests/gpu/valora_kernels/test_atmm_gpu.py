@@ -13,24 +13,26 @@ import pytest
 import torch
 
 from tests.support.lora_cases import Case, assert_near, make_case
-from valora_kernels.atmm import atmm, dense_pays, launch
+from valora_kernels.atmm import atmm, direct_choice, launch
+from valora_kernels.gpus.detect import gpu_of
+from valora_kernels.lookup import LookupMode, choose
 from valora_kernels.merge import MergeableWeights
 from valora_kernels.metadata import LoraBatch
-from valora_kernels.project import ProjectTiling, add_projection, linear
-from valora_kernels.tiling import Kind, Mode, Shape, Tiling, choose
+from valora_kernels.project import add_projection, linear
+from valora_kernels.tiling import ProjectTiling, Shape, Tiling
 from valora_kernels.weights import LoraWeights
 
 pytestmark = pytest.mark.gpu
 
 TILINGS = [
     pytest.param(None, id="table"),
-    pytest.param(Tiling(Kind.PAIR, 16, 64, 128, 512, 64), id="pair"),
-    pytest.param(Tiling(Kind.PAIR, 64, 128, 64, 4096, 64, stages=4), id="pair-large"),
-    pytest.param(Tiling(Kind.PAIR, 16, 64, 128, 256, 16, gather=True, loop=4), id="pair-gathered"),
+    pytest.param(Tiling("shrink_expand", 16, 64, 128, 512, 64), id="shrink-expand"),
+    pytest.param(Tiling("shrink_expand", 64, 128, 64, 4096, 64, stages=4), id="large"),
+    pytest.param(Tiling("shrink_expand", 16, 64, 128, 256, 16, gather=True, loop=4), id="gathered"),
     pytest.param(
-        Tiling(Kind.PAIR, 64, 128, 64, 512, 64, gather=True, loop=2), id="pair-large-gather"
+        Tiling("shrink_expand", 64, 128, 64, 512, 64, gather=True, loop=2), id="large-gathered"
     ),
-    pytest.param(Tiling(Kind.ROWS, 32, 64, 64, parts=2), id="rows"),
+    pytest.param(Tiling("fused", 32, 64, 64, parts=2), id="fused"),
 ]
 MIXED = [64, 8, 32, 16, 64, 48]
 
@@ -140,7 +142,7 @@ def test_one_adapter_of_high_rank_by_dense_products() -> None:
     case = make_case(
         3100, [128], 512, (256, 512), dtype=torch.bfloat16, popularity="identical", device="cuda"
     )
-    assert dense_pays(case.weights, case.batch)
+    assert direct_choice(case.weights, case.batch) == Tiling("dense")
     delta = case.scalings[0] * case.x.double()
     out = [y.clone() for y in case.ys]
     atmm(out, case.x, case.weights, case.batch)
@@ -248,11 +250,19 @@ def test_layers_follow_each_other_without_a_gap(rows: int, folded: bool) -> None
 
 
 def test_this_gpu_has_a_table() -> None:
-    name = torch.cuda.get_device_name()
-    if "H200" not in name:
-        pytest.skip(f"tables are shipped for the H200, this is {name}")
-    assert choose(name, Shape(4096, 4096, 1, 64, 64, 16.0)).mode is Mode.EXACT
-    assert choose(name, Shape(4096, 4096, 1, 64, 65, 16.0)).mode is Mode.NEAREST
+    gpu = gpu_of(torch.device("cuda"))
+    if gpu.table is None or not gpu.table.exists():
+        pytest.skip(f"no table was measured for the {gpu.name}")
+    assert choose(gpu, Shape(4096, 4096, 1, 64, 64, 16.0)).mode is LookupMode.EXACT
+    assert choose(gpu, Shape(4096, 4096, 1, 64, 65, 16.0)).mode is LookupMode.NEAREST
+
+
+def test_records_agree_with_the_driver() -> None:
+    gpu = gpu_of(torch.device("cuda"))
+    properties = torch.cuda.get_device_properties(0)
+    assert gpu.processors == properties.multi_processor_count
+    assert gpu.capability == (properties.major, properties.minor)
+    assert gpu.shared_memory <= properties.shared_memory_per_block_optin
 
 
 def test_merge_cycles_leave_the_base_weights_alone() -> None:
@@ -303,8 +313,8 @@ def test_sanitizer_finds_nothing() -> None:
 
 def test_overwriting_writes_every_row() -> None:
     case = make_case(45, MIXED, 256, (384,), dtype=torch.bfloat16, device="cuda")
-    for kind in Kind:
+    for name in ("shrink_expand", "fused"):
         out = [torch.full_like(y, float("nan")) for y in case.ys]
-        tiling = Tiling(kind, 16, 64, 64, 128)
+        tiling = Tiling(name, 16, 64, 64, 128)
         launch(tiling, out, case.x, case.weights, case.batch, add=False)
         assert_near(out[0], case.expected(add=False)[0])

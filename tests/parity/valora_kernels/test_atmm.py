@@ -7,22 +7,24 @@ import pytest
 import torch
 
 from tests.support.lora_cases import DEVICE, Case, assert_near, make_case, needs_triton
-from valora_kernels.atmm import atmm, dense, dense_pays, launch
+from valora_kernels.atmm import atmm, direct_choice, launch
+from valora_kernels.lookup import LookupMode, TilingChoice
 from valora_kernels.metadata import LoraBatch
 from valora_kernels.reference import atmm_reference
-from valora_kernels.tiling import Choice, Kind, Mode, Tiling
+from valora_kernels.tiling import Tiling
 from valora_kernels.weights import LoraWeights
 
 pytest.importorskip("triton")
 pytestmark = needs_triton
 
 TILINGS = [
-    pytest.param(Tiling(Kind.PAIR, 16, 32, 32, 32, 16), id="pair"),
-    pytest.param(Tiling(Kind.PAIR, 32, 64, 32, 128, 32), id="pair-unsplit"),
-    pytest.param(Tiling(Kind.PAIR, 16, 32, 32, 32, 32, gather=True, loop=2), id="pair-gathered"),
-    pytest.param(Tiling(Kind.ROWS, 16, 32, 32, parts=2), id="rows"),
-    pytest.param(Tiling(Kind.ROWS, 32, 64, 64), id="rows-large"),
+    pytest.param(Tiling("shrink_expand", 16, 32, 32, 32, 16), id="shrink-expand"),
+    pytest.param(Tiling("shrink_expand", 32, 64, 32, 128, 32), id="unsplit"),
+    pytest.param(Tiling("shrink_expand", 16, 32, 32, 32, 32, gather=True, loop=2), id="gathered"),
+    pytest.param(Tiling("fused", 16, 32, 32, parts=2), id="fused"),
+    pytest.param(Tiling("fused", 32, 64, 64), id="fused-large"),
 ]
+NAMES = ["shrink_expand", "fused"]
 DTYPES = [torch.float16, torch.float32]
 
 
@@ -52,23 +54,23 @@ def test_three_projections_of_different_widths_and_two_terms(tiling: Tiling, pag
 
 
 @pytest.mark.parametrize("popularity", ["distinct", "identical", "zipf", "skewed", "none"])
-@pytest.mark.parametrize("kind", list(Kind))
-def test_popularity(kind: Kind, popularity: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_popularity(name: str, popularity: str) -> None:
     case = make_case(33, [16, 8, 24, 16], 40, (48,), dtype=torch.float16, popularity=popularity)
-    check(case, Tiling(kind, 16, 64, 64, 64, 32))
+    check(case, Tiling(name, 16, 64, 64, 64, 32))
 
 
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("rows", [0, 1, 133])
-def test_row_counts(kind: Kind, rows: int) -> None:
+def test_row_counts(name: str, rows: int) -> None:
     case = make_case(rows, [8, 16, 32], 32, (32,), dtype=torch.float32, popularity="zipf")
-    check(case, Tiling(kind, 32, 32, 32, 32, 32))
+    check(case, Tiling(name, 32, 32, 32, 32, 32))
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_large_ranks(kind: Kind) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_large_ranks(name: str) -> None:
     case = make_case(9, [256, 8, 136], 64, (40, 24), dtype=torch.float16, terms=2)
-    check(case, Tiling(kind, 16, 64, 64, 64, 64))
+    check(case, Tiling(name, 16, 64, 64, 64, 64))
 
 
 @pytest.mark.parametrize("add", [True, False])
@@ -77,9 +79,15 @@ def test_one_adapter_by_dense_products(add: bool) -> None:
         33, [8, 24], 72, (64, 40), dtype=torch.float16, popularity="identical", device="cpu"
     )
     got = [y.clone() if add else torch.full_like(y, float("nan")) for y in case.ys]
-    dense(got, case.x, case.weights, case.batch, add=add)
+    launch(Tiling("dense"), got, case.x, case.weights, case.batch, add=add)
     for one, other in zip(got, case.expected(add=add), strict=True):
         assert_near(one, other)
+
+
+def test_dense_products_are_refused_for_other_batches() -> None:
+    mixed = make_case(9, [8, 24], 72, (64,), dtype=torch.float16, popularity="distinct")
+    with pytest.raises(ValueError, match="dense expected one adapter"):
+        atmm(mixed.ys, mixed.x, mixed.weights, mixed.batch, tiling=Tiling("dense"))
 
 
 def test_dense_products_are_for_one_adapter_and_many_rows() -> None:
@@ -93,7 +101,9 @@ def test_dense_products_are_for_one_adapter_and_many_rows() -> None:
         )  # fmt: skip
         if coefficients is not None:
             case.batch.update(case.adapters, case.ranks, case.scalings, coefficients)
-        return dense_pays(case.weights, case.batch, add=add)
+        chosen = direct_choice(case.weights, case.batch, add=add)
+        assert chosen in (None, Tiling("dense"))
+        return chosen is not None
 
     assert pays(3072, [8, 96])
     assert not pays(3071, [8, 96])
@@ -126,7 +136,7 @@ def test_reference_is_the_formula() -> None:
 def test_operator_runs_the_tiling_it_is_given() -> None:
     case = make_case(19, [8, 16, 64], 64, (64, 32), dtype=torch.float16)
     want = case.expected()
-    atmm(case.ys, case.x, case.weights, case.batch, tiling=Tiling(Kind.PAIR, 16, 64, 64, 64))
+    atmm(case.ys, case.x, case.weights, case.batch, tiling=Tiling("shrink_expand", 16, 64, 64, 64))
     for one, other in zip(case.ys, want, strict=True):
         assert_near(one, other)
 
@@ -140,7 +150,7 @@ def test_a_tiling_that_does_not_fit_is_replaced(
 
     case = make_case(19, [8, 16, 64], 64, (64, 32), dtype=torch.float16)
     tried: list[Tiling] = []
-    small = module.default_tiling(module.shape_of(case.weights, case.batch))
+    small = module.default_tiling(case.batch.gpu, module.shape_of(case.weights, case.batch))
 
     def fits_only_small(tiling: Tiling, *args: object) -> None:
         tried.append(tiling)
@@ -150,8 +160,8 @@ def test_a_tiling_that_does_not_fit_is_replaced(
 
     monkeypatch.setattr(module, "use_triton", lambda _: True)
     monkeypatch.setattr(module, "launch", fits_only_small)
-    large = Tiling(Kind.ROWS, 128, 128, 128, 0)
-    monkeypatch.setattr(module, "choose", lambda *_: Choice(large, Mode.NEAREST))
+    large = Tiling("fused", 128, 128, 128, 0)
+    monkeypatch.setattr(module, "choose", lambda *_: TilingChoice(large, LookupMode.NEAREST))
     monkeypatch.setattr(module, "_instead", {})
     want = case.expected()
     with caplog.at_level("WARNING"):
@@ -167,7 +177,7 @@ def test_next_batch_reuses_the_same_buffers() -> None:
     """What a captured graph relies on: addresses stay, contents change."""
     case = make_case(12, [8, 16, 24], 32, (32,), dtype=torch.float32)
     case.batch = LoraBatch(12, 3, DEVICE, fixed=True)
-    tiling = Tiling(Kind.PAIR, 16, 32, 32, 32, 16, gather=True)
+    tiling = Tiling("shrink_expand", 16, 32, 32, 32, 16, gather=True)
     places = set()
     for adapters in ([0] * 12, [2, 1, 0, -1] * 3, [-1] * 12, [1] * 11 + [2]):
         case.batch.update(adapters, case.ranks, case.scalings)
@@ -181,9 +191,9 @@ def test_next_batch_reuses_the_same_buffers() -> None:
 
 
 def test_without_a_gpu_the_reference_runs(caplog: pytest.LogCaptureFixture) -> None:
-    from valora_kernels import atmm as module
+    from valora_kernels import launching
 
-    module._say_no_gpu.cache_clear()
+    launching._warn_no_gpu.cache_clear()
     case = make_case(5, [8, 16], 32, (16,), dtype=torch.float32, device="cpu")
     want = case.expected()
     with caplog.at_level("WARNING"):
@@ -233,7 +243,7 @@ def test_bad_input_is_refused_before_any_launch(name: str) -> None:
     ys, x, weights, batch = bad_call(name)
     before = [y.clone() for y in ys]
     with pytest.raises(ValueError, match=r"expected .* got "):
-        atmm(ys, x, weights, batch, tiling=Tiling(Kind.PAIR))
+        atmm(ys, x, weights, batch, tiling=Tiling("shrink_expand"))
     assert all(torch.equal(a, b) for a, b in zip(ys, before, strict=True))
 
 

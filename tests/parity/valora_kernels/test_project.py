@@ -5,7 +5,8 @@ import torch
 
 from tests.support.lora_cases import DEVICE, assert_near, make_case, needs_triton
 from valora_kernels.metadata import LoraBatch
-from valora_kernels.project import ProjectTiling, add_projection, linear
+from valora_kernels.project import add_projection, linear
+from valora_kernels.tiling import ProjectTiling
 
 pytest.importorskip("triton")
 pytestmark = needs_triton

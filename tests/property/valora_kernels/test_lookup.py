@@ -4,17 +4,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from valora_kernels.tiling import (
-    SHARED_MEMORY,
-    Kind,
-    Mode,
-    Shape,
-    Table,
-    Tiling,
-    default_tiling,
-    shared_memory,
-    table_of,
-)
+from valora_kernels.arrangements.registry import arrangement
+from valora_kernels.gpus.registry import GPUS
+from valora_kernels.lookup import LookupMode, Table, default_tiling, table_of
+from valora_kernels.tiling import Shape, Tiling
+
+H200 = GPUS["nvidia_h200"]
 
 shapes = st.builds(
     Shape,
@@ -34,8 +29,8 @@ def power_of_two(value: int) -> bool:
 def check(tiling: Tiling, shape: Shape) -> None:
     for size in (tiling.rows, tiling.outputs, tiling.inputs, tiling.ranks, tiling.warps):
         assert power_of_two(size)
-    assert shared_memory(tiling, shape.rank) <= SHARED_MEMORY
-    if tiling.kind is Kind.PAIR:
+    assert arrangement(tiling.arrangement).fits(tiling, shape, H200)
+    if tiling.arrangement == "shrink_expand":
         assert tiling.split % tiling.inputs == 0
         assert tiling.split >= tiling.inputs
         assert -(-shape.in_features // tiling.split) <= 64
@@ -46,32 +41,32 @@ def check(tiling: Tiling, shape: Shape) -> None:
 @settings(max_examples=300, deadline=None)
 @given(shapes)
 def test_shipped_table_always_answers(shape: Shape) -> None:
-    choice = table_of("NVIDIA H200").look_up(shape)
-    assert choice.mode in (Mode.EXACT, Mode.NEAREST)
+    choice = table_of(H200).look_up(shape)
+    assert choice.mode in (LookupMode.EXACT, LookupMode.NEAREST)
     check(choice.tiling, shape)
 
 
 @settings(max_examples=300, deadline=None)
 @given(shapes)
 def test_rules_always_answer(shape: Shape) -> None:
-    check(default_tiling(shape), shape)
+    check(default_tiling(H200, shape), shape)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(shapes, min_size=1, max_size=30, unique=True), st.data())
 def test_measured_shapes_are_found_exactly(known: list[Shape], data: st.DataObject) -> None:
-    tilings = [Tiling(Kind.PAIR, outputs=2 ** (4 + i % 4)) for i in range(len(known))]
-    table = Table("some GPU", zip(known, tilings, strict=True))
+    tilings = [Tiling("shrink_expand", outputs=2 ** (4 + i % 4)) for i in range(len(known))]
+    table = Table(H200, zip(known, tilings, strict=True))
     place = data.draw(st.integers(0, len(known) - 1))
     choice = table.look_up(known[place])
-    assert (choice.tiling, choice.mode) == (tilings[place], Mode.EXACT)
+    assert (choice.tiling, choice.mode) == (tilings[place], LookupMode.EXACT)
 
 
 @settings(max_examples=100, deadline=None)
 @given(shapes, st.integers(0, 2**31))
 def test_a_little_more_of_anything_changes_little(shape: Shape, seed: int) -> None:
     """The nearest entry of a slightly larger shape is about as near to the shape itself."""
-    table = table_of("NVIDIA H200")
+    table = table_of(H200)
     rng = np.random.default_rng(seed)
     more = Shape(
         shape.in_features,

@@ -1,57 +1,137 @@
-"""What every teacher looks like: a small model that answers one domain's question about samples."""
+"""What a teacher is: a small model that labels the samples of one domain."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from valora_data.errors import ValoraError
 from valora_data.schema import Answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from valora_data.schema import Sample, Task
 
     OnBatch = Callable[[int, int], None]
-    """Called with how many samples are answered and how many there are."""
+    """Called with the number of answered samples and the number of all samples."""
+    OnEpoch = Callable[[int, int, float], None]
+    """Called with the number of the epoch from 1, the number of epochs, and the mean loss."""
 
 BATCH = 32
 
 
 class TeacherError(ValoraError):
-    """A teacher is missing, cannot be loaded, or does not do what the domain asks for."""
+    """A teacher is missing, cannot be loaded, or cannot answer for the domain."""
 
 
 class Teacher(Protocol):
-    """A model that knows one domain."""
+    """A model that answers for one domain."""
 
     @property
     def task(self) -> Task:
-        """What it does."""
+        """Task that the teacher answers."""
         ...
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Labels that it answers with, in the order of class indices; empty for language."""
+        """Labels in the order of the class indices; empty where answers are text."""
         ...
 
     def answer(self, samples: Sequence[Sample], on_batch: OnBatch | None = None) -> list[Answer]:
-        """Answer for samples with images of any size, one answer per sample in order.
+        """Answer for samples with images of any size.
 
-        Boxes come with confidences, most confident first, in pixels of the image; labels with
-        `soft`, a probability for each of `labels`.
+        Args:
+            samples: The samples.
+            on_batch: Called after each batch.
+
+        Returns:
+            One answer per sample, in order. Boxes have confidences, are in pixels of the image, and
+            come most confident first. Labels have `soft`, a probability for each of `labels`.
         """
         ...
 
 
+class TeacherKind(ABC):
+    """A kind of teacher: how its models are loaded and, where possible, trained.
+
+    Register a subclass under a name in `valora_teachers.registry.KINDS`, or with an entry point of
+    the group ``valora.teachers``.
+
+    Attributes:
+        artefact: Name of the file or folder that holds a trained model. A given model is copied
+            into its stage under this name. None for models that are used where they are, such as
+            names on the hub.
+        trainable: Whether `train` is implemented.
+    """
+
+    artefact: ClassVar[str | None] = None
+    trainable: ClassVar[bool] = False
+
+    def options(self) -> Sequence[str]:
+        """Names of the options that `load` and `train` accept."""
+        return ()
+
+    @abstractmethod
+    def load(
+        self,
+        weights: Path | str,
+        task: Task,
+        labels: Sequence[str],
+        names: Mapping[str, str] | None,
+        options: Mapping[str, Any],
+        prompt: str,
+    ) -> Teacher:
+        """Load a trained model.
+
+        Args:
+            weights: Its file or folder, or what else names it.
+            task: Task of the domain.
+            labels: Labels of the domain; empty where answers are text.
+            names: Label for each class name of the model, where the two differ.
+            options: Options, whose names are in `options()`.
+            prompt: Prompt of the domain.
+
+        Raises:
+            TeacherError: The model cannot be loaded, or does not fit the task or the labels.
+        """
+
+    def train(
+        self,
+        samples: Sequence[Sample],
+        task: Task,
+        labels: Sequence[str],
+        folder: Path,
+        options: Mapping[str, Any],
+        on_epoch: OnEpoch | None,
+    ) -> dict[str, Any]:
+        """Train a model and save it as `folder` / `artefact`.
+
+        Args:
+            samples: Labelled training samples.
+            task: Task of the domain.
+            labels: Labels in the order of the class indices.
+            folder: Where to save; created if missing.
+            options: Options, whose names are in `options()`.
+            on_epoch: Called after each epoch.
+
+        Returns:
+            A report, ready for JSON.
+
+        Raises:
+            TeacherError: The task is not supported, or there are too few samples.
+        """
+        raise NotImplementedError
+
+
 class BatchTeacher(ABC):
-    """A teacher that answers batch by batch.
+    """Base class of teachers that answer batch by batch.
 
     Args:
-        task: What it does.
-        labels: Labels that it answers with; empty for language.
-        batch: Samples at once.
+        task: Task that the teacher answers.
+        labels: Labels in the order of the class indices; empty where answers are text.
+        batch: Samples per batch.
     """
 
     def __init__(self, task: Task, labels: Sequence[str], batch: int = BATCH) -> None:
@@ -61,19 +141,19 @@ class BatchTeacher(ABC):
 
     @property
     def task(self) -> Task:
-        """What it does."""
+        """Task that the teacher answers."""
         return self._task
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Labels that it answers with, in the order of class indices; empty for language."""
+        """Labels in the order of the class indices; empty where answers are text."""
         return self._labels
 
     def answer(self, samples: Sequence[Sample], on_batch: OnBatch | None = None) -> list[Answer]:
         """Answer for samples, one answer per sample in order.
 
         Args:
-            samples: Images of any size, with prompts where the task has such.
+            samples: The samples, with images of any size, and prompts where the task has them.
             on_batch: Called after each batch.
         """
         answers: list[Answer] = []
@@ -85,7 +165,7 @@ class BatchTeacher(ABC):
 
     @abstractmethod
     def _answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
-        """Answer for at most `batch` samples."""
+        """Answer for at most `batch` samples, one answer per sample in order."""
 
 
 def map_classes(
@@ -94,20 +174,19 @@ def map_classes(
     labels: Sequence[str] | None,
     names: Mapping[str, str] | None = None,
 ) -> dict[int, str]:
-    """Find a domain's labels among a model's classes.
+    """Match a domain's labels to a model's classes, ignoring case and underscores.
 
     Args:
-        who: The model, for messages.
+        who: The model's name, for error messages.
         classes: Name of each class index.
-        labels: Labels that the domain asks for; the model's classes if None.
-        names: Label for a class name, where the two differ; several classes may mean one label.
+        labels: Labels of the domain; None for the model's own classes.
+        names: Label for a class name, where the two differ; several classes may have one label.
 
     Returns:
-        The label of each class index that means one; other classes are left out. Case and
-        underscores make no difference.
+        The label of each class index that has one; other classes are left out.
 
     Raises:
-        TeacherError: If a label is none of the classes, or `names` names a class that is not there.
+        TeacherError: No class matches a label, or `names` contains an unknown class.
     """
     names = dict(names or {})
     strange = [name for name in names if name not in classes.values()]
@@ -128,8 +207,8 @@ def map_classes(
     missing = [label for label in labels if label not in mapped.values()]
     if missing:
         raise TeacherError(
-            f"{who} knows no {', '.join(map(repr, missing))}, only {known}: name the class that "
-            "stands for it in teacher.options.names"
+            f"{who} has no class {', '.join(map(repr, missing))}, only {known}: map one of its "
+            "classes to it in teacher.options.names"
         )
     return mapped
 
@@ -139,12 +218,12 @@ def _plain(name: str) -> str:
 
 
 def choice_answer(task: Task, labels: Sequence[str], soft: Sequence[float]) -> Answer:
-    """The answer of a teacher that chooses one of the labels.
+    """The answer of a teacher that scores each label.
 
     Args:
-        task: Says which field holds the choice.
+        task: Task of the domain, which determines the field of the answer.
         labels: The labels.
-        soft: A probability for each.
+        soft: A score for each label; scaled to probabilities.
     """
     total = sum(soft)
     shares = tuple(share / total for share in soft) if total > 0 else ()
@@ -153,7 +232,7 @@ def choice_answer(task: Task, labels: Sequence[str], soft: Sequence[float]) -> A
 
 
 def with_choice(task: Task, choice: str, soft: tuple[float, ...] = ()) -> Answer:
-    """An answer whose `choice` it is, in the field that the task uses."""
+    """An answer with a chosen label in the field that the task uses."""
     if task == "counting":
         return Answer(count=int(choice), soft=soft)
     if task == "vqa":
@@ -162,10 +241,10 @@ def with_choice(task: Task, choice: str, soft: tuple[float, ...] = ()) -> Answer
 
 
 def check_answers(who: str, task: Task, answers: Sequence[Answer]) -> None:
-    """See to it that a teacher said anything at all.
+    """Check that a teacher answered at least one sample.
 
     Raises:
-        TeacherError: If no answer holds anything.
+        TeacherError: All answers are empty.
     """
     if not any(a.boxes or a.choice is not None or a.captions for a in answers):
         what = "finds nothing" if task in ("detection", "grounding") else "answers nothing"

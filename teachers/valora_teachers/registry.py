@@ -1,27 +1,34 @@
-"""Kinds of teachers by the name that the configuration gives them."""
+"""Kinds of teachers by name: loading one and training one."""
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from valora_data.registry import Registry
 from valora_data.schema import Task
-from valora_teachers.base import Teacher, TeacherError
+from valora_teachers.base import TeacherError, TeacherKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from valora_data.schema import Sample
+    from valora_teachers.base import OnEpoch, Teacher
 
-KINDS = ("yolo", "yolo_world", "small", "huggingface", "function")
-"""Ultralytics (detect, classify), open-vocabulary YOLO-World, a small classifier that is trained
-here, transformers, and any Python callable."""
-TRAINED = {"yolo": "teacher.pt", "small": "teacher"}
-"""Kinds that can be trained here, and the file or folder that training leaves."""
+KINDS: Registry[type[TeacherKind]] = Registry(
+    "valora.teachers",
+    "teacher kind",
+    {
+        "yolo": "valora_teachers.kinds.yolo:Yolo",
+        "yolo_world": "valora_teachers.kinds.yolo_world:YoloWorldKind",
+        "small": "valora_teachers.kinds.small:Small",
+        "huggingface": "valora_teachers.kinds.huggingface:HuggingFace",
+        "function": "valora_teachers.kinds.function:Function",
+    },
+    TeacherError,
+)
 NAMES = "names"
-"""Option of loading: label for each class name of the model, where the two differ."""
+"""Option of every kind: the label for each class name of the model, where the two differ."""
 
 
 def load_teacher(
@@ -35,62 +42,23 @@ def load_teacher(
     """Load a trained teacher.
 
     Args:
-        kind: One of `KINDS`.
-        weights: Its file or folder; for `huggingface` also a name on the hub; for `function`
-            ``package.module:function``.
-        labels: Labels that the domain asks for; empty where answers are language.
-        options: `names`, and what the kind's loading takes; settings of training are allowed beside
-            it.
-        task: The domain's task.
-        prompt: The domain's prompt, for vision-language models.
+        kind: A name of `KINDS`.
+        weights: The model's file or folder; for `huggingface` also a name on the hub; for
+            `function` ``package.module:function``.
+        labels: Labels of the domain; empty where answers are text.
+        options: `names`, and the kind's own options. Settings of training are accepted and ignored.
+        task: Task of the domain.
+        prompt: Prompt of the domain, for vision-language models.
 
     Raises:
-        TeacherError: If the kind or an option is unknown, or the model does not fit.
+        TeacherError: The kind or an option is unknown, or the model does not fit the task or the
+            labels.
     """
-    _check(kind)
-    options = dict(options or {})
-    names = options.pop(NAMES, None)
-    path = Path(weights)
-    if kind == "yolo":
-        _known(kind, options, _settings("yolo"))
-        return _load_yolo(path, task, labels, names)
-    if kind == "small":
-        from valora_teachers.small import SmallTeacher
-
-        _known(kind, options, _settings("small"))
-        return SmallTeacher.load(path, task, labels, names)
-    if kind == "yolo_world":
-        from valora_teachers.yolo_world import YoloWorld
-
-        _known(kind, options, ("text_encoder",))
-        return YoloWorld.load(path, task, labels, names, **options)
-    if kind == "function":
-        from valora_teachers.functions import FunctionTeacher
-
-        _known(kind, options, ("batch",))
-        return FunctionTeacher(str(weights), task, labels, names, **options)
-    from valora_teachers.huggingface import load_huggingface
-
-    taken = inspect.signature(load_huggingface).parameters
-    _known(kind, options, [name for name in taken if name not in ("source", "task", "labels")])
-    return load_huggingface(weights, task, labels, **({"names": names, "prompt": prompt} | options))
-
-
-def _load_yolo(
-    path: Path, task: Task, labels: Sequence[str], names: Mapping[str, str] | None
-) -> Teacher:
-    if task in (Task.CLASSIFICATION, Task.COUNTING):
-        from valora_teachers.yolo_classify import YoloClassifier
-
-        return YoloClassifier.load(path, task, labels, names)
-    if task is not Task.DETECTION:
-        raise TeacherError(
-            f"a YOLO gives no answers for task {task}: use it for detection, classification or "
-            "counting, or yolo_world for grounding"
-        )
-    from valora_teachers.yolo import YoloTeacher
-
-    return YoloTeacher.load(path, labels, names)
+    found = KINDS[kind]()
+    chosen = dict(options or {})
+    names = chosen.pop(NAMES, None)
+    _check_options(kind, found, chosen)
+    return found.load(weights, task, labels, names, chosen, prompt)
 
 
 def train_teacher(
@@ -99,69 +67,44 @@ def train_teacher(
     labels: Sequence[str],
     folder: Path,
     options: Mapping[str, Any] | None = None,
-    on_epoch: Callable[[int, int, float], None] | None = None,
+    on_epoch: OnEpoch | None = None,
     task: Task = Task.DETECTION,
 ) -> dict[str, Any]:
-    """Train a teacher and save it in `folder` under the name that `TRAINED` gives.
+    """Train a teacher and save it in a folder, under the name `TeacherKind.artefact`.
 
     Args:
-        kind: A key of `TRAINED`.
-        train: What it learns from.
-        labels: Label set in the order of class indices.
-        folder: Where to save; made if missing.
+        kind: A name of `KINDS` whose kind is `trainable`.
+        train: Labelled training samples.
+        labels: Labels in the order of the class indices.
+        folder: Where to save; created if missing.
         options: Settings of the kind's training.
-        on_epoch: Called after each epoch with its number from 1, their count, and the mean loss.
-        task: The domain's task.
+        on_epoch: Called after each epoch with its number from 1, the number of epochs, and the mean
+            loss.
+        task: Task of the domain.
 
     Returns:
-        The kind's report, ready for JSON.
+        A report of the training, ready for JSON.
 
     Raises:
-        TeacherError: If the kind or an option is unknown or cannot be trained for the task, or
-            there is too little to learn from.
+        TeacherError: The kind or an option is unknown, the kind cannot be trained for the task, or
+            there are too few samples.
     """
-    _check(kind)
-    if kind not in TRAINED:
+    found = KINDS[kind]()
+    if not found.trainable:
+        trainable = " or ".join(name for name, one in KINDS.items() if one.trainable)
         raise TeacherError(
             f"a teacher of kind {kind} is not trained here: name a trained one, or choose "
-            f"{' or '.join(TRAINED)}"
+            f"{trainable}"
         )
     chosen = {key: value for key, value in (options or {}).items() if key != NAMES}
-    _known(kind, chosen, _settings(kind))
-    if kind == "small":
-        from valora_teachers.small import SmallSettings, train_small
-
-        small = SmallSettings(**chosen)
-        return asdict(train_small(train, task, labels, folder, settings=small, on_epoch=on_epoch))
-    if task is not Task.DETECTION:
-        raise TeacherError(
-            f"a YOLO is trained here for detection only, not for {task}: choose teacher small"
-        )
-    from valora_teachers.yolo import YoloSettings, train_yolo
-
-    settings = YoloSettings(**chosen)
-    return asdict(train_yolo(train, labels, folder, settings=settings, on_epoch=on_epoch))
+    _check_options(kind, found, chosen)
+    return found.train(train, task, labels, folder, chosen, on_epoch)
 
 
-def _settings(kind: str) -> Sequence[str]:
-    """Names of a kind's settings of training."""
-    if kind == "small":
-        from valora_teachers.small import SmallSettings
-
-        return SmallSettings.__slots__
-    from valora_teachers.yolo import YoloSettings
-
-    return YoloSettings.__slots__
-
-
-def _known(kind: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
+def _check_options(name: str, kind: TeacherKind, options: Mapping[str, Any]) -> None:
+    known = kind.options()
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise TeacherError(
-            f"unknown option {', '.join(unknown)} of teacher {kind}: expected {', '.join(known)}"
+            f"unknown option {', '.join(unknown)} of teacher {name}: expected {', '.join(known)}"
         )
-
-
-def _check(kind: str) -> None:
-    if kind not in KINDS:
-        raise TeacherError(f"unknown kind of teacher {kind!r}: expected {', '.join(KINDS)}")

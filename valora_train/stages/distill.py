@@ -30,14 +30,13 @@ if TYPE_CHECKING:
 
 LABELS = "labels"  # the labels stand in for a teacher
 TRAIN = "train"  # a teacher is trained first
-IN_PLACE = ("huggingface", "function")  # kinds that are used where they are
 TAUGHT = "taught"
 REPORT = "report.json"
 
 
 def teach_stage(domain: DomainSettings, teacher: TeacherSettings, data: Path) -> Stage | None:
     """The stage that trains a domain's teacher, or takes over a trained one; None without one."""
-    if domain.teacher == LABELS or (domain.teacher != TRAIN and teacher.kind in IN_PLACE):
+    if domain.teacher == LABELS or (domain.teacher != TRAIN and _artefact(teacher) is None):
         return None
     settings: dict[str, Any] = {
         "labels": domain.labels, "kind": teacher.kind, "task": str(domain.task),
@@ -60,7 +59,7 @@ def build_teacher(
     """Fill the stage's folder with the teacher's file or folder."""
     if domain.teacher != TRAIN:
         load_teacher(domain.teacher, domain, teacher)  # is it one, and of these labels?
-        place = folder / _file(teacher)
+        place = folder / str(_artefact(teacher))
         if Path(domain.teacher).is_dir():
             shutil.copytree(domain.teacher, place)
         else:
@@ -81,10 +80,11 @@ def build_teacher(
     write_json(folder / REPORT, report)
 
 
-def _file(teacher: TeacherSettings) -> str:
-    from valora_teachers.registry import TRAINED
+def _artefact(teacher: TeacherSettings) -> str | None:
+    """Name of the trained model's file or folder; None for models that are used where they are."""
+    from valora_teachers.registry import KINDS
 
-    return TRAINED.get(teacher.kind, "teacher.pt")
+    return KINDS[teacher.kind].artefact
 
 
 def load_teacher(weights: str | Path, domain: DomainSettings, teacher: TeacherSettings) -> Teacher:
@@ -101,7 +101,7 @@ def distill_stage(
     """The stage that runs a domain's teacher over the unlabelled split."""
     inputs = {"data": digest(data)} | ({"teacher": digest(taught)} if taught else {})
     settings = as_dict(teacher) | {"labels": domain.labels, "teacher": domain.teacher}
-    if teacher.kind in IN_PLACE and domain.teacher not in (LABELS, TRAIN):
+    if taught is None and domain.teacher != LABELS:  # the model is used where it is
         if Path(domain.teacher).exists():
             inputs["weights"] = digest(Path(domain.teacher))
     else:
@@ -127,7 +127,7 @@ def build_distilled(
         return
     from valora_teachers.base import check_answers
 
-    weights = domain.teacher if taught is None else taught / _file(teacher)
+    weights = domain.teacher if taught is None else taught / str(_artefact(teacher))
     model = load_teacher(weights, domain, teacher)
     assert domain.task is not None, "`Settings.chosen` fills it in"
     found: Found = {}

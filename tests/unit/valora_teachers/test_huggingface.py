@@ -94,7 +94,9 @@ def test_classes_that_mean_one_label_add_up(vit: Path) -> None:
 
 
 def test_labels_that_do_not_map(vit: Path) -> None:
-    with pytest.raises(TeacherError, match=r"knows no 'bird', only cat, house dog, eel, fox: name"):
+    with pytest.raises(
+        TeacherError, match=r"has no class 'bird', only cat, house dog, eel, fox: map"
+    ):
         load_huggingface(vit, Task.CLASSIFICATION, ["cat", "bird"])
     with pytest.raises(TeacherError, match=r"has no class 'crow', only .*teacher\.options\.names"):
         load_huggingface(vit, Task.CLASSIFICATION, ["cat", "bird"], names={"crow": "bird"})

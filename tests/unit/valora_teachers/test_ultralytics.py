@@ -76,7 +76,7 @@ def test_classification_agrees_with_ultralytics(classifier: Path) -> None:
 
 
 def test_each_model_for_its_own_task(classifier: Path, world: Path, clip: Path) -> None:
-    with pytest.raises(TeacherError, match=r"cls\.pt knows no 'fox', only cat, dog, eel"):
+    with pytest.raises(TeacherError, match=r"cls\.pt has no class 'fox', only cat, dog, eel"):
         YoloClassifier.load(classifier, Task.CLASSIFICATION, ["fox"])
     with pytest.raises(TeacherError, match="is a model for 'classify', which gives no boxes"):
         YoloTeacher.load(classifier)

@@ -206,7 +206,7 @@ def test_loading_refuses(trained: Path, tmp_path: Path) -> None:
     pickled.write_bytes(pickle.dumps([1, 2, 3]))
     with pytest.raises(TeacherError, match=r"pickled\.pt is no YOLO"):
         YoloTeacher.load(pickled)
-    with pytest.raises(TeacherError, match=r"knows no 'person', only ball, box: name the class"):
+    with pytest.raises(TeacherError, match=r"has no class 'person', only ball, box: map one"):
         YoloTeacher.load(trained, ["person"])
 
 
@@ -288,7 +288,7 @@ def test_registry(trained: Path, tmp_path: Path) -> None:
     report = train_teacher("yolo", SCENES[:8], LABELS, tmp_path, options)
     assert set(report) == {"loss", "epochs", "images", "seconds"}
     assert load_teacher("yolo", tmp_path / "teacher.pt", LABELS).labels == LABELS
-    with pytest.raises(TeacherError, match="unknown kind of teacher 'oracle': expected yolo"):
+    with pytest.raises(TeacherError, match="unknown teacher kind 'oracle': choose one of"):
         load_teacher("oracle", trained, LABELS)
     with pytest.raises(TeacherError, match="unknown option lr0 of teacher yolo: expected size"):
         train_teacher("yolo", SCENES[:8], LABELS, tmp_path, {"lr0": 1})

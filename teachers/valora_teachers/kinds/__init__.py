@@ -1,0 +1,1 @@
+"""The kinds of teachers, one file each; they import their libraries when they are used."""

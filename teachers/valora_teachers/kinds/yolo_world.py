@@ -1,0 +1,38 @@
+"""Ultralytics' YOLO-World: an open-vocabulary detector that is prompted with phrases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from valora_teachers.base import TeacherKind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from valora_data.schema import Task
+    from valora_teachers.base import Teacher
+
+
+class YoloWorldKind(TeacherKind):
+    """Detects a domain's labels, or the phrase of each sample."""
+
+    artefact: ClassVar[str | None] = "teacher.pt"
+
+    def options(self) -> Sequence[str]:
+        """The text encoder: a folder or a name on the hub."""
+        return ("text_encoder",)
+
+    def load(
+        self,
+        weights: Path | str,
+        task: Task,
+        labels: Sequence[str],
+        names: Mapping[str, str] | None,
+        options: Mapping[str, Any],
+        prompt: str,
+    ) -> Teacher:
+        """Load a `.pt` of YOLO-World."""
+        from valora_teachers.yolo_world import YoloWorld
+
+        return YoloWorld.load(Path(weights), task, labels, names, **options)

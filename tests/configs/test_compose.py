@@ -40,7 +40,8 @@ def choices():
             yield pytest.param(more, id=f"{group}/{name}")
         elif group != "domain":
             own = ["+domain@domains.cat=coco", *OWN] if name == "own" else []
-            yield pytest.param([f"{group}={name}", *own], id=f"{group}/{name}")
+            kind = ["teacher.kind=small"] if (group, name) == ("teacher", "own") else []
+            yield pytest.param([f"{group}={name}", *own, *kind], id=f"{group}/{name}")
         elif name in ("coco", "yolo"):
             yield pytest.param([f"+domain@domains.cat={name}", *OWN], id=f"{group}/{name}")
         elif not name.startswith("_"):

@@ -217,7 +217,7 @@ def finish(
         if not engine.busy:
             return found
         collect(engine.step(), found)
-    left = [*engine._waiting, *engine._running]
+    left = [one.id for one in engine.requests.all()]
     raise AssertionError(f"after {steps} steps still unanswered: {left}; {engine.stats()}")
 
 
@@ -247,11 +247,12 @@ def assert_empty(engine: Engine) -> None:
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.pages_kv) == (0, 0, 0)
     assert len(engine.blocks) == 0
-    assert len(engine._places) == engine.settings.max_requests
-    assert not engine._wanted
+    assert len(engine.requests.places) == engine.settings.max_requests
+    assert not engine.requests.wanted
     assert stats.pages_free + stats.pages_adapters == stats.pages_total
     users = {key: entry.users for key, entry in engine.adapters._entries.items() if entry.users}
-    assert users == ({} if engine._merged is None else {engine._merged: 1})
+    merged = engine.merge_state.adapter
+    assert users == ({} if merged is None else {merged: 1})
 
 
 def relative(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> float:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Target:
+class ResolvedModel:
     """What a request runs on; it stays valid for the request if the name is unloaded meanwhile.
 
     Attributes:
@@ -54,7 +54,7 @@ class Staged:
     """
 
     bundle: str | None
-    targets: tuple[Target, ...]
+    targets: tuple[ResolvedModel, ...]
     adapters: Mapping[str, Adapter]
     folder: Path
 
@@ -85,11 +85,11 @@ class Store:
         self._targets, self._width, self._device = targets, width, device
         self._base_hash: str | None = None
         listed = ServedModel(name=base, kind="base", root=base, loaded_at=time.time())
-        self._base = Target(listed)
-        self._named: dict[str, Target] = {}
+        self._base = ResolvedModel(listed)
+        self._named: dict[str, ResolvedModel] = {}
         self._bundles: dict[str, _Bundle] = {}
 
-    def resolve(self, name: str | None) -> Target:
+    def resolve(self, name: str | None) -> ResolvedModel:
         """What a name stands for; the base model for its own id, and for None.
 
         Raises:
@@ -138,7 +138,7 @@ class Store:
             rank=adapter.rank,
             loaded_at=time.time(),
         )
-        target = Target(model, _light(adapter))
+        target = ResolvedModel(model, _light(adapter))
         return Staged(None, (target,), {adapter.content: adapter}, folder)
 
     def stage_bundle(self, folder: Path) -> Staged:
@@ -164,7 +164,7 @@ class Store:
         label = f"{bundle.name}@{bundle.version}"
         loaded_at = time.time()
         adapters: dict[str, Adapter] = {}
-        listed: dict[str, Target] = {}
+        listed: dict[str, ResolvedModel] = {}
         for short, facts in bundle.adapters.items():
             self._check_name(name := f"{bundle.name}/{short}")
             place = facts["path"]
@@ -182,14 +182,16 @@ class Store:
                 rank=adapter.rank,
                 loaded_at=loaded_at,
             )
-            listed[short] = Target(model, _light(adapter))
+            listed[short] = ResolvedModel(model, _light(adapter))
         domains = [
             self._domain(bundle, name, facts, listed[facts["adapter"]])
             for name, facts in bundle.domains.items()
         ]
         return Staged(bundle.name, (*listed.values(), *domains), adapters, bundle.folder)
 
-    def _domain(self, bundle: Bundle, name: str, facts: dict[str, Any], by: Target) -> Target:
+    def _domain(
+        self, bundle: Bundle, name: str, facts: dict[str, Any], by: ResolvedModel
+    ) -> ResolvedModel:
         self._check_name(name)
         labels = tuple(str(label) for label in facts.get("labels") or ())
         head = None
@@ -220,7 +222,7 @@ class Store:
             rank=by.model.rank,
             loaded_at=by.model.loaded_at,
         )
-        return Target(model, by.adapter, head)
+        return ResolvedModel(model, by.adapter, head)
 
     def _check_name(self, name: str) -> None:
         if not name or name != name.strip() or not name.isprintable():

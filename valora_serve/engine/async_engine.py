@@ -12,6 +12,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from valora_serve.engine.profile import ensure_costs
 from valora_serve.errors import CancelledRequestError, RequestError, ServeError, StoppedError
 from valora_serve.types import EngineStats, Finish, Output, Times
 
@@ -185,8 +186,13 @@ class AsyncEngine:
             self._queues.pop(request_id, None)
 
     async def warm_up(self) -> None:
-        """Capture decode steps and measure the machine; see `Engine.warm_up`."""
-        await asyncio.wrap_future(self._call(self._engine.warm_up))
+        """Capture CUDA graphs, and measure the costs of this machine if they are not known."""
+
+        def start() -> None:
+            self._engine.warm_up()
+            ensure_costs(self._engine)
+
+        await asyncio.wrap_future(self._call(start))
 
     def _check_open(self) -> None:
         if self._failed is not None or self._draining:
@@ -217,28 +223,20 @@ class AsyncEngine:
         return [model for model in self.models() if model.name in names]
 
     async def _load(self, folder: Path, name: str | None) -> list[str]:
-        engine = self._engine
+        named = self._engine.named
         loop = asyncio.get_running_loop()
-
-        def read() -> Any:
-            store = engine.store
-            staged = (
-                store.stage_bundle(folder) if name is None else store.stage_adapter(name, folder)
-            )
-            return staged, engine.pack(staged)
-
-        staged, packed = await loop.run_in_executor(self._loading, read)
-        return await asyncio.wrap_future(self._call(lambda: engine.register(staged, packed)))
+        read = await loop.run_in_executor(self._loading, named.read, folder, name)
+        return await asyncio.wrap_future(self._call(lambda: named.register(*read)))
 
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter; see `types.EngineClient`."""
-        engine = self._engine
-        await asyncio.wrap_future(self._call(lambda: engine.unregister(name, bundle=False)))
+        named = self._engine.named
+        await asyncio.wrap_future(self._call(lambda: named.unregister(name, bundle=False)))
 
     async def unload_bundle(self, name: str) -> None:
-        """Forget a bundle, its domains and adapters."""
-        engine = self._engine
-        await asyncio.wrap_future(self._call(lambda: engine.unregister(name, bundle=True)))
+        """Forget a bundle with its domains and adapters; see `types.EngineClient`."""
+        named = self._engine.named
+        await asyncio.wrap_future(self._call(lambda: named.unregister(name, bundle=True)))
 
     # ------------------------------------------------------------------ facts
 

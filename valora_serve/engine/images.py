@@ -10,9 +10,9 @@ from valora_kernels.metadata import NONE
 from valora_serve.errors import ImageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as Many
+    from collections.abc import Sequence
 
-    from valora_serve.engine.sequence import Sequence
+    from valora_serve.engine.sequence import SequenceState
     from valora_serve.memory.adapter_memory import AdapterMemory
     from valora_serve.model.lmm import Visual, VisualFeatures
     from valora_serve.model.runner import ModelRunner
@@ -45,7 +45,9 @@ class Images:
         """Images kept."""
         return len(self._kept)
 
-    def encode(self, shares: Many[tuple[Sequence, int]]) -> list[tuple[Sequence, ImageError]]:
+    def encode(
+        self, shares: Sequence[tuple[SequenceState, int]]
+    ) -> list[tuple[SequenceState, ImageError]]:
         """Fill in `features` of the images that these shares of a step reach.
 
         Args:
@@ -54,7 +56,7 @@ class Images:
         Returns:
             Requests with an image that cannot be encoded, once each, and why.
         """
-        groups: dict[tuple[object, ...], list[tuple[Sequence, int]]] = {}
+        groups: dict[tuple[object, ...], list[tuple[SequenceState, int]]] = {}
         for sequence, count in shares:
             end = sequence.computed + count
             for number, visual in enumerate(sequence.prompt.visuals):
@@ -65,12 +67,12 @@ class Images:
                 ragged = len(visual.tensors) > 1  # patches of images of any sizes are concatenated
                 shape = None if ragged else pixels.shape[1:]
                 groups.setdefault((visual.kind, shape), []).append((sequence, number))
-        broken: dict[str, tuple[Sequence, ImageError]] = {}
+        broken: dict[str, tuple[SequenceState, ImageError]] = {}
         for members in groups.values():
             self._encode_group(members, broken)
         return list(broken.values())
 
-    def _found(self, sequence: Sequence, number: int) -> bool:
+    def _found(self, sequence: SequenceState, number: int) -> bool:
         key = _key(sequence, number)
         self.queries += 1
         features = self._kept.get(key)
@@ -83,8 +85,8 @@ class Images:
 
     def _encode_group(
         self,
-        members: Many[tuple[Sequence, int]],
-        broken: dict[str, tuple[Sequence, ImageError]],
+        members: Sequence[tuple[SequenceState, int]],
+        broken: dict[str, tuple[SequenceState, ImageError]],
     ) -> None:
         """Encode together; if that fails one by one, so that it hits only whose image it is."""
         try:
@@ -99,8 +101,8 @@ class Images:
                     wrong = ImageError(f"an image cannot be encoded: {error}")
                     broken.setdefault(sequence.id, (sequence, wrong))
 
-    def _take(self, members: Many[tuple[Sequence, int]]) -> None:
-        distinct: dict[bytes, tuple[Sequence, int]] = {}
+    def _take(self, members: Sequence[tuple[SequenceState, int]]) -> None:
+        distinct: dict[bytes, tuple[SequenceState, int]] = {}
         for sequence, number in members:
             distinct.setdefault(_key(sequence, number), (sequence, number))
         slots = [
@@ -129,5 +131,5 @@ class Images:
             self.held_bytes -= old.bytes
 
 
-def _key(sequence: Sequence, number: int) -> bytes:
+def _key(sequence: SequenceState, number: int) -> bytes:
     return sequence.prompt.visuals[number].key + sequence.vision

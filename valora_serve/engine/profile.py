@@ -1,4 +1,7 @@
-"""What steps, switches and loads cost on this machine: measured once, then kept (VaLoRA §4.4)."""
+"""Measures what steps, switches and loads cost on this machine (VaLoRA §4.4).
+
+Who starts an engine calls `ensure_costs` once; the result is kept for later starts.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from valora_kernels.metadata import NONE
+from valora_serve.engine.sizing import cost_folder, machine_name
 from valora_serve.memory.adapter_memory import State
 from valora_serve.memory.block_manager import Owner
 from valora_serve.model.runner import Work
@@ -26,27 +30,53 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DECODE_ROWS = (1, 8, 32, 64, 128, 256, 512)
+"""Numbers of decoding requests in a measured step."""
+
 CONTEXTS = (32, 512)
+"""Tokens that each of them has in the KV cache."""
+
 PREFILL_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+"""Prompt tokens in a measured step."""
+
 FEW_ROWS, FEW_CONTEXTS, FEW_TOKENS = (1, 8, 32), (32,), (64, 256)
-"""What is measured on a CPU, where a start shall not wait for more."""
+"""The same for a CPU, where a start should not wait for more."""
 
 ADAPTERS = 16
+"""Most adapters to load for the measurement."""
+
 LOAD_WAIT = 5.0
+"""Most seconds to wait for an adapter."""
+
+MERGED_ADAPTERS = 3
+"""Most adapters whose merging is measured."""
+
 REPEATS = 5
+"""How often each of them is merged."""
+
 SECONDS = 60.0
-"""Most time to spend; what was measured until then is fitted."""
+"""Most seconds to spend on steps; the cost model is fitted to what was measured until then."""
+
+
+def ensure_costs(engine: Engine) -> None:
+    """Measure the costs of this machine and save them, unless they are known already.
+
+    Nothing is measured if the settings say so, or while the engine has requests.
+    """
+    if engine.settings.profile and not engine.cost.measured and not engine.busy:
+        costs = measure(engine)
+        costs.save(cost_folder(engine.settings))
+        engine.use(costs)
 
 
 def measure(engine: Engine, seconds: float = SECONDS) -> CostModel:
-    """Measure an engine that has no requests, and fit its cost model.
+    """Measure steps, switches and loads of an engine without requests, and fit a cost model.
 
-    Steps of up to 16 of the adapters that it knows are timed in all modes, besides those without
-    any; what cannot be measured here (no adapters, no images) keeps the estimate.
+    Steps are measured without adapters and, in all modes, with up to 16 of the adapters that the
+    engine knows. What cannot be measured (e.g. images) keeps its estimate.
 
     Args:
-        engine: The engine; afterwards its weights are pristine.
-        seconds: Most time to spend on steps.
+        engine: The engine; its weights are pristine afterwards.
+        seconds: Most seconds to spend on steps.
 
     Raises:
         RuntimeError: The engine has requests.
@@ -54,28 +84,30 @@ def measure(engine: Engine, seconds: float = SECONDS) -> CostModel:
     if engine.busy:
         raise RuntimeError("profile: expected an engine without requests")
     start = time.monotonic()
+    switches = engine.merge_state.switches
     loads = _load(engine)
     points, captured, uncaptured = [], engine.runner.captured_prompts, 0.0
     if captured and captured[-1] < engine.settings.max_tokens:
         for _, works, merged in _uncaptured(engine, captured[-1]):
             _merge(engine, merged)
-            uncaptured = _time(engine, works, merged)
+            uncaptured = _time(engine, works)
     for shape, works, merged in _steps(engine):
         if time.monotonic() - start > seconds:
             break
         _merge(engine, merged)
-        points.append((shape, _time(engine, works, merged)))
+        points.append((shape, _time(engine, works)))
     merges, unmerges = [], []
-    for key in sorted(engine.adapters.resident)[:3]:
+    for key in sorted(engine.adapters.resident)[:MERGED_ADAPTERS]:
         rank = int(engine.adapters.ranks[engine.adapters.slot(key)])
         for _ in range(REPEATS):
             merges.append((rank, _switch_time(engine, key)))
             unmerges.append(_switch_time(engine, None))
     _merge(engine, None)
+    engine.merge_state.switches = switches  # no request needed those of the measurement
     mergeable = bool(engine.lmm.linears.merged)
     found = engine.cost.fit(
         points,
-        machine=engine.machine,
+        machine=machine_name(engine.device),
         model=engine.lmm.base,
         merges=merges if mergeable else (),
         unmerges=unmerges if mergeable else (),
@@ -88,24 +120,25 @@ def measure(engine: Engine, seconds: float = SECONDS) -> CostModel:
 
 
 def _load(engine: Engine) -> list[tuple[int, float]]:
-    """Bring adapters in; returns rank and seconds of those that were not there."""
+    """Load adapters; return rank and seconds of each that was not on the device."""
     times = []
-    for key in engine.known_adapters()[:ADAPTERS]:
-        if engine.adapters.state(key) is State.RESIDENT:
+    adapters = engine.adapters
+    for key in engine.named.known()[:ADAPTERS]:
+        if adapters.state(key) is State.RESIDENT:
             continue
         start = time.perf_counter()
-        if not engine.adapters.load(key):
+        if not adapters.load(key):
             break
-        while not engine.adapters.ready(key) and time.perf_counter() - start < LOAD_WAIT:
+        while not adapters.ready(key) and time.perf_counter() - start < LOAD_WAIT:
             time.sleep(1e-4)
         seconds = time.perf_counter() - start
-        if key in engine.adapters.resident:
-            times.append((int(engine.adapters.ranks[engine.adapters.slot(key)]), seconds))
+        if key in adapters.resident:
+            times.append((int(adapters.ranks[adapters.slot(key)]), seconds))
     return times
 
 
 def _steps(engine: Engine) -> Iterator[tuple[StepShape, list[Work], str | None]]:
-    """Steps worth timing: their shape, their rows, and the adapter in the weights."""
+    """Yield the steps to measure: shape, works, and key of the adapter merged into the weights."""
     resident = sorted(engine.adapters.resident)
     mixes: list[tuple[Mode, str | None, int]] = [(Mode.UNMERGED, None, 0)]
     if resident:
@@ -121,7 +154,7 @@ def _steps(engine: Engine) -> Iterator[tuple[StepShape, list[Work], str | None]]
         for tokens in PREFILL_TOKENS if cuda else FEW_TOKENS:
             if tokens <= min(settings.max_tokens, settings.chunk, engine.context_length - 1):
                 yield from _shape(engine, mode, merged, distinct, [(0, tokens)])
-                if tokens > 64:  # prompts come beside decoding rows
+                if tokens > 64:  # prompts are computed beside decoding requests
                     few = min(8, settings.max_requests - 1)
                     mixed = [(0, tokens - few), *[(256, 1)] * few]
                     yield from _shape(engine, mode, merged, distinct, mixed)
@@ -130,7 +163,7 @@ def _steps(engine: Engine) -> Iterator[tuple[StepShape, list[Work], str | None]]
 def _uncaptured(
     engine: Engine, captured: int
 ) -> Iterator[tuple[StepShape, list[Work], str | None]]:
-    """The smallest step that no graph holds: a few prompts beside many decoding rows."""
+    """Yield the smallest step that no graph holds: a few prompts beside many decoding requests."""
     few = min(4, engine.settings.max_requests)
     rows = [(CONTEXTS[0], 1)] * min(64, engine.settings.max_requests - few)
     prompts = [(0, -(-(captured + 1 - len(rows)) // few))] * few
@@ -146,8 +179,17 @@ def _shape(
     distinct: int,
     rows: list[tuple[int, int]],
 ) -> Iterator[tuple[StepShape, list[Work], str | None]]:
-    """One step of the given (context, tokens), its requests spread over adapters."""
-    resident = sorted(engine.adapters.resident)[:distinct]
+    """Yield one step, unless there are too few pages for it.
+
+    Args:
+        engine: The engine.
+        mode: Mode of the step.
+        merged: Key of the merged adapter.
+        distinct: Number of resident adapters that the requests take turns to use.
+        rows: For each request its tokens in the KV cache and those to compute.
+    """
+    adapters = engine.adapters
+    resident = sorted(adapters.resident)[:distinct]
     size = engine.settings.block_size
     needed = sum(-(-(context + tokens) // size) for context, tokens in rows)
     if needed > engine.pool.free:
@@ -161,8 +203,8 @@ def _shape(
         rest = iter(pages)
         for number, (context, tokens) in enumerate(rows):
             key = resident[number % distinct] if distinct else None
-            slot = NONE if key is None else engine.adapters.slot(key)
-            rank = 0 if key is None else int(engine.adapters.ranks[slot])
+            slot = NONE if key is None else adapters.slot(key)
+            rank = 0 if key is None else int(adapters.ranks[slot])
             table = [next(rest) for _ in range(-(-(context + tokens) // size))]
             decoding = tokens == 1
             ids = None if decoding else [3 + token % 1000 for token in range(tokens)]
@@ -171,16 +213,20 @@ def _shape(
                 str(number), key, rank, 0.0, 0 if decoding else tokens, kv_tokens=context
             )
             batch.append((view, tokens))
-        ranks = {key: int(engine.adapters.ranks[engine.adapters.slot(key)]) for key in resident}
+        ranks = {key: int(adapters.ranks[adapters.slot(key)]) for key in resident}
         yield step_shape(mode, merged, batch, ranks), works, merged
     finally:
         for page in pages:
             engine.pool.give(page)
 
 
-def _time(engine: Engine, works: list[Work], merged: str | None) -> float:
-    """Median seconds of a step: on a GPU among others, each planned while the last is computed."""
-    slot = NONE if merged is None else engine.adapters.slot(merged)
+def _time(engine: Engine, works: list[Work]) -> float:
+    """Return the median seconds of a step.
+
+    On a GPU steps are launched one behind the other, so that planning hides behind computing as it
+    does when the engine serves.
+    """
+    slot = engine.merge_state.slot
     repeats, together = (3, 3) if engine.device.type == "cuda" else (2, 1)
     engine.runner.step(works, slot).read()
     times = []
@@ -194,10 +240,12 @@ def _time(engine: Engine, works: list[Work], merged: str | None) -> float:
 
 
 def _merge(engine: Engine, key: str | None) -> None:
-    engine.switch(Mode.UNMERGED if key is None else Mode.MIXTURE, key)
+    """Merge an adapter into the weights; None for pristine weights."""
+    engine.merge_state.switch(Mode.UNMERGED if key is None else Mode.MIXTURE, key)
 
 
 def _switch_time(engine: Engine, key: str | None) -> float:
+    """Return the seconds that it takes to merge an adapter, or to restore pristine weights."""
     cuda = engine.device.type == "cuda"
     if cuda:
         torch.cuda.synchronize(engine.device)

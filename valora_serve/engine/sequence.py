@@ -1,4 +1,4 @@
-"""A request on its way through the engine."""
+"""The state of one request in the engine."""
 
 from __future__ import annotations
 
@@ -14,43 +14,60 @@ if TYPE_CHECKING:
     from torch import Generator, Tensor
 
     from valora_data.contract.heads import Head
+    from valora_serve.catalogue.store import ResolvedModel
     from valora_serve.memory.block_manager import Span
     from valora_serve.model.detokenizer import Detokenizer
     from valora_serve.model.lmm import Prompt, VisualFeatures
     from valora_serve.types import Finish, Request
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """What the engine knows of a request.
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request whose slow preparation is done.
 
     Attributes:
-        request: What was asked.
-        prompt: Ready tokens and pixels.
-        adapter: Name of the adapter that acts, None for the base model.
-        head: The head that answers, None to generate.
-        view: What the policies see of it.
-        ids: Prompt and generated tokens, as far as the host knows them.
-        prompt_tokens: How many of them are the prompt.
-        salt: Of the prefix cache.
-        spans: Images in the prompt, for the prefix cache.
-        vision: Content hash of what of the adapter changes how images are encoded.
+        request: The request.
+        target: What its name stood for when it was prepared.
+        prompt: Its token ids and images, ready for the model.
+    """
+
+    request: Request
+    target: ResolvedModel
+    prompt: Prompt
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """Everything that the engine knows of an unfinished request.
+
+    Attributes:
+        request: The request as it came.
+        prompt: Its token ids and images, ready for the model.
+        adapter: Key of the adapter that it runs on, None for the base model.
+        head: Head that answers, None to generate text.
+        view: What policies see of it; kept up to date.
+        ids: Token ids of prompt and answer, as far as the host knows them.
+        prompt_tokens: Number of prompt tokens in `ids`.
+        salt: Start of its keys in the prefix cache: the adapter's content hash.
+        spans: Images in the prompt, for its keys in the prefix cache.
+        vision: Content hash of the adapter's weights that change how images are encoded; empty if
+            there are none.
         text: Turns tokens into text.
-        generator: Randomness of its own.
-        max_new: Tokens to generate at most.
-        arrival: When it came, monotonic seconds.
-        place: Among the running requests, None while it waits.
-        computed: Tokens whose keys and values are in the cache, those of the running step
+        generator: Random numbers of its own, None for greedy decoding.
+        max_new: Most tokens to generate.
+        arrival: Time of arrival, in seconds of `time.monotonic`.
+        place: Its place in the batch, None while it waits.
+        computed: Tokens whose keys and values are in the cache, those of the step under way
             included.
-        pending: Tokens that the device has chosen and the host has not seen yet.
+        pending: Tokens that the device has chosen and the host has not read yet.
         chosen: Whether its last token lies at its place on the device.
-        cached: Prompt tokens that the prefix cache had.
-        features: Encoded images by number, kept while the prompt is computed.
-        hidden: What its head reads, as it comes.
-        started: When it was first computed.
-        first_token: When its first token was there.
-        finish: Why it ended.
-        preemptions: How often it lost its memory.
+        cached: Prompt tokens that came from the prefix cache when it was first admitted.
+        features: Encoded images by their number in the prompt, kept until the prompt is computed.
+        hidden: Hidden states that its head reads, [rows, width] a step.
+        started: Time of its first step, in seconds of `time.monotonic`.
+        first_token: Time of its first token, or of its head's result.
+        finish: Why it ended, None while it runs.
+        preemptions: How often it was preempted.
     """
 
     request: Request
@@ -81,17 +98,17 @@ class Sequence:
 
     @property
     def id(self) -> str:
-        """Of the request."""
+        """The request's id."""
         return self.request.id
 
     @property
     def length(self) -> int:
-        """Tokens, those included that only the device knows."""
+        """Tokens of prompt and answer, those included that only the device knows."""
         return len(self.ids) + self.pending
 
     @property
     def generated(self) -> int:
-        """Tokens generated, those included that only the device knows."""
+        """Tokens of the answer, those included that only the device knows."""
         return self.length - self.prompt_tokens
 
     @property
@@ -100,7 +117,7 @@ class Sequence:
         return self.length - self.computed
 
     def positions(self, start: int, end: int) -> NDArray[np.int64]:
-        """[3, rows] positions of tokens `start` to `end`, also of generated ones."""
+        """Return the [3, rows] positions of tokens `start` to `end`, generated ones included."""
         assert self.prompt.positions is not None
         known = self.prompt.positions[:, start:end]
         first = start + known.shape[1]
@@ -110,7 +127,11 @@ class Sequence:
     def visuals(
         self, start: int, end: int
     ) -> list[tuple[NDArray[np.int64], VisualFeatures, NDArray[np.int64]]]:
-        """Visual rows among tokens `start` to `end`: where, of what, and which of its rows."""
+        """Return the visual rows among tokens `start` to `end`.
+
+        Returns:
+            For each image: rows counted from `start`, its features, and the features' rows.
+        """
         found = []
         for number, visual in enumerate(self.prompt.visuals):
             which = np.flatnonzero((visual.at >= start) & (visual.at < end))
@@ -119,7 +140,7 @@ class Sequence:
         return found
 
     def kept(self, start: int, end: int) -> NDArray[np.int64]:
-        """Rows among tokens `start` to `end` that the head reads."""
+        """Return which tokens of `start` to `end` the head reads, counted from `start`."""
         assert self.head is not None
         if not self.head.reads_visual:
             last = self.prompt_tokens - 1

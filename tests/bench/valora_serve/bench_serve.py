@@ -24,6 +24,7 @@ import torch
 
 from tests.bench.valora_serve.serve_models import PROCESSOR, add_adapters, add_head, llava_7b
 from valora_serve.engine.engine import Engine
+from valora_serve.engine.profile import ensure_costs
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.model.lmm import Lmm
 from valora_serve.orchestrator.registry import make_policy
@@ -84,6 +85,7 @@ class Bench:
         names = add_adapters(self.engine, adapters, ranks) if adapters else []
         start = time.monotonic()
         self.engine.warm_up()
+        ensure_costs(self.engine)
         print(f"[{adapters} adapters: warm after {time.monotonic() - start:.1f} s, "
               f"{self.engine.memory.pages} pages]", flush=True)  # fmt: skip
         settings = self.engine.settings.policy_settings
@@ -95,7 +97,7 @@ class Bench:
         """Let the engine go, and put the model back as it was."""
         if self.engine is None:
             return
-        self.engine.switch(self.engine._mode, None)
+        self.engine.merge_state.switch(self.engine.merge_state.mode, None)
         self.engine.close()
         self.lmm.linears.release()
         self.engine = None
@@ -417,10 +419,10 @@ def switch(bench):
         for _ in range(20):
             for _ in range(2):
                 engine.step()  # the policy may switch by itself in these
-            engine.switch(engine._mode, source)
+            engine.merge_state.switch(engine.merge_state.mode, source)
             bench.synchronize()
             start = time.perf_counter()
-            engine.switch(engine._mode, target)
+            engine.merge_state.switch(engine.merge_state.mode, target)
             bench.synchronize()
             times.append(1e3 * (time.perf_counter() - start))
         rows.append([label, statistics.median(times), max(times)])

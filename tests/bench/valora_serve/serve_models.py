@@ -10,7 +10,7 @@ import torch
 
 from valora_data.contract.heads import LabelHead, Pooling
 from valora_serve.catalogue.adapters import Adapter, LoraPair, Part
-from valora_serve.catalogue.store import Staged, Target
+from valora_serve.catalogue.store import ResolvedModel, Staged
 from valora_serve.types import ServedModel
 
 
@@ -107,8 +107,8 @@ def add_adapters(engine, count, ranks, distinct=16, seed=0):
         packed, pairs = made[which]
         light = Adapter(Path(name), {}, rank, 1.0, frozenset([Part.LANGUAGE]), content, "")
         model = ServedModel(name, "adapter", name, engine.lmm.base, name, rank=rank)
-        staged = Staged(None, (Target(model, light),), {content: light}, Path(name))
-        engine.register(staged, {content: packed})
+        staged = Staged(None, (ResolvedModel(model, light),), {content: light}, Path(name))
+        engine.named.register(staged, {content: packed})
         names.append(name)
     return names
 
@@ -123,5 +123,5 @@ def add_head(engine, name, adapter, labels, seed=0):
     )  # fmt: skip
     under = engine.store.resolve(adapter)
     model = ServedModel(name, "domain", name, adapter, adapter, "action", labels=labels)
-    target = Target(model, under.adapter, head.to(engine.device))
-    engine.register(Staged(None, (target,), {}, Path(name)), {})
+    target = ResolvedModel(model, under.adapter, head.to(engine.device))
+    engine.named.register(Staged(None, (target,), {}, Path(name)), {})

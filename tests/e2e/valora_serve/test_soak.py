@@ -210,14 +210,14 @@ class Soak:
         draw, engine = self.draw, self.engine
         if draw.random() < 0.2:
             if self.bundled:
-                engine.unregister("pack", bundle=True)
+                engine.named.unregister("pack", bundle=True)
             else:
                 engine.load(self.world.bundle)
             self.bundled = not self.bundled
             return
         name = draw.choice(NAMES)
         if name in self.named and draw.random() < 0.4:
-            engine.unregister(name, bundle=False)
+            engine.named.unregister(name, bundle=False)
             del self.named[name]
             return
         folder = draw.choice(self.world.contents)
@@ -225,7 +225,7 @@ class Soak:
         self.named[name] = folder.name
         if self.bundled:
             with pytest.raises(BusyError):
-                engine.unregister("pack/adapter-1", bundle=False)
+                engine.named.unregister("pack/adapter-1", bundle=False)
         with pytest.raises(AdapterError):
             engine.load(folder / "none", name)
 
@@ -257,7 +257,7 @@ class Soak:
         stats = self.engine.stats()
         assert stats.pages_free + stats.pages_kv + stats.pages_adapters == stats.pages_total
         assert stats.running + stats.waiting <= len(self.live)
-        assert sum(self.engine._wanted.values()) <= len(self.live)
+        assert sum(self.engine.requests.wanted.values()) <= len(self.live)
 
     def judge(self, request_id: str, got: Got) -> None:
         number, content, kind = self.expected[request_id]
@@ -284,9 +284,9 @@ class Soak:
         """Unload everything: not a page is taken any more."""
         engine = self.engine
         for name in self.named:
-            engine.unregister(name, bundle=False)
+            engine.named.unregister(name, bundle=False)
         if self.bundled:
-            engine.unregister("pack", bundle=True)
+            engine.named.unregister("pack", bundle=True)
         assert_empty(engine)
         stats = engine.stats()
         assert (stats.pages_free, stats.pages_adapters) == (stats.pages_total, 0)
@@ -323,7 +323,7 @@ def soak(world: World, policy: str, requests: int, seed: int, **settings: Any) -
 def pages_of(world: World) -> int:
     """So few that running requests must give theirs back: the largest adapter and some prompts."""
     engine = make_engine(world.base, {one.name: one for one in world.contents}, block_size=8)
-    return max(engine.adapters.pages(key) for key in engine.known_adapters()) + 60
+    return max(engine.adapters.pages(key) for key in engine.named.known()) + 60
 
 
 def test_soak(world: World) -> None:

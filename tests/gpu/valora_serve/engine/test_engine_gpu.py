@@ -135,7 +135,7 @@ def test_every_mode_matches_fp32(lmm, modes, attention, monkeypatch):
             assert output.error is None
             said.setdefault(output.id, []).extend(output.token_ids)
             likely.setdefault(output.id, []).extend(p.chosen.logprob for p in output.logprobs)
-    engine.switch(Mode.UNMERGED, None)  # the reference shall see pristine weights
+    engine.merge_state.switch(Mode.UNMERGED, None)  # the reference shall see pristine weights
     worst = 0.0
     for key, (name, ids) in prompts.items():
         want = reference_logprobs(engine, kept, name, ids, said[key])

@@ -280,7 +280,7 @@ def test_pages_for_one_adapter_at_a_time(
     base: str, adapters: dict[str, Path], reference: Reference
 ) -> None:
     whole = make_engine(base, adapters)
-    most = max(whole.adapters.pages(key) for key in whole.known_adapters())
+    most = max(whole.adapters.pages(key) for key in whole.named.known())
     engine = make_engine(base, adapters, pages=most + 4, policy="valora")
     requests = [question(f"{name}{n}", name, tokens=12) for name in "fe" for n in range(3)]
     for one in requests:
@@ -298,10 +298,10 @@ def test_folders_of_the_same_content(
     first, second = question("first", "a"), question("second", "a")
     found = run(engine, [first, replace(second, model="again")])
     check(found, reference, first, second)
-    engine.unregister("a", bundle=False)
+    engine.named.unregister("a", bundle=False)
     third = question("third", "a")
     check(run(engine, [replace(third, model="again")]), reference, third)
-    engine.unregister("again", bundle=False)
+    engine.named.unregister("again", bundle=False)
     assert len(engine.adapters) == 0
     assert_empty(engine)
 
@@ -365,7 +365,7 @@ def test_prompts_that_do_not_fit(base: str, reference: Reference) -> None:
 def test_few_pages(base: str, adapters: dict[str, Path], reference: Reference, policy: str) -> None:
     """Far fewer than all together need."""
     whole = make_engine(base, {"a": adapters["a"], "b": adapters["b"]})
-    needed = [whole.adapters.pages(key) for key in whole.known_adapters()]
+    needed = [whole.adapters.pages(key) for key in whole.named.known()]
     engine = make_engine(
         base, {"a": adapters["a"], "b": adapters["b"]}, policy=policy, overlap=True,
         pages=max(needed) + 7, block_size=16,
@@ -716,7 +716,7 @@ def test_a_failure_of_the_engine_fails_everybody(
             raise RuntimeError("device lost")
 
         if books:
-            inner._end = fails  # type: ignore[method-assign, assignment]
+            inner._answers.end = fails  # type: ignore[method-assign, assignment]
         inner.runner.step = fails  # type: ignore[method-assign, assignment]
         for stream in streams:
             last = [output async for output in stream][-1]
@@ -734,9 +734,9 @@ def test_a_failure_of_the_engine_fails_everybody(
             await engine.load_adapter("x", adapters["a"])
         with pytest.raises(StoppedError):
             await engine.cancel("x")
-        inner._waiting.clear()
-        inner._running.clear()
-        inner._outputs.clear()
+        inner.requests.waiting.clear()
+        inner.requests.running.clear()
+        inner._answers.take()
 
     served(base, {}, body)
 

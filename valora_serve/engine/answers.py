@@ -1,0 +1,194 @@
+"""What comes out of a step: tokens, log probabilities and results of heads, told to requests."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from valora_data.contract.heads import HeadResult
+from valora_serve.errors import ServeError
+from valora_serve.types import (
+    Finish,
+    Logprob,
+    Mode,
+    Output,
+    Times,
+    TokenLogprobs,
+    Usage,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from valora_serve.engine.launch import Flight
+    from valora_serve.engine.requests import Requests
+    from valora_serve.engine.sequence import SequenceState
+    from valora_serve.model.lmm import Lmm
+    from valora_serve.model.sampler import Likely
+
+log = logging.getLogger(__name__)
+
+
+class Answers:
+    """Reads what steps computed, ends requests, and keeps the outputs until they are taken.
+
+    Args:
+        lmm: The base model, which names the tokens that end an answer.
+        tokenizer: Turns token ids into text; used by the engine's thread only.
+        requests: Unfinished requests.
+        context_length: Longest prompt and answer together, in tokens.
+        on_end: Called after a request was taken out of `requests`.
+
+    Attributes:
+        generated_tokens: Tokens generated since the start.
+        finished: Requests ended since the start, by the value of `Finish`.
+        pending: Outputs that nobody has taken yet, in order.
+    """
+
+    def __init__(
+        self,
+        lmm: Lmm,
+        tokenizer: Any,
+        requests: Requests,
+        context_length: int,
+        on_end: Callable[[SequenceState], None],
+    ) -> None:
+        self.generated_tokens = 0
+        self.finished: Counter[str] = Counter()
+        self.pending: list[Output] = []
+        self._lmm, self._tokenizer, self._requests = lmm, tokenizer, requests
+        self._context_length, self._on_end = context_length, on_end
+
+    def take(self) -> list[Output]:
+        """Return the outputs since the last call."""
+        outputs, self.pending = self.pending, []
+        return outputs
+
+    def collect(self, flight: Flight) -> None:
+        """Wait for a step, and make outputs of what it computed."""
+        tokens = flight.result.read()
+        likely, mode = flight.result.likely, flight.mode
+        logprobs = None if likely is None else self._logprobs(flight.choosing, tokens, likely)
+        for row, (sequence, token) in enumerate(zip(flight.choosing, tokens, strict=True)):
+            sequence.pending -= 1
+            if sequence.finish is not None:
+                continue  # it ended while this step ran
+            try:
+                self._token(sequence, token, logprobs[row] if logprobs else (), mode)
+            except Exception as error:
+                log.exception("request %s", sequence.id)
+                self.fail(sequence, ServeError(f"request {sequence.id} failed: {error}"))
+        if flight.heads is not None:
+            results = flight.heads.read()
+            for sequence, result in zip(flight.answering, results, strict=True):
+                if sequence.finish is not None:
+                    continue
+                sequence.first_token = time.monotonic()
+                if isinstance(result, HeadResult):
+                    self.end(sequence, Finish.HEAD, head=result, mode=mode)
+                else:
+                    self.fail(sequence, result)
+
+    def _logprobs(
+        self, choosing: Sequence[SequenceState], tokens: Sequence[int], likely: Likely
+    ) -> list[tuple[TokenLogprobs, ...]]:
+        """Return for each row its log probabilities; nothing for rows that want none."""
+        chosen = likely.chosen.tolist()
+        ids, values = likely.tokens.tolist(), likely.values.tolist()
+        found: list[tuple[TokenLogprobs, ...]] = []
+        for row, (sequence, token) in enumerate(zip(choosing, tokens, strict=True)):
+            count = sequence.request.sampling.logprobs
+            if count is None or sequence.finish is not None:
+                found.append(())
+                continue
+            pairs = zip(ids[row][:count], values[row][:count], strict=True)
+            top = tuple(self._logprob(one, value) for one, value in pairs)
+            found.append((TokenLogprobs(self._logprob(token, chosen[row]), top),))
+        return found
+
+    def _logprob(self, token: int, value: float) -> Logprob:
+        return Logprob(token, self._tokenizer.decode([token]), value)
+
+    def _token(
+        self,
+        sequence: SequenceState,
+        token: int,
+        logprobs: tuple[TokenLogprobs, ...],
+        mode: Mode,
+    ) -> None:
+        """Add a token to a request's answer, and end the request if that was the last one."""
+        if sequence.first_token is None:
+            sequence.first_token = time.monotonic()
+        params = sequence.request.sampling
+        sequence.ids.append(token)
+        self.generated_tokens += 1
+        if params.constraint is not None:
+            params.constraint.advance(token)
+        length = len(sequence.ids)
+        count = length - sequence.prompt_tokens
+        stops = token in self._lmm.stop_ids and not params.ignore_eos and count > params.min_tokens
+        text = "" if stops else sequence.text.push(token)
+        finish = None
+        if stops or sequence.text.stopped:
+            finish = Finish.STOP
+        elif count >= sequence.max_new or length >= self._context_length:
+            finish = Finish.LENGTH
+        if finish is not None:
+            self.end(sequence, finish, text=text, tokens=(token,), logprobs=logprobs, mode=mode)
+            return
+        self.pending.append(Output(sequence.id, text, (token,), logprobs=logprobs, mode=mode))
+
+    def fail(self, sequence: SequenceState, error: ServeError) -> None:
+        """End a request with an error."""
+        self.end(sequence, Finish.ERROR, error=error)
+
+    def end(
+        self,
+        sequence: SequenceState,
+        finish: Finish,
+        *,
+        text: str = "",
+        tokens: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        head: HeadResult | None = None,
+        error: ServeError | None = None,
+        mode: Mode | None = None,
+    ) -> None:
+        """End a request: release what it holds, and make its last output.
+
+        Args:
+            sequence: The request.
+            finish: Why it ends.
+            text: New text of its answer.
+            tokens: New token ids of its answer.
+            logprobs: Log probabilities of the new tokens.
+            head: Result of its head.
+            error: What went wrong.
+            mode: Mode of its last step.
+        """
+        if finish in (Finish.STOP, Finish.LENGTH):
+            text += sequence.text.flush()
+        sequence.finish = finish
+        self._requests.remove(sequence)
+        self._on_end(sequence)
+        self.finished[str(finish)] += 1
+        image = sum(len(item.at) for item in sequence.prompt.visuals)
+        completion = len(sequence.ids) - sequence.prompt_tokens
+        self.pending.append(
+            Output(
+                sequence.id,
+                text,
+                tokens,
+                logprobs=logprobs,
+                finish=finish,
+                head=head,
+                error=error,
+                usage=Usage(sequence.prompt_tokens, completion, image, sequence.cached),
+                times=Times(
+                    sequence.arrival, sequence.started, sequence.first_token, time.monotonic()
+                ),
+                mode=mode,
+            )
+        )

@@ -1,0 +1,237 @@
+"""Launching a step: which decided requests can take part, and what the model computes for each."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from valora_kernels.metadata import NONE
+from valora_serve.errors import RequestError, ServeError
+from valora_serve.model.heads import HeadInput, HeadSet
+from valora_serve.model.runner import Work
+from valora_serve.model.sampler import Choice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from valora_serve.engine.images import Images
+    from valora_serve.engine.merge import MergeState
+    from valora_serve.engine.requests import Requests
+    from valora_serve.engine.sequence import SequenceState
+    from valora_serve.model.heads import HeadLogits
+    from valora_serve.model.lmm import Lmm
+    from valora_serve.model.runner import ModelRunner, StepResult
+    from valora_serve.orchestrator.decision import Decision
+    from valora_serve.types import Mode
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was launched and whose results the host has not read yet.
+
+    Attributes:
+        choosing: Requests that get a token, in the order of the tokens of `result`.
+        result: Tokens, log probabilities and hidden states, on their way to the host.
+        answering: Requests whose head answers, in the order of `heads`.
+        heads: Outputs of the heads, None if no head answers.
+        mode: Inference mode of the step.
+    """
+
+    choosing: list[SequenceState]
+    result: StepResult
+    answering: list[SequenceState]
+    heads: HeadLogits | None
+    mode: Mode
+
+
+class Launcher:
+    """Turns decisions into steps on the device, and keeps the state of their requests.
+
+    Args:
+        lmm: The base model.
+        runner: Runs steps.
+        requests: Unfinished requests.
+        images: Encodes images.
+        merge_state: State of the base weights.
+        fail: Ends a request with an error.
+
+    Attributes:
+        steps: Steps launched since the start.
+        prompt_tokens: Prompt tokens computed since the start.
+    """
+
+    def __init__(
+        self,
+        lmm: Lmm,
+        runner: ModelRunner,
+        requests: Requests,
+        images: Images,
+        merge_state: MergeState,
+        fail: Callable[[SequenceState, ServeError], None],
+    ) -> None:
+        self.steps = self.prompt_tokens = 0
+        self._lmm, self._runner, self._requests = lmm, runner, requests
+        self._blocks, self._adapters = requests.blocks, requests.adapters
+        self._images, self._merge_state, self._fail = images, merge_state, fail
+        self._heads = HeadSet()
+
+    def launch(self, decision: Decision) -> Flight | None:
+        """Enqueue the batch of a decision, and start the copies of the adapters that it prefetches.
+
+        The weights must be in the decided mode already.
+
+        Returns:
+            The step; None if no request could take part.
+        """
+        shares, works = self._works(self._shares(decision))
+        if not shares:
+            return None
+        result = self._runner.step(works, self._merge_state.slot)
+        self.steps += 1
+        now = time.monotonic()
+        commit = self._blocks.commit
+        choosing, answering, inputs = [], [], []
+        for (sequence, count), work, hidden in zip(shares, works, result.hidden, strict=True):
+            if sequence.started is None:
+                sequence.started = now
+            if sequence.computed < sequence.prompt_tokens:
+                self.prompt_tokens += count
+            sequence.computed += count
+            view = sequence.view
+            view.kv_tokens += count
+            view.held = len(work.table)
+            view.prompt_left = max(0, view.prompt_left - count)
+            # The newest token may be known to the device only.
+            commit(sequence.id, min(sequence.computed, len(sequence.ids)))
+            if hidden is not None:
+                sequence.hidden.append(hidden)
+            if work.choice is not None:
+                sequence.pending += 1
+                sequence.chosen = True
+                view.output_left = max(1, view.output_left - 1)
+                choosing.append(sequence)
+            view.images = len(sequence.prompt.visuals) - len(sequence.features)
+            if not view.prompt_left:
+                view.images = 0
+                sequence.features.clear()
+                if sequence.head is not None:
+                    answering.append(sequence)
+                    inputs.append(self._head_input(sequence))
+        heads = self._heads.launch(inputs) if inputs else None
+        for sequence in answering:  # its keys and values are not needed any more
+            self._requests.release(sequence)
+        return Flight(choosing, result, answering, heads, self._merge_state.mode)
+
+    def _prefetch(self, keys: Iterable[str]) -> None:
+        """Start copying adapters to the device; only the first may evict ones that are wanted."""
+        for number, key in enumerate(keys):
+            if key not in self._adapters:
+                continue  # unloaded, and the last request that waited for it has ended
+            try:
+                self._adapters.load(key, urgent=number == 0)
+            except ServeError as error:
+                self.fail_adapter(key, error)
+
+    def fail_adapter(self, key: str, error: ServeError) -> None:
+        """End the requests of an adapter that cannot be loaded."""
+        for sequence in self._requests.of_adapter(key):
+            self._fail(sequence, error)
+
+    def _shares(self, decision: Decision) -> list[tuple[SequenceState, int]]:
+        """Return the requests of a batch that have their memory and images, and their tokens."""
+        requests, reserve = self._requests, self._blocks.reserve
+        running, waiting, admit = requests.running, requests.waiting, requests.admit
+        shares: list[tuple[SequenceState, int]] = []
+        for request_id, tokens in decision.batch:
+            sequence = running.get(request_id) or waiting.get(request_id)
+            if sequence is None or not admit(sequence):
+                continue
+            count = min(tokens, sequence.left)
+            if reserve(sequence.id, sequence.computed + count):
+                shares.append((sequence, count))
+        # Only now, as the adapters of the batch are pinned and a prefetch cannot evict them.
+        self._prefetch(decision.prefetch)
+        for broken, error in self._images.encode(shares):
+            self._fail(broken, error)
+        return [share for share in shares if share[0].finish is None]
+
+    def _works(
+        self, shares: list[tuple[SequenceState, int]]
+    ) -> tuple[list[tuple[SequenceState, int]], list[Work]]:
+        """Return the shares with their works; requests whose constraint fails are ended."""
+        kept, works = [], []
+        for sequence, count in shares:
+            try:
+                works.append(self._work(sequence, count))
+            except Exception as error:
+                log.exception("request %s", sequence.id)
+                self._fail(sequence, ServeError(f"request {sequence.id} failed: {error}"))
+            else:
+                kept.append((sequence, count))
+        return kept, works
+
+    def _work(self, sequence: SequenceState, count: int) -> Work:
+        """Return what the model computes for the next `count` tokens of a request."""
+        start, prompt = sequence.computed, sequence.prompt
+        end = start + count
+        work = Work(
+            place=sequence.place if sequence.place is not None else 0,
+            start=start,
+            count=count,
+            tokens=None,
+            table=self._blocks.table(sequence.id),
+            adapter=NONE if sequence.adapter is None else self._adapters.slot(sequence.adapter),
+            delta=prompt.delta,
+        )
+        if not (sequence.chosen and count == 1):
+            work.tokens = sequence.ids[start:end]
+        if start < sequence.prompt_tokens:
+            if prompt.positions is not None:
+                work.positions = sequence.positions(start, end)
+            work.visuals = sequence.visuals(start, end)
+        if sequence.head is not None:
+            work.keep = sequence.kept(start, end)
+        elif end == sequence.length:
+            work.choice = self._choice(sequence)
+            work.logprobs = sequence.request.sampling.logprobs
+        return work
+
+    def _choice(self, sequence: SequenceState) -> Choice:
+        """Return how a request's next token is chosen.
+
+        Raises:
+            RequestError: Its constraint allows no token.
+        """
+        params = sequence.request.sampling
+        early = sequence.generated < params.min_tokens
+        forbidden = tuple(self._lmm.stop_ids) if early else ()
+        if params.constraint is None:
+            return Choice(params, sequence.generator, forbidden)
+        allowed = np.ones(self._lmm.vocabulary, dtype=np.bool_)
+        params.constraint.mask(allowed)
+        if not allowed.any():
+            raise RequestError("its constraint allows no token")
+        if np.delete(allowed, list(forbidden)).any():
+            return Choice(params, sequence.generator, forbidden, allowed)
+        # The constraint allows stop tokens only: the answer ends before min_tokens.
+        return Choice(params, sequence.generator, (), allowed)
+
+    def _head_input(self, sequence: SequenceState) -> HeadInput:
+        """Return what the head of a request computes, whose prompt is all computed."""
+        head, visuals = sequence.head, sequence.prompt.visuals
+        assert head is not None
+        hidden = torch.cat(sequence.hidden)
+        sequence.hidden.clear()
+        visual = torch.ones(len(hidden), dtype=torch.bool) if head.reads_visual else None
+        sizes = [item.size for item in visuals] if head.reads_visual else ()
+        places = None
+        if head.reads_places:
+            places = torch.cat([self._lmm.places(item) for item in visuals])
+        return HeadInput(head, hidden, visual, sizes, sequence.request.min_score, places)

@@ -1,0 +1,126 @@
+"""What the engine derives from its settings and the machine: device, dtype, pages, graph sizes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from valora_serve.errors import ServeError
+from valora_serve.orchestrator.cost_model import PROMPT_SIZES
+from valora_serve.types import Mode
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from valora_serve.engine.settings import EngineSettings
+    from valora_serve.memory.unified import PageShape
+    from valora_serve.model.lmm import Lmm
+
+DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320,
+                384, 448, 512)  # fmt: skip
+"""Numbers of decoding rows that CUDA graphs are captured for."""
+
+CPU_BYTES = 512 << 20
+"""Size of the unified memory on a CPU, in bytes."""
+
+LEAST_PAGES = 16
+"""Fewest pages on a GPU that an engine starts with."""
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device of this name, with its index; ``auto`` is the GPU if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.empty(0, device=name).device
+
+
+def find_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of this name; ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def machine_name(device: torch.device) -> str:
+    """Return the name of the GPU, or the CPU's architecture and number of threads.
+
+    Measured costs are saved under this name.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    import platform
+
+    return f"{platform.machine()} {torch.get_num_threads()} threads"
+
+
+def cost_folder(settings: EngineSettings) -> Path:
+    """Return the folder of measured costs."""
+    folder = settings.cost_folder
+    return Path(folder) if folder else Path.home() / ".cache" / "valora" / "costs"
+
+
+def decode_sizes(settings: EngineSettings) -> list[int]:
+    """Return the numbers of decoding rows to capture graphs for; none without graphs."""
+    return [n for n in DECODE_SIZES if n <= settings.max_requests] if settings.graphs else []
+
+
+def prompt_sizes(settings: EngineSettings, device: torch.device) -> Sequence[int]:
+    """Return the numbers of rows to capture steps with prompts for.
+
+    The last one is the first that holds any step, i.e. `max_tokens` rows, if there is one.
+    """
+    wanted = settings.prompt_graphs
+    if wanted is None:
+        wanted = device.type == "cuda" and settings.graphs
+    return PROMPT_SIZES[: bisect_left(PROMPT_SIZES, settings.max_tokens) + 1] if wanted else ()
+
+
+def lora_terms(modes: Collection[Mode]) -> list[int]:
+    """Return how many LoRA terms a row can have in these modes, each a case to capture.
+
+    A row has no term in merged mode and for the base model, one in unmerged mode, and in mixture
+    mode one for its own adapter and one against the merged adapter.
+    """
+    most = {Mode.MERGED: 0, Mode.UNMERGED: 1, Mode.MIXTURE: 2}
+    return list(range(max(most[mode] for mode in modes) + 1))
+
+
+def pages_that_fit(settings: EngineSettings, lmm: Lmm, page: PageShape, *, mergeable: bool) -> int:
+    """Return the number of pages that the device has memory for, beside the loaded model.
+
+    Args:
+        settings: Settings of the engine.
+        lmm: The base model, in memory already.
+        page: Shape of a page.
+        mergeable: Whether room is left for a pristine copy of the weights that adapters are merged
+            into.
+
+    Raises:
+        ServeError: The memory has too little room.
+    """
+    item = torch.tensor([], dtype=lmm.dtype).element_size()
+    if lmm.device.type != "cuda":
+        return max(2, CPU_BYTES // (page.elements * item))
+    free, total = torch.cuda.mem_get_info(lmm.device)
+    pristine = 0
+    if mergeable:
+        pristine = item * sum(
+            weight.numel()
+            for group in lmm.linears.groups.values()
+            if group.spec.part == "text"
+            for weight in group.weights
+        )
+    # Logits and the activations of a step, and what the graphs take.
+    rows = settings.max_tokens * (lmm.vocabulary * 4 + lmm.width * 64)
+    left = total * settings.memory - (total - free) - pristine - min(rows, 8 << 30)
+    pages = int(left // (page.elements * item))
+    if pages < LEAST_PAGES:
+        raise ServeError(
+            f"the GPU has {free >> 20} MiB free, too little beside the model: use a smaller "
+            "base model or raise engine.memory"
+        )
+    return pages

@@ -1,5 +1,6 @@
 """A server on a port of its own, over the fake engine, in a thread."""
 
+import asyncio
 import base64
 import contextlib
 import io
@@ -12,6 +13,7 @@ from PIL import Image
 
 from tests.support.fake_engine import FakeEngine
 from valora_serve.server.app import create_app, make_server
+from valora_serve.server.media.reader import MediaReader
 from valora_serve.server.settings import ServerSettings
 
 
@@ -110,3 +112,17 @@ def chat(text="what is this?", url=None, **more):
     if url is not None:
         content.append({"type": "image_url", "image_url": {"url": url}})
     return {"messages": [{"role": "user", "content": content}], **more}
+
+
+def read_media(url, kind="image", **settings):
+    """An image, or a video's frames, as a server with these settings reads them."""
+
+    async def once():
+        reader = MediaReader(ServerSettings(**settings))
+        try:
+            with reader.pixels() as pixels:
+                return await getattr(reader, kind)(url, pixels)
+        finally:
+            await reader.close()
+
+    return asyncio.run(once())

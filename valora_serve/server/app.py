@@ -27,7 +27,7 @@ from valora_serve.server.context import ServerContext
 from valora_serve.server.endpoints import Access, RouteTable, Rules, endpoints
 from valora_serve.server.envelope import Envelope, handle_errors
 from valora_serve.server.loading.served_set import ServedSet
-from valora_serve.server.media import MediaReader
+from valora_serve.server.media.reader import MediaReader
 from valora_serve.server.protocol import protocol
 from valora_serve.server.service import Service
 from valora_serve.server.telemetry import logs

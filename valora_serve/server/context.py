@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from valora_serve.server.constrain import Grammars
     from valora_serve.server.loading.served_set import ServedSet
-    from valora_serve.server.media import MediaReader
+    from valora_serve.server.media.reader import MediaReader
     from valora_serve.server.service import Service
     from valora_serve.server.settings import ServerSettings
     from valora_serve.server.telemetry.metrics import Metrics

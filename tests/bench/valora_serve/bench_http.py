@@ -30,7 +30,7 @@ from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.server.api.system import memory_bytes
 from valora_serve.server.app import create_app, make_server
-from valora_serve.server.media import decode_image
+from valora_serve.server.media.decode import decode_image
 from valora_serve.server.settings import ServerSettings
 from valora_serve.types import Request, SamplingParams
 

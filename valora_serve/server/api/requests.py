@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from valora_serve.server.api.schema import ChatRequest, CompletionRequest, Message, Url
     from valora_serve.server.context import ServerContext
-    from valora_serve.server.media import Pixels
+    from valora_serve.server.media.reader import Pixels
     from valora_serve.types import Request, ServedModel
 
 MOST_STOPS = 16

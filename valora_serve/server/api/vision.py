@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from valora_serve.server.context import ServerContext
-    from valora_serve.server.media import Pixels
+    from valora_serve.server.media.reader import Pixels
     from valora_serve.types import Output, ServedModel
 
 _FILES = {"image", "images", "video", "frames"}

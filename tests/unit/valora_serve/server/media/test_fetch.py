@@ -1,0 +1,255 @@
+"""Which URLs are fetched, and which are refused."""
+
+import asyncio
+import base64
+import contextlib
+import http.server
+import os
+import threading
+
+import pytest
+
+from tests.support.http_helpers import encoded, picture
+from tests.support.http_helpers import read_media as read
+from valora_serve.errors import ImageError
+from valora_serve.server.media.fetch import is_public
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "data:image/png,raw", "data:image/png;base64,@@@@", "data:image/png;base64,AAA",
+        "data:;base64", "data:", "ftp://host/a.png", "javascript:alert(1)", "//host/a.png",
+        "gopher://host", "/etc/passwd", "a.png", "\0", "data:image/png;base64,\ud800",
+    ],
+)  # fmt: skip
+def test_other_urls_are_refused(url):
+    with pytest.raises(ImageError):
+        read(url)
+
+
+# Local files
+
+
+@pytest.fixture
+def folder(tmp_path):
+    allowed = tmp_path / "allowed"
+    (allowed / "sub").mkdir(parents=True)
+    (allowed / "sub" / "a.png").write_bytes(encoded(picture()))
+    (allowed / "inner.png").symlink_to(allowed / "sub" / "a.png")
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(encoded(picture()))
+    (allowed / "leak.png").symlink_to(secret)
+    (allowed / "out").symlink_to(tmp_path)
+    (tmp_path / "allowed-too").mkdir()
+    (tmp_path / "allowed-too" / "a.png").write_bytes(encoded(picture()))
+    os.mkfifo(allowed / "pipe.png")
+    return allowed
+
+
+def test_files_below_the_folder_are_read(folder):
+    for url in (f"file://{folder}/sub/a.png", f"file://localhost{folder}/sub/a.png",
+                f"file://{folder}/sub/../sub/a%2Epng", f"file://{folder}/inner.png"):  # fmt: skip
+        assert read(url, media_folder=str(folder)).size == (40, 20)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/leak.png", "/out/secret.png", "/../secret.png", "/%2e%2e/secret.png", "/pipe.png", "/sub",
+        "", "/nothing.png", "/../allowed-too/a.png", "/sub/a.png%00.jpg",
+        "/./../../../../../etc/passwd",
+    ],
+)  # fmt: skip
+def test_nothing_else_is(folder, path):
+    with pytest.raises(ImageError, match="no file below"):
+        read(f"file://{folder}{path}", media_folder=str(folder))
+
+
+def test_no_files_unless_a_folder_is_named(folder):
+    with pytest.raises(ImageError, match="media_folder"):
+        read(f"file://{folder}/sub/a.png")
+    with pytest.raises(ImageError, match="no file below"):
+        read(f"file://otherhost{folder}/sub/a.png", media_folder=str(folder))
+    with pytest.raises(ImageError, match="larger"):
+        read(f"file://{folder}/sub/a.png", media_folder=str(folder), max_image_bytes=10)
+
+
+# Remote hosts
+
+
+class Site(http.server.BaseHTTPRequestHandler):
+    """Answers by path."""
+
+    seen = []  # noqa: RUF012
+
+    def do_GET(self):
+        self.seen.append((self.path, dict(self.headers)))
+        port = self.server.server_port
+        content = encoded(picture())
+        if self.path.startswith("/to/"):
+            self.send_response(302)
+            self.send_header("Location", base64.urlsafe_b64decode(self.path[4:]).decode())
+            self.end_headers()
+        elif self.path == "/loop":
+            self.send_response(302)
+            self.send_header("Location", f"http://localhost:{port}/loop")
+            self.end_headers()
+        elif self.path == "/nowhere":
+            self.send_response(302)
+            self.end_headers()
+        elif self.path == "/a.png":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(content)
+        elif self.path == "/endless":
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(b"x" * 65536)
+        elif self.path == "/slow":
+            self.send_response(200)
+            self.end_headers()
+            self.server.wait.wait(5)
+        else:
+            self.send_error(404)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def site():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site)
+    server.daemon_threads = True
+    server.wait = threading.Event()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://localhost:{server.server_port}"
+    server.wait.set()
+    server.shutdown()
+
+
+def redirect(site, to):
+    return f"{site}/to/{base64.urlsafe_b64encode(to.encode()).decode()}"
+
+
+OPEN = {"media_hosts": ("localhost",), "media_private": True}
+
+
+def test_allowed_hosts_are_fetched_from(site):
+    assert read(f"{site}/a.png", **OPEN).size == (40, 20)
+    assert read(redirect(site, f"{site}/a.png"), **OPEN).size == (40, 20)
+    assert read(redirect(site, "/a.png"), **OPEN).size == (40, 20)
+
+
+def test_no_host_is_unless_named(site):
+    Site.seen.clear()
+    for settings in ({}, {"media_hosts": ("example.org",)}, {"media_hosts": ("local",)}):
+        with pytest.raises(ImageError, match="may not fetch"):
+            read(f"{site}/a.png", **settings)
+    assert Site.seen == []
+
+
+def test_private_addresses_are_not_reached_through_an_allowed_name(site):
+    Site.seen.clear()
+    with pytest.raises(ImageError, match="private address"):
+        read(f"{site}/a.png", media_hosts=("localhost",))
+    assert Site.seen == []
+
+
+def test_the_address_that_was_checked_is_the_one_connected_to(site, monkeypatch):
+    """A name that points to a public address first and to a private one later (rebinding)."""
+    answers = iter(["93.184.216.34", "127.0.0.1", "127.0.0.1"])
+    asked, connected = [], []
+
+    async def resolve(self, host, port, **_):
+        asked.append(host)
+        return [(2, 1, 6, "", (next(answers), port))]
+
+    async def connect(self, host, port, *_, **__):
+        connected.append(host)
+        raise OSError("not really")
+
+    import httpcore
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", resolve)
+    monkeypatch.setattr(httpcore.AnyIOBackend, "connect_tcp", connect)
+    with pytest.raises(ImageError, match="cannot be fetched"):
+        read("http://rebind.example/a.png", media_hosts=("rebind.example",))
+    assert connected == ["93.184.216.34"]
+    assert asked == ["rebind.example"]
+
+
+def test_one_private_address_among_public_ones_is_enough_to_refuse(monkeypatch):
+    async def resolve(self, host, port, **_):
+        return [(2, 1, 6, "", ("93.184.216.34", port)), (2, 1, 6, "", ("10.0.0.1", port))]
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", resolve)
+    with pytest.raises(ImageError, match="private"):
+        read("http://mixed.example/", media_hosts=("mixed.example",))
+
+
+@pytest.mark.parametrize(
+    ("to", "said"),
+    [
+        ("http://127.0.0.1:1/a.png", "may not fetch"),
+        ("http://169.254.169.254/latest/meta-data", "may not fetch"),
+        ("http://evil.example/a.png", "may not fetch"),
+        ("file:///etc/passwd", "http"),
+        ("gopher://localhost/", "http"),
+        ("http://user:secret@localhost/", "user"),
+        ("//evil.example/", "may not fetch"),
+    ],
+)
+def test_redirects_are_checked_like_the_first_address(site, to, said):
+    with pytest.raises(ImageError, match=said):
+        read(redirect(site, to), **OPEN)
+
+
+@pytest.mark.parametrize("path", ["/loop", "/nowhere", "/missing"])
+def test_answers_that_lead_nowhere(site, path):
+    with pytest.raises(ImageError, match="host"):
+        read(f"{site}{path}", **OPEN)
+
+
+def test_size_and_time_of_fetching_are_limited(site):
+    with pytest.raises(ImageError, match="larger"):
+        read(f"{site}/endless", **OPEN, max_image_bytes=100_000)
+    with pytest.raises(ImageError, match="longer than"):
+        read(f"{site}/slow", **OPEN, media_seconds=0.3)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://localhost@evil.example/", "http://localhost.evil.example/", "http://localhost\t.x/",
+        "http://[::1]/", "http://0x7f000001/", "http://2130706433/", "http://127.1/", "http:///x",
+        "http://", "http://[bad", "http://localhost:99999/", "http://localhost%00.evil/",
+        "http://LOCALHOST.:1/a", "https://localhost:1/",
+    ],
+)  # fmt: skip
+def test_odd_urls(url):
+    with pytest.raises(ImageError):
+        read(url, media_hosts=("localhost",))
+
+
+def test_no_key_or_cookie_is_sent(site):
+    Site.seen.clear()
+    read(f"{site}/a.png", **OPEN)
+    assert set(Site.seen[0][1]) == {"Host", "User-Agent", "Accept"}
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("8.8.8.8", True), ("2606:4700::1111", True), ("127.0.0.1", False), ("10.1.2.3", False),
+        ("172.16.0.1", False), ("192.168.0.1", False), ("169.254.169.254", False),
+        ("100.64.0.1", False), ("0.0.0.0", False), ("224.0.0.1", False), ("255.255.255.255", False),
+        ("::1", False), ("::", False), ("fe80::1%eth0", False), ("fd00::1", False),
+        ("::ffff:127.0.0.1", False), ("::ffff:8.8.8.8", True), ("64:ff9b::7f00:1", False),
+        ("64:ff9b::808:808", True), ("2002:7f00:1::", False), ("ff02::1", False),
+    ],
+)  # fmt: skip
+def test_public_addresses(address, public):
+    assert is_public(address) is public

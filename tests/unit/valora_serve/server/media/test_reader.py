@@ -1,0 +1,60 @@
+"""Limits on the images and videos of a request."""
+
+import asyncio
+import base64
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.http_helpers import data_url, encoded, picture
+from tests.support.http_helpers import read_media as read
+from valora_serve.errors import ImageError, OverloadedError
+from valora_serve.server.media.reader import MediaReader
+from valora_serve.server.settings import ServerSettings
+
+
+def test_encoded_size_is_limited():
+    content = encoded(
+        Image.fromarray(np.random.default_rng(0).integers(0, 255, (99, 99, 3), np.uint8))
+    )
+    assert read(data_url(content), max_image_bytes=len(content)).size == (99, 99)
+    with pytest.raises(ImageError, match="larger than"):
+        read(data_url(content), max_image_bytes=len(content) - 1)
+
+
+def test_pixels_of_a_request_and_of_all_are_bounded():
+    """Many small files that are large images are a bomb, too."""
+
+    async def once():
+        settings = ServerSettings(max_request_pixels=3 * 10**6, max_held_pixels=4 * 10**6)
+        reader = MediaReader(settings)
+        content = encoded(Image.new("L", (1000, 1000)))
+        assert len(content) < 5000
+        with reader.pixels() as first:
+            for _ in range(3):
+                await reader.decode_image(content, first)
+            with pytest.raises(ImageError, match="together"):
+                await reader.decode_image(content, first)
+            with reader.pixels() as second:
+                await reader.decode_image(content, second)
+                with pytest.raises(OverloadedError, match="other requests"):
+                    await reader.decode_image(content, second)
+        with reader.pixels() as third:
+            for _ in range(3):
+                await reader.decode_image(content, third)
+        with pytest.raises(ImageError, match="over"):
+            third.take(1)  # a thread that comes too late takes nothing
+        assert reader._held == 0
+        await reader.close()
+
+    asyncio.run(once())
+
+
+def test_frames_in_one_data_url():
+    frames = [encoded(picture(16, 12, (n, n, n)), "JPEG", quality=95) for n in (10, 90)]
+    url = "data:video/jpeg;base64," + ",".join(base64.b64encode(f).decode() for f in frames)
+    found = read(url, "video")
+    assert [frame.getpixel((8, 6))[0] for frame in found] == pytest.approx([10, 90], abs=3)
+    with pytest.raises(ImageError, match="frames"):
+        read(url, "video", max_video_frames=1)

@@ -1,0 +1,283 @@
+"""Fetches what URLs of a request name: data: URLs, and allowed hosts and folders.
+
+Remote hosts and local folders are closed unless the operator names them. An address is checked when
+the connection is made, so that a host name cannot be pointed to another address in between; every
+redirect is checked in the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import ipaddress
+import os
+import re
+import socket
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urljoin, urlsplit
+
+import httpcore
+
+from valora_serve.errors import ImageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from concurrent.futures import Executor
+
+    from valora_serve.server.settings import ServerSettings
+
+MAX_REDIRECTS = 3
+_DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.-]+=[\w.-]+)*);base64,", re.ASCII)
+_FETCH_FAILS = (
+    httpcore.NetworkError,
+    httpcore.TimeoutException,
+    httpcore.ProtocolError,
+    httpcore.UnsupportedProtocol,
+    OSError,
+    ValueError,
+)
+_REDIRECT = {301, 302, 303, 307, 308}
+
+
+class Fetcher:
+    """Fetches the content of URLs.
+
+    Args:
+        settings: Allowed hosts and folder, and the time limit.
+        threads: Local files are read there.
+    """
+
+    def __init__(self, settings: ServerSettings, threads: Executor) -> None:
+        self._settings = settings
+        self._threads = threads
+        self._folder = _allowed_folder(settings.media_folder)
+        self._hosts = {host.lower().rstrip(".") for host in settings.media_hosts}
+        self._pool: httpcore.AsyncConnectionPool | None = None
+
+    async def content(self, url: str, most: int, what: str) -> bytes:
+        """Content of a URL.
+
+        Args:
+            url: ``data:``, ``http(s):`` or ``file:``.
+            most: Largest content, in bytes.
+            what: ``image`` or ``video``, for error messages.
+
+        Raises:
+            ImageError: The URL is invalid or not allowed, its content is too large, or it cannot be
+                fetched in time.
+        """
+        scheme = url[:8].partition(":")[0].lower()
+        if scheme == "data":
+            return _from_data_url(url, most, what)
+        if scheme in ("http", "https"):
+            try:
+                async with asyncio.timeout(self._settings.media_seconds):
+                    return await self._fetch(url, most, what)
+            except TimeoutError as error:
+                raise ImageError(
+                    f"Fetching the {what} took longer than {self._settings.media_seconds:g} s: "
+                    "send it as a data: URL"
+                ) from error
+        if scheme == "file":
+            loop, folder = asyncio.get_running_loop(), self._folder
+            return await loop.run_in_executor(self._threads, _from_folder, folder, url, most, what)
+        raise ImageError(
+            f"The {what} is neither a data: nor an http(s): nor a file: URL: send it as "
+            "data:image/png;base64,…"
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._pool is not None:
+            await self._pool.aclose()
+
+    async def _fetch(self, url: str, most: int, what: str) -> bytes:
+        for _ in range(MAX_REDIRECTS + 1):
+            self._check_url(url, what)
+            try:
+                found = await self._get(url, most, what)
+            except _FETCH_FAILS as error:
+                raise ImageError(
+                    f"The {what} cannot be fetched from {urlsplit(url).hostname}: "
+                    f"{type(error).__name__}"
+                ) from error
+            if isinstance(found, bytes):
+                return found
+            url = urljoin(url, found)
+        raise ImageError(
+            f"The {what}'s host redirects more than {MAX_REDIRECTS} times: name the target"
+        )
+
+    def _check_url(self, url: str, what: str) -> None:
+        try:
+            parts = urlsplit(url)
+            host, _ = (parts.hostname or "").lower().rstrip("."), parts.port
+        except ValueError as error:
+            raise ImageError(f"The {what}'s URL is none: {error}") from error
+        if parts.scheme not in ("http", "https") or parts.username or parts.password:
+            raise ImageError(f"The {what}'s URL must be http(s) without a user: {parts.scheme}:…")
+        if host not in self._hosts:
+            shown = host.encode("utf-8", "replace").decode()
+            raise ImageError(
+                f"The {what} is at {shown[:100]!r}, which this server may not fetch from: send it "
+                "as a data: URL, or let the operator name the host in media_hosts"
+            )
+
+    async def _get(self, url: str, most: int, what: str) -> bytes | str:
+        """The content, or the URL that the host redirects to."""
+        if self._pool is None:
+            backend = _CheckedNetwork(self._settings.media_private)
+            self._pool = httpcore.AsyncConnectionPool(network_backend=backend, max_connections=32)
+        headers = [
+            ("Host", _netloc(url)), ("User-Agent", "valora-serve"), ("Accept", "image/*, video/*")
+        ]  # fmt: skip
+        async with self._pool.stream("GET", url, headers=headers) as response:
+            if response.status in _REDIRECT:
+                for name, value in response.headers:
+                    if name.lower() == b"location":
+                        return str(value.decode("latin-1"))
+                raise ImageError(f"The {what}'s host redirects without saying where")
+            if response.status != 200:
+                raise ImageError(f"The {what}'s host answered with status {response.status}")
+            content = bytearray()
+            async for piece in response.aiter_stream():
+                content += piece
+                if len(content) > most:
+                    raise too_large(what, most)
+            return bytes(content)
+
+
+class _CheckedNetwork(httpcore.AsyncNetworkBackend):
+    """Connects to the address that was checked, which has to be public."""
+
+    def __init__(self, private: bool) -> None:
+        self._private = private
+        self._backend = httpcore.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = [str(item[4][0]) for item in found]
+        if not self._private and not all(is_public(address) for address in addresses):
+            raise ImageError(
+                f"{host} has a private address, which this server does not fetch from: send the "
+                "data itself"
+            )
+        return await self._backend.connect_tcp(
+            addresses[0], port, timeout, local_address, socket_options
+        )
+
+    async def connect_unix_socket(self, *_: Any, **__: Any) -> httpcore.AsyncNetworkStream:
+        raise ImageError("Unix sockets are not fetched from")
+
+    async def sleep(self, seconds: float) -> None:
+        await self._backend.sleep(seconds)
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address belongs to the public internet.
+
+    An IPv4 address that is embedded in an IPv6 address (mapped, 6to4, NAT64) is checked itself.
+    """
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(parsed, ipaddress.IPv6Address):
+        inner = parsed.ipv4_mapped or parsed.sixtofour
+        if parsed in ipaddress.ip_network("64:ff9b::/96"):
+            inner = ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)
+        if inner is not None:
+            parsed = inner
+    return parsed.is_global and not parsed.is_multicast
+
+
+def _from_data_url(url: str, most: int, what: str) -> bytes:
+    head = _DATA_URL.match(url)
+    if head is None:
+        raise ImageError(f"The {what}'s data: URL is not in base64: write data:{what}/…;base64,…")
+    encoded = url[head.end() :]
+    if len(encoded) > most * 4 // 3 + 4:
+        raise too_large(what, most)
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageError(f"The {what}'s data: URL holds no valid base64") from error
+
+
+def _allowed_folder(folder: str | None) -> Path | None:
+    if folder is None:
+        return None
+    path = Path(folder)
+    if not path.is_dir():
+        raise ImageError(f"media_folder {folder} is no folder: make it, or leave the setting out")
+    return path.resolve()
+
+
+def _from_folder(folder: Path | None, url: str, most: int, what: str) -> bytes:
+    """Content of a file below the folder, opened without following links."""
+    if folder is None:
+        raise ImageError(
+            f"The {what} is a file: URL, and this server reads no local files: send a data: URL, "
+            "or let the operator name media_folder"
+        )
+    outside = ImageError(f"The {what} is no file below the folder that this server may read")
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or "\0" in (name := unquote(parts.path)):
+        raise outside
+    try:
+        inside = (folder / name).resolve().relative_to(folder).parts
+        descriptor = _open_below(folder, inside)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise outside from error
+    try:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            raise outside
+        if facts.st_size > most:
+            raise too_large(what, most)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(most)
+    finally:
+        os.close(descriptor)
+
+
+def _open_below(folder: Path, parts: Sequence[str]) -> int:
+    """Open a file folder by folder, so that a link that is put there meanwhile is not followed.
+
+    Args:
+        folder: The allowed folder.
+        parts: Names of the folders below it, and of the file.
+
+    Returns:
+        File descriptor.
+    """
+    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    for number, part in enumerate(parts):
+        kind = 0 if number == len(parts) - 1 else os.O_DIRECTORY
+        try:
+            # O_NONBLOCK: opening a pipe would wait for its writer.
+            below = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | kind, dir_fd=at)
+        finally:
+            os.close(at)
+        at = below
+    return at
+
+
+def too_large(what: str, most: int) -> ImageError:
+    """Error about content of more than `most` bytes."""
+    return ImageError(f"The {what} is larger than {most} bytes: send a smaller one")
+
+
+def _netloc(url: str) -> str:
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    host = f"[{host}]" if ":" in host else host
+    return f"{host}:{parts.port}" if parts.port else host

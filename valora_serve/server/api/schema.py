@@ -357,34 +357,6 @@ class ChatAnswer(_Answer):
     valora: ValoraAnswer | None = None
 
 
-class Delta(_Answer):
-    """What is new."""
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-
-
-class ChatChunkChoice(_Answer):
-    """News of one answer."""
-
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-
-
-class ChatChunk(_Answer):
-    """An event of a streamed chat answer."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: UsageAnswer | None = None
-    valora: ValoraAnswer | None = None
-
-
 class CompletionLogprobs(_Answer):
     """Log probabilities of an answer."""
 
@@ -395,7 +367,7 @@ class CompletionLogprobs(_Answer):
 
 
 class CompletionChoice(_Answer):
-    """One answer, or news of it."""
+    """One answer of ``/v1/completions``."""
 
     index: int
     text: str
@@ -404,7 +376,7 @@ class CompletionChoice(_Answer):
 
 
 class CompletionAnswer(_Answer):
-    """Answer of ``/v1/completions``, or an event of it."""
+    """Answer of ``/v1/completions``."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"

@@ -1,6 +1,7 @@
 """What one process of a team, or a single one, learns: `python FILE BASE SHARD FOLDER DEVICE`.
 
-`tests/e2e/valora_train/test_team.py` runs it on CPUs, `tests/gpu/valora_train/model/test_team_gpu.py` on GPUs.
+`tests/e2e/valora_train/test_team.py` runs it on CPUs,
+`tests/gpu/valora_train/model/test_team_gpu.py` on GPUs.
 """
 
 import os

@@ -59,7 +59,8 @@ def test_a_kind_of_another_package_is_trained_and_labels(installed, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     data = write_coco(tmp_path / "cats")
     arguments = ["valora-train", *data, "teacher=own", "teacher.kind=mean_box",
-                 "+teacher.options.scale=1", "domains.cat.teacher=train", "command=distill"]  # fmt: skip
+                 "+teacher.options.scale=1", "domains.cat.teacher=train",
+                 "command=distill"]  # fmt: skip
     monkeypatch.setattr(sys, "argv", arguments)
     cli.main()
     (taught,) = (tmp_path / ".valora").glob("teach-cat-*[0-9a-f]")

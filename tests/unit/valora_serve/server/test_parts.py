@@ -322,7 +322,8 @@ def _with_tracking(store, uri, place):
 def test_serving_imports_no_training_library():
     code = (
         "import sys, valora_serve.cli, valora_serve.server.app, "
-        "valora_serve.server.loading.startup, valora_serve.engine.async_engine, valora_serve.workloads.bench\n"
+        "valora_serve.server.loading.startup, valora_serve.engine.async_engine, "
+        "valora_serve.workloads.bench\n"
         "print(sorted({'mlflow', 'hydra', 'ultralytics', 'valora_train'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

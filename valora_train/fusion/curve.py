@@ -2,7 +2,8 @@
 
 ``python -m valora_train.fusion.curve STAGE`` reads what a fusion decided (the output of a `fuse`
 stage, or a bundle's) and writes a table and a picture. For the whole curve,
-let everything into one adapter: ``valora-train command=fuse fusion.margin=-10``, which `make curve TASK=x` does.
+let everything into one adapter: ``valora-train command=fuse fusion.margin=-10``, which
+`make curve TASK=x` does.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from valora_data.errors import ValoraError
+from valora_train.fusion.strategies.registry import make_strategy
 from valora_train.model.team import Team
 from valora_train.reporting.progress import Display, stopwatch
 
@@ -38,13 +39,16 @@ def run(settings: Settings, display: Display, wait: bool = False) -> None:
         display: The terminal.
         wait: Wait for a stage that another process is making, instead of an error.
     """
+    fuses = settings.command in ("fuse", "export")
+    if fuses:
+        make_strategy(settings.fusion.strategy)  # a wrong name is reported before anything is done
     team = Team(settings.model.device)
     if not team.leads:
         display = Display(Console(quiet=True))
     with stopwatch() as seconds, display(), team:
         work = _Stages(settings, display, team, wait)
         domains = [work.domain(domain) for domain in settings.chosen()]
-        if settings.command in ("teach", "distill"):
+        if not fuses:
             return
         fused = work.fuse(domains)
         if settings.command == "fuse":

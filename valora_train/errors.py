@@ -7,8 +7,12 @@ class SettingsError(ValoraError):
     """The configuration asks for something that does not exist or does not fit."""
 
 
+class StrategyError(ValoraError):
+    """A fusion strategy asks for something that a fusion cannot do."""
+
+
 class StageError(ValoraError):
-    """A stage cannot write, or another process holds it."""
+    """A stage cannot write its output, or another process is working on it."""
 
 
 class UnreachableError(ValoraError):
@@ -16,4 +20,4 @@ class UnreachableError(ValoraError):
 
 
 class GateError(ValoraError):
-    """A bundle does not reproduce what was measured."""
+    """A bundle does not reproduce the answers or the accuracy measured in training."""

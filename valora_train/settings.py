@@ -250,14 +250,18 @@ class FusionSettings:
     """How domains are packed into adapters (VaLoRA §4.2.1).
 
     Attributes:
-        strategy: `paper`, `first_fit` or `rehearsal`.
-        order: `given`, `random` (by `train.seed`) or `probe` (hardest first).
-        margin: Added to requirements when deciding on the validation split.
-        unreachable: `fail`, or `keep` a domain that fails alone in a flagged adapter of its own.
-        parent: A bundle to go on from: what is the same in it stays as it is. Null to begin anew.
+        strategy: Name of the strategy: `paper`, `first_fit`, `rehearsal`, or one that another
+            package registers (see `valora_train.fusion.strategies.registry`).
+        order: Order of the domains: `given` (as they are listed), `random` (drawn with
+            `train.seed`) or `probe` (first those that the frozen base model fails by most).
+        margin: Added to every requirement when an attempt is judged on the validation split.
+        unreachable: What happens to a domain that misses its requirement even alone: `fail` stops
+            the fusion, `keep` gives it a flagged adapter of its own.
+        parent: Folder of a bundle to extend: its unchanged domains keep their adapters and heads.
+            Null to fuse all domains.
     """
 
-    strategy: Literal["paper", "first_fit", "rehearsal"] = "rehearsal"
+    strategy: str = "rehearsal"
     order: Literal["given", "random", "probe"] = "given"
     margin: float = 0.02
     unreachable: Literal["fail", "keep"] = "fail"

@@ -119,7 +119,7 @@ def test_the_papers_requirements_are_the_default():
         ("train.steps=many", "bad setting train.steps='many'"),
         ("train.steps=0", "train.steps must be greater than 0, got 0"),
         ("train.lora.rank=-4", "train.lora.rank must be greater than 0, got -4"),
-        ("fusion.strategy=best", "bad setting fusion.strategy='best'.*'paper'"),
+        ("fusion.order=best", "bad setting fusion.order='best'.*'given'"),
         ("train.rehearsal_share=1", r"rehearsal_share must lie in \[0, 1\), got 1.0"),
         ("task.only=[person,dragon]", "unknown domain 'dragon' of task detection: choose from"),
         ("domains.person.labels=[]", "domain person needs a list of distinct labels"),

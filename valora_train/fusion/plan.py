@@ -1,153 +1,46 @@
 """Which domain goes into which adapter: the decisions of knowledge fusion, without any tensor.
 
-VaLoRA §4.2.1 packs domains into the fewest adapters such that each keeps the accuracy that its
-application requires: constrained bin packing without an oracle. The plan is a state machine. It
-says what to train next (`FusionPlan.next`), is told the accuracies that came out
-(`FusionPlan.tell`), and answers with a verdict. All of its state follows from what it was told,
-so a fusion is resumed by telling it the same again.
+VaLoRA §4.2.1 packs domains into the fewest adapters such that each domain keeps the accuracy that
+its application requires: constrained bin packing without an oracle. The plan is a state machine.
+`FusionPlan.next` says what to train next; `FusionPlan.tell` is given the accuracies that came out
+and returns the verdict. The state depends on these accuracies alone, so an interrupted fusion is
+resumed by telling a new plan the same accuracies again.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from valora_train.errors import SettingsError
+from valora_train.errors import SettingsError, StrategyError
+from valora_train.fusion.decision import Attempt, Decision, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-
-class Verdict(StrEnum):
-    """What becomes of an attempt."""
-
-    COMMITTED = "committed"
-    ROLLED_BACK = "rolled back"
-    UNREACHABLE = "unreachable"
+    from valora_train.fusion.strategies.base import Probes, Strategy
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """Train `domain` into `adapter`, which holds `held` already; then evaluate all of them.
-
-    Attributes:
-        number: Counts from 1 over the whole fusion.
-        domain: The domain to add.
-        adapter: Name of the adapter to train.
-        held: Domains committed to that adapter; empty for a new one.
-        rehearse: Whether samples of `held` are mixed in and their heads trained on.
-    """
-
-    number: int
-    domain: str
-    adapter: str
-    held: tuple[str, ...]
-    rehearse: bool
-
-    @property
-    def domains(self) -> tuple[str, ...]:
-        """Every domain whose accuracy decides."""
-        return (*self.held, self.domain)
-
-    @property
-    def name(self) -> str:
-        """For people, e.g. ``03 vegetation → adapter-1``."""
-        return f"{self.number:02d} {self.domain} → {self.adapter}"
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The verdict on an attempt.
-
-    Attributes:
-        attempt: What was tried.
-        accuracy: What came out on the validation split, for each of `attempt.domains`.
-        verdict: What follows.
-        below: The domains that missed their bar.
-        reason: One sentence for people.
-    """
-
-    attempt: Attempt
-    accuracy: dict[str, float]
-    verdict: Verdict
-    below: tuple[str, ...]
-    reason: str
-
-
-class Strategy(Protocol):
-    """Says which open adapters to try for a domain, before a new one is opened."""
-
-    @property
-    def rehearse(self) -> bool:
-        """Whether samples of the domains held are mixed in."""
-        ...
-
-    def candidates(self, adapters: Mapping[str, tuple[str, ...]]) -> Sequence[str]:
-        """Names of adapters to try in turn.
-
-        Args:
-            adapters: Open adapters with the domains that they hold, oldest first.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class NextFit:
-    """VaLoRA §4.2.1 as printed: only the latest adapter is tried, on the new data alone."""
-
-    rehearse: bool = False
-
-    def candidates(self, adapters: Mapping[str, tuple[str, ...]]) -> Sequence[str]:
-        """The latest adapter."""
-        return list(adapters)[-1:]
-
-
-@dataclass(frozen=True, slots=True)
-class FirstFit:
-    """All open adapters are tried, oldest first; with rehearsal, earlier samples are mixed in."""
-
-    rehearse: bool = False
-
-    def candidates(self, adapters: Mapping[str, tuple[str, ...]]) -> Sequence[str]:
-        """Every adapter, oldest first."""
-        return list(adapters)
-
-
-STRATEGIES: dict[str, Strategy] = {
-    "paper": NextFit(),
-    "first_fit": FirstFit(),
-    "rehearsal": FirstFit(rehearse=True),
-}
-
-
-def order_domains(
-    names: Sequence[str], order: str, seed: int, shortfall: Mapping[str, float] | None = None
-) -> list[str]:
+def order_domains(names: Sequence[str], order: str, seed: int, probes: Probes) -> list[str]:
     """Put domains in the order of fusion.
 
     Args:
-        names: Domains as they are listed.
-        order: ``given``; ``random`` (the paper's; by `seed`); or ``probe`` (hardest first: by how
-            far a head on the frozen base falls short of the requirement).
+        names: Domains in the order of the configuration.
+        order: ``given`` (as in `names`), ``random`` (as in the paper), or ``probe`` (hardest first:
+            by how far the frozen base model falls short of the requirement).
         seed: Seed of ``random``.
-        shortfall: Required minus reached by the head alone, for ``probe``.
+        probes: What is known of each domain before training; read by ``probe`` alone.
 
     Raises:
-        SettingsError: If `order` is unknown, or ``probe`` is asked without probes.
+        SettingsError: If `order` is unknown.
     """
     match order:
         case "given":
             return list(names)
         case "random":
             return random.Random(seed).sample(list(names), len(names))
-        case "probe" if shortfall is not None:
-            return sorted(names, key=lambda name: -shortfall[name])
         case "probe":
-            raise SettingsError(
-                "fusion.order=probe needs the head-only probe: set fusion.probe=true"
-            )
+            return sorted(names, key=lambda name: -probes[name].shortfall)
     raise SettingsError(f"unknown fusion.order {order!r}: choose given, random or probe")
 
 
@@ -156,14 +49,19 @@ class FusionPlan:
 
     Args:
         required: Accuracy that each domain must keep, in the order of fusion.
-        strategy: Which adapters to try.
-        margin: Added to every requirement when deciding, so that what holds on the validation
-            split also holds on the test split.
-        keep_unreachable: Whether a domain that fails even alone keeps its own closed adapter, with
-            a flag, instead of ending up in none.
-        packed: Adapters of an earlier fusion with the domains that they hold already, oldest first.
-        closed: Those of them that nothing may join.
-        used: Adapters that were ever named; new ones are numbered from there on.
+        strategy: Chooses the adapters to try.
+        margin: Added to every requirement when deciding, so that a domain that meets it on the
+            validation split also meets its requirement on the test split.
+        keep_unreachable: Whether a domain that fails even alone keeps its own closed adapter and is
+            flagged, instead of ending up in no adapter.
+        probes: What is known of each domain before training; passed to the strategy.
+        packed: Adapters of an earlier fusion with the domains that they hold, oldest first.
+        closed: Adapters of `packed` that no further domain may join.
+        used: Number of adapters that were ever named; new ones are numbered from there.
+
+    Attributes:
+        used: Number of adapters that were ever named.
+        decisions: All decisions so far.
     """
 
     def __init__(
@@ -173,6 +71,7 @@ class FusionPlan:
         margin: float = 0.0,
         keep_unreachable: bool = False,
         *,
+        probes: Probes | None = None,
         packed: Mapping[str, tuple[str, ...]] | None = None,
         closed: Iterable[str] = (),
         used: int = 0,
@@ -185,12 +84,14 @@ class FusionPlan:
         held = {name for names in self._held.values() for name in names}
         self._waiting = [name for name in required if name not in held]
         self.used = max(used, len(self._held))
-        self._to_try: list[str] | None = None
+        self._probes = probes or {}
+        self._tried: set[str] = set()  # adapters that were tried for the first waiting domain
+        self._attempt: Attempt | None = None
         self.decisions: list[Decision] = []
 
     @property
     def closed(self) -> list[str]:
-        """Adapters that nothing may join."""
+        """Adapters that no further domain may join."""
         return sorted(self._closed)
 
     @property
@@ -200,7 +101,7 @@ class FusionPlan:
 
     @property
     def unreachable(self) -> dict[str, float]:
-        """Domains that failed even alone, with the accuracy that they did reach."""
+        """Domains that failed even alone, with the accuracy that they reached."""
         return {
             decision.attempt.domain: decision.accuracy[decision.attempt.domain]
             for decision in self.decisions
@@ -208,34 +109,50 @@ class FusionPlan:
         }
 
     def next(self) -> Attempt | None:
-        """What to train and evaluate next, or None when every domain is dealt with.
+        """What to train and evaluate next, or None when every domain is placed or unreachable.
 
-        Idempotent until `tell` is called.
+        Returns the same attempt until `tell` is called.
+
+        Raises:
+            StrategyError: If the strategy names an adapter that is not open.
         """
-        if not self._waiting:
-            return None
-        if self._to_try is None:
-            still_open = {k: v for k, v in self._held.items() if k not in self._closed}
-            self._to_try = list(self._strategy.candidates(still_open))
-        fresh = f"adapter-{self.used + 1}"
-        adapter = self._to_try[0] if self._to_try else fresh
-        held = self._held.get(adapter, ())
-        return Attempt(
-            number=len(self.decisions) + 1,
-            domain=self._waiting[0],
-            adapter=adapter,
-            held=held,
-            rehearse=self._strategy.rehearse and bool(held),
+        if self._attempt is None and self._waiting:
+            adapter = self._choose_adapter(self._waiting[0])
+            held = self._held.get(adapter, ())
+            self._attempt = Attempt(
+                number=len(self.decisions) + 1,
+                domain=self._waiting[0],
+                adapter=adapter,
+                held=held,
+                rehearse=self._strategy.rehearse and bool(held),
+            )
+        return self._attempt
+
+    def _choose_adapter(self, domain: str) -> str:
+        """The first candidate that was not tried for the domain yet, or a new adapter."""
+        still_open = {k: v for k, v in self._held.items() if k not in self._closed}
+        candidates = self._strategy.candidates(
+            domain, still_open, tuple(self.decisions), self._probes
         )
+        for adapter in candidates:
+            if adapter not in still_open:
+                raise StrategyError(
+                    f"fusion strategy {type(self._strategy).__name__} wants to try {adapter!r} for "
+                    f"{domain}, which is not among the open adapters "
+                    f"({', '.join(still_open) or 'none'}): it must return names from `adapters`"
+                )
+            if adapter not in self._tried:
+                return adapter
+        return f"adapter-{self.used + 1}"
 
     def tell(self, accuracy: Mapping[str, float]) -> Decision:
         """Judge the attempt that `next` returned.
 
         Args:
-            accuracy: Measured on the validation split, one for each of the attempt's domains.
+            accuracy: Accuracy on the validation split of each domain in `Attempt.domains`.
 
         Raises:
-            ValueError: If there is nothing to judge or the accuracies are of other domains.
+            ValueError: If there is no attempt to judge, or the accuracies are of other domains.
         """
         attempt = self.next()
         if attempt is None:
@@ -258,17 +175,17 @@ class FusionPlan:
         return decision
 
     def _apply(self, attempt: Attempt, verdict: Verdict) -> None:
+        self._attempt = None
         if verdict is Verdict.ROLLED_BACK:
-            assert self._to_try, "only an open adapter is rolled back"
-            self._to_try.pop(0)
+            self._tried.add(attempt.adapter)
             return
         if verdict is Verdict.COMMITTED or self._keep_unreachable:
             self.used += attempt.adapter not in self._held
             self._held[attempt.adapter] = attempt.domains
             if verdict is Verdict.UNREACHABLE:
-                self._closed.add(attempt.adapter)  # nothing may join a domain that is flagged
+                self._closed.add(attempt.adapter)  # no domain may join one that is flagged
         self._waiting.pop(0)
-        self._to_try = None
+        self._tried.clear()
 
     def _reason(self, accuracy: Mapping[str, float], below: Sequence[str], verdict: Verdict) -> str:
         if not below:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from valora_data.schema import Answer, Box, Domain, Sample
-    from valora_train.fusion.plan import Decision
+    from valora_train.fusion.decision import Decision
 
 SCALE = 2
 TILE = 192  # pixels

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from valora_train.fusion.plan import Verdict
+from valora_train.fusion.decision import Verdict
 from valora_train.reporting import pictures
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
-    from valora_train.fusion.plan import Attempt, Decision
+    from valora_train.fusion.decision import Attempt, Decision
 
 FUSION = "valora.fusion"
 ATTEMPT = "valora.attempt"

@@ -23,8 +23,11 @@ from valora_data.contract.bundle import base_folder, base_hash, read_bundle
 from valora_data.contract.heads import write_head
 from valora_data.schema import Split
 from valora_train.errors import UnreachableError
+from valora_train.fusion.decision import Decision, Verdict
 from valora_train.fusion.parent import FUSION, SNAPSHOTS, STATE, Parent, find_parent, load_parent
-from valora_train.fusion.plan import STRATEGIES, Decision, FusionPlan, Verdict, order_domains
+from valora_train.fusion.plan import FusionPlan, order_domains
+from valora_train.fusion.strategies.base import Probe, Probes
+from valora_train.fusion.strategies.registry import make_strategy
 from valora_train.fusion.trainer import DomainData, Trainer
 from valora_train.model.lmm import Lmm
 from valora_train.reporting import pictures
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from valora_train.fusion.plan import Attempt
+    from valora_train.fusion.decision import Attempt
     from valora_train.model.team import Team
     from valora_train.reporting.progress import Display
     from valora_train.reporting.tracking import AttemptRun
@@ -279,17 +282,16 @@ class _Fusion:
             self._display.done("fuse", f"{name}: {what} {val.accuracy:.3f}{misses}", seconds())
         return {name: float(value["val"]) for name, value in self._state["head_only"].items()}
 
-    def _plan(self, probes: Mapping[str, float]) -> FusionPlan:
+    def _plan(self, reached: Mapping[str, float]) -> FusionPlan:
         fusion = self._settings.fusion
-        shortfall = {name: self._required[name] - probes[name] for name in probes}
-        order = order_domains(
-            list(self._inputs), fusion.order, self._settings.train.seed, shortfall
-        )
+        probes: Probes = {name: Probe(self._required[name], reached[name]) for name in self._inputs}
+        order = order_domains(list(self._inputs), fusion.order, self._settings.train.seed, probes)
         return FusionPlan(
             {name: self._required[name] for name in order},
-            STRATEGIES[fusion.strategy],
+            make_strategy(fusion.strategy),
             fusion.margin,
             keep_unreachable=fusion.unreachable == "keep",
+            probes=probes,
             packed=self._parent.kept if self._parent else None,
             closed=self._parent.closed if self._parent else (),
             used=self._parent.used if self._parent else 0,

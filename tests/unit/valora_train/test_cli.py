@@ -67,6 +67,8 @@ def left_behind(folder: Path):
     [
         (["task=dragons"], "unknown task 'dragons': choose from"),
         (["fusion=best"], "unknown fusion 'best': choose from first_fit, paper, rehearsal"),
+        (["fusion.strategy=best"],
+         "unknown fusion strategy 'best': choose one of first_fit, paper, rehearsal"),
         (["model=gpt"], "unknown model 'gpt': choose from llava-1.5-13b, llava-1.5-7b, qwen2.5"),
         (["domains.person.required=2"], "must lie in (0, 1], got 2"),
         (["task.only=[dragon]"], "unknown domain 'dragon'"),

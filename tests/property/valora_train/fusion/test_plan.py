@@ -7,15 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from valora_train.errors import SettingsError
-from valora_train.fusion.plan import (
-    STRATEGIES,
-    FirstFit,
-    FusionPlan,
-    NextFit,
-    Verdict,
-    order_domains,
-)
+from valora_train.errors import SettingsError, StrategyError
+from valora_train.fusion.decision import Verdict
+from valora_train.fusion.plan import FusionPlan, order_domains
+from valora_train.fusion.strategies.base import Probe, Strategy
+from valora_train.fusion.strategies.first_fit import FirstFit
+from valora_train.fusion.strategies.next_fit import NextFit
+from valora_train.fusion.strategies.registry import STRATEGIES, make_strategy
 
 
 class Oracle:
@@ -52,7 +50,7 @@ def play(plan, oracle, stop_after=None):
 @given(problems(), st.sampled_from(sorted(STRATEGIES)), st.booleans(), st.floats(0, 0.1))
 def test_plan_keeps_its_promises(problem, strategy, keep, margin):
     required, oracle = problem
-    plan = play(FusionPlan(required, STRATEGIES[strategy], margin, keep), oracle)
+    plan = play(FusionPlan(required, make_strategy(strategy), margin, keep), oracle)
     count = len(required)
     # Terminates, and tries at most every open adapter and a new one for each domain.
     assert len(plan.decisions) <= count * (count + 1)
@@ -73,9 +71,9 @@ def test_plan_keeps_its_promises(problem, strategy, keep, margin):
 @given(problems(), st.sampled_from(sorted(STRATEGIES)), st.integers(0, 40))
 def test_plan_told_the_same_again_goes_on_the_same(problem, strategy, cut):
     required, oracle = problem
-    whole = play(FusionPlan(required, STRATEGIES[strategy]), oracle)
-    half = play(FusionPlan(required, STRATEGIES[strategy]), oracle, stop_after=cut)
-    again = FusionPlan(required, STRATEGIES[strategy])
+    whole = play(FusionPlan(required, make_strategy(strategy)), oracle)
+    half = play(FusionPlan(required, make_strategy(strategy)), oracle, stop_after=cut)
+    again = FusionPlan(required, make_strategy(strategy))
     for decision in half.decisions:
         again.tell(decision.accuracy)
     assert again.next() == half.next()
@@ -144,15 +142,46 @@ def test_tell_refuses_what_was_not_asked():
         plan.tell({"b": 0.9})
 
 
+def test_a_strategy_is_told_domain_adapters_history_and_probes():
+    told = []
+
+    class Curious(Strategy):
+        def candidates(self, domain, adapters, history, probes):
+            told.append((domain, dict(adapters), [d.accuracy for d in history], probes["b"]))
+            return [*adapters, *adapters]  # what was tried is not tried again
+
+    probes = {"a": Probe(0.5, 0.2), "b": Probe(0.5, 0.4)}
+    plan = FusionPlan({"a": 0.5, "b": 0.5}, Curious(), probes=probes)
+    plan.tell({"a": 0.9})
+    assert plan.next() is plan.next()
+    plan.tell({"a": 0.9, "b": 0.3})
+    plan.tell({"b": 0.9})
+    assert plan.packing == {"adapter-1": ("a",), "adapter-2": ("b",)}
+    b, open_, first, second = probes["b"], {"adapter-1": ("a",)}, {"a": 0.9}, {"a": 0.9, "b": 0.3}
+    assert told == [
+        ("a", {}, [], b), ("b", open_, [first], b), ("b", open_, [first, second], b),
+    ]  # fmt: skip
+
+
+def test_a_strategy_may_only_name_open_adapters():
+    class Lost(Strategy):
+        def candidates(self, domain, adapters, history, probes):
+            return ["adapter-7"]
+
+    with pytest.raises(StrategyError, match=r"Lost wants to try 'adapter-7' for a"):
+        FusionPlan({"a": 0.5}, Lost()).next()
+
+
 def test_orders():
     names = ["a", "b", "c", "d"]
-    assert order_domains(names, "given", 3) == names
-    assert order_domains(names, "random", 3) == order_domains(names, "random", 3)
-    assert len({tuple(order_domains(names, "random", seed)) for seed in range(20)}) > 5
     shortfall = {"a": 0.1, "b": 0.3, "c": -0.2, "d": 0.2}
-    assert order_domains(names, "probe", 0, shortfall) == ["b", "d", "a", "c"]
+    probes = {name: Probe(0.5, 0.5 - value) for name, value in shortfall.items()}
+    assert order_domains(names, "given", 3, probes) == names
+    assert order_domains(names, "random", 3, probes) == order_domains(names, "random", 3, probes)
+    assert len({tuple(order_domains(names, "random", seed, probes)) for seed in range(20)}) > 5
+    assert order_domains(names, "probe", 0, probes) == ["b", "d", "a", "c"]
     with pytest.raises(SettingsError, match=r"unknown fusion\.order 'up'"):
-        order_domains(names, "up", 0)
+        order_domains(names, "up", 0, probes)
 
 
 @given(st.data())
@@ -166,7 +195,7 @@ def test_a_plan_goes_on_from_what_is_packed(data):
     closed = [adapter for adapter in packed if data.draw(st.booleans())]
     used = 3 + data.draw(st.integers(0, 2))
     plan = FusionPlan(
-        dict.fromkeys(names, 0.5), STRATEGIES["first_fit"], keep_unreachable=True,
+        dict.fromkeys(names, 0.5), FirstFit(), keep_unreachable=True,
         packed=packed, closed=closed, used=used,
     )  # fmt: skip
     asked = []

@@ -1,1 +1,1 @@
-"""Knowledge fusion: decisions, training, continuing an earlier fusion."""
+"""Knowledge fusion (VaLoRA §4.2.1): decisions, training, state on disk, promises."""

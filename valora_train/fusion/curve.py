@@ -1,9 +1,8 @@
 """Accuracy against the number of domains in one adapter (VaLoRA, Figure 5), from a fusion's steps.
 
 ``python -m valora_train.fusion.curve STAGE`` reads what a fusion decided (the output of a `fuse`
-stage, or a bundle's) and writes a table and a picture. For the whole curve,
-let everything into one adapter: ``valora-train command=fuse fusion.margin=-10``, which
-`make curve TASK=x` does.
+stage) and prints a table; `--picture` also draws it. For the whole curve, let all domains into one
+adapter: ``valora-train command=fuse fusion.margin=-10``, which `make curve TASK=x` does.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import ValoraError
 from valora_train.errors import StageError
-from valora_train.fusion.parent import FUSION
+from valora_train.fusion.state import FUSION
 from valora_train.stage import read_json
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
-"""Going on from an earlier fusion: what did not change stays, with its names, weights and figures.
+"""Extends an earlier fusion: unchanged domains keep their adapters, heads and figures.
 
-A domain that is new or changed is added to what is there; one that is gone, or changed, leaves its
-adapter, whose other domains are not touched by that: heads are their own, and the adapter stays.
+New domains, and domains that changed, are packed anew beside them. A domain that was removed or
+changed leaves its adapter; the other domains of that adapter are not affected, because the
+adapter's weights stay as they are and every domain has a head of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data.contract.bundle import read_bundle
 from valora_train.errors import SettingsError
+from valora_train.fusion.state import FUSION, SNAPSHOTS, STATE
 from valora_train.stage import RECORD, read_json
 
 if TYPE_CHECKING:
@@ -22,22 +24,19 @@ if TYPE_CHECKING:
 
     from valora_train.stage import Stage
 
-FUSION = "fusion.json"
-STATE = "state.json"
-SNAPSHOTS = "snapshots"
-SAME = ("model", "heads")
-"""Groups of settings that must be those of the earlier fusion, beside the shape of adapters."""
+MUST_MATCH = ("model", "heads")
+"""Groups of settings that must equal those of the earlier fusion, besides the LoRA settings."""
 
 
 @dataclass(frozen=True)
 class Parent:
-    """An earlier fusion.
+    """An earlier fusion that is extended.
 
     Attributes:
-        folder: Output of its stage.
+        folder: Output folder of its stage.
         version: Version of its bundle.
-        kept: Adapters with those of their domains that stay, oldest first.
-        result: What it decided, reached and promised.
+        kept: Adapters with their unchanged domains, oldest first.
+        result: Content of its `fusion.json`.
     """
 
     folder: Path
@@ -47,27 +46,27 @@ class Parent:
 
     @property
     def used(self) -> int:
-        """Adapters that were ever named."""
+        """Number of adapters that were ever named."""
         return int(self.result["used"])
 
     @property
     def closed(self) -> list[str]:
-        """Adapters that nothing may join."""
+        """Adapters that no further domain may join."""
         return [name for name in self.result["closed"] if name in self.kept]
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """Domains that stay."""
+        """The unchanged domains."""
         return tuple(name for names in self.kept.values() for name in names)
 
     @property
-    def head_only(self) -> dict[str, Any]:
-        """What the domains that stay reach without LoRA."""
+    def head_only(self) -> dict[str, dict[str, float]]:
+        """Accuracy of the unchanged domains without LoRA (see `FusionState`)."""
         known = read_json(self.folder / STATE)["head_only"]
         return {name: known[name] for name in self.domains}
 
     def snapshot(self, adapter: str) -> dict[str, Tensor]:
-        """An adapter with the heads of its domains that stay."""
+        """Snapshot of an adapter with the heads of its unchanged domains."""
         from safetensors.torch import load_file
 
         file = read_json(self.folder / STATE)["snapshots"][adapter]
@@ -78,17 +77,21 @@ class Parent:
 
 
 def find_parent(bundle: Path, work: Path) -> Path:
-    """The output of the stage that a bundle was exported from.
+    """The output folder of the fusion that a bundle was exported from.
+
+    Args:
+        bundle: Folder of the bundle.
+        work: Folder of all stages.
 
     Raises:
-        BundleError: If it is no bundle.
-        SettingsError: If that output is gone.
+        BundleError: If the folder holds no bundle.
+        SettingsError: If the fusion's output is no longer there.
     """
     name = read_bundle(bundle).manifest["lineage"]["fusion_stage"]
     if not (work / name / FUSION).is_file():
         raise SettingsError(
-            f"the fusion that {bundle} came from is not in {work} any more ({name}): set "
-            "fusion.parent=null to fuse anew"
+            f"the fusion that {bundle} was exported from is no longer in {work} ({name}): set "
+            "fusion.parent=null to fuse all domains"
         )
     return work / str(name)
 
@@ -100,31 +103,31 @@ def load_parent(
     required: Mapping[str, float],
     margin: float,
 ) -> Parent:
-    """See what of an earlier fusion stays in a new one.
+    """Find the domains of an earlier fusion that a new fusion can keep.
 
     Args:
-        folder: Output of the earlier stage.
+        folder: Output folder of the earlier fusion.
         version: Version of its bundle.
         stage: The new stage.
-        required: Accuracy that each domain of the new one must keep.
-        margin: Added to it when deciding.
+        required: Accuracy that each domain of the new fusion must keep.
+        margin: Added to every requirement when deciding.
 
     Raises:
-        SettingsError: If it was made for another model or shape of adapters.
+        SettingsError: If the earlier fusion used another model or other LoRA or head settings.
     """
     record = read_json(folder / RECORD)
     result = read_json(folder / FUSION)
     for name, theirs, ours in (
-        *((key, record["settings"][key], stage.settings[key]) for key in SAME),
+        *((key, record["settings"][key], stage.settings[key]) for key in MUST_MATCH),
         ("train.lora", record["settings"]["train"]["lora"], stage.settings["train"]["lora"]),
     ):
         if theirs != ours:
             raise SettingsError(
-                f"the bundle to go on from was made with other settings of {name}: use the same, "
-                "or set fusion.parent=null to fuse anew"
+                f"the bundle of fusion.parent was made with other settings of {name}: use the same "
+                "ones, or set fusion.parent=null to fuse all domains"
             )
-    then, now = (_facts(each["settings"], each["inputs"]) for each in (
-        record, {"settings": stage.settings, "inputs": stage.inputs}))  # fmt: skip
+    then = _training_inputs(record["settings"], record["inputs"])
+    now = _training_inputs(stage.settings, stage.inputs)
     kept = {}
     for adapter, names in result["packing"].items():
         staying = tuple(
@@ -139,8 +142,8 @@ def load_parent(
     return Parent(folder, version, kept, result)
 
 
-def _facts(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[str, Any]:
-    """What a domain's training depends on, by domain; how much is required does not matter."""
+def _training_inputs(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[str, Any]:
+    """What the training of each domain depends on; its requirement does not matter."""
     return {
         facts["name"]: (
             {key: value for key, value in facts.items() if key != "required"},
@@ -152,6 +155,6 @@ def _facts(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[str, 
 
 
 def _meets(facts: Mapping[str, Any], required: float, margin: float) -> bool:
-    """Whether a domain as it is would be kept; one that was flagged stays flagged."""
+    """Whether a domain would be committed as it is; with the same requirement it always is."""
     accuracy = float(facts["accuracy"]["val"])
     return accuracy >= required + margin or required == facts["required"]

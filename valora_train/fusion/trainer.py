@@ -1,4 +1,4 @@
-"""Trains adapters with their heads, evaluates them, and takes them back bit for bit."""
+"""Trains adapters with their heads, evaluates them, and saves and restores them exactly."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from valora_train.settings import TrainSettings
     from valora_train.tasks import DomainTask, Evaluation
 
-PROBED_AT_ONCE = 64
-ALIKE = 1.3  # lengths by whose ratio samples still go into one padded batch
-OFFERED = 8  # samples drawn for each that is taken, where those of a batch shall be of like length
+FROZEN_BATCH = 64  # samples per forward pass of the frozen base, and per step of a head alone
+LENGTH_RATIO = 1.3  # domains whose longest samples differ by more are not padded to one length
+OVERSAMPLING = 8  # samples drawn for each one used, where samples are grouped by length
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class LabelledSplit:
     """A split that accuracy is measured on.
 
     Attributes:
-        inputs: The samples, encoded.
-        samples: The samples with the truth.
+        inputs: The encoded samples.
+        samples: The same samples with their true answers.
     """
 
     inputs: list[Encoded]
@@ -39,14 +39,20 @@ class LabelledSplit:
 
 
 class DomainData:
-    """A domain's samples in the form that training wants.
+    """A domain's samples, encoded for training and evaluation.
 
     Args:
-        task: How the domain is asked and learns.
-        taught: Samples that the teacher labelled.
-        labelled: Splits with the truth, for measuring.
-        lmm: Encodes the images, once.
-        mirror: Whether to use mirrored images too.
+        task: Task of the domain: prompts, targets, loss and metric.
+        taught: Samples that the teacher labelled, for training.
+        labelled: Splits with true answers, for evaluation.
+        lmm: Encodes every sample once.
+        mirror: Whether mirrored images are trained on too.
+
+    Attributes:
+        task: Task of the domain.
+        inputs: The encoded training samples.
+        targets: What the head learns of each training sample; None where the model writes.
+        splits: The splits with true answers.
     """
 
     def __init__(
@@ -74,8 +80,8 @@ class DomainData:
 
 
 @dataclass
-class _Bench:
-    """An adapter at work: its heads, its optimiser and its source of random numbers."""
+class _OpenAdapter:
+    """The optimiser, random generator and heads of an open adapter."""
 
     optimizer: torch.optim.AdamW
     generator: torch.Generator
@@ -83,13 +89,13 @@ class _Bench:
 
 
 class Trainer:
-    """Adapters on one LMM.
+    """Trains and evaluates the adapters of one LMM.
 
     Args:
         lmm: The model.
         data: Samples of every domain.
-        settings: Of training.
-        team: The processes that train together; this one alone if None.
+        settings: Training settings.
+        team: The processes that train together; None for this process alone.
     """
 
     def __init__(
@@ -103,12 +109,12 @@ class Trainer:
         self._data = data
         self._settings = settings
         self._team = team or Team()
-        self._benches: dict[str, _Bench] = {}
+        self._open: dict[str, _OpenAdapter] = {}
 
     # --- adapters -----------------------------------------------------------------------------
 
     def open(self, adapter: str, seed: int) -> None:
-        """Add a fresh adapter; what it will learn depends on `seed` alone."""
+        """Add a fresh adapter, whose weights and training batches depend on `seed` alone."""
         self._lmm.adapt(adapter, seed)
         weights = list(self._lmm.lora_parameters(adapter).values())
         optimizer = torch.optim.AdamW(
@@ -120,34 +126,34 @@ class Trainer:
                 }
             ]
         )
-        self._benches[adapter] = _Bench(optimizer, torch.Generator().manual_seed(seed))
+        self._open[adapter] = _OpenAdapter(optimizer, torch.Generator().manual_seed(seed))
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The open adapters."""
-        return tuple(self._benches)
+        """Names of the open adapters."""
+        return tuple(self._open)
 
     def close(self, adapter: str) -> None:
-        """Forget an adapter."""
+        """Remove an adapter with its heads and its optimiser."""
         self._lmm.remove(adapter)
-        del self._benches[adapter]
+        del self._open[adapter]
 
     def heads(self, adapter: str) -> dict[str, nn.Module]:
-        """The heads of an adapter, by domain; domains whose answers are written have none."""
-        return self._benches[adapter].heads
+        """Heads of an adapter by domain; domains whose answers the model writes have none."""
+        return self._open[adapter].heads
 
     def _add_head(self, adapter: str, domain: str, seed: int) -> None:
-        bench = self._benches[adapter]
+        opened = self._open[adapter]
         head = self._new_head(domain, seed)
         if head is None:
             return
-        bench.heads[domain] = head
+        opened.heads[domain] = head
         group = {
             "params": list(head.parameters()),
             "peak": self._settings.head_lr,
             "weight_decay": 0.0,
         }
-        bench.optimizer.add_param_group(group)
+        opened.optimizer.add_param_group(group)
 
     def _new_head(self, domain: str, seed: int) -> nn.Module | None:
         data = self._data[domain]
@@ -168,29 +174,30 @@ class Trainer:
         """Train an open adapter on a domain that is new to it.
 
         Args:
-            adapter: The adapter.
+            adapter: Name of the adapter.
             domain: The new domain; it gets a new head.
-            held: Domains that the adapter holds.
-            rehearse: Mix samples of `held` in and train their heads on; otherwise those rest.
-            seed: Of the new head.
+            held: Domains that the adapter already holds.
+            rehearse: Whether batches also hold samples of `held`, and their heads are trained too;
+                otherwise those heads are frozen.
+            seed: Seed of the new head.
             on_step: Called with step (from 1), number of steps, and loss.
         """
-        bench = self._benches[adapter]
+        opened = self._open[adapter]
         self._add_head(adapter, domain, seed)
         rehearsed = list(held) if rehearse else []
-        for name, head in bench.heads.items():
+        for name, head in opened.heads.items():
             head.requires_grad_(name == domain or name in rehearsed)
         self._lmm.activate(adapter)
         steps = self._settings.steps + self._settings.steps_per_held * len(rehearsed)
         for step in range(steps):
-            self._set_lr(bench.optimizer, step / steps)
-            batch = self._draw(bench.generator, domain, rehearsed)
-            bench.optimizer.zero_grad(set_to_none=True)
-            loss = self._learn(bench.heads, batch)
-            parameters = [p for group in bench.optimizer.param_groups for p in group["params"]]
+            self._set_lr(opened.optimizer, step / steps)
+            batch = self._draw(opened.generator, domain, rehearsed)
+            opened.optimizer.zero_grad(set_to_none=True)
+            loss = self._learn(opened.heads, batch)
+            parameters = [p for group in opened.optimizer.param_groups for p in group["params"]]
             loss = self._team.add_up(parameters, loss)
             nn.utils.clip_grad_norm_(parameters, self._settings.clip)
-            bench.optimizer.step()
+            opened.optimizer.step()
             on_step(step + 1, steps, loss)
 
     def _set_lr(self, optimizer: torch.optim.Optimizer, progress: float) -> None:
@@ -205,9 +212,9 @@ class Trainer:
     def _draw(
         self, generator: torch.Generator, domain: str, rehearsed: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Indices of the samples of a batch, by domain."""
+        """Draw a batch: indices of training samples, by domain."""
         size = self._settings.batch_size
-        # A new domain gets no less than one that is there already.
+        # The new domain gets no smaller share than a rehearsed one.
         share = min(self._settings.rehearsal_share, len(rehearsed) / (len(rehearsed) + 1))
         old = round(size * share)
         counts = {domain: size - old}
@@ -223,19 +230,19 @@ class Trainer:
     def _rows(self, inputs: Sequence[Encoded], count: int, generator: torch.Generator) -> Tensor:
         if not self._settings.group_by_length:
             return torch.randint(len(inputs), (count,), generator=generator)
-        offered = torch.randint(len(inputs), (count * OFFERED,), generator=generator).tolist()
+        offered = torch.randint(len(inputs), (count * OVERSAMPLING,), generator=generator).tolist()
         offered.sort(key=lambda row: len(inputs[row].ids))
-        start = count * int(torch.randint(OFFERED, (), generator=generator))
+        start = count * int(torch.randint(OVERSAMPLING, (), generator=generator))
         return torch.tensor(offered[start : start + count])
 
     def _learn(self, heads: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> float:
-        """Add up the gradients of a batch's share; its loss is the mean over all its samples."""
+        """Add the gradients of this process's share of a batch and return its part of the loss."""
         size = sum(len(rows) for rows in batch.values())
         loss = 0.0
         for part in self._parts(batch):
             mine = {name: self._team.share(rows) for name, rows in part.items()}
             mine = {name: rows for name, rows in mine.items() if len(rows)}
-            # Layers that are parted among processes want all of them to run as often.
+            # Sharded layers need as many forward passes on every process.
             spare = {} if mine else {name: rows[:1] for name, rows in list(part.items())[:1]}
             loss_of_part = self._loss(heads, mine or spare, size) * (1.0 if mine else 0.0)
             loss_of_part.backward()
@@ -243,14 +250,14 @@ class Trainer:
         return loss
 
     def _parts(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Pieces of a batch that go through the model at once: not too many, of like length."""
+        """Split a batch into micro-batches: bounded in size, and of similar length."""
         most = self._settings.micro_batch or sum(len(rows) for rows in batch.values())
         groups: list[dict[str, Tensor]] = []
         shortest = 0
         for length, name in sorted(
             (self._longest(name, rows), name) for name, rows in batch.items()
         ):
-            if not groups or length > ALIKE * shortest:
+            if not groups or length > LENGTH_RATIO * shortest:
                 groups.append({})
                 shortest = length
             groups[-1][name] = batch[name]
@@ -267,7 +274,7 @@ class Trainer:
     def _loss(
         self, heads: Mapping[str, nn.Module], batch: Mapping[str, Tensor], size: int
     ) -> Tensor:
-        """The part of a batch's loss that comes from these of its samples."""
+        """Loss of some samples of a batch of `size` samples, as their part of its mean."""
         encoded = [
             self._data[name].inputs[row] for name, rows in batch.items() for row in rows.tolist()
         ]
@@ -282,8 +289,8 @@ class Trainer:
             total = total + loss * (len(rows) / size)
         return total
 
-    def probe(self, domain: str, seed: int) -> nn.Module | None:
-        """Train a head alone, on the frozen base: what the domain reaches without LoRA."""
+    def train_head_only(self, domain: str, seed: int) -> nn.Module | None:
+        """Train a new head on the frozen base model; None where the model writes its answers."""
         head = self._new_head(domain, seed)
         if head is None:
             return None
@@ -297,7 +304,7 @@ class Trainer:
         steps = self._settings.probe_steps
         for step in range(steps):
             self._set_lr(optimizer, step / steps)
-            rows = torch.randint(len(data.inputs), (PROBED_AT_ONCE,), generator=generator)
+            rows = torch.randint(len(data.inputs), (FROZEN_BATCH,), generator=generator)
             loss = data.task.probe_loss(head, read[rows], data.targets[rows])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -305,74 +312,79 @@ class Trainer:
         return head
 
     def _states(self, inputs: Sequence[Encoded]) -> Iterator[HiddenStates]:
-        for start in range(0, len(inputs), PROBED_AT_ONCE):
+        for start in range(0, len(inputs), FROZEN_BATCH):
             with torch.no_grad():
-                yield self._lmm.states(inputs[start : start + PROBED_AT_ONCE])
+                yield self._lmm.states(inputs[start : start + FROZEN_BATCH])
+
+    def task(self, domain: str) -> DomainTask:
+        """Task of a domain."""
+        return self._data[domain].task
 
     def samples(self, domain: str, split: Split) -> list[Sample]:
-        """The samples that a domain is measured on."""
+        """Samples of a split, with their true answers."""
         return self._data[domain].splits[split].samples
 
-    # --- measuring ----------------------------------------------------------------------------
+    # --- evaluation ---------------------------------------------------------------------------
 
     def evaluate(
         self, adapter: str | None, domain: str, split: Split, head: nn.Module | None = None
     ) -> Evaluation:
-        """Measure a domain; on the validation split, calibrate its head first.
+        """Measure a domain's accuracy; on the validation split, its head is calibrated first.
 
         Args:
-            adapter: The adapter that acts; None for the frozen base.
+            adapter: The active adapter; None for the frozen base model.
             domain: The domain.
             split: `Split.VAL` or `Split.TEST`.
-            head: Other than the adapter's own.
+            head: The head to use instead of the adapter's own.
         """
         self._lmm.activate(adapter)
         if head is None and adapter is not None:
-            head = self._benches[adapter].heads.get(domain)
+            head = self._open[adapter].heads.get(domain)
         data = self._data[domain]
         part = data.splits[split]
         with torch.no_grad():
-            raw = self._read(data.task, head, part.inputs)
+            raw = self._outputs(data.task, head, part.inputs)
             if split is Split.VAL:
                 data.task.calibrate(head, raw, part.samples)
             said = data.task.said(head, raw, part.samples)
         return data.task.evaluation(head, said, part.samples)
 
-    def _read(self, task: DomainTask, head: nn.Module | None, inputs: Sequence[Encoded]) -> Any:
-        if self._lmm.parted or len(inputs) < self._team.size:  # all processes run as often
+    def _outputs(self, task: DomainTask, head: nn.Module | None, inputs: Sequence[Encoded]) -> Any:
+        """Raw outputs for encoded samples, computed by all processes together where possible."""
+        if self._lmm.parted or len(inputs) < self._team.size:  # every process computes everything
             return task.read(head, self._lmm, inputs)
         return self._team.collect(task.read(head, self._lmm, self._team.share(inputs)))
 
-    # --- going back ---------------------------------------------------------------------------
+    # --- snapshots ----------------------------------------------------------------------------
 
     def snapshot(self, adapter: str) -> dict[str, Tensor]:
-        """Everything that an adapter is and will become: weights, heads, optimiser, random state.
+        """Copy everything that later training depends on: weights, heads, optimiser, random state.
 
         Returns:
-            Copies, by names that `restore` understands and safetensors can hold.
+            Tensors on the CPU by name, for `restore` and for safetensors.
         """
-        bench = self._benches[adapter]
+        opened = self._open[adapter]
         state = {f"lora/{key}": p for key, p in self._lmm.lora_parameters(adapter).items()}
-        for domain, head in bench.heads.items():
+        for domain, head in opened.heads.items():
             state |= {f"head/{domain}/{key}": value for key, value in head.state_dict().items()}
         named: list[tuple[str, Tensor]] = list(state.items())
         for key, parameter in self._named_parameters(adapter):
-            for item, value in bench.optimizer.state.get(parameter, {}).items():
+            for item, value in opened.optimizer.state.get(parameter, {}).items():
                 named.append((f"optimizer/{item}/{key}", value))
-        named += [("random/adapter", bench.generator.get_state())]
+        named += [("random/adapter", opened.generator.get_state())]
         named += [("random/torch", torch.get_rng_state())]
         return {key: value.detach().clone().contiguous().cpu() for key, value in named}
 
     def restore(self, adapter: str, state: Mapping[str, Tensor]) -> None:
-        """Bring an adapter back to a snapshot; an adapter that is not open is opened."""
-        if adapter in self._benches:
+        """Restore an adapter from a snapshot exactly, opening it if necessary."""
+        if adapter in self._open:
             self.close(adapter)
         self.open(adapter, seed=0)
-        bench = self._benches[adapter]
+        opened = self._open[adapter]
         parts = _tree(state)
         for domain, values in parts.get("head", {}).items():
             self._add_head(adapter, domain, seed=0)
-            bench.heads[domain].load_state_dict(values)
+            opened.heads[domain].load_state_dict(values)
         with torch.no_grad():
             for key, parameter in self._lmm.lora_parameters(adapter).items():
                 parameter.copy_(parts["lora"][key])
@@ -383,19 +395,19 @@ class Trainer:
                 if key in values
             }
             if moments:
-                bench.optimizer.state[parameter] = moments
-        bench.generator.set_state(parts["random"]["adapter"].clone())
+                opened.optimizer.state[parameter] = moments
+        opened.generator.set_state(parts["random"]["adapter"].clone())
         torch.set_rng_state(parts["random"]["torch"].clone())
 
     def _named_parameters(self, adapter: str) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self._lmm.lora_parameters(adapter).items()
-        for domain, head in self._benches[adapter].heads.items():
+        for domain, head in self._open[adapter].heads.items():
             for key, parameter in head.named_parameters():
                 yield f"{domain}/{key}", parameter
 
 
 def _tree(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Split names at their first slash, and those of heads and optimiser at their second."""
+    """Nest tensors by the parts of their names: one level, two for heads and optimiser."""
     tree: dict[str, Any] = {}
     for name, value in state.items():
         kind, rest = name.split("/", 1)
@@ -408,7 +420,7 @@ def _tree(state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _pieces(group: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]:
-    """Cut a batch into pieces of at most so many samples."""
+    """Cut a batch into pieces of at most `most` samples."""
     pieces: list[dict[str, Tensor]] = [{}]
     room = most
     for name, rows in group.items():

@@ -1,8 +1,8 @@
-"""What MLflow shows of a fusion: a run for the whole, a nested run for every attempt.
+"""A fusion in MLflow: a parent run for the fusion, a nested run for every attempt.
 
-Runs are found again by tags, never by what this process remembers: after a kill, the parent run is
-continued and the attempt that was cut off is replaced. Only `MlflowClient` with explicit run ids is
-used, so that no library that logs into "the active run" can touch ours.
+Runs are found by their tags, not by what this process remembers: after a kill, the parent run is
+continued and the run of the interrupted attempt is replaced. Only `MlflowClient` with explicit run
+ids is used, so that libraries that log into "the active run" cannot write into these runs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ FUSION = "valora.fusion"
 ATTEMPT = "valora.attempt"
 PARENT = "mlflow.parentRunId"
 NOTE = "mlflow.note.content"
-MOST_PARAM = 500  # characters; longer values are cut, the whole is in config.yaml
-BATCH = 500  # metrics per request
+MAX_PARAM_LENGTH = 500  # characters; longer values are cut, config.yaml has them in full
+METRICS_PER_REQUEST = 500
 
 
 class Tracker:
@@ -41,7 +41,7 @@ class Tracker:
         fusion: Key of the fusion's stage.
 
     Attributes:
-        run_id: The parent run.
+        run_id: Id of the parent run; empty until `start`.
     """
 
     def __init__(self, uri: str | None, experiment: str, fusion: str) -> None:
@@ -57,7 +57,7 @@ class Tracker:
         self._experiment = (
             found.experiment_id
             if found
-            # The kind that makes MLflow open on runs and metrics instead of chat traces.
+            # With this kind, MLflow opens on runs and metrics instead of chat traces.
             else self._client.create_experiment(
                 experiment, tags={"mlflow.experimentKind": "custom_model_development"}
             )
@@ -67,25 +67,25 @@ class Tracker:
         self._monitor: Any = None
 
     def start(self, name: str, config: Mapping[str, Any], note: str, earlier: str | None) -> str:
-        """Start the parent run, or continue the one that was cut off.
+        """Start the parent run, or continue that of an interrupted process.
 
         Args:
             name: Name of the run.
             config: The whole configuration.
-            note: Description, markdown.
-            earlier: The run of the process that was cut off, if it got as far as to say so.
+            note: Description in markdown.
+            earlier: Id of the run that the interrupted process started, if it is known.
 
         Returns:
-            The run's id.
+            Id of the run.
         """
-        cut_off = [
+        interrupted = [
             run.info.run_id
             for run in self._runs(f"tags.`{FUSION}` = '{self._fusion}'")
             if PARENT not in run.data.tags
             and (run.info.run_id == earlier or run.info.status != "FINISHED")
         ]
-        if cut_off:
-            self.run_id = cut_off[0]
+        if interrupted:
+            self.run_id = interrupted[0]
             self._client.update_run(self.run_id, status="RUNNING")
         else:
             tags = {
@@ -98,7 +98,7 @@ class Tracker:
             run = self._client.create_run(self._experiment, tags=tags, run_name=name)
             self.run_id = run.info.run_id
             self._log_config(config)
-        self._watch(resume=bool(cut_off))
+        self._monitor_system(resume=bool(interrupted))
         return self.run_id
 
     def _log_config(self, config: Mapping[str, Any]) -> None:
@@ -106,14 +106,14 @@ class Tracker:
         from omegaconf import OmegaConf
 
         flat = _flatten(config)
-        params = [Param(key, str(value)[:MOST_PARAM]) for key, value in flat.items()]
+        params = [Param(key, str(value)[:MAX_PARAM_LENGTH]) for key, value in flat.items()]
         self._client.log_batch(self.run_id, params=params)
         self._client.log_text(
             self.run_id, OmegaConf.to_yaml(OmegaConf.create(dict(config))), "config.yaml"
         )
 
-    def _watch(self, resume: bool) -> None:
-        """Log memory and processor use of the parent run while it lasts."""
+    def _monitor_system(self, resume: bool) -> None:
+        """Log memory and processor use into the parent run until it ends."""
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
         self._monitor = SystemMetricsMonitor(
@@ -121,14 +121,14 @@ class Tracker:
         )
         self._monitor.start()
 
-    def input(self, name: str, digest: str, source: Path, context: str) -> None:
-        """Name a data set that went in.
+    def log_data_set(self, name: str, digest: str, source: Path, context: str) -> None:
+        """Log a data set as an input of the parent run.
 
         Args:
             name: Name of the data set.
             digest: Content hash.
-            source: Where it lies.
-            context: What it is for, e.g. ``taught`` or ``val``.
+            source: Folder of the data set.
+            context: Purpose of the data set, e.g. ``training``.
         """
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
@@ -137,8 +137,8 @@ class Tracker:
         entry = DatasetInput(data, [InputTag("mlflow.data.context", context)])
         self._client.log_inputs(self.run_id, [entry])
 
-    def attempt(self, attempt: Attempt, required: Mapping[str, float]) -> AttemptRun:
-        """Start the nested run of an attempt; one that was cut off earlier is replaced."""
+    def start_attempt(self, attempt: Attempt, required: Mapping[str, float]) -> AttemptRun:
+        """Start the nested run of an attempt; the run of an interrupted attempt is replaced."""
         mine = f"tags.`{PARENT}` = '{self.run_id}' and tags.`{ATTEMPT}` = '{attempt.number}'"
         for run in self._runs(mine):
             self._client.delete_run(run.info.run_id)
@@ -146,13 +146,13 @@ class Tracker:
             self._client, self._experiment, self.run_id, self._fusion, attempt, required
         )
 
-    def summary(
+    def log_summary(
         self,
         decisions: Sequence[Decision],
         seconds: Sequence[float],
         required: Mapping[str, float],
     ) -> None:
-        """Redraw the parent's table and figures from all decisions so far."""
+        """Replace the table and the figures of the parent run by those of all decisions so far."""
         rows: dict[str, list[Any]] = {
             "step": [decision.attempt.number for decision in decisions],
             "domain": [decision.attempt.domain for decision in decisions],
@@ -183,12 +183,12 @@ class Tracker:
         tables = '[{"path": "steps.json", "type": "table"}]'
         self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", tables)
 
-    def metrics(self, values: Mapping[str, float], step: int = 0) -> None:
+    def log_metrics(self, values: Mapping[str, float], step: int = 0) -> None:
         """Log metrics of the parent run."""
         _log_metrics(self._client, self.run_id, {key: [(step, v)] for key, v in values.items()})
 
-    def picture(self, image: Image, file: str) -> None:
-        """Log a picture of the parent run."""
+    def log_picture(self, image: Image, file: str) -> None:
+        """Log a picture as the artifact `file` of the parent run."""
         self._client.log_image(self.run_id, image, file)
 
     def finish(self, status: str, note: str | None = None) -> None:
@@ -196,7 +196,7 @@ class Tracker:
 
         Args:
             status: ``FINISHED``, ``FAILED`` or ``KILLED``.
-            note: A description for people, markdown.
+            note: Description in markdown; replaces the one of `start`.
         """
         if self._monitor is not None:
             self._monitor.finish()
@@ -209,27 +209,36 @@ class Tracker:
 
 
 class NoTracker(Tracker):
-    """Tracks nothing: of the processes that train along and do not lead."""
+    """Tracks nothing: for the processes of a team that do not lead."""
 
     def __init__(self) -> None:
         self.run_id = ""
 
     def start(self, *_: Any) -> str:
-        """Nothing."""
+        """Start no run and return an empty id."""
         return self.run_id
 
-    def attempt(self, *_: Any) -> AttemptRun:
-        """A run that is none."""
+    def start_attempt(self, *_: Any) -> AttemptRun:
+        """A run that logs nothing."""
         return NoAttemptRun()
 
-    def _nothing(self, *_: Any, **__: Any) -> None:
-        """Nothing."""
+    def _ignore(self, *_: Any, **__: Any) -> None:
+        """Log nothing."""
 
-    input = summary = metrics = picture = finish = _nothing
+    log_data_set = log_summary = log_metrics = log_picture = finish = _ignore
 
 
 class AttemptRun:
-    """The nested run of one attempt."""
+    """The nested MLflow run of one attempt.
+
+    Args:
+        client: MLflow's client.
+        experiment: Id of the experiment.
+        parent: Id of the parent run.
+        fusion: Key of the fusion's stage.
+        attempt: The attempt.
+        required: Accuracy that each domain must keep.
+    """
 
     def __init__(
         self,
@@ -254,24 +263,24 @@ class AttemptRun:
         self._run = client.create_run(experiment, tags=tags, run_name=attempt.name)
         self._id = self._run.info.run_id
 
-    def loss(self, step: int, _steps: int, value: float) -> None:
-        """Take note of the loss at a step."""
-        self._losses.append((step, value))
+    def add_loss(self, step: int, loss: float) -> None:
+        """Remember the loss at a step; `finish` logs all of them at once."""
+        self._losses.append((step, loss))
 
-    def decided(
+    def finish(
         self,
         decision: Decision,
         seconds: float,
         sheets: Mapping[str, Image],
         details: Mapping[str, float],
     ) -> None:
-        """Log what came out and end the run.
+        """Log the outcome of the attempt and end the run.
 
         Args:
             decision: The verdict.
-            seconds: Of training and evaluation.
-            sheets: Pictures with boxes, by domain.
-            details: Further metrics.
+            seconds: Duration of the attempt, in seconds.
+            sheets: Contact sheets by domain.
+            details: Further metrics by name.
         """
         values: dict[str, list[tuple[int, float]]] = {"loss": self._losses}
         for name, accuracy in decision.accuracy.items():
@@ -289,34 +298,36 @@ class AttemptRun:
         self._client.set_terminated(self._id, ended)
 
     def abandon(self) -> None:
-        """End the run of an attempt that was interrupted; the next start replaces it."""
+        """End the run of an interrupted attempt; the next start of the fusion replaces it."""
         self._client.set_terminated(self._id, "KILLED")
 
 
 class NoAttemptRun(AttemptRun):
-    """Of `NoTracker`."""
+    """Logs nothing: the attempts of `NoTracker`."""
 
     def __init__(self) -> None:
         pass
 
-    def _nothing(self, *_: Any, **__: Any) -> None:
-        """Nothing."""
+    def _ignore(self, *_: Any, **__: Any) -> None:
+        """Log nothing."""
 
-    loss = decided = abandon = _nothing
+    add_loss = finish = abandon = _ignore
 
 
-def register(uri: str | None, run_id: str, name: str, bundle: Path, tags: Mapping[str, str]) -> int:
-    """Put a bundle into the model registry, with the alias ``latest-fused``.
+def register_bundle(
+    uri: str | None, run_id: str, name: str, bundle: Path, tags: Mapping[str, str]
+) -> int:
+    """Register a bundle as a model version with the alias ``latest-fused``.
 
     Args:
         uri: Tracking URI; None for the default.
-        run_id: The fusion's parent run; the bundle becomes one of its artifacts.
+        run_id: Id of the fusion's parent run; the bundle becomes one of its artifacts.
         name: Name of the registered model.
         bundle: Folder of the bundle.
-        tags: Of the version.
+        tags: Tags of the model version.
 
     Returns:
-        The version in the registry.
+        Number of the model version.
     """
     import mlflow
     from mlflow import MlflowClient
@@ -324,7 +335,7 @@ def register(uri: str | None, run_id: str, name: str, bundle: Path, tags: Mappin
 
     client = MlflowClient(uri or mlflow.get_tracking_uri())
     for known in client.search_model_versions(f"run_id = '{run_id}'"):
-        if known.name == name:  # a process that was killed got this far
+        if known.name == name:  # registered by a process that was killed afterwards
             return int(known.version)
     client.log_artifacts(run_id, str(bundle), "bundle")
     try:
@@ -343,8 +354,8 @@ def _log_metrics(client: Any, run_id: str, values: Mapping[str, list[tuple[int, 
 
     now = int(time.time() * 1000)
     rows = [Metric(key, value, now, step) for key, pairs in values.items() for step, value in pairs]
-    for start in range(0, len(rows), BATCH):
-        client.log_batch(run_id, metrics=rows[start : start + BATCH])
+    for start in range(0, len(rows), METRICS_PER_REQUEST):
+        client.log_batch(run_id, metrics=rows[start : start + METRICS_PER_REQUEST])
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -18,9 +18,9 @@ from valora_data.contract.bundle import MANIFEST, Bundle, base_hash, read_bundle
 from valora_data.errors import BundleError
 from valora_data.schema import Split
 from valora_train.errors import GateError
-from valora_train.fusion.parent import FUSION
+from valora_train.fusion.state import FUSION
 from valora_train.reporting.report import counted
-from valora_train.reporting.tracking import register
+from valora_train.reporting.tracking import register_bundle
 from valora_train.settings import as_dict
 from valora_train.stage import read_json, versions, write_json
 from valora_train.stages.gate import GOLDEN, BundleModel
@@ -227,7 +227,7 @@ def _register(settings: Settings, bundle: Bundle) -> None:
         FUSION_KEY: bundle.manifest["lineage"][FUSION_KEY],
     } | accuracy
     run = bundle.manifest["lineage"]["mlflow_run_id"]
-    register(settings.paths.tracking, run, f"valora-{bundle.name}", bundle.folder, tags)
+    register_bundle(settings.paths.tracking, run, f"valora-{bundle.name}", bundle.folder, tags)
 
 
 def _card(manifest: dict[str, Any]) -> str:

@@ -1,14 +1,13 @@
 """Stage `fuse`: domains go into adapters, one attempt after the other (VaLoRA §4.2.1).
 
-Everything that a decision leaves behind is on disk before the next attempt begins, so a fusion that
-is killed at any moment goes on from there and decides the same. Output: `fusion.json` (what was
-decided, reached and promised), `adapters/<name>` (PEFT) and `heads/<domain>.safetensors`.
+Every decision is on disk before the next attempt starts, so a fusion that is killed at any moment
+is resumed with the same decisions. Output: `fusion.json` (what was decided, reached and promised),
+`adapters/<name>` (in PEFT's format), `heads/<domain>.safetensors` and `pictures/<domain>.png`.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,26 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from filelock import FileLock
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from valora_data import shards
 from valora_data.contract.bundle import base_folder, base_hash, read_bundle
-from valora_data.contract.heads import write_head
 from valora_data.schema import Split
-from valora_train.errors import UnreachableError
-from valora_train.fusion.decision import Decision, Verdict
-from valora_train.fusion.parent import FUSION, SNAPSHOTS, STATE, Parent, find_parent, load_parent
-from valora_train.fusion.plan import FusionPlan, order_domains
-from valora_train.fusion.strategies.base import Probe, Probes
-from valora_train.fusion.strategies.registry import make_strategy
+from valora_train.fusion.packing import Packing, check_reachable, make_plan, measure_head_only
+from valora_train.fusion.parent import Parent, find_parent, load_parent
+from valora_train.fusion.promises import Promises, fusion_result
+from valora_train.fusion.state import FUSION, FusionState
 from valora_train.fusion.trainer import DomainData, Trainer
 from valora_train.model.lmm import Lmm
-from valora_train.reporting import pictures
+from valora_train.reporting.fusion_report import FusionReport
 from valora_train.reporting.progress import stopwatch
-from valora_train.reporting.report import counted
 from valora_train.reporting.tracking import NoTracker, Tracker
 from valora_train.settings import as_dict
-from valora_train.stage import Stage, digest, read_json, write_json
+from valora_train.stage import Stage, digest, write_json
 from valora_train.stages.distill import TAUGHT, teacher_accuracy
 from valora_train.tasks import make_task
 
@@ -44,14 +39,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from valora_train.fusion.decision import Attempt
+    from valora_train.fusion.plan import FusionPlan
     from valora_train.model.team import Team
     from valora_train.reporting.progress import Display
-    from valora_train.reporting.tracking import AttemptRun
     from valora_train.settings import DomainSettings, Settings
-    from valora_train.tasks import Evaluation
-
-SHOWN = 12  # images on a contact sheet
 
 
 @dataclass(frozen=True)
@@ -70,7 +61,7 @@ class DomainInputs:
 
     @property
     def required(self) -> float:
-        """Accuracy to keep, in absolute terms; of the teacher's on validation, if relative."""
+        """Accuracy to keep; a relative requirement is multiplied by the teacher's on validation."""
         if not self.settings.relative:
             return self.settings.required
         accuracy = teacher_accuracy(self.distilled, Split.VAL)
@@ -78,7 +69,7 @@ class DomainInputs:
 
 
 def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
-    """The stage that packs these domains."""
+    """The stage that packs the domains into adapters."""
     inputs = {"base": base_hash(settings.model.id)}
     for domain in domains:
         inputs[f"{domain.settings.name}/data"] = digest(domain.data)
@@ -109,7 +100,7 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
 
 
 def parent_of(settings: Settings, domains: Sequence[DomainInputs], stage: Stage) -> Parent | None:
-    """The fusion that this one goes on from, None if it begins anew."""
+    """The fusion to extend, or None."""
     if settings.fusion.parent is None:
         return None
     bundle = Path(settings.fusion.parent)
@@ -122,7 +113,7 @@ def parent_of(settings: Settings, domains: Sequence[DomainInputs], stage: Stage)
 def unchanged_parent(
     settings: Settings, domains: Sequence[DomainInputs], stage: Stage
 ) -> Path | None:
-    """The fusion to go on from, if it is already what is asked for."""
+    """Output of the fusion to extend, if it already holds just what is asked for; else None."""
     parent = parent_of(settings, domains, stage)
     if parent is None:
         return None
@@ -142,406 +133,174 @@ def build_fusion(
     display: Display,
     team: Team,
 ) -> None:
-    """Fill the stage's folder, going on from what is in it.
+    """Fill the stage's folder, resuming from what is in it.
 
-    Where several processes train together, each fills a folder of its own, and that of the leader
-    counts.
+    Where several processes train together, each fills a folder of its own; only the leader's
+    becomes the output.
 
     Raises:
-        UnreachableError: If a domain misses its requirement even alone and the policy is `fail`.
+        UnreachableError: If a domain misses its requirement even alone and `fusion.unreachable` is
+            `fail`.
     """
-    if (folder / FUSION).is_file():  # killed after its last act
+    if (folder / FUSION).is_file():  # killed after the last write
         return
     _make_deterministic(settings.train.threads)
-    fusion = _Fusion(settings, domains, folder, display, team, parent_of(settings, domains, stage))
-    name = f"{settings.task.name} · {settings.fusion.strategy} · seed {settings.train.seed}"
-    tracker: Tracker = NoTracker()
-    if team.leads:
-        with FileLock(Path(settings.paths.work) / "mlflow.lock"):  # one makes the database
-            tracker = Tracker(settings.paths.tracking, f"valora/{settings.task.name}", stage.key)
-    note = f"Packs {', '.join(item.settings.name for item in domains)} into the fewest adapters."
-    fusion.remember(tracker.start(name, as_dict(settings), note, fusion.mlflow_run_id))
-    try:
+    parent = parent_of(settings, domains, stage)
+    state = FusionState(folder, parent.head_only if parent else {})
+    with display.work("fuse", "loading the base model"):
+        lmm = Lmm(settings.model, settings.train.lora, team)
+    trainer = Trainer(lmm, _load_lazily(settings, domains, lmm, display), settings.train, team)
+    required = {item.settings.name: item.required for item in domains}
+    tracker = _start_tracker(settings, domains, stage, state, team)
+    report = FusionReport(tracker, display, trainer, required)
+    with report.running():
         for item in domains:
-            who = item.settings.name
-            tracker.input(f"{who} (taught)", digest(item.distilled), item.distilled, "training")
-            tracker.input(f"{who} (labelled)", digest(item.data), item.data, "validation, test")
-        fusion.run(tracker)
-    except UnreachableError as error:
-        tracker.finish("FAILED", str(error))
-        raise
-    except BaseException:
-        tracker.finish("KILLED")
-        raise
+            name = item.settings.name
+            tracker.log_data_set(
+                f"{name} (taught)", digest(item.distilled), item.distilled, "training"
+            )
+            tracker.log_data_set(
+                f"{name} (labelled)", digest(item.data), item.data, "validation, test"
+            )
+        _measure_baselines(settings, domains, trainer, state, display, team, report)
+        plan = make_plan(settings.fusion, required, state.head_only, settings.train.seed, parent)
+        packing = Packing(plan, trainer, state, settings.train.seed, team, parent)
+        report.resumed(packing.resume())
+        while (attempt := plan.next()) is not None:
+            with report.attempt(attempt) as shown:
+                outcome = packing.run(attempt, shown.on_step)
+                shown.finish(outcome)
+            # Tracked first, then on disk: an attempt that is interrupted in between is repeated,
+            # and its MLflow run replaced.
+            packing.record(outcome)
+            report.log_progress(plan, state)
+        if settings.fusion.unreachable == "fail":
+            check_reachable(plan, required)
+        teacher = {
+            item.settings.name: teacher_accuracy(item.distilled, Split.TEST) for item in domains
+        }
+        promises = Promises(
+            settings.model.id, {item.settings.name: item.settings for item in domains}, required,
+            teacher, trainer, lmm, state,
+        )  # fmt: skip
+        _measure_packing(plan, packing, promises, state, parent, report)
+        result = fusion_result(settings.fusion.strategy, plan, promises, state, parent)
+        report.finish(result)
+        write_json(folder / FUSION, result)
 
 
 def _make_deterministic(threads: int) -> None:
-    """Make the same seed give the same packing: sums depend on how many threads share them."""
+    """Make the same seed give the same packing: sums depend on the number of threads."""
     torch.set_num_threads(threads or os.cpu_count() or 1)
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-class _Fusion:
-    """One run of the stage: the plan, the trainer and what is on disk."""
+def _start_tracker(
+    settings: Settings,
+    domains: Sequence[DomainInputs],
+    stage: Stage,
+    state: FusionState,
+    team: Team,
+) -> Tracker:
+    """Start or continue the fusion's MLflow run and remember it on disk."""
+    tracker: Tracker = NoTracker()
+    if team.leads:
+        with FileLock(Path(settings.paths.work) / "mlflow.lock"):  # one process makes the database
+            tracker = Tracker(settings.paths.tracking, f"valora/{settings.task.name}", stage.key)
+    name = f"{settings.task.name} · {settings.fusion.strategy} · seed {settings.train.seed}"
+    note = f"Packs {', '.join(item.settings.name for item in domains)} into the fewest adapters."
+    state.mlflow_run_id = tracker.start(name, as_dict(settings), note, state.mlflow_run_id)
+    state.save()
+    return tracker
 
-    def __init__(
-        self,
-        settings: Settings,
-        domains: Sequence[DomainInputs],
-        folder: Path,
-        display: Display,
-        team: Team,
-        parent: Parent | None,
-    ) -> None:
-        self._parent = parent
-        self._team = team
-        self._settings = settings
-        self._inputs = {item.settings.name: item for item in domains}
-        self._folder = folder
-        self._display = display
-        self._required = {name: item.required for name, item in self._inputs.items()}
-        (folder / SNAPSHOTS).mkdir(exist_ok=True)
-        state = folder / STATE
-        self._state: dict[str, Any] = (
-            read_json(state)
-            if state.is_file()
-            else {
-                "head_only": parent.head_only if parent else {},
-                "told": [],
-                "seconds": [],
-                "snapshots": {},
-            }
-        )
-        with display.work("fuse", "loading the base model"):
-            self._lmm = Lmm(settings.model, settings.train.lora, team)
-        first_head = _first_head(settings.model.id)
-        self._data = _Loaded(self._inputs, lambda name: self._load(self._inputs[name], first_head))
-        self._trainer = Trainer(self._lmm, self._data, settings.train, team)
 
-    @property
-    def mlflow_run_id(self) -> str | None:
-        """The run that an earlier process started for this fusion."""
-        run: str | None = self._state.get("mlflow_run_id")
-        return run
+def _measure_baselines(
+    settings: Settings,
+    domains: Sequence[DomainInputs],
+    trainer: Trainer,
+    state: FusionState,
+    display: Display,
+    team: Team,
+    report: FusionReport,
+) -> None:
+    """Measure every domain without LoRA, unless that is on disk, and log what is known so far."""
+    for item in domains:
+        name = item.settings.name
+        if name in state.head_only:
+            continue
+        with display.work("fuse", f"without LoRA: {name}"), stopwatch() as seconds:
+            reached, has_head = measure_head_only(trainer, name, settings.train.seed)
+            state.head_only[name] = team.agree(reached)
+            state.save()
+        report.head_only_measured(name, reached["val"], has_head, seconds())
+    report.log_baselines(
+        {
+            "head_only": {name: reached["val"] for name, reached in state.head_only.items()},
+            "teacher": {
+                item.settings.name: teacher_accuracy(item.distilled, Split.TEST) for item in domains
+            },
+            "agreement": {
+                item.settings.name: teacher_accuracy(item.distilled, Split.UNLABELLED)
+                for item in domains
+            },
+        }
+    )
 
-    def remember(self, run: str) -> None:
-        """Keep the MLflow run for whoever continues."""
-        self._state["mlflow_run_id"] = run
-        self._save()
 
-    def _load(self, item: DomainInputs, first_head: Tensor | None) -> DomainData:
+def _measure_packing(
+    plan: FusionPlan,
+    packing: Packing,
+    promises: Promises,
+    state: FusionState,
+    parent: Parent | None,
+    report: FusionReport,
+) -> None:
+    """Measure the packed domains on the test split and write adapters, heads and pictures."""
+    for adapter, names in plan.packing.items():
+        if parent is not None and adapter not in state.snapshots:
+            promises.carry_over(adapter, parent)
+            continue
+        packing.load(adapter)
+        for name in names:
+            with report.measuring(name):
+                test = promises.measure(adapter, name)
+            sheet = report.test_measured(name, test)
+            (state.folder / "pictures").mkdir(exist_ok=True)
+            sheet.save(state.folder / "pictures" / f"{name}.png")
+        promises.write_adapter(adapter)
+
+
+def _load_lazily(
+    settings: Settings, domains: Sequence[DomainInputs], lmm: Lmm, display: Display
+) -> Mapping[str, DomainData]:
+    """The samples of the domains, encoded when they are first needed."""
+    inputs = {item.settings.name: item for item in domains}
+    first_head = _pretrained_detection_head(settings.model.id)
+
+    def load(name: str) -> DomainData:
+        item = inputs[name]
         domain = replace(item.settings.domain(), required=item.required, relative=False)
         task = make_task(
-            domain,
-            self._settings.heads,
-            self._lmm,
-            video=item.settings.video,
-            first_head=first_head,
+            domain, settings.heads, lmm, video=item.settings.video, first_head=first_head
         )
-        with self._display.work("fuse", f"encoding images of {domain.name}"):
+        with display.work("fuse", f"encoding images of {name}"):
             return DomainData(
                 task,
                 shards.read(item.distilled / TAUGHT),
                 {split: shards.read(item.data / split) for split in (Split.VAL, Split.TEST)},
-                self._lmm,
-                self._settings.train.flip and item.settings.mirror,
+                lmm,
+                settings.train.flip and item.settings.mirror,
             )
 
-    def run(self, tracker: Tracker) -> None:
-        """Probe, pack, measure, write."""
-        probes = self._probe()
-        tracker.metrics({f"head_only/{name}": value for name, value in probes.items()})
-        tracker.metrics(
-            {
-                f"{what}/{name}": accuracy
-                for name, item in self._inputs.items()
-                for what, split in (("teacher", Split.TEST), ("agreement", Split.UNLABELLED))
-                if (accuracy := teacher_accuracy(item.distilled, split)) is not None
-            }
-        )
-        plan = self._plan(probes)
-        self._resume(plan)
-        while (attempt := plan.next()) is not None:
-            self._attempt(plan, attempt, tracker)
-        self._finish(plan, tracker)
-
-    def _probe(self) -> dict[str, float]:
-        """What a head alone reaches on the frozen base, by domain."""
-        for name in self._inputs:
-            if name in self._state["head_only"]:
-                continue
-            with self._display.work("fuse", f"without LoRA: {name}"), stopwatch() as seconds:
-                head = self._trainer.probe(name, self._settings.train.seed)
-                val = self._trainer.evaluate(None, name, Split.VAL, head)
-                test = self._trainer.evaluate(None, name, Split.TEST, head)
-                reached = {"val": val.accuracy, "test": test.accuracy}
-                self._state["head_only"][name] = self._team.agree(reached)
-                self._save()
-            misses = "" if val.accuracy >= self._required[name] else ", too little: needs LoRA"
-            what = "base alone" if head is None else "head alone"
-            self._display.done("fuse", f"{name}: {what} {val.accuracy:.3f}{misses}", seconds())
-        return {name: float(value["val"]) for name, value in self._state["head_only"].items()}
-
-    def _plan(self, reached: Mapping[str, float]) -> FusionPlan:
-        fusion = self._settings.fusion
-        probes: Probes = {name: Probe(self._required[name], reached[name]) for name in self._inputs}
-        order = order_domains(list(self._inputs), fusion.order, self._settings.train.seed, probes)
-        return FusionPlan(
-            {name: self._required[name] for name in order},
-            make_strategy(fusion.strategy),
-            fusion.margin,
-            keep_unreachable=fusion.unreachable == "keep",
-            probes=probes,
-            packed=self._parent.kept if self._parent else None,
-            closed=self._parent.closed if self._parent else (),
-            used=self._parent.used if self._parent else 0,
-        )
-
-    def _resume(self, plan: FusionPlan) -> None:
-        """Tell the plan what it was told before, and bring the adapters back."""
-        for accuracy in self._state["told"]:
-            plan.tell(accuracy)
-        for adapter in self._state["snapshots"]:
-            self._bring(adapter)
-        if self._state["told"]:
-            self._display.done("fuse", f"continuing after attempt {len(self._state['told'])}")
-
-    def _bring(self, adapter: str) -> None:
-        """See to it that an adapter is there, as it was left or inherited."""
-        if adapter in self._trainer.adapters:
-            return
-        if file := self._state["snapshots"].get(adapter):
-            self._trainer.restore(adapter, load_file(self._folder / SNAPSHOTS / file))
-        elif self._parent is not None:
-            self._trainer.restore(adapter, self._parent.snapshot(adapter))
-
-    def _attempt(self, plan: FusionPlan, attempt: Attempt, tracker: Tracker) -> None:
-        trainer, adapter = self._trainer, attempt.adapter
-        # Everything random in an attempt follows from these two numbers and from the snapshot.
-        seed = self._settings.train.seed * 1_000 + attempt.number
-        run = tracker.attempt(attempt, self._required)
-        try:
-            with self._display.work("fuse", attempt.name) as on_step, stopwatch() as seconds:
-                if attempt.held:
-                    self._bring(adapter)
-                    before = trainer.snapshot(adapter)
-                else:
-                    trainer.open(adapter, seed)
-
-                def step(number: int, steps: int, loss: float) -> None:
-                    on_step(number, steps, loss)
-                    run.loss(number, steps, loss)
-
-                trainer.train(
-                    adapter,
-                    attempt.domain,
-                    held=attempt.held,
-                    rehearse=attempt.rehearse,
-                    seed=seed,
-                    on_step=step,
-                )
-                results = {
-                    name: trainer.evaluate(adapter, name, Split.VAL) for name in attempt.domains
-                }
-            reached = {name: value.accuracy for name, value in results.items()}
-            decision = plan.tell(self._team.agree(reached))
-            if decision.verdict is Verdict.COMMITTED or (
-                adapter in plan.packing and not attempt.held
-            ):
-                self._keep(adapter, attempt.number)
-            elif attempt.held:
-                trainer.restore(adapter, before)
-            else:
-                trainer.close(adapter)
-            took = seconds()
-            self._report(run, decision, results, took)
-        except BaseException:
-            run.abandon()
-            raise
-        # Tracked first, then on disk: an attempt that is cut off in between is repeated, and its
-        # run replaced.
-        self._state["told"].append(decision.accuracy)
-        self._state["seconds"].append(took)
-        self._save()
-        self._forget_old_snapshots()
-        tracker.summary(plan.decisions, self._state["seconds"], self._required)
-        tracker.metrics(
-            {f"accuracy/{name}": value for name, value in decision.accuracy.items()}
-            | {f"required/{name}": self._required[name] for name in decision.accuracy},
-            step=attempt.number,
-        )
-
-    def _keep(self, adapter: str, number: int) -> None:
-        file = f"{adapter}-{number:02d}.safetensors"
-        temporary = self._folder / SNAPSHOTS / f"{file}.tmp"
-        save_file(self._trainer.snapshot(adapter), temporary)
-        temporary.replace(temporary.with_suffix(""))
-        self._state["snapshots"][adapter] = file
-
-    def _forget_old_snapshots(self) -> None:
-        for file in (self._folder / SNAPSHOTS).iterdir():
-            if file.name not in self._state["snapshots"].values():
-                file.unlink()
-
-    def _report(
-        self,
-        run: AttemptRun,
-        decision: Decision,
-        results: Mapping[str, Evaluation],
-        seconds: float,
-    ) -> None:
-        details: dict[str, float] = {}
-        for name, result in results.items():
-            details |= {f"{key}/{name}": value for key, value in result.details.items()}
-        sheets = {name: self._sheet(name, result, Split.VAL) for name, result in results.items()}
-        run.decided(decision, seconds, sheets, details)
-        colour = {"committed": "green", "rolled back": "red", "unreachable": "magenta"}
-        verdict = f"[{colour[decision.verdict]}]{decision.verdict}[/]"
-        reached = ", ".join(f"{name} {value.accuracy:.3f}" for name, value in results.items())
-        reason = f" ({decision.reason})" if decision.below else ""
-        self._display.done("fuse", f"{decision.attempt.name} {verdict}{reason}: {reached}", seconds)
-
-    def _sheet(self, name: str, result: Evaluation, split: Split) -> Any:
-        samples = self._trainer.samples(name, split)[:SHOWN]
-        if result.threshold is None:
-            return pictures.answer_sheet(
-                samples, [one.answer for one in result.said[:SHOWN]], self._data[name].task.domain
-            )
-        boxes = [one.answer.boxes for one in result.said[:SHOWN]]
-        return pictures.contact_sheet(samples, boxes, result.threshold)
-
-    def _save(self) -> None:
-        write_json(self._folder / STATE, self._state)
-
-    # --- the result ---------------------------------------------------------------------------
-
-    def _finish(self, plan: FusionPlan, tracker: Tracker) -> None:
-        if plan.unreachable and self._settings.fusion.unreachable == "fail":
-            misses = ", ".join(
-                f"{name} (reached {accuracy:.3f}, required {self._required[name]:.3f})"
-                for name, accuracy in plan.unreachable.items()
-            )
-            raise UnreachableError(
-                f"out of reach even in an adapter of its own: {misses}; lower the requirement, "
-                "train longer (train.steps, train.lora.rank), or set fusion.unreachable=keep"
-            )
-        domains: dict[str, Any] = {}
-        for adapter, names in plan.packing.items():
-            if adapter not in self._state["snapshots"]:
-                domains |= self._carry(adapter)
-                continue
-            self._bring(adapter)
-            for name in names:
-                with self._display.work("fuse", f"measuring {name} on test"):
-                    val = self._trainer.evaluate(adapter, name, Split.VAL)
-                    test = self._trainer.evaluate(adapter, name, Split.TEST)
-                self._write_head(adapter, name)
-                sheet = self._sheet(name, test, Split.TEST)
-                (self._folder / "pictures").mkdir(exist_ok=True)
-                sheet.save(self._folder / "pictures" / f"{name}.png")
-                tracker.picture(sheet, f"pictures/{name}.png")
-                domains[name] = self._promise(name, adapter, val, test)
-            self._write_adapter(adapter)
-        result = {
-            "strategy": self._settings.fusion.strategy,
-            "packing": plan.packing,
-            "closed": plan.closed,
-            "used": plan.used,
-            "parent": self._parent
-            and {
-                "version": self._parent.version,
-                "fusion_stage": self._parent.folder.name,
-            },
-            "unreachable": plan.unreachable,
-            "domains": {name: domains[name] for name in self._inputs if name in domains},
-            "attempts": [_plain(decision) for decision in plan.decisions],
-            "seconds": self._state["seconds"],
-            "mlflow_run_id": tracker.run_id,
-        }
-        tracker.metrics(
-            {f"test/{name}": value["accuracy"]["test"] for name, value in domains.items()}
-            | {
-                "adapters": len(plan.packing),
-                "attempts": len(plan.decisions),
-                "rolled_back": sum(d.verdict is Verdict.ROLLED_BACK for d in plan.decisions),
-                "fusion_seconds": sum(self._state["seconds"]),
-            }
-        )
-        tracker.finish("FINISHED", _note(result))
-        write_json(self._folder / FUSION, result)
-
-    def _carry(self, adapter: str) -> dict[str, Any]:
-        """Take over an adapter that nothing was tried on: files, figures and promises."""
-        assert self._parent is not None, "every adapter of a new fusion has a snapshot"
-        before = self._parent.folder
-        shutil.copytree(before / "adapters" / adapter, self._folder / "adapters" / adapter,
-                        dirs_exist_ok=True)  # fmt: skip
-        state = self._parent.snapshot(adapter)
-        save_file(state, self._folder / SNAPSHOTS / f"{adapter}-00.safetensors")
-        self._state["snapshots"][adapter] = f"{adapter}-00.safetensors"
-        self._save()
-        carried = {}
-        for name in self._parent.kept[adapter]:
-            facts = dict(self._parent.result["domains"][name])
-            files = [f"pictures/{name}.png"] + ([facts["head"]] if facts["head"] else [])
-            for file in files:
-                (self._folder / file).parent.mkdir(exist_ok=True)
-                shutil.copyfile(before / file, self._folder / file)
-            reached = min(facts["accuracy"]["val"], facts["accuracy"]["test"])
-            facts["required"] = self._required[name]
-            facts["status"] = "met" if reached >= facts["required"] else "missed"
-            carried[name] = facts
-        return carried
-
-    def _promise(
-        self, name: str, adapter: str, val: Evaluation, test: Evaluation
-    ) -> dict[str, Any]:
-        item = self._inputs[name]
-        required = self._required[name]
-        probe = self._state["head_only"][name]
-        task, head = self._data[name].task, self._trainer.heads(adapter).get(name)
-        return {
-            "task": str(task.domain.task),
-            "metric": task.domain.metric,
-            "required": required,
-            "accuracy": {
-                "val": val.accuracy,
-                "val_ci95": list(val.interval),
-                "test": test.accuracy,
-                "test_ci95": list(test.interval),
-                **{f"test_{key}": value for key, value in test.details.items()},
-                "head_only": probe["test"],
-                "head_only_val": probe["val"],
-                "teacher": teacher_accuracy(item.distilled, Split.TEST),
-            },
-            "status": "met" if min(val.accuracy, test.accuracy) >= required else "missed",
-            "adapter": adapter,
-            "head": None if head is None else f"heads/{name}.safetensors",
-            "labels": item.settings.labels,
-            "prompt": item.settings.prompt,
-            "media": "video" if task.video else "images",
-            **task.facts(head),
-        }
-
-    def _write_head(self, adapter: str, name: str) -> None:
-        head: Any = self._trainer.heads(adapter).get(name)
-        (self._folder / "heads").mkdir(exist_ok=True)
-        if head is not None:
-            stored = self._data[name].task.stored_head(head)
-            write_head(self._folder / "heads" / f"{name}.safetensors", stored)
-
-    def _write_adapter(self, adapter: str) -> None:
-        self._lmm.save_adapter(
-            adapter, self._folder / "adapters" / adapter, self._settings.model.id
-        )
+    return _LazyMapping(inputs, load)
 
 
-class _Loaded(Mapping[str, DomainData]):
-    """Samples of domains, encoded when they are first asked for.
+class _LazyMapping(Mapping[str, DomainData]):
+    """A mapping whose values are loaded when they are first looked up.
 
     Args:
-        names: The domains.
-        load: Loads one.
+        names: The keys.
+        load: Loads the value of a key.
     """
 
     def __init__(self, names: Iterable[str], load: Callable[[str], DomainData]) -> None:
@@ -563,7 +322,7 @@ class _Loaded(Mapping[str, DomainData]):
         return len(self._names)
 
 
-def _first_head(base: str) -> Tensor | None:
+def _pretrained_detection_head(base: str) -> Tensor | None:
     """The generic detection head that a base model may ship, (5, width + 1), bias last."""
     file = Path(base_folder(base)) / "detection_head.safetensors"
     if not file.is_file():
@@ -574,37 +333,3 @@ def _first_head(base: str) -> Tensor | None:
         for name in ("objectness", "box")
     ]
     return torch.cat(rows).float()
-
-
-def _plain(decision: Decision) -> dict[str, Any]:
-    attempt = decision.attempt
-    return {
-        "number": attempt.number,
-        "domain": attempt.domain,
-        "adapter": attempt.adapter,
-        "held": list(attempt.held),
-        "accuracy": decision.accuracy,
-        "verdict": str(decision.verdict),
-        "below": list(decision.below),
-        "reason": decision.reason,
-    }
-
-
-def _note(result: Mapping[str, Any]) -> str:
-    """What the parent run's page says: the packing and the promises, in markdown."""
-    lines = [
-        f"**{counted(len(result['domains']), 'domain')} in "
-        f"{counted(len(result['packing']), 'adapter')}** after "
-        f"{counted(len(result['attempts']), 'attempt')} (strategy `{result['strategy']}`).",
-        "",
-        "| domain | adapter | required | validation | test | head alone | teacher |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, facts in result["domains"].items():
-        accuracy = facts["accuracy"]
-        teacher = "–" if accuracy["teacher"] is None else f"{accuracy['teacher']:.3f}"
-        lines.append(
-            f"| {name} | {facts['adapter']} | {facts['required']:.2f} | {accuracy['val']:.3f} | "
-            f"{accuracy['test']:.3f} | {accuracy['head_only']:.3f} | {teacher} |"
-        )
-    return "\n".join(lines)

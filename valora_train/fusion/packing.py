@@ -1,0 +1,196 @@
+"""Runs the attempts of a fusion: trains, judges, then commits or rolls back.
+
+After every attempt the decision and the adapter's snapshot are on disk before the next attempt
+starts, so a fusion that is killed at any moment is resumed with the same decisions.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from valora_data.schema import Split
+from valora_train.errors import UnreachableError
+from valora_train.fusion.plan import FusionPlan, order_domains
+from valora_train.fusion.strategies.base import Probe, Probes
+from valora_train.fusion.strategies.registry import make_strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from valora_train.fusion.decision import Attempt, Decision
+    from valora_train.fusion.parent import Parent
+    from valora_train.fusion.state import FusionState
+    from valora_train.fusion.trainer import Trainer
+    from valora_train.model.team import Team
+    from valora_train.settings import FusionSettings
+    from valora_train.tasks import Evaluation
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out of an attempt.
+
+    Attributes:
+        decision: The verdict of the plan.
+        evaluations: Evaluation on the validation split of every domain of the attempt.
+        seconds: Duration of training, evaluation and snapshot, in seconds.
+    """
+
+    decision: Decision
+    evaluations: Mapping[str, Evaluation]
+    seconds: float
+
+
+def make_plan(
+    settings: FusionSettings,
+    required: Mapping[str, float],
+    head_only: Mapping[str, Mapping[str, float]],
+    seed: int,
+    parent: Parent | None,
+) -> FusionPlan:
+    """The plan of a fusion before its first attempt.
+
+    Args:
+        settings: Strategy, order and margin.
+        required: Accuracy that each domain must keep, in the order of the configuration.
+        head_only: Accuracy of each domain without LoRA (see `FusionState`).
+        seed: Seed of a random order.
+        parent: The fusion to extend, if any.
+    """
+    probes: Probes = {name: Probe(required[name], head_only[name]["val"]) for name in required}
+    order = order_domains(list(required), settings.order, seed, probes)
+    return FusionPlan(
+        {name: required[name] for name in order},
+        make_strategy(settings.strategy),
+        settings.margin,
+        keep_unreachable=settings.unreachable == "keep",
+        probes=probes,
+        packed=parent.kept if parent else None,
+        closed=parent.closed if parent else (),
+        used=parent.used if parent else 0,
+    )
+
+
+def measure_head_only(trainer: Trainer, domain: str, seed: int) -> tuple[dict[str, float], bool]:
+    """Measure what a domain reaches on the frozen base model.
+
+    Returns:
+        Accuracy on validation (`val`) and test (`test`), and whether a head was trained; there is
+        none where the model writes its answers.
+    """
+    head = trainer.train_head_only(domain, seed)
+    val = trainer.evaluate(None, domain, Split.VAL, head)
+    test = trainer.evaluate(None, domain, Split.TEST, head)
+    return {"val": val.accuracy, "test": test.accuracy}, head is not None
+
+
+def check_reachable(plan: FusionPlan, required: Mapping[str, float]) -> None:
+    """Refuse a finished plan that placed a domain nowhere, or in a flagged adapter.
+
+    Raises:
+        UnreachableError: If a domain misses its requirement even alone.
+    """
+    if not plan.unreachable:
+        return
+    misses = ", ".join(
+        f"{name} (reached {accuracy:.3f}, required {required[name]:.3f})"
+        for name, accuracy in plan.unreachable.items()
+    )
+    raise UnreachableError(
+        f"out of reach even in an adapter of its own: {misses}; lower the requirement, train "
+        "longer (train.steps, train.lora.rank), or set fusion.unreachable=keep"
+    )
+
+
+class Packing:
+    """The attempts of a fusion.
+
+    Args:
+        plan: Decides what to try and judges it.
+        trainer: Trains and evaluates.
+        state: What is on disk.
+        seed: Seed of the fusion.
+        team: The processes that train together.
+        parent: The fusion to extend, if any.
+    """
+
+    def __init__(
+        self,
+        plan: FusionPlan,
+        trainer: Trainer,
+        state: FusionState,
+        seed: int,
+        team: Team,
+        parent: Parent | None,
+    ) -> None:
+        self._plan = plan
+        self._trainer = trainer
+        self._state = state
+        self._seed = seed
+        self._team = team
+        self._parent = parent
+
+    def resume(self) -> int:
+        """Replay the decisions on disk and load the adapters that they left.
+
+        Returns:
+            Number of attempts that were replayed.
+        """
+        for accuracy in self._state.told:
+            self._plan.tell(accuracy)
+        for adapter in self._state.snapshots:
+            self.load(adapter)
+        return len(self._state.told)
+
+    def load(self, adapter: str) -> None:
+        """Make an adapter resident, from its own snapshot or from the fusion that is extended."""
+        if adapter in self._trainer.adapters:
+            return
+        if adapter in self._state.snapshots:
+            self._trainer.restore(adapter, self._state.read_snapshot(adapter))
+        elif self._parent is not None:
+            self._trainer.restore(adapter, self._parent.snapshot(adapter))
+
+    def run(self, attempt: Attempt, on_step: Callable[[int, int, float], None]) -> Outcome:
+        """Train and judge the plan's next attempt, then commit it or roll it back.
+
+        Args:
+            attempt: What `FusionPlan.next` returned.
+            on_step: Called with step (from 1), number of steps, and loss.
+        """
+        start = time.monotonic()
+        trainer, adapter = self._trainer, attempt.adapter
+        # Everything random in an attempt follows from these two numbers and from the snapshot.
+        seed = self._seed * 1_000 + attempt.number
+        if attempt.held:
+            self.load(adapter)
+            before = trainer.snapshot(adapter)
+        else:
+            trainer.open(adapter, seed)
+        trainer.train(
+            adapter,
+            attempt.domain,
+            held=attempt.held,
+            rehearse=attempt.rehearse,
+            seed=seed,
+            on_step=on_step,
+        )
+        evaluations = {name: trainer.evaluate(adapter, name, Split.VAL) for name in attempt.domains}
+        reached = {name: evaluation.accuracy for name, evaluation in evaluations.items()}
+        decision = self._plan.tell(self._team.agree(reached))
+        if self._plan.packing.get(adapter) == attempt.domains:  # committed, or kept with a flag
+            self._state.write_snapshot(adapter, attempt.number, trainer.snapshot(adapter))
+        elif attempt.held:
+            trainer.restore(adapter, before)
+        else:
+            trainer.close(adapter)
+        return Outcome(decision, evaluations, time.monotonic() - start)
+
+    def record(self, outcome: Outcome) -> None:
+        """Write a decision to disk; without this, the attempt is repeated after a restart."""
+        self._state.told.append(outcome.decision.accuracy)
+        self._state.seconds.append(outcome.seconds)
+        self._state.save()
+        self._state.discard_old_snapshots()

@@ -1,0 +1,172 @@
+"""What a fusion promises: every packed domain is measured once on the test split.
+
+No decision has seen the test split, so the accuracies in the bundle are unbiased. Adapters and
+heads are written next to the figures that were measured with them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+from valora_data.contract.heads import write_head
+from valora_data.schema import Split
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from valora_train.fusion.decision import Decision
+    from valora_train.fusion.parent import Parent
+    from valora_train.fusion.plan import FusionPlan
+    from valora_train.fusion.state import FusionState
+    from valora_train.fusion.trainer import Trainer
+    from valora_train.model.lmm import Lmm
+    from valora_train.settings import DomainSettings
+    from valora_train.tasks import Evaluation
+
+
+class Promises:
+    """Measures packed domains on the test split and writes their adapters and heads.
+
+    Args:
+        base: Id of the base model, which PEFT's adapter files name.
+        domains: The domains, in the order of the configuration.
+        required: Accuracy that each domain must keep.
+        teacher: Accuracy of each domain's teacher on the test split; None where there is none.
+        trainer: Holds the adapters.
+        lmm: The model; writes the adapters.
+        state: What is on disk.
+    """
+
+    def __init__(
+        self,
+        base: str,
+        domains: Mapping[str, DomainSettings],
+        required: Mapping[str, float],
+        teacher: Mapping[str, float | None],
+        trainer: Trainer,
+        lmm: Lmm,
+        state: FusionState,
+    ) -> None:
+        self._base = base
+        self._domain_settings = domains
+        self._required = required
+        self._teacher = teacher
+        self._trainer = trainer
+        self._lmm = lmm
+        self._state = state
+        self._folder = state.folder
+        self._promised: dict[str, dict[str, Any]] = {}
+
+    @property
+    def domains(self) -> dict[str, dict[str, Any]]:
+        """What the bundle says of each measured domain, in the order of the configuration."""
+        return {name: self._promised[name] for name in self._required if name in self._promised}
+
+    def measure(self, adapter: str, domain: str) -> Evaluation:
+        """Measure a domain of a loaded adapter and write its head.
+
+        Returns:
+            The evaluation on the test split.
+        """
+        val = self._trainer.evaluate(adapter, domain, Split.VAL)
+        test = self._trainer.evaluate(adapter, domain, Split.TEST)
+        head: Any = self._trainer.heads(adapter).get(domain)
+        (self._folder / "heads").mkdir(exist_ok=True)
+        if head is not None:
+            stored = self._trainer.task(domain).stored_head(head)
+            write_head(self._folder / "heads" / f"{domain}.safetensors", stored)
+        self._promised[domain] = self._promise(domain, adapter, head, val, test)
+        return test
+
+    def _promise(
+        self, name: str, adapter: str, head: Any, val: Evaluation, test: Evaluation
+    ) -> dict[str, Any]:
+        settings, task = self._domain_settings[name], self._trainer.task(name)
+        required, head_only = self._required[name], self._state.head_only[name]
+        return {
+            "task": str(task.domain.task),
+            "metric": task.domain.metric,
+            "required": required,
+            "accuracy": {
+                "val": val.accuracy,
+                "val_ci95": list(val.interval),
+                "test": test.accuracy,
+                "test_ci95": list(test.interval),
+                **{f"test_{key}": value for key, value in test.details.items()},
+                "head_only": head_only["test"],
+                "head_only_val": head_only["val"],
+                "teacher": self._teacher[name],
+            },
+            "status": _status(val.accuracy, test.accuracy, required),
+            "adapter": adapter,
+            "head": None if head is None else f"heads/{name}.safetensors",
+            "labels": settings.labels,
+            "prompt": settings.prompt,
+            "media": "video" if task.video else "images",
+            **task.facts(head),
+        }
+
+    def write_adapter(self, adapter: str) -> None:
+        """Write an adapter in PEFT's format."""
+        self._lmm.save_adapter(adapter, self._folder / "adapters" / adapter, self._base)
+
+    def carry_over(self, adapter: str, parent: Parent) -> None:
+        """Copy an adapter that no attempt has touched, with the figures of its domains."""
+        shutil.copytree(
+            parent.folder / "adapters" / adapter,
+            self._folder / "adapters" / adapter,
+            dirs_exist_ok=True,
+        )
+        self._state.write_snapshot(adapter, 0, parent.snapshot(adapter))
+        self._state.save()
+        for name in parent.kept[adapter]:
+            facts = dict(parent.result["domains"][name])
+            files = [f"pictures/{name}.png"] + ([facts["head"]] if facts["head"] else [])
+            for file in files:
+                (self._folder / file).parent.mkdir(exist_ok=True)
+                shutil.copyfile(parent.folder / file, self._folder / file)
+            facts["required"] = self._required[name]
+            accuracy = facts["accuracy"]
+            facts["status"] = _status(accuracy["val"], accuracy["test"], facts["required"])
+            self._promised[name] = facts
+
+
+def _status(val: float, test: float, required: float) -> str:
+    return "met" if min(val, test) >= required else "missed"
+
+
+def fusion_result(
+    strategy: str,
+    plan: FusionPlan,
+    promises: Promises,
+    state: FusionState,
+    parent: Parent | None,
+) -> dict[str, Any]:
+    """The content of `fusion.json`: what was decided, reached and promised."""
+    return {
+        "strategy": strategy,
+        "packing": plan.packing,
+        "closed": plan.closed,
+        "used": plan.used,
+        "parent": parent and {"version": parent.version, "fusion_stage": parent.folder.name},
+        "unreachable": plan.unreachable,
+        "domains": promises.domains,
+        "attempts": [_as_json(decision) for decision in plan.decisions],
+        "seconds": state.seconds,
+        "mlflow_run_id": state.mlflow_run_id,
+    }
+
+
+def _as_json(decision: Decision) -> dict[str, Any]:
+    attempt = decision.attempt
+    return {
+        "number": attempt.number,
+        "domain": attempt.domain,
+        "adapter": attempt.adapter,
+        "held": list(attempt.held),
+        "accuracy": decision.accuracy,
+        "verdict": str(decision.verdict),
+        "below": list(decision.below),
+        "reason": decision.reason,
+    }

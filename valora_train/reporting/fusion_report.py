@@ -1,0 +1,226 @@
+"""Shows a fusion while it runs: in the terminal, in MLflow and in pictures."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from valora_data.schema import Split
+from valora_train.errors import UnreachableError
+from valora_train.fusion.decision import Verdict
+from valora_train.reporting import pictures
+from valora_train.reporting.text import accuracy_text, markdown_table, plural
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from PIL.Image import Image
+
+    from valora_train.fusion.decision import Attempt
+    from valora_train.fusion.packing import Outcome
+    from valora_train.fusion.plan import FusionPlan
+    from valora_train.fusion.state import FusionState
+    from valora_train.fusion.trainer import Trainer
+    from valora_train.reporting.progress import Display, Step
+    from valora_train.reporting.tracking import AttemptRun, Tracker
+    from valora_train.tasks import Evaluation
+
+SHEET_IMAGES = 12  # images on a contact sheet
+COLOURS = {"committed": "green", "rolled back": "red", "unreachable": "magenta"}
+
+
+class FusionReport:
+    """Reports one fusion.
+
+    Args:
+        tracker: The fusion's runs in MLflow, started.
+        display: The terminal.
+        trainer: Holds the samples that the contact sheets show.
+        required: Accuracy that each domain must keep.
+    """
+
+    def __init__(
+        self, tracker: Tracker, display: Display, trainer: Trainer, required: Mapping[str, float]
+    ) -> None:
+        self._tracker = tracker
+        self._display = display
+        self._trainer = trainer
+        self._required = required
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """End the MLflow run as failed or killed if the fusion does not get to its end."""
+        try:
+            yield
+        except UnreachableError as error:
+            self._tracker.finish("FAILED", str(error))
+            raise
+        except BaseException:
+            self._tracker.finish("KILLED")
+            raise
+
+    def head_only_measured(self, domain: str, val: float, has_head: bool, seconds: float) -> None:
+        """Report what a domain reaches on the frozen base model.
+
+        Args:
+            domain: The domain.
+            val: Accuracy on the validation split.
+            has_head: Whether a head was trained; otherwise the base model wrote the answers.
+            seconds: Duration of the measurement, in seconds.
+        """
+        what = "head alone" if has_head else "base alone"
+        misses = "" if val >= self._required[domain] else ", too little: needs LoRA"
+        self._display.done("fuse", f"{domain}: {what} {val:.3f}{misses}", seconds)
+
+    def log_baselines(self, baselines: Mapping[str, Mapping[str, float | None]]) -> None:
+        """Log what is known of the domains before the first attempt.
+
+        Args:
+            baselines: Accuracy by domain, by name of the metric; None is left out.
+        """
+        self._tracker.log_metrics(
+            {
+                f"{metric}/{domain}": accuracy
+                for metric, by_domain in baselines.items()
+                for domain, accuracy in by_domain.items()
+                if accuracy is not None
+            }
+        )
+
+    def resumed(self, attempts: int) -> None:
+        """Report that decisions of an interrupted fusion were read from disk."""
+        if attempts:
+            self._display.done("fuse", f"continuing after attempt {attempts}")
+
+    @contextmanager
+    def attempt(self, attempt: Attempt) -> Iterator[AttemptReport]:
+        """Report an attempt while it runs; its MLflow run is abandoned on an error."""
+        run = self._tracker.start_attempt(attempt, self._required)
+        try:
+            with self._display.work("fuse", attempt.name) as on_step:
+                yield AttemptReport(self, run, on_step)
+        except BaseException:
+            run.abandon()
+            raise
+
+    def log_progress(self, plan: FusionPlan, state: FusionState) -> None:
+        """Log the latest decision and redraw the summary of all decisions."""
+        self._tracker.log_summary(plan.decisions, state.seconds, self._required)
+        latest = plan.decisions[-1]
+        self._tracker.log_metrics(
+            {f"accuracy/{name}": value for name, value in latest.accuracy.items()}
+            | {f"required/{name}": self._required[name] for name in latest.accuracy},
+            step=latest.attempt.number,
+        )
+
+    @contextmanager
+    def measuring(self, domain: str) -> Iterator[None]:
+        """Show that a domain is being measured on the test split."""
+        with self._display.work("fuse", f"measuring {domain} on test"):
+            yield
+
+    def test_measured(self, domain: str, test: Evaluation) -> Image:
+        """Log the contact sheet of a domain's test split and return it."""
+        sheet = self.contact_sheet(domain, test, Split.TEST)
+        self._tracker.log_picture(sheet, f"pictures/{domain}.png")
+        return sheet
+
+    def contact_sheet(self, domain: str, evaluation: Evaluation, split: Split) -> Image:
+        """The first samples of a split with the answers that were evaluated."""
+        samples = self._trainer.samples(domain, split)[:SHEET_IMAGES]
+        answers = [said.answer for said in evaluation.said[:SHEET_IMAGES]]
+        if evaluation.threshold is None:
+            return pictures.answer_sheet(samples, answers, self._trainer.task(domain).domain)
+        boxes = [answer.boxes for answer in answers]
+        return pictures.contact_sheet(samples, boxes, evaluation.threshold)
+
+    def show_outcome(self, outcome: Outcome) -> None:
+        """Write the line of a decided attempt."""
+        decision = outcome.decision
+        verdict = f"[{COLOURS[decision.verdict]}]{decision.verdict}[/]"
+        reason = f" ({decision.reason})" if decision.below else ""
+        reached = ", ".join(
+            f"{name} {evaluation.accuracy:.3f}" for name, evaluation in outcome.evaluations.items()
+        )
+        self._display.done(
+            "fuse", f"{decision.attempt.name} {verdict}{reason}: {reached}", outcome.seconds
+        )
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Log the result and end the MLflow run.
+
+        Args:
+            result: Content of `fusion.json`.
+        """
+        verdicts = [attempt["verdict"] for attempt in result["attempts"]]
+        self._tracker.log_metrics(
+            {f"test/{name}": facts["accuracy"]["test"] for name, facts in result["domains"].items()}
+            | {
+                "adapters": len(result["packing"]),
+                "attempts": len(verdicts),
+                "rolled_back": verdicts.count(Verdict.ROLLED_BACK),
+                "fusion_seconds": sum(result["seconds"]),
+            }
+        )
+        self._tracker.finish("FINISHED", _note(result))
+
+
+class AttemptReport:
+    """Reports one attempt.
+
+    Args:
+        report: The report of the fusion.
+        run: The attempt's run in MLflow.
+        show_step: Shows a training step in the terminal.
+    """
+
+    def __init__(self, report: FusionReport, run: AttemptRun, show_step: Step) -> None:
+        self._report = report
+        self._run = run
+        self._show_step = show_step
+
+    def on_step(self, step: int, steps: int, loss: float) -> None:
+        """Report a training step.
+
+        Args:
+            step: Number of the step, from 1.
+            steps: Number of steps of the attempt.
+            loss: Loss of the step.
+        """
+        self._show_step(step, steps, loss)
+        self._run.add_loss(step, loss)
+
+    def finish(self, outcome: Outcome) -> None:
+        """Report the outcome and end the attempt's MLflow run."""
+        details: dict[str, float] = {}
+        sheets = {}
+        for name, evaluation in outcome.evaluations.items():
+            details |= {f"{key}/{name}": value for key, value in evaluation.details.items()}
+            sheets[name] = self._report.contact_sheet(name, evaluation, Split.VAL)
+        self._run.finish(outcome.decision, outcome.seconds, sheets, details)
+        self._report.show_outcome(outcome)
+
+
+def _note(result: Mapping[str, Any]) -> str:
+    """The description of the parent run in markdown: the packing and what it reaches."""
+    domains, packing = result["domains"], result["packing"]
+    columns = ("domain", "adapter", "required", "validation", "test", "head alone", "teacher")
+    rows = [
+        (
+            name,
+            facts["adapter"],
+            f"{facts['required']:.2f}",
+            accuracy_text(facts["accuracy"]["val"]),
+            accuracy_text(facts["accuracy"]["test"]),
+            accuracy_text(facts["accuracy"]["head_only"]),
+            accuracy_text(facts["accuracy"]["teacher"]),
+        )
+        for name, facts in domains.items()
+    ]
+    lines = [
+        f"**{plural(len(domains), 'domain')} in {plural(len(packing), 'adapter')}** after "
+        f"{plural(len(result['attempts']), 'attempt')} (strategy `{result['strategy']}`).",
+        "",
+        *markdown_table(columns, rows),
+    ]
+    return "\n".join(lines)

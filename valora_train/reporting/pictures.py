@@ -1,107 +1,85 @@
-"""Pictures for people: images with boxes, the accuracy heat map, the packing timeline."""
+"""Pictures for people: contact sheets, the accuracy heat map, the packing timeline."""
 
 from __future__ import annotations
 
-from textwrap import wrap
 from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL import Image, ImageDraw
+
+from valora_data.drawing import add_caption, arrange, draw_boxes, fit_into_tile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from matplotlib.figure import Figure
+    from PIL.Image import Image
 
     from valora_data.schema import Answer, Box, Domain, Sample
     from valora_train.fusion.decision import Decision
 
-SCALE = 2
 TILE = 192  # pixels
-LINE, MOST_LINES, LETTERS = 12, 5, 32  # of text below a tile
-MARK = {"committed": "#2e7d32", "rolled back": "#c62828", "unreachable": "#6a1b9a"}
+CAPTION_ROWS = 5
+BACKGROUND, TRUTH, RIGHT, WRONG, EXPECTED = "#202020", "#ffffff", "#00e676", "#ff5252", "#b0b0b0"
+VERDICT_COLOURS = {"committed": "#2e7d32", "rolled back": "#c62828", "unreachable": "#6a1b9a"}
 
 
 def contact_sheet(
     samples: Sequence[Sample], found: Sequence[Sequence[Box]], threshold: float, columns: int = 4
-) -> Image.Image:
-    """Images side by side: the truth in white, what was found in green with its confidence.
+) -> Image:
+    """Images side by side: true boxes in white, detections in green with their confidence.
 
     Args:
-        samples: Images with the truth.
-        found: Detections of each.
+        samples: Images with their true boxes.
+        found: Detections on each image.
         threshold: Confidence from which a detection is drawn.
         columns: Images per row.
     """
     tiles = []
     for sample, boxes in zip(samples, found, strict=True):
-        tile = sample.image.resize((sample.image.width * SCALE, sample.image.height * SCALE))
-        draw = ImageDraw.Draw(tile)
-        for box in sample.answer.boxes:
-            draw.rectangle([edge * SCALE for edge in box.xyxy], outline="white")
-        for box in boxes:
-            if box.confidence >= threshold:
-                draw.rectangle([edge * SCALE for edge in box.xyxy], outline="#00e676", width=2)
-                corner = (box.x0 * SCALE + 3, box.y0 * SCALE + 1)
-                draw.text(corner, f"{box.confidence:.2f}", fill="#00e676", stroke_width=1,
-                          stroke_fill="black")  # fmt: skip
-        tiles.append(tile)
-    return _sheet(tiles, columns)
+        tile, scale = fit_into_tile([sample.image], TILE, BACKGROUND)
+        tile = draw_boxes(tile, sample.answer.boxes, scale, [TRUTH] * len(sample.answer.boxes))
+        sure = [box for box in boxes if box.confidence >= threshold]
+        labels = [f"{box.confidence:.2f}" for box in sure]
+        tiles.append(draw_boxes(tile, sure, scale, [RIGHT] * len(sure), labels))
+    return arrange(tiles, columns, 4, BACKGROUND)
 
 
 def answer_sheet(
-    samples: Sequence[Sample], said: Sequence[Answer], domain: Domain, columns: int = 4
-) -> Image.Image:
-    """Images side by side, with what was asked and answered; what is wrong also with the truth.
+    samples: Sequence[Sample], answers: Sequence[Answer], domain: Domain, columns: int = 4
+) -> Image:
+    """Images side by side with question and answer; below a wrong answer stands the true one.
 
     Args:
-        samples: Images or frames with the truth.
-        said: The answer to each.
-        domain: Says what was asked.
+        samples: Images or videos with their true answers.
+        answers: The answer to each sample.
+        domain: The domain, whose prompt is shown where samples have questions of their own.
         columns: Images per row.
     """
     tiles = []
-    for sample, answer in zip(samples, said, strict=True):
-        strip = _strip(sample)
-        draw = ImageDraw.Draw(strip)
-        scale = strip.height / sample.image.height
-        for boxes, colour in ((sample.answer.boxes, "white"), (answer.boxes[:1], "#00e676")):
-            for box in boxes:
-                draw.rectangle([edge * scale for edge in box.xyxy], outline=colour, width=2)
-        lines = [(domain.question(sample), "white")] if sample.prompt is not None else []
-        given, true = _words(answer), _words(sample.answer)
-        right = _right(answer, sample.answer)
-        lines.append((given or "–", "#00e676" if right else "#ff5252"))
-        lines += [] if right else [(true, "#b0b0b0")]
-        tiles.append(_with_lines(strip, lines))
-    return _sheet(tiles, columns)
+    for sample, answer in zip(samples, answers, strict=True):
+        tile, scale = fit_into_tile(sample.images, TILE, BACKGROUND)
+        for boxes, colour in ((sample.answer.boxes, TRUTH), (answer.boxes[:1], RIGHT)):
+            tile = draw_boxes(tile, boxes, scale, [colour] * len(boxes))
+        right = _is_right(answer, sample.answer)
+        lines = [(domain.question(sample), TRUTH)] if sample.prompt is not None else []
+        lines.append((_text(answer) or "no answer", RIGHT if right else WRONG))
+        lines += [] if right else [(_text(sample.answer), EXPECTED)]
+        tiles.append(add_caption(tile, lines, CAPTION_ROWS, BACKGROUND, rows_per_line=2))
+    return arrange(tiles, columns, 4, BACKGROUND)
 
 
-def _strip(sample: Sample) -> Image.Image:
-    """An image, or up to four frames in a square."""
-    images = sample.images
-    side = TILE if len(images) == 1 else TILE // 2
-    shown = [images[round(i * (len(images) - 1) / max(1, min(4, len(images)) - 1))]
-             for i in range(min(4, len(images)))]  # fmt: skip
-    strip = Image.new("RGB", (TILE, TILE), "#202020")
-    for place, image in enumerate(shown):
-        strip.paste(image.resize((side, side)), (place % 2 * side, place // 2 * side))
-    return strip
-
-
-def _words(answer: Answer) -> str:
+def _text(answer: Answer) -> str:
     boxes = "".join(f"({b.x0:.0f}, {b.y0:.0f}, {b.x1:.0f}, {b.y1:.0f})" for b in answer.boxes[:1])
     return answer.choice or next(iter(answer.captions), "") or boxes
 
 
-def _right(answer: Answer, truth: Answer) -> bool:
+def _is_right(answer: Answer, truth: Answer) -> bool:
     if not truth.boxes:
-        return _words(answer) == _words(truth) or _words(answer) in truth.captions
-    found, meant = answer.boxes[:1], truth.boxes[0]
-    return any(_overlap(box, meant) >= 0.5 for box in found)
+        return _text(answer) == _text(truth) or _text(answer) in truth.captions
+    return any(_iou(box, truth.boxes[0]) >= 0.5 for box in answer.boxes[:1])
 
 
-def _overlap(one: Box, other: Box) -> float:
+def _iou(one: Box, other: Box) -> float:
     """Intersection over union."""
     width = min(one.x1, other.x1) - max(one.x0, other.x0)
     height = min(one.y1, other.y1) - max(one.y0, other.y0)
@@ -109,29 +87,8 @@ def _overlap(one: Box, other: Box) -> float:
     return shared / (one.area + other.area - shared)
 
 
-def _with_lines(tile: Image.Image, lines: Sequence[tuple[str, str]]) -> Image.Image:
-    """A tile with a few lines of text below it."""
-    rows = [(part, colour) for text, colour in lines for part in wrap(text, LETTERS)[:2]]
-    taller = Image.new("RGB", (tile.width, tile.height + LINE * MOST_LINES), "#202020")
-    taller.paste(tile)
-    draw = ImageDraw.Draw(taller)
-    for number, (text, colour) in enumerate(rows[:MOST_LINES]):
-        draw.text((2, tile.height + LINE * number), text, fill=colour)
-    return taller
-
-
-def _sheet(tiles: Sequence[Image.Image], columns: int) -> Image.Image:
-    width, height = tiles[0].size
-    rows = -(-len(tiles) // columns)
-    sheet = Image.new("RGB", (columns * (width + 4), rows * (height + 4)), "#202020")
-    for index, tile in enumerate(tiles):
-        at = (index % columns * (width + 4) + 2, index // columns * (height + 4) + 2)
-        sheet.paste(tile.resize((width, height)), at)
-    return sheet
-
-
 def heat_map(decisions: Sequence[Decision], required: Mapping[str, float]) -> Figure:
-    """Accuracy of every domain after every attempt, minus its requirement."""
+    """A heat map of domains × attempts: accuracy minus requirement on the validation split."""
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
 
@@ -158,7 +115,7 @@ def heat_map(decisions: Sequence[Decision], required: Mapping[str, float]) -> Fi
         fontsize=7,
     )
     for tick, decision in zip(axes.get_xticklabels(), decisions, strict=True):
-        tick.set_color(MARK[decision.verdict])
+        tick.set_color(VERDICT_COLOURS[decision.verdict])
     axes.set_title("Validation accuracy after each attempt (colour: above or below requirement)")
     figure.colorbar(picture, ax=axes, label="accuracy − required")
     figure.tight_layout()
@@ -166,7 +123,7 @@ def heat_map(decisions: Sequence[Decision], required: Mapping[str, float]) -> Fi
 
 
 def packing_timeline(decisions: Sequence[Decision], seconds: Sequence[float]) -> Figure:
-    """Which adapter was trained when, on what, and how that ended."""
+    """A timeline of attempts: one bar each, by adapter, coloured by verdict."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -176,7 +133,7 @@ def packing_timeline(decisions: Sequence[Decision], seconds: Sequence[float]) ->
     start = 0.0
     for decision, took in zip(decisions, seconds, strict=True):
         row = adapters.index(decision.attempt.adapter)
-        axes.barh(row, took, left=start, color=MARK[decision.verdict], edgecolor="white")
+        axes.barh(row, took, left=start, color=VERDICT_COLOURS[decision.verdict], edgecolor="white")
         axes.text(start + took / 2, row, decision.attempt.domain, ha="center", va="center",
                   color="white", fontsize=8, rotation=20)  # fmt: skip
         start += took
@@ -184,7 +141,7 @@ def packing_timeline(decisions: Sequence[Decision], seconds: Sequence[float]) ->
     axes.set_xlabel("seconds of fusion")
     axes.set_title("Packing timeline")
     axes.legend(
-        handles=[Patch(color=color, label=verdict) for verdict, color in MARK.items()],
+        handles=[Patch(color=color, label=verdict) for verdict, color in VERDICT_COLOURS.items()],
         loc="upper left", bbox_to_anchor=(1.0, 1.0),
     )  # fmt: skip
     figure.tight_layout()

@@ -1,7 +1,7 @@
-"""``valora-serve bench``: replays a trace against a running server, and says how it did.
+"""``valora-serve bench``: replays a trace against a running server and measures the answers.
 
-Requests are sent when the trace says so, however slow the answers are (open loop). Prompts are of
-the trace's lengths; images are drawn, no two alike, so that no cache answers in the model's place.
+Requests are sent at the times that the trace says, however slow the answers are (open loop).
+Prompts have the lengths of the trace. Every image is different, so that no cache can answer.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ import os
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import numpy as np
+from PIL import Image
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.table import Table
 
 from valora_serve.errors import ServeError, SettingsError
 from valora_serve.workloads import traces
@@ -28,52 +33,49 @@ from valora_serve.workloads import traces
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import httpx
-    from rich.table import Table
-
     from valora_serve.workloads.traces import Workload
 
-ROOM = 64  # tokens of the context kept for the template and the images' frames
-LATE = 0.1  # seconds that a client may be late itself before it is said
+TEMPLATE_TOKENS = 64  # tokens left free for the chat template and the image placeholders
+LATE = 0.1  # seconds of delay in the client itself from which on it is reported
 PERCENTILES = (50, 90, 95, 99)
 FORMULA = "average token latency = sum of latencies / sum of tokens (input, image and output)"
 
 
 @dataclass(frozen=True, slots=True)
-class Shot:
-    """A request as it is sent.
+class TimedRequest:
+    """A request to send.
 
     Attributes:
-        at: Seconds from the start.
-        model: What is asked.
-        path: Endpoint.
+        at: Time at which to send it, in seconds from the start.
+        model: Model that the request names.
+        path: Path of the endpoint.
         body: JSON body.
-        streamed: Whether the answer is streamed.
-        limit: Seconds in which it should be answered; NaN for any.
+        stream: Whether the answer is streamed.
+        latency_limit: Latency limit in seconds; NaN for none.
     """
 
     at: float
     model: str
     path: str
     body: dict[str, Any]
-    streamed: bool
-    limit: float
+    stream: bool
+    latency_limit: float
 
 
 @dataclass(slots=True)
-class Hit:
-    """What came of a request; times in seconds.
+class Result:
+    """Measurements of a request; times are in seconds.
 
     Attributes:
-        model: What was asked.
-        late: By how much it was sent too late, which is the client's fault.
-        latency: From the time that it was due until the end of the answer.
-        first: Until the first token, or the head's answer.
-        gaps: Between tokens.
-        prompt: Prompt tokens, images' included.
-        output: Tokens of the answer.
-        error: Status and code if it was not answered.
-        limit: Seconds in which it should be answered; NaN for any.
+        model: Model that the request names.
+        late: Delay of sending the request, caused by the client itself.
+        latency: Time from when the request was due to the end of its answer.
+        first: Time from when the request was due to the first token, or to the head's answer.
+        gaps: Times between tokens.
+        prompt: Prompt tokens, including image tokens.
+        output: Generated tokens.
+        error: Status and error code of a request that was not answered.
+        latency_limit: Latency limit; NaN for none.
     """
 
     model: str
@@ -84,28 +86,28 @@ class Hit:
     prompt: int = 0
     output: int = 0
     error: str | None = None
-    limit: float = math.nan
+    latency_limit: float = math.nan
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a server has to offer.
+    """Models of the server under test.
 
     Attributes:
-        context: Longest prompt and answer together, in tokens.
-        base: The base model.
-        heads: Domains that answer with a head.
+        context_length: Longest sequence (prompt and answer) in tokens.
+        base: Name of the base model.
+        heads: Domains that a head answers.
         others: Adapters, and domains that generate.
     """
 
-    context: int
+    context_length: int
     base: str
     heads: tuple[str, ...]
     others: tuple[str, ...]
 
     @classmethod
     def from_cards(cls, cards: Sequence[dict[str, Any]]) -> Target:
-        """From what ``/v1/models`` lists."""
+        """Read the model cards that ``/v1/models`` lists."""
         heads = tuple(card["id"] for card in cards if card.get("head"))
         others = tuple(
             card["id"] for card in cards if card.get("kind") != "base" and not card.get("head")
@@ -113,23 +115,23 @@ class Target:
         return cls(int(cards[0]["max_model_len"]), str(cards[0]["id"]), heads, others)
 
 
-def plan(workload: Workload, target: Target, seed: int) -> tuple[list[Shot], int]:
+def build_requests(workload: Workload, target: Target, seed: int) -> tuple[list[TimedRequest], int]:
     """Turn a workload into requests for a server.
 
-    An adapter of the workload is asked for by its name if the server has it; otherwise each stands
-    for one that it has, in turn: a domain with a head where the workload wants no tokens, an
-    adapter or a domain that generates elsewhere.
+    An adapter of the workload keeps its name if the server has a model of this name. Otherwise one
+    of the server's models stands in for it: a domain with a head where the workload generates no
+    tokens, an adapter or a domain that generates elsewhere.
 
     Args:
-        workload: Who asks what and when.
-        target: What there is.
-        seed: Of prompts and images.
+        workload: Requests to replay.
+        target: Models of the server.
+        seed: Random seed of prompts and images.
 
     Returns:
-        The requests, and how many had to be cut to the server's context.
+        The requests, and how many prompts were cut to the server's context length.
     """
     rng = np.random.default_rng(seed)
-    shots, cut = [], 0
+    requests, cut = [], 0
     for i in range(len(workload)):
         number = int(workload.adapter[i])
         output, images = int(workload.output[i]), int(workload.images[i])
@@ -143,15 +145,15 @@ def plan(workload: Workload, target: Target, seed: int) -> tuple[list[Shot], int
         head = name in target.heads
         output = max(1, output)
         prompt = int(workload.prompt[i])
-        limit = float(workload.limit[i])
+        limit = float(workload.latency_limit[i])
         at = float(workload.arrival[i])
         if head:
             urls = [_picture(rng) for _ in range(max(1, images))]
             body: dict[str, Any] = {"frames": urls} if images > 1 else {"images": urls}
-            shots.append(Shot(at, name, f"/v1/vision/{name}", body, False, limit))
+            requests.append(TimedRequest(at, name, f"/v1/vision/{name}", body, False, limit))
             continue
-        output = min(output, target.context // 2)
-        most = target.context - output - ROOM
+        output = min(output, target.context_length // 2)
+        most = target.context_length - output - TEMPLATE_TOKENS
         if prompt > most:
             prompt, cut = most, cut + 1
         common = {
@@ -164,82 +166,78 @@ def plan(workload: Workload, target: Target, seed: int) -> tuple[list[Shot], int
             parts += [
                 {"type": "image_url", "image_url": {"url": _picture(rng)}} for _ in range(images)
             ]
-            body = common | {"messages": [{"role": "user", "content": parts}]}
-            shots.append(Shot(at, name, "/v1/chat/completions", body, True, limit))
+            path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]}
         else:
-            # Ordinary tokens of any tokenizer: special ones come before, rare ones after.
-            body = common | {"prompt": rng.integers(100, 1000, prompt).tolist()}
-            shots.append(Shot(at, name, "/v1/completions", body, True, limit))
-    return shots, cut
+            # Token ids that are ordinary in any tokenizer: special ones are below, rare ones above.
+            path, body = "/v1/completions", {"prompt": rng.integers(100, 1000, prompt).tolist()}
+        requests.append(TimedRequest(at, name, path, common | body, True, limit))
+    return requests, cut
 
 
 def _picture(rng: np.random.Generator) -> str:
-    from PIL import Image
-
     pixels = rng.integers(0, 256, (12, 12, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).resize((224, 224)).save(buffer, "JPEG")
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-async def replay(url: str, shots: Sequence[Shot], key: str | None, seconds: float) -> list[Hit]:
-    """Send requests when they are due.
+async def replay(
+    url: str, requests: Sequence[TimedRequest], key: str | None, timeout: float
+) -> list[Result]:
+    """Send each request when it is due.
 
     Args:
-        url: Of the server.
-        shots: Requests by rising time.
+        url: URL of the server.
+        requests: Requests in order of time.
         key: API key.
-        seconds: Time limit for one answer.
+        timeout: Time limit for an answer in seconds.
 
     Returns:
-        What came of each.
+        The result of each request, in the same order.
     """
-    import httpx
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    hits = [Hit(shot.model, limit=shot.limit) for shot in shots]
-    timeout = httpx.Timeout(seconds, connect=30.0, pool=None)
-    from rich.console import Console
-
+    results = [Result(request.model, latency_limit=request.latency_limit) for request in requests]
+    timeouts = httpx.Timeout(timeout, connect=30.0, pool=None)
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("requests", total=len(shots))
+        bar = progress.add_task("requests", total=len(requests))
         async with httpx.AsyncClient(
-            base_url=url, headers=headers, limits=limits, timeout=timeout, trust_env=False
+            base_url=url, headers=headers, limits=limits, timeout=timeouts, trust_env=False
         ) as client:
             start = time.perf_counter() + 0.1
 
-            async def one(shot: Shot, hit: Hit) -> None:
-                await asyncio.sleep(max(0.0, start + shot.at - time.perf_counter()))
-                due = start + shot.at
-                hit.late = time.perf_counter() - due
+            async def one(request: TimedRequest, result: Result) -> None:
+                due = start + request.at
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                result.late = time.perf_counter() - due
                 try:
-                    await _send(client, shot, hit, due)
+                    await _send(client, request, result, due)
                 except (httpx.HTTPError, ValueError, KeyError) as error:
-                    hit.error = type(error).__name__
+                    result.error = type(error).__name__
                 progress.advance(bar)
 
-            await asyncio.gather(*(one(*pair) for pair in zip(shots, hits, strict=True)))
-    return hits
+            await asyncio.gather(*(one(*pair) for pair in zip(requests, results, strict=True)))
+    return results
 
 
-async def _send(client: httpx.AsyncClient, shot: Shot, hit: Hit, due: float) -> None:
-    if not shot.streamed:
-        response = await client.post(shot.path, json=shot.body)
+async def _send(
+    client: httpx.AsyncClient, request: TimedRequest, result: Result, due: float
+) -> None:
+    if not request.stream:
+        response = await client.post(request.path, json=request.body)
         done = time.perf_counter()
         if response.status_code != 200:
-            hit.error = _error(response.status_code, response.content)
+            result.error = _error(response.status_code, response.content)
             return
         usage = response.json()["usage"]
-        hit.first = hit.latency = done - due
-        hit.prompt, hit.output = usage["prompt_tokens"], usage["completion_tokens"]
+        result.first = result.latency = done - due
+        result.prompt, result.output = usage["prompt_tokens"], usage["completion_tokens"]
         return
     last = math.nan
-    async with client.stream("POST", shot.path, json=shot.body) as response:
+    async with client.stream("POST", request.path, json=request.body) as response:
         if response.status_code != 200:
-            hit.error = _error(response.status_code, await response.aread())
+            result.error = _error(response.status_code, await response.aread())
             return
         async for line in response.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
@@ -247,20 +245,20 @@ async def _send(client: httpx.AsyncClient, shot: Shot, hit: Hit, due: float) -> 
             now = time.perf_counter()
             event = json.loads(line[6:])
             if "error" in event:
-                hit.error = str(event["error"].get("code"))
+                result.error = str(event["error"].get("code"))
                 return
             if event.get("usage"):
-                hit.prompt = event["usage"]["prompt_tokens"]
-                hit.output = event["usage"]["completion_tokens"]
+                result.prompt = event["usage"]["prompt_tokens"]
+                result.output = event["usage"]["completion_tokens"]
             if event["choices"] and _has_text(event["choices"][0]):
-                if math.isnan(hit.first):
-                    hit.first = now - due
+                if math.isnan(result.first):
+                    result.first = now - due
                 else:
-                    hit.gaps.append(now - last)
+                    result.gaps.append(now - last)
                 last = now
-    hit.latency = time.perf_counter() - due
-    if math.isnan(hit.first):
-        hit.first = hit.latency
+    result.latency = time.perf_counter() - due
+    if math.isnan(result.first):
+        result.first = result.latency
 
 
 def _has_text(choice: dict[str, Any]) -> bool:
@@ -274,40 +272,40 @@ def _error(status: int, content: bytes) -> str:
         return str(status)
 
 
-def summary(hits: Sequence[Hit], slo: float | None) -> dict[str, Any]:
-    """Figures of a run.
+def summarise(results: Sequence[Result], slo: float | None) -> dict[str, Any]:
+    """Compute the figures of a run.
 
     Args:
-        hits: What came of each request.
-        slo: Seconds in which a request should be answered where the trace does not say it.
+        results: The result of each request.
+        slo: Latency limit in seconds of the requests for which the trace has none; None for none.
 
     Returns:
-        Counts, rates, and percentiles in seconds. Requests that were not answered miss their
-        limit, and are in no latency.
+        Counts, rates, and percentiles in seconds. Requests that were not answered count as missing
+        their latency limit, and are left out of the latencies.
     """
-    good = [hit for hit in hits if hit.error is None]
-    tokens = sum(hit.prompt + hit.output for hit in good)
-    spread = {
-        "time to first token": [hit.first for hit in good],
-        "between tokens": [gap for hit in good for gap in hit.gaps],
-        "latency": [hit.latency for hit in good],
+    answered = [result for result in results if result.error is None]
+    tokens = sum(result.prompt + result.output for result in answered)
+    seconds = {
+        "time to first token": [result.first for result in answered],
+        "between tokens": [gap for result in answered for gap in result.gaps],
+        "latency": [result.latency for result in answered],
     }
-    limits = [slo if math.isnan(hit.limit) else hit.limit for hit in hits]
-    bound = [(hit, limit) for hit, limit in zip(hits, limits, strict=True) if limit]
-    kept = sum(hit.error is None and hit.latency <= limit for hit, limit in bound)
+    limits = [slo if math.isnan(r.latency_limit) else r.latency_limit for r in results]
+    limited = [(result, limit) for result, limit in zip(results, limits, strict=True) if limit]
+    met = sum(result.error is None and result.latency <= limit for result, limit in limited)
     return {
-        "requests": len(hits),
-        "answered": len(good),
-        "errors": dict(Counter(hit.error for hit in hits if hit.error is not None)),
-        "prompt_tokens": sum(hit.prompt for hit in good),
-        "output_tokens": sum(hit.output for hit in good),
-        "average_token_latency": sum(hit.latency for hit in good) / tokens if tokens else None,
-        "slo_attainment": kept / len(bound) if bound else None,
-        "sent_late_p99": _percentile([hit.late for hit in hits], 99),
+        "requests": len(results),
+        "answered": len(answered),
+        "errors": dict(Counter(result.error for result in results if result.error is not None)),
+        "prompt_tokens": sum(result.prompt for result in answered),
+        "output_tokens": sum(result.output for result in answered),
+        "average_token_latency": sum(r.latency for r in answered) / tokens if tokens else None,
+        "slo_attainment": met / len(limited) if limited else None,
+        "sent_late_p99": _percentile([result.late for result in results], 99),
         "seconds": {
             name: {"mean": float(np.mean(values)) if values else None}
             | {f"p{p}": _percentile(values, p) for p in PERCENTILES}
-            for name, values in spread.items()
+            for name, values in seconds.items()
         },
     }
 
@@ -317,9 +315,7 @@ def _percentile(values: Sequence[float], percent: float) -> float | None:
 
 
 def table(figures: dict[str, Any]) -> Table:
-    """The spread of times, for people."""
-    from rich.table import Table
-
+    """Lay out the mean and the percentiles of the times as a table."""
     made = Table()
     made.add_column("milliseconds")
     for name in ("mean", *(f"p{p}" for p in PERCENTILES)):
@@ -331,7 +327,12 @@ def table(figures: dict[str, Any]) -> Table:
 
 
 def sentences(figures: dict[str, Any], wall: float) -> list[str]:
-    """The other figures, for people: totals first."""
+    """Put the other figures into sentences.
+
+    Args:
+        figures: What `summarise` returned.
+        wall: Seconds that the run took.
+    """
     tokens = figures["prompt_tokens"] + figures["output_tokens"]
     lines = [
         f"{figures['answered']} of {figures['requests']} requests answered in {wall:.1f} s: "
@@ -341,124 +342,116 @@ def sentences(figures: dict[str, Any], wall: float) -> list[str]:
     if figures["average_token_latency"] is not None:
         lines.append(f"{1000 * figures['average_token_latency']:.3f} ms: {FORMULA}")
     if figures["slo_attainment"] is not None:
-        lines.append(f"{100 * figures['slo_attainment']:.1f} % answered within their limit")
+        lines.append(f"{100 * figures['slo_attainment']:.1f} % answered within their latency limit")
     if figures["errors"]:
-        told = ", ".join(f"{count} × {code}" for code, count in figures["errors"].items())
-        lines.append(f"not answered: {told}")
+        errors = ", ".join(f"{count} × {code}" for code, count in figures["errors"].items())
+        lines.append(f"not answered: {errors}")
     late = figures["sent_late_p99"]
     if late is not None and late > LATE:
-        lines.append(f"the client was late itself: p99 {1000 * late:.0f} ms; use a faster one")
+        lines.append(
+            f"this client sent requests late (p99 {1000 * late:.0f} ms): run it on a faster machine"
+        )
     return lines
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options of the command."""
+    """Make the parser of the command's options."""
     made = argparse.ArgumentParser(
         "valora-serve bench",
-        description="Replay a trace against a running server, and print how it did.",
+        description="Replay a trace against a running server, and print latencies and throughput.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    made.add_argument("--url", default="http://127.0.0.1:8000", help="the server")
+    made.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the server")
     made.add_argument("--key", default=os.environ.get("VALORA_BENCH_KEY"), help="API key")
     made.add_argument("--trace", type=Path, help="JSON lines: arrival, adapter, prompt, output, …")
     made.add_argument(
-        "--workload", choices=("poisson", "retrieval", "video", "slora", "at_once"),
-        default="poisson", help="generated trace, where no file is named",
+        "--workload", choices=sorted(traces.GENERATORS), default="poisson",
+        help="generator, if there is no --trace",
     )  # fmt: skip
-    made.add_argument("--rate", type=float, default=4.0, help="requests/s (video: streams)")
-    made.add_argument("--duration", type=float, default=30.0, help="seconds")
-    made.add_argument("--adapters", type=int, default=4, help="adapters asked for")
+    made.add_argument("--rate", type=float, default=4.0, help="requests per second; video: streams")
+    made.add_argument("--duration", type=float, default=30.0, help="seconds of arrivals")
+    made.add_argument("--adapters", type=int, default=4, help="number of adapters")
     made.add_argument("--skew", type=float, default=0.6, help="share of the most popular adapter")
-    made.add_argument("--prompt", type=int, default=128, help="prompt tokens (poisson)")
-    made.add_argument("--output", type=int, default=64, help="tokens to generate (poisson)")
-    made.add_argument("--count", type=int, default=100, help="requests (at_once)")
-    made.add_argument("--most", type=int, help="replay only the first so many requests")
+    made.add_argument("--prompt", type=int, default=128, help="poisson: prompt tokens")
+    made.add_argument("--output", type=int, default=64, help="poisson: tokens to generate")
+    made.add_argument("--requests", type=int, default=100, help="at_once: number of requests")
+    made.add_argument("--first", type=int, help="replay only the first so many requests")
     made.add_argument("--speed", type=float, default=1.0, help="replay so many times faster")
-    made.add_argument("--slo", type=float, help="seconds in which a request should be answered")
-    made.add_argument("--timeout", type=float, default=600.0, help="seconds for one answer")
-    made.add_argument("--seed", type=int, default=0, help="of trace, prompts and images")
+    made.add_argument("--slo", type=float, help="latency limit in seconds, if the trace has none")
+    made.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for an answer")
+    made.add_argument("--seed", type=int, default=0, help="random seed of trace and contents")
     made.add_argument("--json", type=Path, help="also write all figures to this file")
     return made
 
 
-def workload(found: argparse.Namespace) -> Workload:
-    """The workload that the options name.
+def make_workload(options: argparse.Namespace) -> Workload:
+    """Read or generate the workload that the options name.
 
     Raises:
-        TraceError: There is none.
+        TraceError: The file is damaged, or an option is out of range.
     """
-    if found.trace is not None:
-        return traces.read(found.trace)
-    common: dict[str, Any] = {"adapters": found.adapters, "seed": found.seed}
-    if found.workload == "slora":
-        return traces.slora(found.rate, found.duration, **common)
-    common["skew"] = found.skew
-    if found.workload == "at_once":
-        return traces.at_once(found.count, **common)
-    if found.workload == "video":
-        return traces.video(round(found.rate), found.duration, **common)
-    if found.workload == "retrieval":
-        return traces.retrieval(found.rate, found.duration, **common)
-    return traces.poisson(
-        found.rate, found.duration, prompt=found.prompt, output=found.output, **common
-    )
+    if options.trace is not None:
+        return traces.read(options.trace)
+    given = vars(options) | {"streams": round(options.rate)}
+    return traces.generate(traces.GENERATORS[options.workload], given)
 
 
-def look(url: str, key: str | None) -> Target:
-    """Ask a server what it has to offer.
+def query_target(url: str, key: str | None) -> Target:
+    """Ask a server for its models.
 
     Raises:
-        SettingsError: There is none, or it refuses.
+        SettingsError: No server answers at this URL, or it refuses.
     """
-    import httpx
-
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         response = httpx.get(f"{url}/v1/models", headers=headers, timeout=30, trust_env=False)
         response.raise_for_status()
         return Target.from_cards(response.json()["data"])
     except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
-        raise SettingsError(f"{url} does not answer as a server of ours would: {error}") from error
+        raise SettingsError(
+            f"{url} does not answer as a valora-serve server: {error}; check --url and --key"
+        ) from error
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Command ``valora-serve bench``.
+    """Run the command ``valora-serve bench``.
 
     Returns:
-        Exit status: 1 if nothing was answered.
+        Exit status: 1 if no request was answered.
     """
-    from rich.console import Console
-
-    found = parser().parse_args(list(arguments))
-    if not (found.speed > 0 and found.rate > 0):
-        raise SettingsError("speed and rate are more than 0")
-    target = look(found.url.rstrip("/"), found.key)
-    trace = workload(found)
-    shots, cut = plan(trace, target, found.seed)
-    shots = [
-        Shot(shot.at / found.speed, shot.model, shot.path, shot.body, shot.streamed, shot.limit)
-        for shot in shots[: found.most]
+    options = parser().parse_args(list(arguments))
+    if not (options.speed > 0 and options.rate > 0):
+        raise SettingsError(
+            f"--speed and --rate must be above 0, got {options.speed:g} and {options.rate:g}"
+        )
+    url = options.url.rstrip("/")
+    target = query_target(url, options.key)
+    requests, cut = build_requests(make_workload(options), target, options.seed)
+    requests = [
+        replace(request, at=request.at / options.speed) for request in requests[: options.first]
     ]
     console = Console()
-    asked = Counter(shot.model for shot in shots)
-    told = ", ".join(f"{name} {count}" for name, count in asked.most_common(8))
-    console.print(f"{len(shots)} requests: {told}", markup=False, highlight=False)
+    models = Counter(request.model for request in requests)
+    counts = ", ".join(f"{name} {count}" for name, count in models.most_common(8))
+    console.print(f"{len(requests)} requests: {counts}", markup=False, highlight=False)
     if cut:
-        console.print(f"{cut} prompts were cut to the context of {target.context} tokens")
+        console.print(
+            f"{cut} prompts were cut to the context length of {target.context_length} tokens"
+        )
     began = time.perf_counter()
-    hits = asyncio.run(replay(found.url.rstrip("/"), shots, found.key, found.timeout))
+    results = asyncio.run(replay(url, requests, options.key, options.timeout))
     wall = time.perf_counter() - began
-    figures = summary(hits, found.slo)
+    figures = summarise(results, options.slo)
     console.print(table(figures))
     for line in sentences(figures, wall):
         console.print(line, markup=False, highlight=False)
-    if found.json is not None:
-        options = {name: str(value) for name, value in vars(found).items() if name != "key"}
+    if options.json is not None:
+        given = {name: str(value) for name, value in vars(options).items() if name != "key"}
         content = {
-            "options": options, "wall_seconds": wall, "figures": figures,
-            "requests": [asdict(hit) for hit in hits],
+            "options": given, "wall_seconds": wall, "figures": figures,
+            "requests": [asdict(result) for result in results],
         }  # fmt: skip
-        found.json.write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
+        options.json.write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
     return 0 if figures["answered"] else 1
 
 

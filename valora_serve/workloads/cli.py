@@ -1,4 +1,4 @@
-"""`valora-sim`: policies beside each other on a replayed workload, as a table, JSON and a plot."""
+"""``valora-sim``: compares policies on a simulated workload, as a table, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,26 +28,30 @@ if TYPE_CHECKING:
     from valora_serve.workloads.simulator import Report
     from valora_serve.workloads.traces import Workload
 
-WORKLOADS = ("retrieval", "video", "slora", "poisson", "at-once")
-AT_ONCE = 400  # requests of the saturated workload, as in S-LoRA's Table 3
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command.
+
+    Args:
+        arguments: Command-line arguments; those of the process if None.
+
+    Returns:
+        Exit status: 1 if something is wrong, with a message on standard error.
+    """
     options = _parser().parse_args(arguments)
     try:
         rows = list(_runs(options))
     except ValoraError as error:
         print(f"valora-sim: {error}", file=sys.stderr)
         return 1
-    _table(rows, options)
+    _print(rows, options)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if options.plot:
         try:
             _plot(rows, options.plot)
         except ImportError:
-            print("valora-sim: --plot needs matplotlib; pip install matplotlib.", file=sys.stderr)
+            print("valora-sim: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
             return 1
     return 0
 
@@ -54,65 +59,77 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="valora-sim",
-        description="Replay a workload through the serving policies against the cost model.",
+        description="Simulate a workload under several policies, with predicted step times.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = parser.add_argument
-    add("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
-    add("--workload", choices=WORKLOADS, default="poisson", help="what to generate")
-    add("--trace", type=Path, help="replay this file: .jsonl, or .csv as Azure's; no generator")
-    add("--rates", nargs="+", type=float, default=[10.0], help="requests (or streams) per second")
-    add("--skews", nargs="+", type=float, default=[0.6], help="share of the popular adapter")
-    add("--adapters", type=int, default=16)
-    add("--rank", type=int, default=64)
+    policy, machine = PolicySettings(), SimSettings()
+    add = parser.add_argument_group("workload").add_argument
+    add("--workload", choices=sorted(traces.GENERATORS), default="poisson", help="generator")
+    add("--trace", type=Path, help="replay this file instead: .jsonl, or .csv as Azure's traces")
+    add(
+        "--rates",
+        nargs="+",
+        type=float,
+        default=[10.0],
+        help="requests per second (video: streams)",
+    )
+    add("--skews", nargs="+", type=float, default=[0.6], help="shares of the most popular adapter")
+    add("--adapters", type=int, default=16, help="number of adapters")
+    add("--rank", type=int, default=64, help="rank of the adapters")
     add("--alpha", type=float, default=1.0, help="slora: exponent of the adapters' power law")
     add("--cv", type=float, default=1.0, help="slora: coefficient of variation of the gaps")
     add("--duration", type=float, default=30.0, help="seconds of arrivals")
-    add("--requests", type=int, default=AT_ONCE, help="at-once: how many")
-    add("--no-heads", action="store_true", help="video: generate instead of asking heads")
-    add("--limit", type=float, help="latency limit of every request, seconds")
-    add("--seed", type=int, default=0)
-    add("--costs", type=Path, help="measured costs; without, the H200 estimate")
-    add("--lora-cost", type=float, default=1.0, help="multiply what LoRA terms cost, to try out")
-    add("--theta", type=float, default=PolicySettings().theta, help="starvation threshold, seconds")
-    add("--clusters", type=int, default=0, help="adapter clustering (S-LoRA)")
-    add("--no-groups", action="store_true", help="cost: as many at a time as fit, for throughput")
-    add("--early-abort", action="store_true", help="admission control (S-LoRA)")
-    add("--slo", type=float, default=6.0, help="seconds to the first token")
-    add("--max-requests", type=int, default=SimSettings().max_requests)
-    add("--pages", type=int, default=SimSettings().pages, help="of unified memory, 16 tokens each")
-    add("--json", type=Path, help="write the results there")
-    add("--plot", type=Path, help="draw the average token latency there (needs matplotlib)")
-    add("--decisions", type=Path, help="write a line per step there; one policy and workload only")
+    add("--requests", type=int, default=400, help="at_once: number of requests")
+    add("--no-heads", dest="heads", action="store_false", help="video: generate, without heads")
+    add("--latency-limit", type=float, help="latency limit of every request in seconds")
+    add("--seed", type=int, default=0, help="random seed")
+
+    add = parser.add_argument_group("policies").add_argument
+    names = ", ".join(POLICIES)
+    add("--policies", nargs="+", metavar="NAME", default=list(POLICIES), help=f"among {names}")
+    add("--theta", type=float, default=policy.theta, help="valora: starvation threshold in seconds")
+    add("--clusters", type=int, default=policy.clusters, help="S-LoRA's adapter clustering")
+    add("--no-groups", dest="groups", action="store_false", help="cost: run as many as fit")
+    add("--early-abort", action="store_true", help="S-LoRA's admission control")
+    add("--slo", type=float, default=policy.slo, help="limit of the time to first token in seconds")
+
+    add = parser.add_argument_group("machine").add_argument
+    add("--costs", type=Path, help="measured costs, instead of the estimate for an H200")
+    add("--lora-cost", type=float, default=1.0, help="factor on the cost of LoRA terms")
+    add("--max-requests", type=int, default=machine.max_requests, help="running requests")
+    add("--pages", type=int, default=machine.pages, help="pages of unified memory, 16 tokens each")
+
+    add = parser.add_argument_group("output").add_argument
+    add("--json", type=Path, help="write the results to this file")
+    add("--plot", type=Path, help="plot the average token latency to this file")
+    add("--decisions", type=Path, help="write the decision trace of a single run to this file")
     return parser
 
 
 def _runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Simulate each workload under each policy; yields the rows of the table."""
     costs = CostModel.read(options.costs) if options.costs else H200_7B
     costs = costs.with_lora(options.lora_cost)
     settings = PolicySettings(
         theta=options.theta,
         clusters=options.clusters,
         early_abort=options.early_abort,
-        groups=not options.no_groups,
+        groups=options.groups,
         slo=options.slo,
     )
     machine = SimSettings(max_requests=options.max_requests, pages=options.pages, slo=options.slo)
-    cases = list(_workloads(options))
+    cases = list(_cases(options))
     if options.decisions and len(cases) * len(options.policies) > 1:
         raise traces.TraceError("--decisions needs one policy, one rate and one skewness.")
     for rate, skew, workload in cases:
-        if options.limit is not None:
-            limited = traces.with_limit(workload, options.limit)
-        else:
-            limited = workload
         for name in options.policies:
             policy = make_policy(name, costs, settings)
             began = time.perf_counter()
             if options.decisions:
                 with options.decisions.open("w", encoding="utf-8") as file:
-                    report = simulate(limited, policy, costs, machine, DecisionTrace(file))
+                    report = simulate(workload, policy, costs, machine, DecisionTrace(file))
             else:
-                report = simulate(limited, policy, costs, machine)
+                report = simulate(workload, policy, costs, machine)
             yield _row(rate, skew, name, report, time.perf_counter() - began)
 
 
@@ -128,48 +145,32 @@ def _row(
     }
 
 
-def _workloads(options: argparse.Namespace) -> Iterator[tuple[float | None, float, Workload]]:
-    """The cases: rate (None for all at once, or of a file), share of the popular adapter."""
+def _cases(options: argparse.Namespace) -> Iterator[tuple[float | None, float, Workload]]:
+    """Read or generate the workloads to simulate.
+
+    Yields:
+        The rate, the skewness and the workload. The rate is None for requests that arrive at once
+        and for a file that says itself when they arrive; the skewness is α for power-law adapters.
+    """
     file: Path | None = options.trace
     if file is not None and file.suffix == ".jsonl":
         workload = traces.read(file)
-        yield None, workload.share(), workload
+        yield None, workload.share(), _limited(workload, options)
         return
-    at_once = options.workload == "at-once" and file is None
-    common = {"adapters": options.adapters, "seed": options.seed}
-    for rate in [math.nan] if at_once else options.rates:
-        if options.workload == "slora" and file is None:
-            yield (
-                rate,
-                options.alpha,
-                traces.slora(
-                    rate,
-                    options.duration,
-                    alpha=options.alpha,
-                    cv=options.cv,
-                    ranks=(options.rank,),
-                    **common,
-                ),
-            )
-            continue
-        for skew in options.skews:
-            arguments = {**common, "skew": skew}
-            if file is not None:
-                workload = traces.azure(file, rate=rate, rank=options.rank, **arguments)
-            elif at_once:
-                workload = traces.at_once(options.requests, ranks=(options.rank,), **arguments)
-            elif options.workload == "video":
-                workload = traces.video(
-                    int(rate),
-                    options.duration,
-                    heads=not options.no_heads,
-                    rank=options.rank,
-                    **arguments,
-                )
-            else:
-                make = traces.retrieval if options.workload == "retrieval" else traces.poisson
-                workload = make(rate, options.duration, rank=options.rank, **arguments)
-            yield None if at_once else rate, skew, workload
+    make = traces.GENERATORS[options.workload] if file is None else partial(traces.azure, file)
+    taken = traces.options_of(make)
+    for rate in options.rates if taken & {"rate", "streams"} else [None]:
+        for skew in options.skews if "skew" in taken else [options.alpha]:
+            given = vars(options) | {"rate": rate, "skew": skew, "ranks": (options.rank,)}
+            if rate is not None:
+                given["streams"] = int(rate)
+            yield rate, skew, _limited(traces.generate(make, given), options)
+
+
+def _limited(workload: Workload, options: argparse.Namespace) -> Workload:
+    if options.latency_limit is None:
+        return workload
+    return traces.with_latency_limit(workload, options.latency_limit)
 
 
 COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
@@ -188,7 +189,8 @@ COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 )
 
 
-def _table(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+def _print(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Print the results as a table; with several cases, also their geometric means."""
     from rich.console import Console
     from rich.table import Table
 
@@ -208,7 +210,7 @@ def _table(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
         rate = "-" if row["rate"] is None else f"{row['rate']:g}"
         cells = [text(row) for _, text in COLUMNS]
         table.add_row(rate, f"{row['skew']:.2g}", str(row["policy"]), *cells)
-    # Output that is no terminal has no width of its own; cells must not be cut.
+    # A pipe or a file has no width; the table must not be cut there.
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)
@@ -222,7 +224,7 @@ def _table(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> RichTable:
-    """Geometric mean of the average token latency over the rates, by policy and skewness."""
+    """Summarise the average token latency by policy and skewness: geometric mean over the rates."""
     from rich.table import Table
 
     skews = list(dict.fromkeys(row["skew"] for row in rows))
@@ -245,7 +247,7 @@ def _summary(rows: Sequence[dict[str, Any]]) -> RichTable:
 
 
 def _plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Average token latency over skewness, one panel per rate."""
+    """Plot the average token latency against the skewness, one panel per rate."""
     from matplotlib.figure import Figure
 
     rates = list(dict.fromkeys(row["rate"] for row in rows))

@@ -1,9 +1,10 @@
-"""Replays a workload through a policy against the cost model, without a GPU.
+"""Simulates a workload under a policy, without a GPU.
 
-The policies are the engine's own, and so are the rules: chunked prefill, pages of keys, values and
-adapters in one pool, adapters copied in one after the other beside the steps and evicted least
-recently used, requests preempted by recomputation. Only time is predicted instead of spent. Steps
-that repeat the one before, as the policy said they would (`Decision.until`), are taken in one go.
+The policies are those of the engine, and so are the rules: prompts are prefilled in chunks; KV
+pages and adapters share one pool; adapters are loaded one after the other while steps run, and the
+least recently used are evicted; preempted requests are recomputed. The cost model predicts how long
+steps, switches and loads take. Steps that repeat the one before (`Decision.until`) are simulated
+together.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
 
 
 class SimulationError(ServeError):
-    """The simulation cannot go on: a request can never fit, or a policy broke a rule."""
+    """The simulation cannot continue: a request can never fit, or a policy broke a rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimSettings:
-    """The machine that is simulated; the defaults are a 7B model in 16 bits on an H200.
+    """The simulated machine; the defaults are a 7B model in 16 bits on an H200.
 
     Attributes:
         max_requests: Most requests that hold pages at a time.
@@ -44,11 +45,11 @@ class SimSettings:
         chunk: Most prompt tokens of a request in a step.
         max_adapters: Most distinct adapters in a step.
         pages: Pages of the unified memory.
-        page_tokens: Tokens whose keys and values fill a page.
-        rank_pages: Pages that a unit of rank takes.
-        window: Waiting requests that the policy sees.
-        overhead: Seconds of each step that the cost model does not contain.
-        slo: Seconds to the first token, for attainment, where a request has no limit.
+        page_tokens: Tokens per KV page.
+        rank_pages: Pages per unit of an adapter's rank.
+        window: Most waiting requests that the policy sees.
+        overhead: Seconds per step that the cost model does not contain.
+        slo: Limit of the time to the first token in seconds, for requests without a latency limit.
     """
 
     max_requests: int = 512
@@ -65,25 +66,26 @@ class SimSettings:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of it; times in seconds.
+    """Results of a simulation; times are in seconds.
 
     Attributes:
-        requests: Asked.
-        finished: Answered.
-        aborted: Given up on.
-        preempted: How often a request lost its pages.
-        seconds: From the first arrival to the last end.
-        steps: Taken.
-        switches: Of the merged adapter.
-        loads: Adapters copied in.
-        token_latency: Average token latency: end-to-end times over input, image and output tokens.
-        throughput: Answered requests per second.
-        token_throughput: Generated tokens per second.
-        first_token: Time to the first token: mean, p50, p95, p99.
-        end_to_end: Time to the end: mean, p50, p95, p99.
-        attainment: Share of all requests whose first token came in time (`SimSettings.slo` or the
-            request's limit).
-        modes: Share of the steps' time by mode.
+        requests: Number of requests.
+        finished: Number of requests answered.
+        aborted: Number of requests aborted.
+        preempted: Number of preemptions.
+        seconds: Time from the first arrival to the end of the last request.
+        steps: Number of steps.
+        switches: Number of switches of the merged adapter.
+        loads: Number of adapters loaded.
+        token_latency: Average token latency: sum of end-to-end latencies over the sum of input,
+            image and output tokens.
+        throughput: Requests answered per second.
+        token_throughput: Tokens generated per second.
+        first_token: Mean, p50, p95 and p99 of the time to the first token.
+        end_to_end: Mean, p50, p95 and p99 of the end-to-end latency.
+        attainment: Share of all requests whose first token came within the request's latency limit,
+            or within `SimSettings.slo` if it has none.
+        modes: Share of the busy time by inference mode.
     """
 
     requests: int
@@ -110,14 +112,14 @@ def simulate(
     settings: SimSettings | None = None,
     trace: DecisionTrace | None = None,
 ) -> Report:
-    """Replay a workload.
+    """Simulate a workload.
 
     Args:
-        workload: Requests.
-        policy: Decides; a fresh one.
-        cost_model: What steps, switches and loads take.
-        settings: The machine.
-        trace: Gets a line per decision; steps are then not taken in one go.
+        workload: Requests to simulate.
+        policy: A new policy.
+        cost_model: Predicts the seconds of steps, switches and loads.
+        settings: The simulated machine; the defaults if None.
+        trace: Receives every decision. The policy is then asked before every step.
 
     Raises:
         SimulationError: A request can never fit, or the policy breaks a rule.
@@ -126,7 +128,7 @@ def simulate(
 
 
 class _Run:
-    """One replay."""
+    """The state of a simulation."""
 
     def __init__(
         self,
@@ -136,17 +138,18 @@ class _Run:
         settings: SimSettings,
         trace: DecisionTrace | None,
     ) -> None:
-        self.w, self.policy, self.cost, self.s, self.trace = workload, policy, cost, settings, trace
+        self.workload, self.policy, self.cost = workload, policy, cost
+        self.settings, self.trace = settings, trace
         n = len(workload)
         self.first = np.full(n, np.nan)
         self.end = np.full(n, np.nan)
         self.ranks = dict(zip(workload.adapters, workload.ranks, strict=True))
         self.adapter_pages = {a: math.ceil(r * settings.rank_pages) for a, r in self.ranks.items()}
         self._check()
-        # Plain lists: reading single numbers out of arrays is slow.
+        # A list: reading single numbers from an array is slow.
         self.arrivals = workload.arrival.tolist()
         self.now = self.arrivals[0]
-        self.next = 0
+        self.next_arrival = 0  # index of the next request to arrive
         self.running: list[RequestView] = []
         self.front: list[RequestView] = []
         self.back: deque[RequestView] = deque()
@@ -156,9 +159,9 @@ class _Run:
         self.loading: dict[str, float] = {}
         self.users: dict[str, int] = {}  # running requests by adapter
         self.kv_pages = 0
-        self.user_pages = 0  # of adapters of running requests
-        self.resident_pages = 0  # of adapters on the device
-        self.loading_pages = 0  # of adapters on their way there
+        self.user_pages = 0  # pages of adapters that running requests use
+        self.resident_pages = 0  # pages of adapters on the device
+        self.loading_pages = 0  # pages of adapters being loaded
         self.load_ends = 0.0
         self.mode = Mode.UNMERGED
         self.merged: str | None = None
@@ -167,23 +170,23 @@ class _Run:
         self.idle_rounds = 0
 
     def _check(self) -> None:
-        tokens = self.w.prompt.astype(np.int64) + self.w.output
-        pages = np.ceil((tokens + 1) / self.s.page_tokens)
+        tokens = self.workload.prompt.astype(np.int64) + self.workload.output
+        pages = np.ceil((tokens + 1) / self.settings.page_tokens)
         own = np.array([*self.adapter_pages.values(), 0])
-        need = pages + own[self.w.adapter] + max(own)  # the last: of an adapter that is merged
+        need = pages + own[self.workload.adapter] + max(own)  # the last: a merged adapter
         worst = int(np.argmax(need))
-        if need[worst] > self.s.pages:
+        if need[worst] > self.settings.pages:
             raise SimulationError(
-                f"Request {worst} needs {need[worst]:.0f} pages, there are {self.s.pages}; raise "
-                "`pages` or leave it out."
+                f"Request {worst} needs {need[worst]:.0f} pages, but there are "
+                f"{self.settings.pages}; raise `pages` or remove the request."
             )
 
     def run(self) -> Report:
-        """Replay everything."""
-        n = len(self.w)
-        while self.next < n or self.views:
+        """Simulate all requests."""
+        n = len(self.workload)
+        while self.next_arrival < n or self.views:
             self._arrive()
-            self._arrive_adapters()
+            self._finish_loads()
             view = self._view()
             decision = self.policy.decide(view)
             if self.trace is not None:
@@ -192,15 +195,15 @@ class _Run:
         return self._report()
 
     def _arrive(self) -> None:
-        """Put what has come by now into the queue."""
-        w, now, n = self.w, self.now, len(self.w)
-        while self.next < n and self.arrivals[self.next] <= now:
-            i = self.next
-            self.next += 1
+        """Put the requests that have arrived into the queue."""
+        w, now, n = self.workload, self.now, len(self.workload)
+        while self.next_arrival < n and self.arrivals[self.next_arrival] <= now:
+            i = self.next_arrival
+            self.next_arrival += 1
             number = int(w.adapter[i])
             adapter = None if number == BASE else w.adapters[number]
             prompt = int(w.prompt[i])
-            limit = float(w.limit[i])
+            limit = float(w.latency_limit[i])
             view = RequestView(
                 id=str(i),
                 adapter=adapter,
@@ -208,17 +211,17 @@ class _Run:
                 arrival=self.arrivals[i],
                 prompt_left=prompt,
                 output_left=int(w.output[i]),
-                pages=(prompt + self.s.page_tokens) // self.s.page_tokens,
+                pages=(prompt + self.settings.page_tokens) // self.settings.page_tokens,
                 adapter_pages=0 if adapter is None else self.adapter_pages[adapter],
                 images=int(w.images[i]),
                 latency_limit=None if math.isnan(limit) else limit,
             )
             self.views[view.id] = view
             self.back.append(view)
-        while self.back and len(self.front) < self.s.window:
+        while self.back and len(self.front) < self.settings.window:
             self.front.append(self.back.popleft())
 
-    def _arrive_adapters(self) -> None:
+    def _finish_loads(self) -> None:
         for adapter, end in list(self.loading.items()):
             if end <= self.now:
                 del self.loading[adapter]
@@ -228,18 +231,18 @@ class _Run:
                 self.resident_pages += self.adapter_pages[adapter]
 
     def _pinned(self) -> int:
-        """Pages that cannot be freed right away."""
+        """Count the pages that cannot be freed at once."""
         pages = self.kv_pages + self.user_pages + self.loading_pages
         if self.merged is not None and self.merged not in self.users:
             pages += self.adapter_pages[self.merged]
         return pages
 
     def _free(self) -> int:
-        """Pages that hold nothing."""
-        return self.s.pages - self.kv_pages - self.resident_pages - self.loading_pages
+        """Count the empty pages."""
+        return self.settings.pages - self.kv_pages - self.resident_pages - self.loading_pages
 
     def _view(self) -> View:
-        s = self.s
+        s = self.settings
         return View(
             now=self.now,
             running=self.running,
@@ -287,7 +290,7 @@ class _Run:
         self.policy.finished(key)
 
     def _release(self, view: RequestView) -> None:
-        """Free the pages of a running request."""
+        """Release the pages of a running request."""
         self.kv_pages -= view.held
         adapter = view.adapter
         if adapter is not None:
@@ -300,17 +303,17 @@ class _Run:
     def _preempt(self, view: RequestView) -> None:
         self._release(view)
         self.preempted += 1
-        view.prompt_left += view.kv_tokens  # what it held is computed anew
+        view.prompt_left += view.kv_tokens  # is recomputed
         view.kv_tokens = view.held = 0
         view.running = False
-        view.pages = (view.prompt_left + self.s.page_tokens) // self.s.page_tokens
+        view.pages = (view.prompt_left + self.settings.page_tokens) // self.settings.page_tokens
         place = next(
             (i for i, r in enumerate(self.front) if r.arrival > view.arrival), len(self.front)
         )
         self.front.insert(place, view)
 
     def _load(self, adapter: str) -> None:
-        """Start to copy an adapter in, as soon as the link is free."""
+        """Load an adapter as soon as the loads before it have ended."""
         if not self._make_room(self.adapter_pages[adapter]):
             return
         start = max(self.now, self.load_ends)
@@ -320,7 +323,7 @@ class _Run:
         self.loads += 1
 
     def _make_room(self, pages: int) -> bool:
-        """Evict idle adapters until so many pages are free."""
+        """Evict idle adapters until enough pages are empty; return whether there are."""
         free = self._free()
         if free >= pages:
             return True
@@ -336,10 +339,10 @@ class _Run:
         return free >= pages
 
     def _wait(self, decision: Decision) -> None:
-        """Nothing to compute: go to what comes next."""
+        """Advance the clock to the next event, as the batch is empty."""
         times = [end for end in self.loading.values() if end > self.now]
-        if self.next < len(self.w):
-            times.append(self.arrivals[self.next])
+        if self.next_arrival < len(self.workload):
+            times.append(self.arrivals[self.next_arrival])
         if self.now < decision.until < math.inf:
             times.append(decision.until)
         if times:
@@ -348,8 +351,8 @@ class _Run:
             self.idle_rounds += 1
             if self.idle_rounds > 3:
                 raise SimulationError(
-                    f"{len(self.views)} requests are left and the policy computes none of them: "
-                    f"{decision.reason}."
+                    f"The policy computes none of the {len(self.views)} requests that are left "
+                    f"({decision.reason})."
                 )
 
     # -- steps --------------------------------------------------------------------------------
@@ -358,7 +361,7 @@ class _Run:
         views = self.views
         batch = [(views[key], tokens) for key, tokens in decision.batch]
         shape = step_shape(decision.mode, decision.merged, batch, self.ranks)
-        seconds = self.cost.step(shape) + self.s.overhead
+        seconds = self.cost.step(shape) + self.settings.overhead
         self._take_pages(batch)
         if shape.prefill or decision.until <= self.now or self.trace is not None:
             times = 1
@@ -373,14 +376,14 @@ class _Run:
     def _repeat(
         self, batch: list[tuple[RequestView, int]], seconds: float, until: float
     ) -> tuple[int, float]:
-        """How often a decode step repeats until something else happens, and how long it takes.
+        """Return how often a decode step repeats until the next event, and the seconds in all.
 
-        Each step is longer than the one before by what the grown context costs.
+        Each step takes longer than the one before, as every row has one more token in the KV cache.
         """
         times = min(r.output_left for r, _ in batch)
         horizon = until
-        if self.next < len(self.w):
-            horizon = min(horizon, self.arrivals[self.next])
+        if self.next_arrival < len(self.workload):
+            horizon = min(horizon, self.arrivals[self.next_arrival])
         for end in self.loading.values():
             if end > self.now:
                 horizon = min(horizon, end)
@@ -396,13 +399,13 @@ class _Run:
                 else span / seconds
             )
             times = min(times, max(1, math.ceil(k - 1e-9)))
-        # Rows take a page every `page_tokens` steps; all of that must be free without eviction.
+        # Each row takes a page every `page_tokens` steps; these must be free without eviction.
         free = self._free()
-        times = max(1, min(times, (free // max(1, rows)) * self.s.page_tokens))
+        times = max(1, min(times, (free // max(1, rows)) * self.settings.page_tokens))
         return times, times * seconds + growth * times * (times - 1) / 2
 
     def _take_pages(self, batch: list[tuple[RequestView, int]]) -> None:
-        """Give each request the pages that it said it needs."""
+        """Allocate the pages that the requests in the batch need."""
         admitted = False
         need = 0
         for view, _ in batch:
@@ -418,19 +421,19 @@ class _Run:
             for view, _ in batch:
                 view.held += view.pages
                 view.pages = 0
-            if self._pinned() > self.s.pages:
-                raise SimulationError("The policy took more pages than there are.")
+            if self._pinned() > self.settings.pages:
+                raise SimulationError("The policy used more pages than there are.")
             self._make_room(0)
         if admitted:
             self.front = [r for r in self.front if not r.running]
-            if len(self.running) > self.s.max_requests:
-                raise SimulationError("The policy took in more requests than it may.")
+            if len(self.running) > self.settings.max_requests:
+                raise SimulationError("The policy admitted more requests than `max_requests`.")
 
     def _start(self, view: RequestView) -> None:
         adapter = view.adapter
         if adapter is not None:
             if adapter not in self.resident:
-                raise SimulationError(f"The policy runs {adapter}, which is not resident.")
+                raise SimulationError(f"The policy runs adapter {adapter}, which is not resident.")
             users = self.users.get(adapter, 0)
             if not users:
                 self.user_pages += self.adapter_pages[adapter]
@@ -440,7 +443,7 @@ class _Run:
         self.running.append(view)
 
     def _progress(self, batch: list[tuple[RequestView, int]], times: int) -> None:
-        page = self.s.page_tokens
+        page = self.settings.page_tokens
         ended = False
         grown = 0
         for view, tokens in batch:
@@ -464,7 +467,7 @@ class _Run:
                 continue
             held = (view.kv_tokens + page - 1) // page
             if held > view.held:
-                # Pages that repeated steps took on the way.
+                # Pages allocated during repeated steps.
                 grown += held - view.held
                 view.held = held
             view.pages = 1 if view.kv_tokens >= view.held * page else 0
@@ -480,12 +483,12 @@ class _Run:
         self.policy.finished(view.id)
 
     def _report(self) -> Report:
-        w = self.w
+        w = self.workload
         done = ~np.isnan(self.end)
         latency = (self.end - w.arrival)[done]
         first = (self.first - w.arrival)[done]
         tokens = int(w.prompt[done].sum()) + int(w.output[done].sum())
-        limit = np.where(np.isnan(w.limit), self.s.slo, w.limit)
+        limit = np.where(np.isnan(w.latency_limit), self.settings.slo, w.latency_limit)
         seconds = max(self.now - self.arrivals[0], 1e-12)
         busy = sum(self.mode_time.values()) or 1.0
         with np.errstate(invalid="ignore"):
@@ -510,7 +513,7 @@ class _Run:
 
 
 def _spread(values: NDArray[np.float64]) -> tuple[float, float, float, float]:
-    """Mean, median, 95th and 99th percentile; NaN of nothing."""
+    """Return mean, median, 95th and 99th percentile; NaN if there are no values."""
     if not len(values):
         return (math.nan,) * 4
     p50, p95, p99 = np.percentile(values, [50, 95, 99])

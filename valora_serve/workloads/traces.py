@@ -1,52 +1,53 @@
-"""Workloads: who asks what and when; generated, or read from a file.
+"""Request traces: workloads that are generated, or read from a file.
 
-The adapter of every request is drawn independently with the stated share, so the popular one's
-requests lie scattered among the others. Everything is a function of the seed.
+The adapter of every request is drawn independently, so the requests of the popular adapter are
+scattered among the others. The same seed gives the same workload.
 """
 
 from __future__ import annotations
 
 import csv
+import inspect
 import json
 import math
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from valora_serve.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-FRAME_TOKENS = 256  # visual tokens of an image or a frame in VaLoRA's evaluation
-CLIP_FRAMES = 6  # frames of a clip whose action is asked for (VaLoRA §6.2)
+FRAME_TOKENS = 256  # visual tokens of an image or a video frame in VaLoRA's evaluation
+CLIP_FRAMES = 6  # frames of a clip for action recognition (VaLoRA §6.2)
 BASE = -1  # adapter number of the base model
 
 
 class TraceError(RequestError):
-    """A trace is damaged, or what was asked of a generator makes no sense."""
+    """A trace file is damaged, or the options of a generator are out of range."""
 
     code = "invalid_trace"
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in the order of their arrival; all arrays are [requests].
+    """Requests in order of arrival; every array has the shape [requests].
 
     Attributes:
         adapters: Names of the adapters.
-        ranks: Their ranks.
-        arrival: Seconds from the start, float64, never falling.
-        adapter: Number of the adapter, `BASE` for the base model, int32.
-        prompt: Prompt tokens, images' included, int32, at least 1.
-        output: Tokens to generate, int32; 0 where a head answers.
+        ranks: Ranks of the adapters.
+        arrival: Arrival times in seconds from the start, float64, in rising order.
+        adapter: Indices into `adapters`, `BASE` for the base model, int32.
+        prompt: Prompt tokens, including image tokens, int32, at least 1.
+        output: Tokens to generate, int32; 0 for a request that a head answers.
         images: Images to encode, int32.
-        limit: Latency limit in seconds, float64, NaN for none.
+        latency_limit: Latency limits in seconds, float64; NaN for none.
     """
 
     adapters: tuple[str, ...]
@@ -56,15 +57,15 @@ class Workload:
     prompt: NDArray[np.int32]
     output: NDArray[np.int32]
     images: NDArray[np.int32]
-    limit: NDArray[np.float64]
+    latency_limit: NDArray[np.float64]
 
     def __len__(self) -> int:
         return len(self.arrival)
 
     def share(self) -> float:
-        """Share of the requests that ask for the most popular adapter."""
-        asked = self.adapter[self.adapter != BASE]
-        return float(np.bincount(asked).max() / len(self)) if len(asked) else 0.0
+        """Return the share of the requests that use the most popular adapter."""
+        named = self.adapter[self.adapter != BASE]
+        return float(np.bincount(named).max() / len(self)) if len(named) else 0.0
 
 
 def _workload(
@@ -81,7 +82,7 @@ def _workload(
 ) -> Workload:
     n = len(arrival)
     if n == 0:
-        raise TraceError("No request falls into the trace; raise the rate or the duration.")
+        raise TraceError("The workload has no requests; raise the rate or the duration.")
     if chosen is None:
         chosen = choose(rng, n, adapters, skew)
     return Workload(
@@ -99,26 +100,29 @@ def _workload(
 def choose(
     rng: np.random.Generator, n: int, adapters: int, skew: float | None
 ) -> NDArray[np.int32]:
-    """Draw the adapter of each of n requests, independently.
+    """Draw the adapter of each of n requests independently.
 
     Args:
-        rng: Source of chance.
-        n: Requests.
-        adapters: Adapters; 0 for the base model alone.
-        skew: Probability of the first adapter, the others share the rest equally; None for all
-            equal.
+        rng: Random generator.
+        n: Number of requests.
+        adapters: Number of adapters; 0 for the base model only.
+        skew: Probability of the first adapter, the others share the rest equally; None for equal
+            probabilities.
+
+    Returns:
+        [n] int32, adapter numbers.
 
     Raises:
-        TraceError: `skew` is no probability, or leaves a share to others that do not exist.
+        TraceError: `skew` is not a probability, or is below 1 although there is one adapter only.
     """
     if adapters == 0:
         return np.full(n, BASE, dtype=np.int32)
     if skew is None:
         return rng.integers(0, adapters, n, dtype=np.int32)
     if not 0 <= skew <= 1:
-        raise TraceError(f"Skewness is a share from 0 to 1, got {skew:g}.")
+        raise TraceError(f"The skewness must be between 0 and 1, got {skew:g}.")
     if adapters == 1 and skew < 1:
-        raise TraceError(f"Skewness {skew:g} needs a second adapter; ask for 2 or more.")
+        raise TraceError(f"Skewness {skew:g} needs at least 2 adapters, got 1.")
     others = rng.integers(1, max(2, adapters), n, dtype=np.int32)
     return np.where(rng.random(n) < skew, 0, others).astype(np.int32)
 
@@ -130,11 +134,11 @@ def _poisson(rng: np.random.Generator, rate: float, duration: float) -> NDArray[
 def _gamma(
     rng: np.random.Generator, rate: float, cv: float, duration: float
 ) -> NDArray[np.float64]:
-    """Arrival times with Gamma gaps of shape 1/cv² and scale cv²/rate (S-LoRA's generator)."""
+    """Draw arrival times with Gamma gaps of shape 1/cv² and scale cv²/rate (S-LoRA §7.2)."""
     if not (0 < rate < math.inf and 0 < duration < math.inf and 0 < cv < math.inf):
         raise TraceError(
-            f"Rate, duration and coefficient of variation are positive numbers, got {rate:g}, "
-            f"{duration:g} and {cv:g}."
+            "Rate, duration and coefficient of variation must be positive and finite, got "
+            f"{rate:g}, {duration:g} and {cv:g}."
         )
     times = np.zeros(0)
     end = 0.0
@@ -154,20 +158,20 @@ def poisson(
     skew: float | None = 0.6,
     prompt: int = 256,
     output: int = 200,
-    rank: int = 64,
+    ranks: Sequence[int] = (64,),
     seed: int = 0,
 ) -> Workload:
-    """Poisson arrivals of equal text requests.
+    """Generate text requests of equal length with Poisson arrivals.
 
     Args:
         rate: Requests per second.
-        duration: Seconds.
-        adapters: Adapters.
-        skew: Share of the first adapter, None for all equal.
-        prompt: Prompt tokens.
-        output: Generated tokens.
-        rank: Of all adapters.
-        seed: Of the generator.
+        duration: Seconds of arrivals.
+        adapters: Number of adapters; 0 for the base model only.
+        skew: Share of the first adapter, None for equal shares.
+        prompt: Prompt tokens of each request.
+        output: Generated tokens of each request.
+        ranks: Ranks of the adapters, round robin.
+        seed: Random seed.
     """
     rng = np.random.default_rng(seed)
     return _workload(
@@ -178,7 +182,7 @@ def poisson(
         prompt=prompt,
         output=output,
         images=0,
-        ranks=(rank,),
+        ranks=ranks,
     )
 
 
@@ -188,13 +192,21 @@ def retrieval(
     *,
     adapters: int = 16,
     skew: float | None = 0.6,
-    rank: int = 64,
+    ranks: Sequence[int] = (64,),
     seed: int = 0,
 ) -> Workload:
-    """VaLoRA's visual retrieval: questions about an image, long answers (§6.1, §6.2).
+    """Generate VaLoRA's visual retrieval: questions about an image with long answers (§6.1, §6.2).
 
-    One image of 256 tokens, a question of 8 to 64, an answer of 150 to 250 (the paper: 256 in and
-    more than 200 out), Poisson arrivals.
+    Each request has one image of 256 tokens, a question of 8 to 64 tokens and an answer of 150 to
+    250 tokens (the paper: 256 input and more than 200 output tokens). Arrivals are Poisson.
+
+    Args:
+        rate: Requests per second.
+        duration: Seconds of arrivals.
+        adapters: Number of adapters; 0 for the base model only.
+        skew: Share of the first adapter, None for equal shares.
+        ranks: Ranks of the adapters, round robin.
+        seed: Random seed.
     """
     rng = np.random.default_rng(seed)
     arrival = _poisson(rng, rate, duration)
@@ -207,7 +219,7 @@ def retrieval(
         prompt=(FRAME_TOKENS + rng.integers(8, 65, n)).astype(np.int32),
         output=rng.integers(150, 251, n, dtype=np.int32),
         images=1,
-        ranks=(rank,),
+        ranks=ranks,
     )
 
 
@@ -218,17 +230,26 @@ def video(
     adapters: int = 16,
     skew: float | None = 0.6,
     heads: bool = True,
-    rank: int = 64,
+    ranks: Sequence[int] = (64,),
     seed: int = 0,
 ) -> Workload:
-    """VaLoRA's video analytics: one chunk a second of each stream (§6.1, §6.2).
+    """Generate VaLoRA's video analytics: one chunk per second and stream (§6.1, §6.2).
 
-    Each chunk asks for the action in it (6 frames of 256 tokens) and for the objects in one frame
-    (256 tokens). With heads both end after prefill; without, they generate 5 to 10 tokens and 20
-    to 40. Streams start at a time drawn from their first second.
+    Each chunk makes two requests: one for the action in 6 frames of 256 tokens, and one for the
+    objects in a single frame. With heads both end after prefill; without heads they generate 5 to
+    10 and 20 to 40 tokens. Each stream starts at a random time within the first second.
+
+    Args:
+        streams: Number of video streams.
+        duration: Seconds of arrivals.
+        adapters: Number of adapters; 0 for the base model only.
+        skew: Share of the first adapter, None for equal shares.
+        heads: Whether heads answer, rather than generated tokens.
+        ranks: Ranks of the adapters, round robin.
+        seed: Random seed.
     """
     if streams < 1:
-        raise TraceError(f"Video analytics needs a stream, got {streams}.")
+        raise TraceError(f"Video analytics needs at least 1 stream, got {streams}.")
     rng = np.random.default_rng(seed)
     start = rng.random(streams)
     chunks = np.arange(max(0, math.floor(duration)))
@@ -246,7 +267,7 @@ def video(
         prompt=np.where(action, CLIP_FRAMES * FRAME_TOKENS, FRAME_TOKENS).astype(np.int32),
         output=np.zeros(n, dtype=np.int32) if heads else generated.astype(np.int32),
         images=np.where(action, CLIP_FRAMES, 1).astype(np.int32),
-        ranks=(rank,),
+        ranks=ranks,
     )
 
 
@@ -261,27 +282,28 @@ def slora(
     ranks: Sequence[int] = (8,),
     seed: int = 0,
 ) -> Workload:
-    """S-LoRA's generator (§7.1): Gamma gaps, power-law adapters, uniform lengths both ways.
+    """Generate S-LoRA's synthetic workload (§7.2).
 
-    Adapter i of n is drawn with probability ((i+1)/n)^α − (i/n)^α: α = 1 is uniform, smaller is
-    more skewed. Gaps are Gamma with shape 1/cv² and scale cv²/rate.
+    Adapter i of n is drawn with probability ((i+1)/n)^α − (i/n)^α: α = 1 is uniform, and a smaller
+    α is more skewed. Gaps between arrivals are Gamma with shape 1/cv² and scale cv²/rate. Prompt
+    and output lengths are uniform.
 
     Args:
-        rate: Requests per second, over all adapters.
-        duration: Seconds.
-        adapters: n.
-        alpha: Exponent, above 0.
+        rate: Requests per second over all adapters.
+        duration: Seconds of arrivals.
+        adapters: Number of adapters n.
+        alpha: Exponent α of the power law, above 0.
         cv: Coefficient of variation of the gaps.
-        lengths: Least and most tokens, of prompts and of outputs.
+        lengths: Fewest and most tokens of prompts and of outputs.
         ranks: Ranks of the adapters, round robin.
-        seed: Of the generator.
+        seed: Random seed.
     """
     if adapters < 1 or not 0 < alpha < math.inf:
-        raise TraceError(f"Adapters and alpha are positive, got {adapters} and {alpha:g}.")
+        raise TraceError(f"Adapters and alpha must be positive, got {adapters} and {alpha:g}.")
     rng = np.random.default_rng(seed)
     arrival = _gamma(rng, rate, cv, duration)
     n = len(arrival)
-    # The distribution function at i/n is (i/n)^α, so its inverse at u is n·u^(1/α).
+    # The cumulative distribution at i/n is (i/n)^α, so its inverse at u is n·u^(1/α).
     chosen = np.minimum(adapters - 1, (adapters * rng.random(n) ** (1 / alpha)).astype(np.int32))
     return _workload(
         rng,
@@ -291,13 +313,13 @@ def slora(
         prompt=rng.integers(lengths[0], lengths[1] + 1, n, dtype=np.int32),
         output=rng.integers(lengths[0], lengths[1] + 1, n, dtype=np.int32),
         images=0,
-        ranks=tuple(ranks),
+        ranks=ranks,
         chosen=chosen.astype(np.int32),
     )
 
 
 def at_once(
-    n: int = 400,
+    requests: int = 400,
     *,
     adapters: int = 16,
     skew: float | None = 0.6,
@@ -305,18 +327,53 @@ def at_once(
     ranks: Sequence[int] = (64,),
     seed: int = 0,
 ) -> Workload:
-    """Saturation: n requests at the same moment, lengths uniform both ways (S-LoRA's Table 3)."""
+    """Generate a saturated system: all requests arrive at the same moment.
+
+    Args:
+        requests: Number of requests.
+        adapters: Number of adapters; 0 for the base model only.
+        skew: Share of the first adapter, None for equal shares.
+        lengths: Fewest and most tokens of prompts and of outputs, drawn uniformly; the default is
+            that of S-LoRA's Table 2.
+        ranks: Ranks of the adapters, round robin.
+        seed: Random seed.
+    """
     rng = np.random.default_rng(seed)
     return _workload(
         rng,
-        np.zeros(n),
+        np.zeros(requests),
         adapters=adapters,
         skew=skew,
-        prompt=rng.integers(lengths[0], lengths[1] + 1, n, dtype=np.int32),
-        output=rng.integers(lengths[0], lengths[1] + 1, n, dtype=np.int32),
+        prompt=rng.integers(lengths[0], lengths[1] + 1, requests, dtype=np.int32),
+        output=rng.integers(lengths[0], lengths[1] + 1, requests, dtype=np.int32),
         images=0,
-        ranks=tuple(ranks),
+        ranks=ranks,
     )
+
+
+GENERATORS: Mapping[str, Callable[..., Workload]] = {
+    make.__name__: make for make in (poisson, retrieval, video, slora, at_once)
+}
+"""The generated workloads by name; a further one is a function that is listed here."""
+
+
+def options_of(make: Callable[..., Workload]) -> frozenset[str]:
+    """Return the names of the options that a generator takes."""
+    return frozenset(inspect.signature(make).parameters)
+
+
+def generate(make: Callable[..., Workload], options: Mapping[str, Any]) -> Workload:
+    """Generate a workload.
+
+    Args:
+        make: A generator, such as one of `GENERATORS`.
+        options: Options by name; those that the generator does not take are ignored.
+
+    Raises:
+        TraceError: An option is out of range.
+    """
+    taken = options_of(make)
+    return make(**{name: value for name, value in options.items() if name in taken})
 
 
 TIME_COLUMNS = ("timestamp", "arrival", "time")
@@ -330,30 +387,30 @@ def azure(
     rate: float | None = None,
     adapters: int = 16,
     skew: float | None = 0.6,
-    rank: int = 64,
+    ranks: Sequence[int] = (64,),
     seed: int = 0,
 ) -> Workload:
-    """An arrival file like those of the Azure LLM inference traces; adapters are drawn.
+    """Read arrivals and lengths from a file like the Azure LLM inference traces; draw adapters.
 
-    A CSV with a column each for the time (seconds, or a date and time), prompt tokens and generated
-    tokens (``TIMESTAMP,ContextTokens,GeneratedTokens``).
+    The file is CSV with one column each for the time (seconds, or a date and time), the prompt
+    tokens and the generated tokens (``TIMESTAMP,ContextTokens,GeneratedTokens``).
 
     Args:
-        path: The file.
-        rate: Keep a random part of the requests, so that so many come per second on average (the
-            paper's sampling, §6.1); None to keep all.
-        adapters: Adapters.
-        skew: Share of the first adapter, None for all equal.
-        rank: Of all adapters.
-        seed: Of the generator.
+        path: CSV file.
+        rate: Requests per second to keep on average, sampled at random (VaLoRA §6.1); None to keep
+            all requests.
+        adapters: Number of adapters; 0 for the base model only.
+        skew: Share of the first adapter, None for equal shares.
+        ranks: Ranks of the adapters, round robin.
+        seed: Random seed.
 
     Raises:
-        TraceError: A column is missing, a value is damaged, or there are too few requests.
+        TraceError: A column is missing, a value is damaged, or the file has too few requests.
     """
     rng = np.random.default_rng(seed)
     rows = list(_csv_rows(path))
     if not rows:
-        raise TraceError(f"{path} holds no requests.")
+        raise TraceError(f"{path} has no requests.")
     table = np.array(sorted(rows))
     arrival = table[:, 0] - table[0, 0]
     if rate is not None:
@@ -361,11 +418,11 @@ def azure(
         there = len(arrival) / span if span else math.inf
         if there < rate:
             raise TraceError(
-                f"{path} has {there:.3g} requests per second, fewer than {rate:g}; ask for less."
+                f"{path} has {there:.3g} requests per second, fewer than {rate:g}; lower the rate."
             )
         table = table[rng.random(len(table)) < rate / there]
         if not len(table):
-            raise TraceError(f"No request of {path} is left at {rate:g} per second; ask for more.")
+            raise TraceError(f"{path} has no request left at {rate:g} per second; raise the rate.")
         arrival = table[:, 0] - table[0, 0]
     return _workload(
         rng,
@@ -375,7 +432,7 @@ def azure(
         prompt=table[:, 1].astype(np.int32),
         output=table[:, 2].astype(np.int32),
         images=0,
-        ranks=(rank,),
+        ranks=ranks,
     )
 
 
@@ -430,16 +487,17 @@ def _count(where: str, column: str, text: str | None, least: int) -> float:
     try:
         value = float(text or "")
     except ValueError:
-        raise TraceError(f"{where}: {column} is no number: {text!r}.") from None
+        raise TraceError(f"{where}: {column} is not a number: {text!r}.") from None
     if not least <= value < 2**31 or value != int(value):
         raise TraceError(f"{where}: {column} must be a whole number from {least}, got {text}.")
     return value
 
 
 def write(path: Path, workload: Workload) -> None:
-    """Write a workload as JSON lines: ``arrival``, ``adapter``, ``rank``, ``prompt``, ``output``.
+    """Write a workload as JSON lines.
 
-    ``images`` and ``limit`` are there where they say something.
+    Each line has ``arrival``, ``adapter``, ``rank``, ``prompt`` and ``output``, and ``images`` and
+    ``latency_limit`` where the request has any.
     """
     with path.open("w", encoding="utf-8") as file:
         for i in range(len(workload)):
@@ -452,16 +510,16 @@ def write(path: Path, workload: Workload) -> None:
             line["output"] = int(workload.output[i])
             if workload.images[i]:
                 line["images"] = int(workload.images[i])
-            if not math.isnan(workload.limit[i]):
-                line["limit"] = float(workload.limit[i])
+            if not math.isnan(workload.latency_limit[i]):
+                line["latency_limit"] = float(workload.latency_limit[i])
             file.write(json.dumps(line) + "\n")
 
 
 def read(path: Path) -> Workload:
-    """Read a workload written by `write` (or by hand).
+    """Read a workload in the format of `write`.
 
     Raises:
-        TraceError: A line is damaged; says which and how.
+        TraceError: A line is damaged; the message names the line and the fault.
     """
     names: dict[str, int] = {}
     ranks: list[int] = []
@@ -474,7 +532,7 @@ def read(path: Path) -> Workload:
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path} cannot be read: {error}.") from error
     if not rows:
-        raise TraceError(f"{path} holds no requests.")
+        raise TraceError(f"{path} has no requests.")
     rows.sort(key=lambda row: row[0])
     table = np.array(rows)
     adapter, prompt, output, images = (table[:, i].astype(np.int32) for i in range(1, 5))
@@ -489,15 +547,18 @@ def _json_row(
     try:
         line = json.loads(text)
     except ValueError as error:
-        raise TraceError(f"{where} is no JSON: {error}.") from error
+        raise TraceError(f"{where} is not JSON: {error}.") from error
     if not isinstance(line, dict):
         raise TraceError(f"{where}: expected an object, got {type(line).__name__}.")
     missing = [key for key in ("arrival", "prompt", "output") if key not in line]
     if missing:
         raise TraceError(f"{where}: {', '.join(missing)} is missing.")
-    unknown = set(line) - {"arrival", "adapter", "rank", "prompt", "output", "images", "limit"}
+    known = {"arrival", "adapter", "rank", "prompt", "output", "images", "latency_limit"}
+    unknown = set(line) - known
     if unknown:
-        raise TraceError(f"{where}: unknown {', '.join(sorted(unknown))}.")
+        raise TraceError(
+            f"{where}: unknown {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}."
+        )
     adapter, number = line.get("adapter"), BASE
     if adapter is not None:
         rank = int(_count(where, "rank", str(line.get("rank", 64)), least=1))
@@ -505,8 +566,10 @@ def _json_row(
         if number == len(ranks):
             ranks.append(rank)
         elif ranks[number] != rank:
-            raise TraceError(f"{where}: {adapter} has rank {rank}, before it had {ranks[number]}.")
-    limit = line.get("limit")
+            raise TraceError(
+                f"{where}: {adapter} has rank {rank}, but rank {ranks[number]} in a line above."
+            )
+    limit = line.get("latency_limit")
     return (
         _seconds(where, str(line["arrival"])),
         number,
@@ -517,6 +580,6 @@ def _json_row(
     )
 
 
-def with_limit(workload: Workload, seconds: float) -> Workload:
-    """The same requests, each with this latency limit."""
-    return replace(workload, limit=np.full(len(workload), seconds))
+def with_latency_limit(workload: Workload, seconds: float) -> Workload:
+    """Return the same requests, each with a latency limit of so many seconds."""
+    return replace(workload, latency_limit=np.full(len(workload), seconds))

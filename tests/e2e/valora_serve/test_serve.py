@@ -384,7 +384,13 @@ def test_adapters_that_do_not_fit_are_refused(sample_bundle, tmp_path, random_ll
 def test_bench_replays_a_trace(served, tmp_path):
     lines = [
         {"arrival": 0.0, "adapter": "scene", "prompt": 70, "output": 0, "images": 1},
-        {"arrival": 0.05, "adapter": "sample/adapter-1", "prompt": 20, "output": 6, "limit": 30},
+        {
+            "arrival": 0.05,
+            "adapter": "sample/adapter-1",
+            "prompt": 20,
+            "output": 6,
+            "latency_limit": 30,
+        },
         {"arrival": 0.1, "prompt": 12, "output": 5},
         {"arrival": 0.2, "adapter": "caption", "prompt": 90, "output": 4, "images": 1},
     ]
@@ -397,7 +403,7 @@ def test_bench_replays_a_trace(served, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "4 of 4 requests answered" in done.stdout
-    assert "100.0 % answered within their limit" in done.stdout
+    assert "100.0 % answered within their latency limit" in done.stdout
     requests = json.loads((tmp_path / "out.json").read_text())["requests"]
     assert [r["model"] for r in requests] == ["scene", "sample/adapter-1", "tiny", "caption"]
     assert [r["output"] for r in requests] == [0, 6, 5, 4]

@@ -389,66 +389,6 @@ def test_schemas_that_cannot_be(grammars, schema):
         asyncio.run(grammars.json(schema))
 
 
-# Figures of the bench
-
-
-def test_bench_figures_against_numpy():
-    from valora_serve.workloads import bench
-
-    hits = [
-        bench.Hit("a", latency=1.0, first=0.5, gaps=[0.1, 0.4], prompt=10, output=3, limit=0.9),
-        bench.Hit("a", latency=3.0, first=1.5, gaps=[], prompt=20, output=1),
-        bench.Hit("b", error="429 overloaded", limit=5.0),
-        bench.Hit("b", latency=2.0, first=2.0, prompt=66, output=0, limit=5.0),
-    ]
-    figures = bench.summary(hits, slo=2.5)
-    assert (figures["requests"], figures["answered"]) == (4, 3)
-    assert figures["errors"] == {"429 overloaded": 1}
-    assert figures["average_token_latency"] == pytest.approx(6.0 / 100)
-    # Late, late, not answered, in time.
-    assert figures["slo_attainment"] == pytest.approx(1 / 4)
-    assert figures["seconds"]["latency"]["p50"] == 2.0
-    assert figures["seconds"]["latency"]["p90"] == pytest.approx(np.percentile([1, 2, 3], 90))
-    assert figures["seconds"]["between tokens"]["mean"] == pytest.approx(0.25)
-    empty = bench.summary([bench.Hit("a", error="x")], None)
-    assert empty["average_token_latency"] is None
-    assert empty["slo_attainment"] is None
-
-
-def test_bench_asks_for_what_the_server_has():
-    from valora_serve.workloads import bench, traces
-
-    target = bench.Target(256, "tiny", ("person", "scene"), ("other",))
-    trace = traces.video(3, 5.0, adapters=4, skew=None, seed=1)
-    shots, cut = bench.plan(trace, target, 0)
-    assert cut == 0
-    assert {shot.model for shot in shots} == {"person", "scene"}
-    assert all(shot.path == f"/v1/vision/{shot.model}" for shot in shots)
-    assert {len(shot.body.get("frames", [1])) for shot in shots} == {1, traces.CLIP_FRAMES}
-    images = [json.dumps(shot.body) for shot in shots]
-    assert len(set(images)) == len(images)
-    shots, cut = bench.plan(traces.poisson(5, 5, prompt=500, output=50), target, 0)
-    assert cut == len(shots)
-    assert all(len(shot.body["prompt"]) == 256 - 50 - bench.ROOM for shot in shots)
-    assert {shot.model for shot in shots} == {"other"}
-    assert [shot.at for shot in shots] == sorted(shot.at for shot in shots)
-
-
-def test_bench_says_what_was_refused(capsys):
-    from valora_serve.workloads import bench
-
-    with serving(max_waiting=1, rate=60, burst=3) as server:
-        status = bench.main([
-            "--url", server.url, "--workload", "at_once", "--count", "10", "--slo", "5",
-        ])  # fmt: skip
-        said = capsys.readouterr().out
-    assert status == 0
-    assert "× 429" in said
-    assert "answered within their limit" in said
-    with pytest.raises(SettingsError, match="does not answer"):
-        bench.main(["--url", "http://127.0.0.1:9"])
-
-
 def test_version_and_console(tmp_path):
     with serving() as server:
         found = server.client.get("/version").json()

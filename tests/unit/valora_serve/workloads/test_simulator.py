@@ -1,7 +1,6 @@
 """The simulator against schedules worked out by hand and queues with a known answer."""
 
 import io
-import json
 import math
 from dataclasses import replace
 
@@ -13,7 +12,6 @@ from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import POLICIES, make_policy
 from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.workloads import traces
-from valora_serve.workloads.cli import main
 from valora_serve.workloads.simulator import SimSettings, SimulationError, simulate
 from valora_serve.workloads.traces import Workload
 
@@ -113,7 +111,7 @@ def test_md1_queue(load):
             f: np.broadcast_to(getattr(work, f), n)
             for f in ("adapter", "prompt", "output", "images")
         },
-        limit=np.full(n, math.nan),
+        latency_limit=np.full(n, math.nan),
     )
     report = run("slora", work, settings=SimSettings(max_requests=1))
     wait = report.end_to_end[0] - service
@@ -172,7 +170,7 @@ def test_early_abort_keeps_attainment_up():
 
 def test_attainment_uses_the_requests_own_limit():
     work = workload([(0.0, None, 5, 1), (0.0, None, 5, 1)])
-    work = replace(work, limit=np.array([0.019, 0.021]))
+    work = replace(work, latency_limit=np.array([0.019, 0.021]))
     assert run("slora", work).attainment == 0.5
 
 
@@ -196,37 +194,3 @@ def test_cost_is_the_best_on_video_too(streams, heads):
     latency = {name: run(name, work, H200_7B).token_latency for name in POLICIES}
     others = min(value for name, value in latency.items() if name != "cost")
     assert latency["cost"] <= others * (0.85 if heads else 1.01)
-
-
-def test_command_prints_a_table_and_writes_files(tmp_path, capsys):
-    out, plot = tmp_path / "out.json", tmp_path / "out.png"
-    pytest.importorskip("matplotlib")
-    arguments = ["--rates", "4", "--skews", "0.3", "0.8", "--duration", "3"]
-    assert main([*arguments, "--json", str(out), "--plot", str(plot)]) == 0
-    text = capsys.readouterr().out
-    assert "not measured" in text and "unmerge_only" in text
-    rows = json.loads(out.read_text())
-    assert len(rows) == 2 * len(POLICIES)
-    assert {row["skew"] for row in rows} == {0.3, 0.8}
-    assert plot.stat().st_size > 1000
-
-
-def test_command_replays_files_and_explains(tmp_path, capsys):
-    path, decisions = tmp_path / "t.jsonl", tmp_path / "d.txt"
-    traces.write(path, traces.poisson(10, 2, adapters=3, skew=0.5))
-    arguments = ["--trace", str(path), "--policies", "cost", "--decisions", str(decisions)]
-    assert main(arguments) == 0
-    assert "cost" in capsys.readouterr().out
-    lines = decisions.read_text().splitlines()
-    assert len(lines) > 100
-    assert all(any(mode in line for mode in ("merged", "mixture", "unmerged")) for line in lines)
-
-
-def test_command_says_what_is_wrong(tmp_path, capsys):
-    path = tmp_path / "t.csv"
-    path.write_text("when,what\n1,2\n")
-    assert main(["--trace", str(path)]) == 1
-    assert "has no column 'timestamp'" in capsys.readouterr().err
-    assert main(["--rates", "-1"]) == 1
-    assert main(["--decisions", str(tmp_path / "d.txt")]) == 1
-    assert "one policy" in capsys.readouterr().err

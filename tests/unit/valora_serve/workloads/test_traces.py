@@ -17,6 +17,18 @@ ALL = {
 }
 
 
+def test_the_table_of_generators_is_complete():
+    assert set(ALL) == set(traces.GENERATORS)
+
+
+def test_a_generator_gets_the_options_that_it_takes():
+    options = {"rate": 20, "duration": 5, "skew": 0.9, "alpha": 0.5, "seed": 3, "policies": ["a"]}
+    plain = traces.generate(traces.poisson, options)
+    np.testing.assert_array_equal(plain.arrival, traces.poisson(20, 5, skew=0.9, seed=3).arrival)
+    assert traces.options_of(traces.at_once) >= {"requests", "skew"}
+    assert "rate" not in traces.options_of(traces.at_once)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_ordered_valid_and_seeded(name):
     workload = ALL[name](0)
@@ -113,10 +125,10 @@ def test_senseless_workloads_are_refused(make):
 
 
 def test_written_and_read_again(tmp_path):
-    workload = traces.with_limit(traces.retrieval(10, 20, adapters=3, skew=0.5), 1.5)
+    workload = traces.with_latency_limit(traces.retrieval(10, 20, adapters=3, skew=0.5), 1.5)
     traces.write(tmp_path / "t.jsonl", workload)
     again = traces.read(tmp_path / "t.jsonl")
-    for field in ("arrival", "prompt", "output", "images", "limit"):
+    for field in ("arrival", "prompt", "output", "images", "latency_limit"):
         np.testing.assert_array_equal(getattr(workload, field), getattr(again, field))
     names = [again.adapters[i] for i in again.adapter]
     assert names == [workload.adapters[i] for i in workload.adapter]
@@ -128,15 +140,15 @@ GOOD = {"arrival": 1.0, "adapter": "a", "prompt": 5, "output": 2}
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[1]", "expected an object, got list"),
         (json.dumps({"arrival": 1.0, "prompt": 3}), "output is missing"),
         (json.dumps({**GOOD, "arrival": -1}), "time -1 is negative"),
         (json.dumps({**GOOD, "arrival": "soon"}), "'soon' is neither"),
         (json.dumps({**GOOD, "prompt": 0}), "prompt must be a whole number from 1, got 0"),
         (json.dumps({**GOOD, "output": 1.5}), "output must be a whole number"),
-        (json.dumps({**GOOD, "rank": 8}), "a has rank 8, before it had 64"),
-        (json.dumps({**GOOD, "colour": 1}), "unknown colour"),
+        (json.dumps({**GOOD, "rank": 8}), "a has rank 8, but rank 64 in a line above"),
+        (json.dumps({**GOOD, "colour": 1}), "unknown colour; known are adapter, arrival"),
     ],
 )
 def test_damaged_lines_are_named(tmp_path, line, says):
@@ -150,9 +162,9 @@ def test_damaged_lines_are_named(tmp_path, line, says):
 def test_empty_and_missing_files(tmp_path):
     (tmp_path / "t.jsonl").write_text("")
     (tmp_path / "t.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
-    with pytest.raises(TraceError, match="no requests"):
+    with pytest.raises(TraceError, match="has no requests"):
         traces.read(tmp_path / "t.jsonl")
-    with pytest.raises(TraceError, match="no requests"):
+    with pytest.raises(TraceError, match="has no requests"):
         traces.azure(tmp_path / "t.csv")
     with pytest.raises(TraceError, match="cannot be read"):
         traces.read(tmp_path / "none.jsonl")
@@ -190,9 +202,9 @@ def test_azure_thinned_to_a_rate(tmp_path):
         ("TIMESTAMP,ContextTokens\n1,2\n", "no column 'generatedtokens'"),
         ("", "no column 'timestamp'"),
         ("time,input,output\n-3,5,5\n", "line 2: time -3 is negative"),
-        ("time,input,output\n1,5,5\n2,x,5\n", "line 3: input is no number: 'x'"),
+        ("time,input,output\n1,5,5\n2,x,5\n", "line 3: input is not a number: 'x'"),
         ("time,input,output\n1,0,5\n", "input must be a whole number from 1"),
-        ("time,input,output\n1,5\n", "output is no number"),
+        ("time,input,output\n1,5\n", "output is not a number"),
         ("time,input,output\nnan,5,5\n", "negative or infinite"),
     ],
 )

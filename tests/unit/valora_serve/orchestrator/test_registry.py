@@ -1,0 +1,58 @@
+"""Policies by name: the built-in ones, one of another package, and an unknown name."""
+
+import pytest
+
+from valora_data.errors import ValoraError
+from valora_serve.engine.settings import EngineSettings
+from valora_serve.errors import SettingsError
+from valora_serve.orchestrator.cost_model import H200_7B
+from valora_serve.orchestrator.registry import POLICIES, make_policy, modes_of
+from valora_serve.types import Mode
+from valora_serve.workloads import traces
+from valora_serve.workloads.cli import main
+from valora_serve.workloads.simulator import simulate
+
+NEWEST_FIRST = '''
+"""Serves the newest request first, in unmerged mode."""
+
+from valora_serve.orchestrator.base import BasePolicy
+from valora_serve.orchestrator.batching import BatchPlan
+from valora_serve.types import Mode
+
+
+class NewestFirst(BasePolicy):
+    modes = frozenset({Mode.UNMERGED})
+
+    def plan(self, view, waiting):
+        return BatchPlan(Mode.UNMERGED, None, view.running, waiting[::-1], "newest first")
+
+
+extension = NewestFirst
+'''
+
+
+def test_unknown_policy_lists_the_known():
+    for ask in (lambda: make_policy("fifo", H200_7B), lambda: modes_of("fifo"),
+                lambda: EngineSettings(policy="fifo")):  # fmt: skip
+        with pytest.raises(SettingsError, match=r"unknown policy .fifo.: choose one of cost, dl"):
+            ask()
+    assert issubclass(SettingsError, ValoraError)
+
+
+def test_policies_declare_their_modes():
+    assert modes_of("valora") == modes_of("cost") == frozenset(Mode)
+    assert modes_of("slora") == modes_of("unmerge_only") == {Mode.UNMERGED}
+    assert modes_of("merge_only") == modes_of("dlora") == {Mode.UNMERGED, Mode.MERGED}
+
+
+def test_a_policy_of_another_package(installed, capsys, tmp_path):
+    installed("valora.policies", "newest", NEWEST_FIRST)
+    assert "newest" in POLICIES and modes_of("newest") == {Mode.UNMERGED}
+    assert EngineSettings(policy="newest").policy == "newest"
+    work = traces.poisson(60, 3, seed=1)
+    report = simulate(work, make_policy("newest", H200_7B), H200_7B)
+    assert report.finished == len(work) and report.modes["unmerged"] == 1
+    trace = tmp_path / "decisions.txt"
+    assert main(["--policies", "newest", "--duration", "2", "--decisions", str(trace)]) == 0
+    assert "newest" in capsys.readouterr().out
+    assert "newest first" in trace.read_text()

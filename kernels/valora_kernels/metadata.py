@@ -63,6 +63,11 @@ class Grouping:
         return len(self.order)
 
     @property
+    def one_adapter(self) -> bool:
+        """Whether all rows have the same single adapter."""
+        return (self.terms, self.segments, self.active) == (1, 1, self.rows)
+
+    @property
     def effective_adapters(self) -> float:
         """Number of equally popular adapters that would share the rows as unevenly: 1 / Σ p².
 
@@ -377,6 +382,7 @@ class LoraBatch:
         self.max_rank = 0
         self.last_adapter = NONE
         self.effective_adapters = 1.0
+        self.one_adapter = False
         self.terms = 1
         self._tiles: dict[int, DeviceTiles] = {}
         self._blocks: dict[int, DeviceBlocks] = {}
@@ -409,6 +415,7 @@ class LoraBatch:
         self.max_rank = int(grouping.ranks.max(initial=0))
         self.last_adapter = int(grouping.adapters.max(initial=NONE))
         self.effective_adapters = grouping.effective_adapters
+        self.one_adapter = grouping.one_adapter
         self.terms = max(self.terms, grouping.terms) if self.fixed else grouping.terms
         for table in self._tiles.values():
             table.refresh(tile_rows(grouping, table.block, table.capacity))

@@ -81,10 +81,7 @@ class Dense(Arrangement):
 
 def _one_adapter(weights: LoraWeights, batch: LoraBatch) -> bool:
     """Whether all rows have the same single adapter, which lies in memory as a matrix."""
-    if batch.fixed or weights.paged:
-        return False
-    grouping = batch.grouping
-    return (batch.terms, grouping.segments, grouping.active) == (1, 1, grouping.rows)
+    return batch.one_adapter and not batch.fixed and not weights.paged
 
 
 def _one_scale(batch: LoraBatch) -> bool:

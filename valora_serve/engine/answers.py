@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from valora_serve.engine.requests import Requests
     from valora_serve.engine.sequence import SequenceState
     from valora_serve.model.lmm import Lmm
-    from valora_serve.model.sampler import Likely
+    from valora_serve.model.sampler import StepLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +69,10 @@ class Answers:
     def collect(self, flight: Flight) -> None:
         """Wait for a step, and make outputs of what it computed."""
         tokens = flight.result.read()
-        likely, mode = flight.result.likely, flight.mode
-        logprobs = None if likely is None else self._logprobs(flight.choosing, tokens, likely)
+        step_logprobs, mode = flight.result.logprobs, flight.mode
+        logprobs = None
+        if step_logprobs is not None:
+            logprobs = self._logprobs(flight.choosing, tokens, step_logprobs)
         for row, (sequence, token) in enumerate(zip(flight.choosing, tokens, strict=True)):
             sequence.pending -= 1
             if sequence.finish is not None:
@@ -92,11 +94,11 @@ class Answers:
                     self.fail(sequence, result)
 
     def _logprobs(
-        self, choosing: Sequence[SequenceState], tokens: Sequence[int], likely: Likely
+        self, choosing: Sequence[SequenceState], tokens: Sequence[int], step_logprobs: StepLogprobs
     ) -> list[tuple[TokenLogprobs, ...]]:
         """Return for each row its log probabilities; nothing for rows that want none."""
-        chosen = likely.chosen.tolist()
-        ids, values = likely.tokens.tolist(), likely.values.tolist()
+        chosen = step_logprobs.chosen.tolist()
+        ids, values = step_logprobs.tokens.tolist(), step_logprobs.values.tolist()
         found: list[tuple[TokenLogprobs, ...]] = []
         for row, (sequence, token) in enumerate(zip(choosing, tokens, strict=True)):
             count = sequence.request.sampling.logprobs

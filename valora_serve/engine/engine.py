@@ -53,8 +53,9 @@ from valora_serve.model.attention.base import KVCache
 from valora_serve.model.detokenizer import Detokenizer
 from valora_serve.model.heads import check_visual
 from valora_serve.model.lmm import Lmm
-from valora_serve.model.runner import AdapterTable, ModelRunner
+from valora_serve.model.runner import ModelRunner
 from valora_serve.model.sampler import make_generator
+from valora_serve.model.work import AdapterTable
 from valora_serve.orchestrator.cost_model import load_or_estimate
 from valora_serve.orchestrator.decision import RequestView, StepLimits, View
 from valora_serve.orchestrator.registry import make_policy, modes_of
@@ -197,7 +198,7 @@ class Engine:
             log.info("captured %d steps in %.1f s", count, time.monotonic() - start)
         if self.device.type == "cuda":
             start = time.monotonic()
-            self.runner.rehearse(terms)
+            self.runner.compile_kernels(terms)
             torch.cuda.synchronize(self.device)
             log.info("compiled kernels for all other steps in %.1f s", time.monotonic() - start)
 

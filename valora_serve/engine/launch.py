@@ -13,8 +13,8 @@ import torch
 from valora_kernels.metadata import NONE
 from valora_serve.errors import RequestError, ServeError
 from valora_serve.model.heads import HeadInput, HeadSet
-from valora_serve.model.runner import Work
-from valora_serve.model.sampler import Choice
+from valora_serve.model.sampler import TokenChoice
+from valora_serve.model.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from valora_serve.engine.sequence import SequenceState
     from valora_serve.model.heads import HeadLogits
     from valora_serve.model.lmm import Lmm
-    from valora_serve.model.runner import ModelRunner, StepResult
+    from valora_serve.model.runner import ModelRunner
+    from valora_serve.model.work import StepResult
     from valora_serve.orchestrator.decision import Decision
     from valora_serve.types import Mode
 
@@ -203,7 +204,7 @@ class Launcher:
             work.logprobs = sequence.request.sampling.logprobs
         return work
 
-    def _choice(self, sequence: SequenceState) -> Choice:
+    def _choice(self, sequence: SequenceState) -> TokenChoice:
         """Return how a request's next token is chosen.
 
         Raises:
@@ -213,15 +214,15 @@ class Launcher:
         early = sequence.generated < params.min_tokens
         forbidden = tuple(self._lmm.stop_ids) if early else ()
         if params.constraint is None:
-            return Choice(params, sequence.generator, forbidden)
+            return TokenChoice(params, sequence.generator, forbidden)
         allowed = np.ones(self._lmm.vocabulary, dtype=np.bool_)
         params.constraint.mask(allowed)
         if not allowed.any():
             raise RequestError("its constraint allows no token")
         if np.delete(allowed, list(forbidden)).any():
-            return Choice(params, sequence.generator, forbidden, allowed)
+            return TokenChoice(params, sequence.generator, forbidden, allowed)
         # The constraint allows stop tokens only: the answer ends before min_tokens.
-        return Choice(params, sequence.generator, (), allowed)
+        return TokenChoice(params, sequence.generator, (), allowed)
 
     def _head_input(self, sequence: SequenceState) -> HeadInput:
         """Return what the head of a request computes, whose prompt is all computed."""

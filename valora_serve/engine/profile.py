@@ -16,8 +16,8 @@ from valora_kernels.metadata import NONE
 from valora_serve.engine.sizing import cost_folder, machine_name
 from valora_serve.memory.adapter_memory import State
 from valora_serve.memory.block_manager import Owner
-from valora_serve.model.runner import Work
-from valora_serve.model.sampler import Choice
+from valora_serve.model.sampler import TokenChoice
+from valora_serve.model.work import Work
 from valora_serve.orchestrator.cost_model import CostModel, StepShape, step_shape
 from valora_serve.orchestrator.decision import RequestView
 from valora_serve.types import Mode, SamplingParams
@@ -198,7 +198,7 @@ def _shape(
     if pages is None:
         return
     try:
-        choice = Choice(SamplingParams(max_tokens=1))
+        choice = TokenChoice(SamplingParams(max_tokens=1))
         works, batch = [], []
         rest = iter(pages)
         for number, (context, tokens) in enumerate(rows):

@@ -1,12 +1,13 @@
-"""The model's linears, replaced by ones that share inputs, take LoRA terms and can be merged into.
+"""The model's linear layers, replaced by grouped ones that add LoRA terms and can be merged into.
 
-transformers' modules go on calling ``self.q_proj(x)``, ``self.k_proj(x)``, ``self.v_proj(x)``; the
-first call computes all three in one product over stacked weights, with one shrink for their
-adapters (VaLoRA §4.3), the others pick their part up.
+transformers' modules still call ``self.q_proj(x)``, ``self.k_proj(x)`` and ``self.v_proj(x)``. The
+first call computes all three in one product over stacked weights, with one LoRA shrink for all
+(VaLoRA §4.3); the other calls return their part of the result.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,7 +21,7 @@ from valora_kernels.project import add_projection, linear
 from valora_kernels.reference import atmm_reference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from valora_kernels.metadata import LoraBatch
     from valora_kernels.weights import LoraWeights
@@ -29,25 +30,25 @@ Function = TypeVar("Function", bound="Callable[..., object]")
 
 
 def _uncompiled(function: Function) -> Function:
-    """Leave a function to Python when torch compiles what calls it."""
-    left: Function = torch.compiler.disable(function)
-    return left
+    """Keep torch from compiling a function, also when it compiles the caller."""
+    uncompiled: Function = torch.compiler.disable(function)
+    return uncompiled
 
 
 SHARING = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Linears of one module that read the same input."""
+"""Linear layers of one module that read the same input."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """Linears that share their input.
+    """Names and sizes of linear layers that share their input.
 
     Attributes:
-        name: Of the group: the first module's.
-        modules: Full names of the linears in the model, in the order of their outputs.
+        name: Name of the group, which is that of its first module.
+        modules: Full module names of the layers, in the order of their outputs.
         in_features: Width of the input.
-        out_features: Widths of the outputs.
-        part: ``text`` for the language model, ``vision`` for tower and projector.
+        out_features: Width of each layer's output.
+        part: ``text`` for the language model, ``vision`` for the vision tower and the projector.
     """
 
     name: str
@@ -57,42 +58,100 @@ class GroupSpec:
     part: str
 
 
-@dataclass(slots=True)
-class LoraContext:
-    """Which adapters the rows of the present forward pass have; None where none has any.
+class LoraScope:
+    """The adapters of the current forward pass.
 
-    Transformers' modules pass nothing through to their linears, so this is where these look.
+    transformers' modules pass no further arguments to their linear layers, so the layers look here
+    for the adapters of their rows::
 
-    Attributes:
-        text: Rows of the language model.
-        vision: For a number of rows of the tower or projector, theirs.
-        last: The group that computed last, whose outputs are kept.
+        with linears.scope.text(batch):
+            lmm.hidden(...)
+
+    Outside such a block no adapter applies.
     """
 
-    text: LoraBatch | None = None
-    vision: Callable[[int], LoraBatch | None] | None = None
-    last: LinearGroup | None = None
+    def __init__(self) -> None:
+        self._text: LoraBatch | None = None
+        self._vision: Callable[[int], LoraBatch | None] | None = None
+
+    @contextmanager
+    def text(self, batch: LoraBatch | None) -> Iterator[None]:
+        """Apply adapters to the language model.
+
+        Args:
+            batch: Adapters of the rows; None for no adapter.
+        """
+        before, self._text = self._text, batch
+        try:
+            yield
+        finally:
+            self._text = before
+
+    @contextmanager
+    def vision(self, batch_of: Callable[[int], LoraBatch | None]) -> Iterator[None]:
+        """Apply adapters to the vision tower and the projector.
+
+        Args:
+            batch_of: Returns the adapters of a number of rows, which changes from layer to layer;
+                None for no adapter.
+        """
+        before, self._vision = self._vision, batch_of
+        try:
+            yield
+        finally:
+            self._vision = before
+
+    def batch(self, part: str, rows: int) -> LoraBatch | None:
+        """Adapters of the rows of a layer's input; None if no adapter applies.
+
+        Args:
+            part: Part of the model, as in `GroupSpec.part`.
+            rows: Number of rows.
+        """
+        if part == "text":
+            return self._text
+        return None if self._vision is None else self._vision(rows)
+
+
+@dataclass(slots=True)
+class LastOutputs:
+    """The group that computed last, which is the only one to keep its outputs.
+
+    Attributes:
+        group: The group; None before the first computation.
+    """
+
+    group: LinearGroup | None = None
+
+    def hold(self, group: LinearGroup | None) -> None:
+        """Let another group keep its outputs from now on, or none."""
+        if self.group is not None:
+            self.group.forget()
+        self.group = group
 
 
 class LinearGroup:
-    """Stacked weights of linears that share their input.
+    """Linear layers that share their input, with stacked weights.
 
     Args:
-        spec: Which ones.
+        spec: Names and sizes of the layers.
         linears: The model's own modules.
-        context: Where the present batch is found.
+        scope: Adapters of the current forward pass.
+        last: The group that computed last, shared by all groups of a model.
 
     Attributes:
-        spec: The same.
-        weights: One [sum of outputs, inputs], or one a linear where they cannot be stacked.
+        spec: Names and sizes of the layers.
+        weights: One [sum of outputs, inputs], or one per layer where they cannot be stacked.
         bias: [sum of outputs] or None.
-        lora: Adapters of these linears; None while no adapter has any.
+        lora: LoRA weights of these layers; None while no adapter has any.
     """
 
-    def __init__(self, spec: GroupSpec, linears: Sequence[nn.Linear], context: LoraContext) -> None:
+    def __init__(
+        self, spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope, last: LastOutputs
+    ) -> None:
         self.spec = spec
         self.lora: LoraWeights | None = None
-        self._context = context
+        self._scope, self._last = scope, last
         with torch.no_grad():
             weights = [linear.weight.detach() for linear in linears]
             self.weights: tuple[Tensor, ...] = (
@@ -111,7 +170,7 @@ class LinearGroup:
         self._outputs: Sequence[Tensor] = ()
 
     def matrix(self, index: int) -> Tensor:
-        """Weight of linear `index`: [outputs, inputs]."""
+        """Weight of the layer at `index`: [outputs, inputs], a merged adapter included."""
         if len(self.weights) > 1:
             return self.weights[index]
         parts: Sequence[Tensor] = self.weights[0].split(self.spec.out_features)
@@ -119,29 +178,27 @@ class LinearGroup:
 
     @_uncompiled
     def compute(self, x: Tensor) -> Tensor:
-        """The first linear's output; the others' are kept until another group computes."""
-        if self._context.last is not None:
-            self._context.last.forget()
-        self._context.last = self
+        """Output of the first layer; those of the others are kept until another group computes."""
+        self._last.hold(self)
         self._input, self._outputs = x, self._compute(x)
         return self._outputs[0]
 
     def output(self, index: int, x: Tensor) -> Tensor:
-        """What linear `index` says of x [..., inputs]: [..., outputs of that linear]."""
+        """Output of the layer at `index`: x [..., inputs] → [..., outputs of that layer]."""
         if index == 0:
             return self.compute(x)
-        # While torch compiles a layer, it cannot tell whether x is the same, but then it is.
+        # While torch compiles a layer, `is` cannot compare tensors; the input is always the same.
         if not torch.compiler.is_compiling() and self._input is not x:
             self.compute(x)
         return self._outputs[index]
 
     def forget(self) -> None:
-        """Let the last outputs go."""
+        """Free the last outputs."""
         self._input, self._outputs = None, ()
 
     def _compute(self, x: Tensor) -> Sequence[Tensor]:
         flat = x.reshape(-1, x.shape[-1])
-        batch = self._batch(len(flat))
+        batch = self._scope.batch(self.spec.part, len(flat))
         if batch is not None and self.lora is not None and self._aligned:
             y = x.new_empty(len(flat), sum(self.spec.out_features))
             bases = [self.matrix(index) for index in range(len(self.spec.modules))]
@@ -158,22 +215,15 @@ class LinearGroup:
         return parts
 
     def _base(self, x: Tensor) -> Tensor:
-        """x·Wᵀ + bias of all linears: [rows, sum of outputs]."""
+        """x·Wᵀ + bias of all layers: [rows, sum of outputs]."""
         if len(self.weights) == 1:
             return linear(x, self.weights[0], self.bias)
         y = torch.cat([F.linear(x, weight) for weight in self.weights], dim=-1)
         return y if self.bias is None else y + self.bias
 
-    def _batch(self, rows: int) -> LoraBatch | None:
-        """Adapters of the rows at hand."""
-        context = self._context
-        if self.spec.part == "text":
-            return context.text
-        return None if context.vision is None else context.vision(rows)
-
 
 class GroupedLinear(nn.Module):
-    """Stands where one of a group's linears stood."""
+    """Replaces one linear layer of the model; its group computes."""
 
     def __init__(self, group: LinearGroup, index: int) -> None:
         super().__init__()
@@ -196,7 +246,7 @@ class GroupedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[outputs, inputs], the merge included."""
+        """[outputs, inputs], a merged adapter included."""
         return self._group.matrix(self._index)
 
     @property
@@ -212,32 +262,33 @@ class GroupedLinear(nn.Module):
 
 @dataclass(slots=True)
 class Linears:
-    """All linears that adapters can change.
+    """All linear layers that adapters can change.
 
     Attributes:
-        groups: By name.
-        group_of: Group and place in it, by module name.
-        context: What the groups read.
-        merged: Memory of the weights that adapters are merged into; several if targets were added
-            later.
+        groups: Groups by name.
+        group_of: Group of each module by the module's name, and the module's index in it.
+        scope: Adapters of the current forward pass.
+        last: The group that computed last.
+        merged: Memory of the weights that adapters are merged into; more than one if later
+            adapters have other targets.
     """
 
     groups: dict[str, LinearGroup]
     group_of: dict[str, tuple[LinearGroup, int]]
-    context: LoraContext
+    scope: LoraScope
+    last: LastOutputs
     merged: list[MergeableWeights] = field(default_factory=list)
 
     @classmethod
     def of(cls, model: nn.Module, parts: Mapping[str, str]) -> Linears:
-        """Replace a model's linears in place.
+        """Replace a model's linear layers in place.
 
         Args:
             model: The model.
-            parts: Which modules' linears, by name, and which part they are: ``text`` or
-                ``vision``.
+            parts: Names of the modules whose linear layers are replaced, each with its part:
+                ``text`` or ``vision``.
         """
-        context = LoraContext()
-        found = cls({}, {}, context)
+        found = cls({}, {}, LoraScope(), LastOutputs())
         linears = {
             name: (module, part)
             for prefix, part in parts.items()
@@ -258,7 +309,7 @@ class Linears:
                 tuple(linear.out_features for linear in parts_of),
                 part,
             )
-            group = LinearGroup(spec, parts_of, context)
+            group = LinearGroup(spec, parts_of, found.scope, found.last)
             found.groups[spec.name] = group
             for index, member in enumerate(members):
                 parent, _, leaf = member.rpartition(".")
@@ -267,19 +318,23 @@ class Linears:
         return found
 
     def release(self) -> None:
-        """Let an engine's memory go, so that another one can take the model over."""
-        self.context.last = None
+        """Free an engine's memory, so that another engine can take the model over."""
+        self.forget_outputs()
         for group in self.groups.values():
             group.lora = None
             group.forget()
         for memory in self.merged:
             memory.bind({})
 
+    def forget_outputs(self) -> None:
+        """Free the outputs that the last group keeps."""
+        self.last.hold(None)
+
     def make_mergeable(self, names: Iterable[str]) -> None:
-        """Move the weights of groups into memory that one launch can merge an adapter into.
+        """Move the weights of groups into one allocation, which one launch can merge into.
 
         Args:
-            names: Groups of the language model; those that are there already are left alone.
+            names: Groups of the language model; those that were moved before are skipped.
         """
         held = {name for memory in self.merged for name in memory.shapes}
         groups = [self.groups[name] for name in names if name not in held]
@@ -300,7 +355,7 @@ class Linears:
 
 
 def _members(name: str, linears: Mapping[str, tuple[nn.Linear, str]]) -> list[str]:
-    """The linears that share the input of this one, itself included."""
+    """Names of the linear layers that share the input of one, itself included."""
     parent, _, leaf = name.rpartition(".")
     for names in SHARING:
         if leaf in names:
@@ -311,7 +366,7 @@ def _members(name: str, linears: Mapping[str, tuple[nn.Linear, str]]) -> list[st
 
 
 def _stacked(views: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """One view over matrices that lie one after the other, or themselves if they do not."""
+    """One view over matrices that follow each other in memory, or the matrices themselves."""
     first = views[0]
     offset = first.storage_offset()
     for view in views:

@@ -392,7 +392,7 @@ class Lmm:
     def encode(self, visuals: Sequence[Visual]) -> list[VisualFeatures]:
         """Encode images of several requests together.
 
-        The caller has put their adapters into `linears.context.vision`.
+        The caller sets their adapters with `linears.scope.vision`.
 
         Args:
             visuals: All of one kind, and of one shape where the encoder wants a rectangle.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Choice:
+class TokenChoice:
     """How one row's token is chosen.
 
     Attributes:
@@ -35,7 +35,7 @@ class Choice:
     allowed: NDArray[np.bool_] | None = None
 
     @property
-    def plain(self) -> bool:
+    def is_argmax(self) -> bool:
         """Whether the likeliest token is the answer."""
         return self.params.temperature == 0 and not self.forbidden and self.allowed is None
 
@@ -52,7 +52,7 @@ def make_generator(params: SamplingParams, device: torch.device) -> torch.Genera
     return generator
 
 
-def sample(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
+def sample(logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
     """Choose a token for every row.
 
     Args:
@@ -62,7 +62,7 @@ def sample(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
     Returns:
         [rows] int64.
     """
-    if all(choice.plain for choice in choices):
+    if all(choice.is_argmax for choice in choices):
         return logits.argmax(-1)
     logits = _restrict(logits, choices)
     tokens = logits.argmax(-1)
@@ -73,7 +73,7 @@ def sample(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
     return tokens
 
 
-def _restrict(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
+def _restrict(logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
     """Take away the tokens that may not come."""
     logits = logits.clone()
     for row, choice in enumerate(choices):
@@ -85,7 +85,7 @@ def _restrict(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
     return logits
 
 
-def _draw(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
+def _draw(logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
     """Draw from what temperature, top-k, top-p and min-p leave: [rows, vocabulary] → [rows]."""
 
     def column(values: list[float]) -> Tensor:
@@ -110,7 +110,7 @@ def _draw(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Likely:
+class StepLogprobs:
     """Log probabilities of a step, on the device until they are asked for.
 
     Attributes:
@@ -124,7 +124,7 @@ class Likely:
     values: Tensor
 
 
-def likely(logits: Tensor, tokens: Tensor, most: int) -> Likely:
+def top_logprobs(logits: Tensor, tokens: Tensor, most: int) -> StepLogprobs:
     """Log probabilities before temperature and restrictions.
 
     Args:
@@ -134,4 +134,4 @@ def likely(logits: Tensor, tokens: Tensor, most: int) -> Likely:
     """
     scores = logits.log_softmax(-1)
     values, ids = scores.topk(max(most, 1), -1)
-    return Likely(scores.gather(-1, tokens[:, None])[:, 0], ids, values)
+    return StepLogprobs(scores.gather(-1, tokens[:, None])[:, 0], ids, values)

@@ -7,6 +7,7 @@ from tests.support.serve_helpers import EVERYTHING, make_adapter
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.profile import measure
 from valora_serve.engine.settings import EngineSettings
+from valora_serve.model.graphs import PromptGraphs
 from valora_serve.types import Request, SamplingParams
 
 TURNS = ("what is this?", "how many stars?", "describe the image.")
@@ -46,7 +47,7 @@ def answers(folders, policy, rehearse=False, **options):
     said = {}
     while engine.busy:
         if rehearse and len(said) in (3, 9):
-            engine.runner.rehearse()
+            engine.runner.compile_kernels()
         for output in engine.step():
             assert output.error is None
             said.setdefault(output.id, []).extend(output.token_ids)
@@ -58,16 +59,14 @@ def answers(folders, policy, rehearse=False, **options):
 def test_fixed_buffers_change_nothing(folders, policy, monkeypatch):
     plain = answers(folders, policy)
     replayed = []
-    from valora_serve.model.runner import ModelRunner
-
-    found = ModelRunner._prompt_graph_for
+    find = PromptGraphs.find
 
     def spy(self, *arguments):
-        graph = found(self, *arguments)
+        graph = find(self, *arguments)
         replayed.append(graph is not None)
         return graph
 
-    monkeypatch.setattr(ModelRunner, "_prompt_graph_for", spy)
+    monkeypatch.setattr(PromptGraphs, "find", spy)
     assert answers(folders, policy, prompt_graphs=True) == plain
     assert sum(replayed) > 10
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from valora_serve.model.sampler import Choice, likely, make_generator, sample
+from valora_serve.model.sampler import TokenChoice, make_generator, sample, top_logprobs
 from valora_serve.types import SamplingParams
 
 CPU = torch.device("cpu")
@@ -17,16 +17,16 @@ DRAWS = 4000
 
 def choice(
     forbidden: Sequence[int] = (), allowed: Sequence[int] | None = None, **given: object
-) -> Choice:
+) -> TokenChoice:
     params = SamplingParams(**given)  # type: ignore[arg-type]
     mask = None
     if allowed is not None:
         mask = np.zeros(len(LOGITS), dtype=np.bool_)
         mask[list(allowed)] = True
-    return Choice(params, make_generator(params, CPU), forbidden, mask)
+    return TokenChoice(params, make_generator(params, CPU), forbidden, mask)
 
 
-def shares(logits: torch.Tensor, one: Choice) -> torch.Tensor:
+def shares(logits: torch.Tensor, one: TokenChoice) -> torch.Tensor:
     """How often each token comes in many draws of one stream."""
     rows = logits.expand(DRAWS, -1)
     found = sample(rows, [one] * DRAWS)
@@ -165,11 +165,11 @@ def test_zero_noise_draws_nothing_impossible(monkeypatch: pytest.MonkeyPatch) ->
 def test_log_probabilities_are_those_before_any_restriction() -> None:
     logits = torch.stack([LOGITS, LOGITS.flip(0)])
     tokens = sample(logits, [choice([0], temperature=0.1, top_k=1), choice()])
-    found = likely(logits, tokens, 3)
+    found = top_logprobs(logits, tokens, 3)
     scores = logits.double().softmax(-1).log()
     assert found.chosen.tolist() == pytest.approx(
         [float(scores[0, 2]), float(scores[1, 7])], abs=1e-6
     )
     assert found.tokens.tolist() == [[0, 2, 4], [7, 5, 3]]
     assert found.values[0].tolist() == pytest.approx(scores[0, [0, 2, 4]].tolist(), abs=1e-6)
-    assert likely(logits, tokens, 0).tokens.shape == (2, 1)
+    assert top_logprobs(logits, tokens, 0).tokens.shape == (2, 1)

@@ -1,0 +1,202 @@
+"""What a step computes: each request's share, the adapters of its rows, and the result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from valora_kernels.metadata import NONE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from valora_kernels.metadata import LoraBatch
+    from valora_serve.model.attention.base import AttentionBackend, KVCache
+    from valora_serve.model.lmm import Lmm, VisualFeatures
+    from valora_serve.model.sampler import StepLogprobs, TokenChoice
+
+
+@dataclass(slots=True)
+class Work:
+    """One request's share of a step.
+
+    Attributes:
+        place: Index of the request among the running ones, below the engine's `max_requests`; the
+            device keeps its last token there.
+        start: Index of the share's first token in the sequence.
+        count: Number of tokens of the share.
+        tokens: [count] token ids; None for a decode step, whose token is on the device.
+        table: Page table of the sequence: its pages in order.
+        adapter: Slot of the request's adapter, `NONE` for the base model.
+        delta: Position minus index of the tokens, see `Prompt.delta`.
+        positions: [3, count] int64, positions of prompt tokens in time, height and width; None
+            where they follow from the index.
+        visuals: For each image or video in the share: the visual tokens' offsets in the share
+            ([tokens] int64), its features, and the rows of the features that they take.
+        choice: How the next token is chosen; None while prompt tokens are left to prefill.
+        logprobs: Number of top log probabilities to return; None for no log probabilities.
+        keep: [rows] int64, offsets in the share of the hidden states that a head reads; None
+            without a head.
+    """
+
+    place: int
+    start: int
+    count: int
+    tokens: Sequence[int] | None
+    table: Sequence[int]
+    adapter: int = NONE
+    delta: int = 0
+    positions: NDArray[np.int64] | None = None
+    visuals: Sequence[tuple[NDArray[np.int64], VisualFeatures, NDArray[np.int64]]] = ()
+    choice: TokenChoice | None = None
+    logprobs: int | None = None
+    keep: NDArray[np.int64] | None = None
+
+
+@dataclass(slots=True)
+class StepResult:
+    """The result of a step, on its way to the host.
+
+    Attributes:
+        tokens: [choices] int64, the chosen tokens in the order of the works that have a choice.
+        logprobs: Log probabilities of those rows; None if no work asks for them.
+        hidden: For each work the hidden states that it keeps, on the device; None without any.
+    """
+
+    tokens: Tensor
+    logprobs: StepLogprobs | None
+    hidden: list[Tensor | None]
+    _copied: torch.cuda.Event | None = None
+
+    def read(self) -> list[int]:
+        """Wait for the tokens, and return them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        ids: list[int] = self.tokens.tolist()
+        return ids
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTerms:
+    """LoRA terms of works or rows: which adapters apply, and with which coefficients.
+
+    A merged adapter needs no term. Beside it, in mixture mode, other rows have two terms: their
+    own adapter with +1, and the merged one with −1, which takes it back out of the weights.
+
+    Attributes:
+        adapters: [n, terms] int64, slots; `NONE` for no adapter.
+        coefficients: [n, terms] float32.
+    """
+
+    adapters: NDArray[np.int64]
+    coefficients: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, works: Sequence[Work], merged: int) -> LoraTerms | None:
+        """Terms of every work; None if no work needs any.
+
+        Args:
+            works: The works of a step.
+            merged: Slot of the adapter that is merged into the weights, `NONE` for none.
+        """
+        own = np.array([work.adapter for work in works], np.int64)
+        if merged == NONE:
+            if (own == NONE).all():
+                return None
+            return cls(own[:, None], np.ones((len(own), 1), np.float32))
+        foreign = own != merged
+        if not foreign.any():
+            return None
+        own[~foreign] = NONE
+        back = np.where(foreign, merged, NONE)
+        coefficients = np.tile(np.array([1, -1], np.float32), (len(own), 1))
+        return cls(np.stack([own, back], 1), coefficients)
+
+    @property
+    def width(self) -> int:
+        """Terms per row: 1 in unmerged mode, 2 in mixture mode."""
+        return int(self.adapters.shape[1])
+
+    def repeated(self, counts: NDArray[np.int64]) -> LoraTerms:
+        """Terms of every row, from those of works with `counts` rows each."""
+        return LoraTerms(
+            np.repeat(self.adapters, counts, axis=0), np.repeat(self.coefficients, counts, axis=0)
+        )
+
+    def padded(self, size: int) -> LoraTerms:
+        """The same terms and, up to `size`, rows without an adapter."""
+        adapters = np.full((size, self.width), NONE, np.int64)
+        coefficients = np.ones((size, self.width), np.float32)
+        adapters[: len(self.adapters)] = self.adapters
+        coefficients[: len(self.adapters)] = self.coefficients
+        return LoraTerms(adapters, coefficients)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTable:
+    """What the kernels know of the adapters on the device.
+
+    Attributes:
+        ranks: [slots] int32, rank of the adapter in each slot, 0 for an empty one.
+        scalings: [slots] float32, scaling of the adapter in each slot.
+    """
+
+    ranks: NDArray[np.int32]
+    scalings: NDArray[np.float32]
+
+    def fill(self, lora: LoraBatch, terms: LoraTerms) -> None:
+        """Describe the rows of a step to the LoRA kernels."""
+        lora.update(terms.adapters, self.ranks, self.scalings, terms.coefficients)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResources:
+    """What eager and captured steps share.
+
+    Attributes:
+        lmm: The base model.
+        cache: Its KV cache.
+        backend: The attention backend.
+        adapters: The adapters on the device.
+        last_tokens: [max_requests + 1] int64 on the device, the last token of each running
+            request by its place; the extra place belongs to rows that pad a graph.
+        max_requests: Largest number of running requests.
+        max_segments: Largest number of distinct adapters in a step, no adapter included.
+    """
+
+    lmm: Lmm
+    cache: KVCache
+    backend: AttentionBackend
+    adapters: AdapterTable
+    last_tokens: Tensor
+    max_requests: int
+    max_segments: int
+
+    def fill_typical(
+        self, lora: LoraBatch, rows: int, terms: int, active: int, distinct: int
+    ) -> None:
+        """Describe a typical mix of adapters, by which the LoRA kernels choose their tiles.
+
+        Args:
+            lora: The batch to fill; a graph that is captured with it serves every other mix too.
+            rows: Number of rows.
+            terms: LoRA terms per row.
+            active: Number of rows with an adapter; they come first.
+            distinct: Number of distinct adapters, reduced to what a step can have.
+        """
+        slots = len(self.adapters.ranks)
+        rank = max(int(self.adapters.ranks.max(initial=0)), 8)
+        distinct = max(1, min(slots + 1 - terms, self.max_segments - 1, distinct))
+        own = np.full((rows, terms), NONE, np.int64)
+        own[:active, 0] = np.arange(active) * distinct // active
+        # A single slot has no second adapter, and then no row ever has two terms.
+        own[:active, 1:] = min(distinct, slots - 1)
+        coefficients = np.tile(np.array([1, -1], np.float32)[:terms], (rows, 1))
+        ranks = np.full(slots, rank, np.int32)
+        lora.update(own, ranks, np.ones(slots, np.float32), coefficients)

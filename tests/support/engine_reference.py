@@ -14,7 +14,7 @@ from peft import PeftModel
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from valora_data.contract.bundle import base_folder
+from valora_data.contract.base_model import base_folder
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.model.lmm import Lmm
@@ -190,7 +190,7 @@ def make_engine(
     lmm = None
     if not fresh:
         model, processor = _loaded(base, chosen["dtype"])
-        lmm = Lmm.of(copy.deepcopy(model), processor, torch.device("cpu"), base)
+        lmm = Lmm(base, copy.deepcopy(model), processor, torch.device("cpu"))
     engine = Engine(EngineSettings(base=base, device="cpu", **chosen), lmm, cost)
     for name, folder in (adapters or {}).items():
         engine.load(folder, name)

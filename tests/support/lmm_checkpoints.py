@@ -30,7 +30,7 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from valora_data.contract.bundle import base_folder
+from valora_data.contract.base_model import base_folder
 
 QWEN_TOKENS = [
     "<|im_start|>",

@@ -12,9 +12,12 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from valora_data.contract.bundle import base_folder, base_hash, write_manifest
+from valora_data.contract.architectures.registry import architecture_of
+from valora_data.contract.base_model import base_folder, base_hash
+from valora_data.contract.bundle import write_manifest
 from valora_data.contract.grid_pooling import PLACES
 from valora_data.contract.heads import write_head
+from valora_serve.catalogue.adapters import ModelTargets
 from valora_train.settings import HeadSettings
 from valora_train.tasks.detection_head import DetectionHead
 
@@ -30,6 +33,11 @@ def load_base(base: str, dtype: torch.dtype | None = None) -> Any:
     """The transformers model, shared: whoever changes it puts it back."""
     model = AutoModelForImageTextToText.from_pretrained(base_folder(base), dtype=dtype or "auto")
     return model.eval().requires_grad_(False)
+
+
+def targets_of(model: Any) -> ModelTargets:
+    """Targets of a transformers model, which may lie on the meta device."""
+    return ModelTargets.of(model, architecture_of(model))
 
 
 def make_adapter(

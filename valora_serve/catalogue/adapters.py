@@ -1,7 +1,7 @@
 """LoRA adapters on disk, in PEFT's format, as the engine needs them.
 
-Whatever changes an adapter's result is honoured or refused by name: an adapter never silently does
-something else than under PEFT, or nothing at all (traps.md).
+Every option that changes an adapter's result is honoured, or refused by name: an adapter never
+silently acts differently than under PEFT, or not at all.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
+from valora_data.contract.architectures.base import Part
 from valora_serve.errors import AdapterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
+
+    from valora_data.contract.architectures.base import Architecture
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -43,13 +45,13 @@ HONOURED = {
     "peft_type",
 }
 WITHOUT_EFFECT = {
-    # Where it comes from.
+    # Origin.
     "auto_mapping",
     "base_model_name_or_path",
     "peft_version",
     "revision",
     "task_type",
-    # Of training.
+    # Training.
     "corda_config",
     "eva_config",
     "inference_mode",
@@ -58,7 +60,7 @@ WITHOUT_EFFECT = {
     "lora_ga_config",
     "monteclora_config",
     "velora_config",
-    # Of how it is stored or spread; A and B are the same for a linear layer.
+    # Storage and distribution; A and B are the same for a linear layer.
     "fan_in_fan_out",
     "megatron_config",
     "megatron_core",
@@ -68,28 +70,17 @@ WITHOUT_EFFECT = {
 KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 """Initialisations that leave the base weights as they are; others (PiSSA …) change them on load."""
 
-PROJECTOR = re.compile(
-    r"(.*\.)?(multi_modal_projector|mm_projector|connector|aligner|\w*merger\w*)\..*"
-)
 TENSOR = re.compile(r"(?P<path>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
-
-
-class Part(StrEnum):
-    """Part of an LMM that an adapter can change."""
-
-    LANGUAGE = "language"
-    PROJECTOR = "projector"
-    VISION = "vision"
 
 
 @dataclass(frozen=True)
 class ModelTargets:
-    """What can be adapted in a model, and how its modules were called in other versions.
+    """The linear layers of a model that adapters can change.
 
     Attributes:
         linears: (outputs, inputs) of every linear by module path.
-        parts: Which part of the model each belongs to.
-        rename: Says how transformers renames a checkpoint's module path for this model.
+        parts: Part of the model that each linear belongs to.
+        rename: Returns the path in this model for a module path of an older checkpoint.
     """
 
     linears: Mapping[str, tuple[int, int]]
@@ -97,34 +88,27 @@ class ModelTargets:
     rename: Callable[[str], str]
 
     @classmethod
-    def of(cls, model: Any, paths: Collection[str] | None = None) -> ModelTargets:
-        """The targets of a transformers model, before its linears are replaced.
+    def of(cls, model: Any, architecture: Architecture) -> ModelTargets:
+        """Return the targets of a transformers model, before its linears are replaced.
 
         Args:
             model: The model; it may lie on the meta device.
-            paths: Linears that can be adapted; all but the output embeddings by default.
+            architecture: Its architecture, which names the modules that can be adapted.
         """
-        head = model.get_output_embeddings()
-        linears = {
-            path: (module.out_features, module.in_features)
-            for path, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear)
-            and (module is not head if paths is None else path in paths)
-        }
-        decoder = model.get_decoder()
-        inside = {id(module) for module in decoder.modules()}
-        parts = {}
-        for path in linears:
-            if id(model.get_submodule(path)) in inside or model.get_submodule(path) is head:
-                parts[path] = Part.LANGUAGE
-            elif PROJECTOR.fullmatch(f"{path}."):
-                parts[path] = Part.PROJECTOR
-            else:
-                parts[path] = Part.VISION
+        within = architecture.adaptable(model)
+        linears, parts = {}, {}
+        for path, module in model.named_modules():
+            if not isinstance(module, torch.nn.Linear):
+                continue
+            part = next((p for at, p in within.items() if f"{path}.".startswith(f"{at}.")), None)
+            if part is None:
+                continue
+            linears[path] = (module.out_features, module.in_features)
+            parts[path] = part if part is Part.LANGUAGE else architecture.part_of(path)
         return cls(linears, parts, _renaming(model))
 
     def find(self, path: str) -> str | None:
-        """The linear that a path in an adapter's file means, None if there is none."""
+        """Return the path of the linear that a path in an adapter's file names, None if none."""
         for candidate in (path, self.rename(path)):
             if candidate in self.linears:
                 return candidate
@@ -132,7 +116,7 @@ class ModelTargets:
 
 
 def _renaming(model: Any) -> Callable[[str], str]:
-    """How transformers renames a checkpoint's modules for a model: its own table."""
+    """Return transformers' own renaming of a checkpoint's modules for a model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from valora_data.contract.bundle import base_hash, check_base, read_bundle
+from valora_data.contract.base_model import base_hash, check_base
+from valora_data.contract.bundle import read_bundle
 from valora_data.contract.heads import read_head
 from valora_data.errors import BundleError
 from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, Adapter, ModelTargets, read_adapter

@@ -53,6 +53,7 @@ from valora_serve.model.attention.base import KVCache
 from valora_serve.model.detokenizer import Detokenizer
 from valora_serve.model.heads import check_visual
 from valora_serve.model.lmm import Lmm
+from valora_serve.model.prompt import prepare_prompt
 from valora_serve.model.runner import ModelRunner
 from valora_serve.model.sampler import make_generator
 from valora_serve.model.work import AdapterTable
@@ -114,7 +115,9 @@ class Engine:
         self.settings = settings
         self.device = sizing.find_device(settings.device) if lmm is None else lmm.device
         if lmm is None:
-            lmm = Lmm(settings.base, sizing.find_dtype(settings.dtype, self.device), self.device)
+            lmm = Lmm.load(
+                settings.base, sizing.find_dtype(settings.dtype, self.device), self.device
+            )
         self.lmm = lmm
         cuda = self.device.type == "cuda"
         if cuda if settings.compile is None else settings.compile:
@@ -223,7 +226,7 @@ class Engine:
             ServeError: The request cannot be answered.
         """
         target = self.store.resolve(request.model)
-        return Prepared(request, target, self.lmm.prepare(request, target.model.prompt))
+        return Prepared(request, target, prepare_prompt(self.lmm, request, target.model.prompt))
 
     def add(self, prepared: Prepared) -> None:
         """Put a request in the queue.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from valora_serve.engine.sequence import SequenceState
     from valora_serve.memory.adapter_memory import AdapterMemory
-    from valora_serve.model.lmm import Visual, VisualFeatures
+    from valora_serve.model.prompt import Visual, VisualFeatures
     from valora_serve.model.runner import ModelRunner
 
 log = logging.getLogger(__name__)

@@ -234,5 +234,5 @@ class Launcher:
         sizes = [item.size for item in visuals] if head.reads_visual else ()
         places = None
         if head.reads_places:
-            places = torch.cat([self._lmm.places(item) for item in visuals])
+            places = torch.cat([item.places() for item in visuals])
         return HeadInput(head, hidden, visual, sizes, sequence.request.min_score, places)

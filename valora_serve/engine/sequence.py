@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from valora_serve.catalogue.store import ResolvedModel
     from valora_serve.memory.block_manager import Span
     from valora_serve.model.detokenizer import Detokenizer
-    from valora_serve.model.lmm import Prompt, VisualFeatures
+    from valora_serve.model.prompt import Prompt, VisualFeatures
     from valora_serve.types import Finish, Request
 
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from valora_serve.model.attention.base import KVCache
     from valora_serve.model.graphs import DecodeGraph
-    from valora_serve.model.lmm import Lmm, Visual, VisualFeatures
+    from valora_serve.model.lmm import Lmm
+    from valora_serve.model.prompt import Visual, VisualFeatures
     from valora_serve.model.sampler import StepLogprobs
     from valora_serve.model.work import AdapterTable, Work
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from valora_kernels.metadata import LoraBatch
     from valora_serve.model.attention.base import AttentionBackend, KVCache
-    from valora_serve.model.lmm import Lmm, VisualFeatures
+    from valora_serve.model.lmm import Lmm
+    from valora_serve.model.prompt import VisualFeatures
     from valora_serve.model.sampler import StepLogprobs, TokenChoice
 
 

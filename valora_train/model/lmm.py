@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from valora_data.contract.bundle import base_folder
+from valora_data.contract.base_model import base_folder
 from valora_data.contract.grid_pooling import places_of
 from valora_data.errors import BundleError, DataError
 from valora_train.model.prompts import Encoded, HiddenStates

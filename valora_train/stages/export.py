@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data import shards
-from valora_data.contract.bundle import MANIFEST, Bundle, base_hash, read_bundle, write_manifest
+from valora_data.contract.base_model import base_hash
+from valora_data.contract.bundle import MANIFEST, Bundle, read_bundle, write_manifest
 from valora_data.errors import BundleError
 from valora_data.schema import Split
 from valora_train.errors import GateError

@@ -18,7 +18,8 @@ from filelock import FileLock
 from safetensors.torch import load_file
 
 from valora_data import shards
-from valora_data.contract.bundle import base_folder, base_hash, read_bundle
+from valora_data.contract.base_model import base_folder, base_hash
+from valora_data.contract.bundle import read_bundle
 from valora_data.schema import Split
 from valora_train.fusion.packing import Packing, check_reachable, make_plan, measure_head_only
 from valora_train.fusion.parent import Parent, find_parent, load_parent

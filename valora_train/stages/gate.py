@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from valora_data import shards
-from valora_data.contract.bundle import Bundle, check_base, read_bundle
+from valora_data.contract.base_model import check_base
+from valora_data.contract.bundle import Bundle, read_bundle
 from valora_data.errors import ValoraError
 from valora_data.schema import Answer, Domain, Sample, Split, Task
 from valora_train.errors import GateError

@@ -59,7 +59,7 @@ class Bench:
         self.arguments = arguments
         self.device = torch.device(arguments.device)
         self.model = llava_7b(self.device, arguments.layers, arguments.width)
-        self.lmm = Lmm.of(self.model, PROCESSOR, self.device, "llava-7b")
+        self.lmm = Lmm("llava-7b", self.model, PROCESSOR, self.device)
         self.engine = None
         self.started = None
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import torch
 
+from valora_data.contract.architectures.base import Part
 from valora_data.contract.heads import LabelHead, Pooling
-from valora_serve.catalogue.adapters import Adapter, LoraPair, Part
+from valora_serve.catalogue.adapters import Adapter, LoraPair
 from valora_serve.catalogue.store import ResolvedModel, Staged
 from valora_serve.types import ServedModel
 

@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests.support.serve_helpers import make_bundle
+from valora_data.contract.base_model import base_folder
 from valora_data.contract.boxes import read_detections
-from valora_data.contract.bundle import base_folder, read_bundle, write_manifest
+from valora_data.contract.bundle import read_bundle, write_manifest
 
 ROOT = Path(__file__).parents[3]
 

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import serving
-from valora_data.contract.bundle import base_folder
+from valora_data.contract.base_model import base_folder
 from valora_serve.server.app import create_app
 from valora_serve.server.settings import ServerSettings
 

@@ -88,7 +88,7 @@ def reference_logprobs(engine, adapters, name, prompt, generated):
 @pytest.fixture(scope="module")
 def lmm():
     device = torch.device("cuda", 0)
-    return Lmm.of(llava_7b(device, layers=2, width=1024), PROCESSOR, device, "small")
+    return Lmm("small", llava_7b(device, layers=2, width=1024), PROCESSOR, device)
 
 
 @pytest.mark.parametrize("attention", ["flashinfer", "flashinfer-prompts", "flex"])

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from valora_data.contract.architectures.base import Part
 from valora_kernels.metadata import LoraBatch
 from valora_kernels.reference import atmm_reference
-from valora_serve.catalogue.adapters import Adapter, LoraPair, Part
+from valora_serve.catalogue.adapters import Adapter, LoraPair
 from valora_serve.errors import AdapterError
 from valora_serve.memory.adapter_memory import AdapterMemory, State
 from valora_serve.memory.block_manager import PagePool

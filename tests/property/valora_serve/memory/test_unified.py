@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from valora_data.contract.architectures.base import Part
 from valora_kernels.merge import MergeableWeights
 from valora_kernels.metadata import LoraBatch
 from valora_kernels.reference import atmm_reference
-from valora_serve.catalogue.adapters import Adapter, LoraPair, Part
+from valora_serve.catalogue.adapters import Adapter, LoraPair
 from valora_serve.errors import AdapterError, BusyError
 from valora_serve.memory.adapter_memory import AdapterMemory, State
 from valora_serve.memory.block_manager import Owner, PagePool

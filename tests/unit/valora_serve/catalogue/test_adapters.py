@@ -24,8 +24,10 @@ from tests.support.serve_helpers import (
     VISION,
     load_base,
     make_adapter,
+    targets_of,
 )
-from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, ModelTargets, Part, read_adapter
+from valora_data.contract.architectures.base import Part
+from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, read_adapter
 from valora_serve.errors import AdapterError
 
 CASES = {
@@ -60,7 +62,7 @@ CASES = {
 
 @pytest.fixture(scope="session")
 def targets(random_llava):
-    return ModelTargets.of(load_base(str(random_llava)))
+    return targets_of(load_base(str(random_llava)))
 
 
 def deltas_of_peft(base, folder):
@@ -159,7 +161,7 @@ def test_old_names_of_qwen():
         },
     )  # fmt: skip
     with torch.device("meta"):
-        targets = ModelTargets.of(Qwen2_5_VLForConditionalGeneration(config))
+        targets = targets_of(Qwen2_5_VLForConditionalGeneration(config))
     q = "model.language_model.layers.0.self_attn.q_proj"
     assert targets.find(q) == targets.find("model.layers.0.self_attn.q_proj") == q
     qkv = "model.visual.blocks.0.attn.qkv"
@@ -302,7 +304,7 @@ def test_an_adapter_for_another_base_model(random_llava, tmp_path):
     config = LlavaConfig.from_pretrained(random_llava)
     config.text_config = LlamaConfig(**{**config.text_config.to_dict(), "hidden_size": 64})
     with torch.device("meta"):
-        targets = ModelTargets.of(LlavaForConditionalGeneration(config))
+        targets = targets_of(LlavaForConditionalGeneration(config))
     with pytest.raises(AdapterError, match=r"expected shape .*64.*got .*48.*use the base model"):
         read_adapter(tmp_path, targets)
 

@@ -17,9 +17,10 @@ from tests.support.serve_helpers import (
     make_adapter,
     make_bundle,
     make_linear_head,
+    targets_of,
 )
 from valora_data.contract.bundle import MANIFEST, write_manifest
-from valora_serve.catalogue.adapters import ModelTargets, read_adapter
+from valora_serve.catalogue.adapters import read_adapter
 from valora_serve.catalogue.store import Store
 from valora_serve.errors import AdapterError, BusyError, UnknownModelError
 
@@ -33,7 +34,7 @@ def base(random_llava):
 
 @pytest.fixture(scope="module")
 def targets(base):
-    return ModelTargets.of(load_base(base))
+    return targets_of(load_base(base))
 
 
 @pytest.fixture(scope="module")

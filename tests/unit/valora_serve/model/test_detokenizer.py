@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from valora_data.contract.bundle import base_folder
+from valora_data.contract.base_model import base_folder
 from valora_serve.model.detokenizer import Detokenizer
 
 WORDS = ["▁", "▁the", "▁cat", "s", "▁sat", ".", "a", "▁a", "fé", "▁\u4f60", "!", "ca", "t"]

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import chat, encoded, own_logging, picture, serving
-from valora_data.contract.bundle import base_folder
+from valora_data.contract.base_model import base_folder
 from valora_serve.errors import AdapterError, RequestError, SettingsError
 from valora_serve.server.constrain import Grammars
 from valora_serve.server.loading import golden, startup

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import chat, data_url, encoded, picture, serving, until
-from valora_data.contract.bundle import base_folder
+from valora_data.contract.base_model import base_folder
 from valora_serve.errors import OverloadedError, SettingsError
 from valora_serve.server.access.keys import hashed, new_key, read_keys
 from valora_serve.server.settings import ServerSettings

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from tests.support.fake_engine import WORDS, FakeEngine
 from tests.support.http_helpers import chat, data_url, encoded, picture, serving
-from valora_data.contract.bundle import base_folder
+from valora_data.contract.base_model import base_folder
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""LMM architectures: one file for each family, see `base.Architecture`."""

@@ -1,0 +1,50 @@
+"""LLaVA-1.5: every image becomes the same square of visual tokens; videos are their frames."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from valora_data.contract.architectures.base import PIXELS, Architecture, EncoderInput
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from PIL.Image import Image
+
+
+class Llava(Architecture):
+    """LLaVA-1.5, and families that differ from it in the names of their modules only."""
+
+    vision_modules: tuple[str, ...] = ("vision_tower", "multi_modal_projector")
+    projector = "multi_modal_projector"
+    tower_targets: tuple[str, ...] = (r".*vision_tower.*\.(q_proj|k_proj|v_proj|out_proj)",)
+    projector_targets: tuple[str, ...] = (r".*multi_modal_projector\.linear_[12]",)
+
+    def fixed_grid(self, config: Any) -> tuple[int, int] | None:
+        """Return patches of the vision tower's images: rows and columns."""
+        vision = config.vision_config
+        side = int(vision.image_size) // int(vision.patch_size)
+        return side, side
+
+    def grid_of(self, image: Image, processor: Any, config: Any) -> tuple[int, int]:
+        """Return `fixed_grid`."""
+        grid = self.fixed_grid(config)
+        assert grid is not None
+        return grid
+
+    def split(
+        self, kind: str, inputs: Mapping[str, Any], tokens: int, config: Any
+    ) -> list[EncoderInput]:
+        """Return one entry for each row of the pixels, with equal numbers of tokens."""
+        pixels = inputs[PIXELS[kind]]
+        grid = self.fixed_grid(config)
+        return [
+            EncoderInput(
+                kind,
+                {PIXELS[kind]: row[None]},
+                tokens // len(pixels),
+                None if grid is None else (1, *grid),
+                (int(row.shape[-1]), int(row.shape[-2])),
+            )
+            for row in pixels
+        ]

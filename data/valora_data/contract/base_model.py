@@ -1,0 +1,303 @@
+"""A base model: how training and serving load it, prompt it and read it, in one place."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from valora_data.contract.architectures.registry import architecture_of
+from valora_data.contract.bundle import file_hash
+from valora_data.errors import BundleError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+    from PIL.Image import Image
+    from torch import Tensor
+
+    from valora_data.contract.architectures.base import EncoderInput
+    from valora_data.contract.bundle import Bundle
+
+TINY = "tiny"
+
+
+def base_folder(base: str) -> str:
+    """Return the folder, or the name on the hub, that a base model's id stands for.
+
+    Args:
+        base: ``tiny`` (shipped with the project), a folder, or a name on the hub.
+
+    Raises:
+        BundleError: If the id is a folder that holds no model, or a path to nothing.
+    """
+    if base == TINY:
+        return str(Path(__file__).parents[1] / "tiny")
+    path = Path(base).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise BundleError(f"{base} holds no config.json: name a folder with a saved model")
+        return str(path)
+    if base.startswith((".", "/", "~")):
+        raise BundleError(f"base model folder {base} does not exist: check the path")
+    return base
+
+
+def base_hash(base: str) -> str:
+    """Return the hash of a base model's weights and configuration.
+
+    Args:
+        base: As in `base_folder`; a hub name must be in the local cache.
+
+    Returns:
+        sha256 over config.json and every safetensors file by name, in hexadecimal.
+
+    Raises:
+        BundleError: If no weights are found.
+    """
+    folder = Path(base_folder(base))
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(base, allow_patterns=["*.json", "*.safetensors"]))
+    files = sorted(folder.glob("*.safetensors"))
+    weights = [file for file in files if file.name.startswith("model")]
+    if not weights:
+        raise BundleError(f"{base} holds no model*.safetensors: save the model as safetensors")
+    total = hashlib.sha256()
+    for file in [folder / "config.json", *weights]:
+        total.update(file.name.encode())
+        total.update(file_hash(file).encode())
+    return total.hexdigest()
+
+
+def check_base(bundle: Bundle, base: str, actual: str | None = None) -> None:
+    """Check that a bundle was made for a base model.
+
+    Args:
+        bundle: The bundle.
+        base: The base model, as in `base_folder`.
+        actual: `base_hash` of the base model if it is known already.
+
+    Raises:
+        BundleError: If the bundle names another hash than that of `base`.
+    """
+    wanted = bundle.manifest["base"]
+    actual = actual or base_hash(base)
+    if actual != wanted["sha256"]:
+        raise BundleError(
+            f"bundle {bundle.folder} was made for base model {wanted['id']} "
+            f"({wanted['sha256'][:12]}), got {base} ({actual[:12]}): use that base model, or fuse "
+            "again onto this one"
+        )
+
+
+def load_model(base: str, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
+    """Load a base model and its processor onto the CPU.
+
+    Args:
+        base: As in `base_folder`.
+        dtype: Type of the weights.
+        options: Further arguments of transformers' ``from_pretrained``.
+
+    Returns:
+        transformers' model and processor.
+
+    Raises:
+        BundleError: If there is no such model, or it takes no images.
+    """
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    source = base_folder(base)
+    try:
+        processor: Any = AutoProcessor.from_pretrained(source)
+        model: Any = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype, **options)
+    except (OSError, ValueError, ImportError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BundleError(f"cannot load base model {base}: {reason}") from error
+    check_image_token(base, model.config, processor)
+    return model, processor
+
+
+def check_image_token(base: str, config: Any, processor: Any) -> None:
+    """Check that a model takes images and that its tokenizer keeps their placeholder whole.
+
+    Raises:
+        BundleError: If not.
+    """
+    token = getattr(config, "image_token_id", None)
+    tokenizer = getattr(processor, "tokenizer", None)
+    if token is None or tokenizer is None or not hasattr(processor, "image_processor"):
+        raise BundleError(
+            f"base model {base} has no image token, so it takes no images: choose a LLaVA or "
+            "Qwen-VL model"
+        )
+    word = str(getattr(processor, "image_token", None) or tokenizer.convert_ids_to_tokens(token))
+    ids = tokenizer(word, add_special_tokens=False)["input_ids"]
+    if ids != [token]:
+        raise BundleError(
+            f"the tokenizer of base model {base} splits the image token {word!r} into {len(ids)} "
+            f"tokens instead of the one with id {token}: add it to the tokenizer as a special token"
+        )
+
+
+class BaseModel:
+    """A frozen LMM with its processor.
+
+    Args:
+        base: Id of the base model.
+        model: The transformers model, e.g. of `load_model`.
+        processor: Its processor.
+
+    Attributes:
+        base: Id of the base model.
+        model: The transformers model.
+        processor: transformers' processor.
+        tokenizer: The processor's tokenizer.
+        architecture: What differs between families of LMMs.
+        language_model: The decoder of the model, without the output embeddings.
+        device: Device of the weights.
+        dtype: Type of the weights.
+        config: Configuration of the model.
+        width: Size of the hidden states.
+        image_token: Id of the placeholder of images.
+        video_token: Id of the placeholder of videos; None if their frames are passed as images.
+        fixed_grid: Rows and columns of visual tokens if all images have the same, else None.
+        stop_ids: Ids of the tokens that end an answer.
+
+    Raises:
+        BundleError: If nobody registered the model's architecture, and it is not like one that
+            is registered.
+    """
+
+    def __init__(self, base: str, model: Any, processor: Any) -> None:
+        self.base = base
+        self.model: Any = model.requires_grad_(False).eval()
+        self.processor: Any = processor
+        self.tokenizer: Any = getattr(processor, "tokenizer", processor)
+        self.architecture = architecture_of(model, base)
+        self.language_model: Any = self.architecture.language_model(model)
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.config: Any = model.config
+        self.width = int(self.config.get_text_config().hidden_size)
+        self.image_token: int | None = getattr(self.config, "image_token_id", None)
+        self.video_token = self.architecture.video_token(self.config)
+        self.fixed_grid = self.architecture.fixed_grid(self.config)
+        self.stop_ids = self._stop_ids()
+
+    def _stop_ids(self) -> frozenset[int]:
+        found = getattr(self.model.generation_config, "eos_token_id", None)
+        ids = found if isinstance(found, list) else [found]
+        return frozenset(int(i) for i in [*ids, self.tokenizer.eos_token_id] if i is not None)
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the model to a device."""
+        self.model = self.model.to(device)
+        self.device = self.model.device
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of the longest sequence, prompt and answer together."""
+        return int(self.config.get_text_config().max_position_embeddings)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits."""
+        return int(self.model.lm_head.weight.shape[0])
+
+    @property
+    def three_positions(self) -> bool:
+        """Whether rotary positions have three parts: time, height and width."""
+        return self.architecture.three_positions
+
+    def grid_of(self, image: Image) -> tuple[int, int]:
+        """Return rows and columns of visual tokens of an image."""
+        return self.architecture.grid_of(image, self.processor, self.config)
+
+    # ------------------------------------------------------------------ prompts
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool = True) -> str:
+        """Write messages as the chat template has them.
+
+        Args:
+            messages: Turns whose contents are lists of parts.
+            generate: Whether the text ends where the model's answer begins.
+        """
+        text = self.processor.apply_chat_template(messages, add_generation_prompt=generate)
+        return str(text)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the token ids of a prompt without images or videos."""
+        ids = self.tokenizer(text, add_special_tokens=self._adds_special_tokens(text))["input_ids"]
+        return [int(i) for i in ids]
+
+    def process(
+        self,
+        text: str,
+        images: Sequence[Image] = (),
+        videos: Sequence[Sequence[Image]] = (),
+    ) -> Any:
+        """Return the processor's output for one prompt.
+
+        Args:
+            text: The prompt, with a placeholder for each image and video.
+            images: The images, in the order of the prompt.
+            videos: The frames of the videos, in the order of the prompt; all frames are used.
+        """
+        import numpy as np
+
+        media: dict[str, Any] = {}
+        if images:
+            media["images"] = list(images)
+        if videos:
+            media["videos"] = [np.stack([np.asarray(frame) for frame in video]) for video in videos]
+            media["videos_kwargs"] = {"do_sample_frames": False}
+        return self.processor(
+            text=[text],
+            return_tensors="pt",
+            add_special_tokens=self._adds_special_tokens(text),
+            **media,
+        )
+
+    def _adds_special_tokens(self, text: str) -> bool:
+        """Whether the tokenizer adds the beginning-of-sequence token: not if the template did."""
+        bos = self.tokenizer.bos_token
+        return not (bool(bos) and text.startswith(bos))
+
+    def split(self, kind: str, inputs: Mapping[str, Any], tokens: int) -> list[EncoderInput]:
+        """Split the processor's output into images or videos, see `Architecture.split`."""
+        return self.architecture.split(kind, inputs, tokens, self.config)
+
+    def positions(self, inputs: Mapping[str, Any]) -> tuple[Tensor, int] | None:
+        """Return the rotary positions of a prompt with images, see `Architecture.positions`."""
+        return self.architecture.positions(self.model, inputs, self.config)
+
+    # ------------------------------------------------------------------ computing
+
+    def visual_features(
+        self, batch: Sequence[Mapping[str, Tensor]]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Encode images, or videos, together.
+
+        Args:
+            batch: Tensors of `EncoderInput.tensors`, all with the same names and, unless they are
+                concatenated patches, of the same shape.
+
+        Returns:
+            As `Architecture.visual_features`.
+        """
+        import torch
+
+        names = list(batch[0])
+        inputs = {
+            name: torch.cat([tensors[name] for tensors in batch]).to(self.device) for name in names
+        }
+        inputs[names[0]] = inputs[names[0]].to(self.dtype)
+        return self.architecture.visual_features(self.model, inputs)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states: […, width] → […, vocabulary] float32."""
+        logits: Tensor = self.model.lm_head(hidden)
+        return logits.float()

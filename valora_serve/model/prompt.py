@@ -1,0 +1,277 @@
+"""Prompts: from a request to token ids, encoder inputs and positions."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from valora_data.contract.architectures.base import IMAGE, PIXELS, VIDEO
+from valora_data.contract.grid_pooling import places_of
+from valora_serve.errors import ImageError, RequestError
+from valora_serve.memory.block_manager import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+    from torch import Tensor
+
+    from valora_data.contract.base_model import BaseModel
+    from valora_serve.types import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Visual:
+    """An image or a video of a prompt, before it is encoded.
+
+    Attributes:
+        kind: ``image`` or ``video``.
+        key: sha256 of the encoder's input.
+        tensors: The encoder's input by argument name, the pixels first.
+        at: [visual tokens] int64, indices of its tokens in the prompt.
+        size: Width and height of the image as it was sent, in pixels.
+        grid: Frames, rows and columns of visual tokens; None if the architecture does not say.
+    """
+
+    kind: str
+    key: bytes
+    tensors: dict[str, Tensor]
+    at: NDArray[np.int64]
+    size: tuple[int, int]
+    grid: tuple[int, int, int] | None
+
+    def spans(self, key: bytes) -> list[Span]:
+        """Return the runs of its tokens, for the keys of the prefix cache.
+
+        Args:
+            key: What else changes its features: hash of the adapter's vision weights.
+        """
+        cuts = np.flatnonzero(np.diff(self.at) != 1) + 1
+        runs = np.split(self.at, cuts)
+        return [
+            Span(int(run[0]), int(run[-1]) + 1, self.key + b"|%d|" % number + key)
+            for number, run in enumerate(runs)
+        ]
+
+    def places(self) -> Tensor:
+        """Return the place in the image of each visual token, see `grid_pooling.places_of`.
+
+        Returns:
+            [visual tokens] int64.
+        """
+        assert self.grid is not None, "heads are trained only where the grid is known"
+        times, rows, columns = self.grid
+        return places_of(rows, columns, times)
+
+
+@dataclass(frozen=True, slots=True)
+class VisualFeatures:
+    """An encoded image or video.
+
+    Attributes:
+        embeddings: [visual tokens, width], embeddings of its tokens in the prompt.
+        deep: For each of the first layers to whose output features are added (DeepStack of
+            Qwen3-VL), [visual tokens, width].
+    """
+
+    embeddings: Tensor
+    deep: tuple[Tensor, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Size in memory, in bytes."""
+        parts = (self.embeddings, *self.deep)
+        return sum(part.numel() * part.element_size() for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt, ready for the engine.
+
+    Attributes:
+        ids: Token ids, with one placeholder for each visual token.
+        visuals: Images and videos, in the order of their first tokens.
+        positions: [3, tokens] int64 if rotary positions have three parts; None if a token's
+            position is its index.
+        delta: Position minus index of the generated tokens.
+    """
+
+    ids: list[int]
+    visuals: tuple[Visual, ...] = ()
+    positions: NDArray[np.int64] | None = None
+    delta: int = 0
+
+
+def prepare_prompt(model: BaseModel, request: Request, domain_prompt: str | None = None) -> Prompt:
+    """Tokenize a request and process its images and videos.
+
+    Args:
+        model: The base model.
+        request: The request.
+        domain_prompt: The prompt of the requested domain; it precedes images that come without
+            any text.
+
+    Raises:
+        RequestError: The request has no prompt or several, or its placeholders do not match its
+            images and videos.
+    """
+    given = [request.messages is not None, request.text is not None,
+             request.token_ids is not None]  # fmt: skip
+    if sum(given) > 1:
+        raise RequestError("request: give one of messages, text and token_ids")
+    if request.token_ids is not None:
+        return _from_ids(model, request)
+    if request.text is not None:
+        return _process(model, request.text, request.images, request.videos)
+    messages = request.messages
+    if messages is None:
+        if not (request.images or request.videos) or domain_prompt is None:
+            raise RequestError("request: nothing is asked: give messages, text or token_ids")
+        parts: list[dict[str, Any]] = [{"type": "text", "text": domain_prompt}]
+        parts += [{"type": IMAGE} for _ in request.images]
+        parts += [{"type": VIDEO} for _ in request.videos]
+        messages = [{"role": "user", "content": parts}]
+    videos = request.videos
+    images = list(request.images)
+    if videos and model.video_token is None:
+        messages, images = _frames_as_images(messages, images, videos)
+        videos = ()
+    messages = _contents_as_parts(messages)
+    try:
+        text = model.render(messages)
+    except Exception as error:
+        raise RequestError(f"messages do not fit the chat template: {error}") from error
+    return _process(model, text, images, videos)
+
+
+def _from_ids(model: BaseModel, request: Request) -> Prompt:
+    if request.images or request.videos:
+        raise RequestError("token_ids: images need text or messages")
+    ids = [int(i) for i in request.token_ids or ()]
+    if not ids:
+        raise RequestError("token_ids: expected at least one token, got none")
+    wrong = next((i for i in ids if not 0 <= i < model.vocabulary), None)
+    if wrong is not None:
+        raise RequestError(f"token_ids: expected 0 to {model.vocabulary - 1}, got {wrong}")
+    return Prompt(ids)
+
+
+def _process(
+    model: BaseModel, text: str, images: Sequence[Image], videos: Sequence[Sequence[Image]]
+) -> Prompt:
+    _check_placeholders(model, "images", model.image_token, text, len(images))
+    _check_placeholders(model, "videos", model.video_token, text, len(videos))
+    if not (images or videos):
+        words = model.tokenize(text)
+        if not words:
+            raise RequestError("prompt: expected some text, got none")
+        return Prompt(words)
+    try:
+        inputs = model.process(text, images, videos)
+    except (ValueError, TypeError, StopIteration, IndexError) as error:
+        raise ImageError(f"images and prompt do not fit each other: {error}") from error
+    ids = inputs["input_ids"][0]
+    visuals = _visuals(model, inputs, ids, images, videos)
+    found = model.positions(inputs)
+    if found is None:
+        return Prompt(ids.tolist(), tuple(visuals))
+    positions, delta = found
+    return Prompt(ids.tolist(), tuple(visuals), positions.numpy(), delta)
+
+
+def _check_placeholders(
+    model: BaseModel, kind: str, token: int | None, text: str, given: int
+) -> None:
+    """Check that a prompt names as many images or videos as were sent; not all processors do."""
+    if token is None:
+        if given:
+            raise RequestError(f"base model {model.base} takes no {kind} in such a prompt")
+        return
+    named = text.count(model.tokenizer.convert_ids_to_tokens(token))
+    if named != given:
+        raise RequestError(f"prompt: names {named} {kind}, but {given} were sent")
+
+
+def _visuals(
+    model: BaseModel,
+    inputs: Any,
+    ids: Tensor,
+    images: Sequence[Image],
+    videos: Sequence[Sequence[Image]],
+) -> list[Visual]:
+    """Split the processor's output into images and videos."""
+    found: list[Visual] = []
+    kinds = (
+        (IMAGE, model.image_token, [image.size for image in images]),
+        (VIDEO, model.video_token, [video[0].size for video in videos]),
+    )
+    for kind, token, sizes in kinds:
+        if PIXELS[kind] not in inputs:
+            continue
+        at = np.flatnonzero(ids.numpy() == token)
+        parts = model.split(kind, inputs, len(at))
+        if len(parts) > len(sizes):
+            raise RequestError(
+                f"base model {model.base} cuts images into several parts, which is not "
+                "served: use LLaVA-1.5 or the Qwen-VL family"
+            )
+        counts = [part.tokens for part in parts]
+        if len(parts) < len(sizes) or sum(counts) != len(at):
+            raise RequestError(
+                f"prompt: expected a place for each of {len(sizes)} {kind}s, "
+                f"got {len(at)} visual tokens for {sum(counts)}"
+            )
+        indices = np.split(at, np.cumsum(counts)[:-1])
+        for part, where, size in zip(parts, indices, sizes, strict=True):
+            key = _hash(kind, part.tensors)
+            found.append(Visual(kind, key, part.tensors, where, size, part.grid))
+    return sorted(found, key=lambda visual: int(visual.at[0]))
+
+
+def _hash(kind: str, tensors: dict[str, Tensor]) -> bytes:
+    digest = hashlib.sha256(kind.encode())
+    for tensor in tensors.values():
+        digest.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+        digest.update(tensor.contiguous().numpy().data)
+    return digest.digest()
+
+
+def _contents_as_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose contents are lists of parts, which all chat templates of LMMs read."""
+    return [
+        {**turn, "content": [{"type": "text", "text": turn["content"]}]}
+        if isinstance(turn.get("content"), str)
+        else dict(turn)
+        for turn in messages
+    ]
+
+
+def _frames_as_images(
+    messages: Sequence[dict[str, Any]],
+    images: Sequence[Image],
+    videos: Sequence[Sequence[Image]],
+) -> tuple[list[dict[str, Any]], list[Image]]:
+    """Replace each video by its frames as images, for models that take no videos."""
+    image, video = iter(images), iter(videos)
+    turns, found = [], []
+    for turn in messages:
+        content = turn.get("content")
+        if isinstance(content, str):
+            turns.append(dict(turn))
+            continue
+        parts: list[dict[str, Any]] = []
+        for part in content or ():
+            if part.get("type") == VIDEO:
+                frames = next(video, ())
+                parts += [{"type": IMAGE} for _ in frames]
+                found += list(frames)
+                continue
+            if part.get("type") == IMAGE:
+                found += [one for one in [next(image, None)] if one is not None]
+            parts.append(part)
+        turns.append({**turn, "content": parts})
+    return turns, found

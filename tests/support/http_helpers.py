@@ -1,10 +1,12 @@
-"""A server on a port of its own, over the fake engine, in a thread."""
+"""A server on a port of its own, over the fake engine, in a thread; and requests to it."""
 
 import asyncio
 import base64
 import contextlib
 import io
+import json
 import logging
+import socket
 import threading
 import time
 
@@ -15,6 +17,8 @@ from tests.support.fake_engine import FakeEngine
 from valora_serve.server.app import create_app, make_server
 from valora_serve.server.media.reader import MediaReader
 from valora_serve.server.settings import ServerSettings
+
+CHAT = "/v1/chat/completions"
 
 
 class Running:
@@ -126,3 +130,39 @@ def read_media(url, kind="image", **settings):
             await reader.close()
 
     return asyncio.run(once())
+
+
+def ask(server, key=None, **more):
+    """Send a chat request."""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return server.client.post(CHAT, json=chat(**more), headers=headers)
+
+
+def talk(server, data, close=False):
+    """Send bytes over a connection of their own; what comes back, up to the end of its head."""
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.settimeout(10)
+        sock.sendall(data)
+        if close:
+            sock.shutdown(socket.SHUT_WR)
+        found = b""
+        try:
+            while piece := sock.recv(65536):
+                found += piece
+                if b"\r\n\r\n" in found:
+                    break
+        except TimeoutError:
+            pass
+        return found
+
+
+def begin(server, body):
+    """Send a request, and give the open connection."""
+    content = json.dumps(body).encode()
+    sock = socket.create_connection(("127.0.0.1", server.port))
+    sock.settimeout(5)
+    sock.sendall(
+        b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: " + str(len(content)).encode() + b"\r\n\r\n" + content
+    )
+    return sock

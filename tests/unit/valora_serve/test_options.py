@@ -151,20 +151,3 @@ def test_a_missing_file_and_wrong_arguments(tmp_path, capsys):
         cli.main(["--prot", "1"])
     assert cli.main([str(tmp_path), "--log-level", "error"]) == 1
     assert "is no bundle" in capsys.readouterr().err
-
-
-def test_make_a_key(tmp_path, capsys):
-    from valora_serve.server.access.keys import hashed, read_keys
-
-    file = tmp_path / "keys"
-    assert cli.main(["key", "app", "--file", str(file)]) == 0
-    assert cli.main(["key", "ops", "--role", "admin", "--file", str(file)]) == 0
-    secrets = [line.split()[-1] for line in capsys.readouterr().err.splitlines()]
-    keys = read_keys(file)
-    assert [(key.name, key.role) for key in keys] == [("app", "user"), ("ops", "admin")]
-    assert [key.sha256 for key in keys] == [hashed(secret) for secret in secrets]
-    assert file.stat().st_mode & 0o077 == 0
-    assert cli.main(["key", "print"]) == 0
-    assert capsys.readouterr().out.startswith("print user ")
-    with pytest.raises(SystemExit):
-        cli.main(["key", "a b"])

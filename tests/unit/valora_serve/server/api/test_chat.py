@@ -1,27 +1,13 @@
-"""OpenAI's endpoints, asked with OpenAI's client, over the fake engine."""
+"""The chat endpoint, asked with OpenAI's client, over the fake engine."""
 
 import json
 import math
 
 import openai
 import pytest
-from transformers import AutoTokenizer
 
 from tests.support.fake_engine import WORDS, FakeEngine
 from tests.support.http_helpers import chat, data_url, encoded, picture, serving
-from valora_data.contract.base_model import base_folder
-
-
-@pytest.fixture(scope="module")
-def server():
-    engine = FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny")))
-    with serving(engine, max_n=4) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
 
 
 def ask(client, **more):
@@ -187,46 +173,6 @@ def test_json_schema_holds(client):
             assert isinstance(found["big"], bool)
 
 
-def test_completions(client):
-    answer = client.completions.create(model="tiny", prompt="once", max_tokens=2, logprobs=1)
-    assert answer.choices[0].text == "a red"
-    logprobs = answer.choices[0].logprobs
-    assert logprobs.tokens == ["a", " red"]
-    assert logprobs.text_offset == [0, 1]
-    assert logprobs.top_logprobs[0] == {"a": pytest.approx(math.log(0.5))}
-
-
-def test_completions_of_several_prompts_and_tokens(server, client):
-    answer = client.completions.create(
-        model="tiny", prompt=["one", "two"], n=2, seed=0, max_tokens=1
-    )
-    assert [choice.text for choice in answer.choices] == ["a", "red"] * 2
-    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert [request.text for request in server.engine.asked[-4:]] == ["one", "one", "two", "two"]
-    assert [request.sampling.seed for request in server.engine.asked[-4:]] == [0, 1, 0, 1]
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (10, 4)
-    client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=1)
-    assert server.engine.asked[-1].token_ids == (5, 6, 7)
-    texts = {0: "", 1: ""}
-    for chunk in client.completions.create(
-        model="tiny", prompt=[[1], [2, 3]], max_tokens=2, stream=True
-    ):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.text
-    assert texts == {0: "a red", 1: "a red"}
-
-
-def test_models_list_says_what_is_known(client):
-    listed = {model.id: model for model in client.models.list()}
-    assert next(iter(listed)) == "tiny"
-    person = listed["person"]
-    assert (person.parent, person.root, person.task) == ("adapter-1", "bundles/d", "detection")
-    assert (person.labels, person.accuracy, person.metric) == (["person"], 0.87, "f1@0.5")
-    assert (person.head, person.rank, person.max_model_len) == ("detection", 8, 2048)
-    assert listed["adapter-1"].parent == "tiny"
-    assert client.models.retrieve("scene").labels == ["street", "beach"]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_unknown_model_is_a_404_with_the_known_ones(client, stream):
     with pytest.raises(openai.NotFoundError) as caught:
@@ -274,20 +220,6 @@ def test_wrong_requests_are_400_and_say_why(server, body, said):
     error = answer.json()["error"]
     assert said in error["message"] or said == error["param"]
     assert error["type"] == "invalid_request_error"
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"prompt": []}, {"prompt": ""}, {"prompt": [""]}, {"prompt": ["a"] * 5}, {"prompt": [[]]},
-        {"prompt": ["a", 1]}, {"prompt": "a", "best_of": 2}, {"prompt": "a", "echo": True},
-        {"prompt": "a", "suffix": "b"}, {"prompt": [1, 99999]}, {"prompt": "x" * 3000},
-        {"prompt": [2**70]}, {"prompt": [-1, 5000]},
-    ],
-)  # fmt: skip
-def test_wrong_completions_are_400(server, body):
-    answer = server.client.post("/v1/completions", json=body)
-    assert answer.status_code == 400, answer.text
 
 
 def test_fields_of_other_clients_that_change_nothing_are_taken(server):

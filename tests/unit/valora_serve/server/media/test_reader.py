@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.http_helpers import data_url, encoded, picture
+from tests.support.fake_engine import FakeEngine
+from tests.support.http_helpers import begin, chat, data_url, encoded, picture, serving, until
 from tests.support.http_helpers import read_media as read
 from valora_serve.errors import ImageError, OverloadedError
 from valora_serve.server.media.reader import MediaReader
@@ -58,3 +59,21 @@ def test_frames_in_one_data_url():
     assert [frame.getpixel((8, 6))[0] for frame in found] == pytest.approx([10, 90], abs=3)
     with pytest.raises(ImageError, match="frames"):
         read(url, "video", max_video_frames=1)
+
+
+def test_pixels_are_given_back_when_a_request_ends():
+    engine = FakeEngine(step=0.02)
+    urls = [data_url(encoded(picture(50, 50)))] * 3
+    with serving(engine, max_held_pixels=3 * 2500) as server:
+        media = server.app.state.context.media
+        for body in ({"images": urls}, {"images": [*urls, *urls]}, {"images": [urls[0], "data:x"]}):
+            server.client.post("/v1/vision/person", json=body)
+            until(lambda: media._held == 0)
+        sock = begin(server, chat(url=urls[0], max_tokens=2000, ignore_eos=True, stream=True))
+        until(lambda: engine.running)
+        assert media._held == 2500
+        busy = server.client.post("/v1/vision/person", json={"images": urls})
+        assert busy.status_code == 429
+        sock.close()
+        until(lambda: media._held == 0, 3)
+        assert server.client.post("/v1/vision/person", json={"images": urls}).status_code == 200

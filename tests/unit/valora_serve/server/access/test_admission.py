@@ -1,0 +1,71 @@
+"""The bounded queue and deadlines, over HTTP."""
+
+import threading
+
+from tests.support.fake_engine import FakeEngine
+from tests.support.http_helpers import ask, data_url, encoded, picture, serving, until
+
+
+def test_a_full_queue_is_a_429_with_retry_after():
+    engine = FakeEngine(slots=1, step=0.05)
+    with serving(engine, max_waiting=2) as server:
+        answers = []
+        threads = [
+            threading.Thread(target=lambda: answers.append(ask(server, max_tokens=4)))
+            for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+            until(lambda: server.inside == len(engine.running) + len(engine.waiting))
+        until(lambda: len(engine.waiting) == 2)
+        refused = ask(server, max_tokens=4)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "overloaded"
+        streamed = ask(server, stream=True)
+        assert streamed.status_code == 429
+        assert ask(server, n=3).status_code == 429
+        for thread in threads:
+            thread.join()
+        assert [answer.status_code for answer in answers] == [200] * 3
+        assert server.inside == 0
+        assert ask(server).status_code == 200
+
+
+def test_deadlines_of_request_and_domain():
+    engine = FakeEngine(slots=1, step=0.02)
+    with serving(
+        engine, deadline=20, deadlines={"person": 0.5}, deadline_admission=False
+    ) as server:
+        ask(server)
+        assert 19 < engine.asked[-1].deadline <= 20
+        ask(server, model="person", valora={"deadline": 5}, url=data_url(encoded(picture())))
+        assert engine.asked[-1].deadline <= 0.5
+        ask(server, valora={"deadline": 3})
+        assert 2 < engine.asked[-1].deadline <= 3
+        thread = threading.Thread(target=lambda: ask(server, max_tokens=20, ignore_eos=True))
+        thread.start()
+        until(lambda: engine.running)
+        late = ask(server, valora={"deadline": 0.05})
+        assert late.status_code == 504
+        assert late.json()["error"]["code"] == "deadline_exceeded"
+        thread.join()
+        assert server.inside == 0
+
+
+def test_what_would_miss_its_deadline_is_refused_at_once():
+    engine = FakeEngine(slots=1, step=0.02)
+    with serving(engine) as server:
+        for _ in range(3):
+            ask(server, max_tokens=5)
+        threads = [threading.Thread(target=lambda: ask(server, max_tokens=5)) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        until(lambda: len(engine.waiting) >= 4 and len(engine.asked) == 9)
+        before = len(engine.asked)
+        refused = ask(server, max_tokens=5, valora={"deadline": 0.05})
+        assert refused.status_code == 429
+        assert "deadline" in refused.json()["error"]["message"]
+        assert len(engine.asked) == before
+        for thread in threads:
+            thread.join()

@@ -1,0 +1,43 @@
+"""API keys: which are accepted, and how they are stored."""
+
+import pytest
+
+from tests.support.http_helpers import CHAT, ask, chat, serving
+from valora_serve.errors import SettingsError
+from valora_serve.server.access.keys import hashed, read_keys
+from valora_serve.server.settings import ServerSettings
+
+
+def test_every_known_key_is_let_in_and_no_other(keys_file):
+    file, secrets = keys_file
+    with serving(keys_file=str(file)) as server:
+        for secret in secrets.values():
+            assert ask(server, secret).status_code == 200
+        stored = hashed(secrets["app"])
+        for wrong in ("x", secrets["app"][:-1], secrets["app"] + "x", stored, "é", "\udc80"):
+            headers = {"authorization": f"Bearer {wrong}".encode("utf-8", "surrogateescape")}
+            answer = server.client.post(CHAT, json=chat(), headers=headers)
+            assert answer.status_code == 401
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        for header in ("", "Bearer", f"Basic {secrets['app']}", secrets["app"]):
+            headers = {"authorization": header}
+            assert server.client.post(CHAT, json=chat(), headers=headers).status_code == 401
+
+
+def test_keys_are_kept_as_hashes(keys_file):
+    file, secrets = keys_file
+    text = file.read_text()
+    for key, secret in zip(read_keys(file), secrets.values(), strict=True):
+        assert secret not in text
+        assert key.sha256 == hashed(secret)
+    assert "an-api-key-in-the-clear" not in repr(ServerSettings(api_key="an-api-key-in-the-clear"))
+
+
+@pytest.mark.parametrize("line", ["name", "name user abc", "name root " + "a" * 64, "sk-valora-x"])
+def test_a_damaged_keys_file_is_said_without_repeating_it(tmp_path, line):
+    file = tmp_path / "keys"
+    file.write_text(f"# fine\n{line}\n")
+    with pytest.raises(SettingsError, match="line 2") as caught:
+        read_keys(file)
+    assert "sk-valora-x" not in str(caught.value)

@@ -1,0 +1,83 @@
+"""Golden examples: replayed results within the tolerance, and others."""
+
+import asyncio
+import json
+
+import pytest
+from PIL import Image
+
+from tests.support.fake_engine import FakeEngine
+from valora_serve.errors import AdapterError
+from valora_serve.server.loading import golden
+
+
+def golden_bundle(folder, expected, domain="person", threshold=0.5):
+    (folder / "golden").mkdir(parents=True)
+    Image.new("RGB", (40, 20)).save(folder / "golden" / "a.png")
+    examples = [{"domain": domain, "image": "golden/a.png", "expected": expected}]
+    (folder / "golden" / "golden.json").write_text(json.dumps(examples))
+    (folder / "bundle.json").write_text(json.dumps({"domains": {domain: {"threshold": threshold}}}))
+    return folder
+
+
+BOX = {"label": "person", "confidence": 0.9, "box": [0.0, 0.0, 20.0, 10.0]}
+
+
+SECOND = {"label": "person", "confidence": 0.4, "box": [10.0, 5.0, 40.0, 20.0]}
+
+
+def replay(folder):
+    return asyncio.run(golden.replay(FakeEngine(), folder))
+
+
+@pytest.mark.parametrize(
+    ("expected", "threshold"),
+    [
+        ([BOX], 0.5),
+        ([BOX | {"confidence": 0.905, "box": [0.4, 0.0, 19.6, 10.0]}], 0.5),
+        ([BOX, SECOND], 0.2),
+        ([SECOND, BOX], 0.2),
+        ([BOX], 0.395),  # the second box is about the threshold: it may come or go
+        ([BOX, SECOND], 0.405),
+    ],
+)
+def test_golden_boxes_that_are_the_same(tmp_path, expected, threshold):
+    assert replay(golden_bundle(tmp_path / "b", expected, threshold=threshold)) == 1
+
+
+@pytest.mark.parametrize(
+    ("expected", "threshold"),
+    [
+        ([], 0.5), ([BOX, BOX], 0.5), ([BOX, SECOND], 0.5), ([BOX], 0.2),
+        ([BOX | {"confidence": 0.88}], 0.5), ([BOX | {"label": "car"}], 0.5),
+        ([BOX | {"box": [0.6, 0.0, 20.0, 10.0]}], 0.5),
+    ],
+)  # fmt: skip
+def test_golden_boxes_that_differ(tmp_path, expected, threshold):
+    if expected == [BOX, SECOND]:
+        expected = [BOX, SECOND | {"confidence": 0.6}]
+    with pytest.raises(AdapterError, match="differently"):
+        replay(golden_bundle(tmp_path / "b", expected, threshold=threshold))
+
+
+def test_golden_labels_and_texts(tmp_path):
+    good = {"label": "street", "confidence": 0.751}
+    assert replay(golden_bundle(tmp_path / "1", good, "scene", None)) == 1
+    assert replay(golden_bundle(tmp_path / "2", "street", "scene", None)) == 1
+    text = "a red star and a blue ring over the green key"
+    assert replay(golden_bundle(tmp_path / "3", text, "caption", None)) == 1
+    for number, (wrong, domain) in enumerate(
+        [({"label": "beach"}, "scene"), (good | {"confidence": 0.7}, "scene"), ("a", "caption")]
+    ):
+        with pytest.raises(AdapterError, match="differently"):
+            replay(golden_bundle(tmp_path / f"w{number}", wrong, domain, None))
+
+
+def test_damaged_golden_examples(tmp_path):
+    folder = golden_bundle(tmp_path / "b", [BOX])
+    for content in ("{", '[{"domain": "person"}]', '[{"domain": "x", "image": "golden/a.png"}]',
+                    '[{"domain": "person", "image": "none.png", "expected": []}]'):  # fmt: skip
+        (folder / "golden" / "golden.json").write_text(content)
+        with pytest.raises(AdapterError):
+            replay(folder)
+    assert asyncio.run(golden.replay(FakeEngine(), tmp_path)) == 0

@@ -1,0 +1,42 @@
+"""Finding the bundles that the command line names."""
+
+import pytest
+
+from valora_serve.errors import SettingsError
+from valora_serve.server.loading import startup
+
+
+def test_bundles_are_found_by_folder_and_folder_of_folders(tmp_path):
+    for name in ("a", "b", "b@1", ".c.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "bundle.json").write_text("{}")
+    (tmp_path / "other").mkdir()
+    assert startup.find_bundles([str(tmp_path)], tmp_path) == [tmp_path / "a", tmp_path / "b"]
+    old = startup.find_bundles([str(tmp_path / "b@1")], tmp_path)
+    assert old == [tmp_path / "b@1"]
+    for name in (tmp_path / "none", tmp_path / "other", tmp_path / "a" / "bundle.json"):
+        with pytest.raises(SettingsError, match="is no bundle"):
+            startup.find_bundles([str(name)], tmp_path)
+
+
+@pytest.mark.slow
+def test_a_bundle_from_mlflows_registry(tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    store = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    folder = tmp_path / "made"
+    folder.mkdir()
+    (folder / "bundle.json").write_text('{"name": "made"}')
+    mlflow.set_tracking_uri(store)
+    experiment = mlflow.create_experiment("x", artifact_location=(tmp_path / "artifacts").as_uri())
+    with mlflow.start_run(experiment_id=experiment) as run:
+        mlflow.log_artifacts(str(folder), "bundle")
+    found = _with_tracking(store, f"runs:/{run.info.run_id}/bundle", tmp_path / "downloads")
+    assert (found / "bundle.json").read_text() == '{"name": "made"}'
+    with pytest.raises(SettingsError, match="MLflow"):
+        _with_tracking(store, "models:/nobody/1", tmp_path / "downloads")
+
+
+def _with_tracking(store, uri, place):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", store)
+        return startup.find_bundles([uri], place)[0]

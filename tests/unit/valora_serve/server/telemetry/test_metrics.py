@@ -1,0 +1,82 @@
+"""Metrics for Prometheus."""
+
+import json
+import re
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.fake_engine import FakeEngine
+from tests.support.http_helpers import chat, encoded, picture, serving
+from valora_serve.server.telemetry.metrics import MOST_LABELS, Metrics
+from valora_serve.types import Finish, Output, Times, Usage
+
+
+def samples(text):
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_metrics_say_what_happened():
+    with serving() as server:
+        for _ in range(3):
+            server.client.post("/v1/chat/completions", json=chat(max_tokens=4))
+        server.client.post("/v1/vision/person", files={"image": encoded(picture())})
+        server.client.post("/v1/chat/completions", json=chat(model="nobody"))
+        server.client.get("/somewhere/else")
+        found = samples(server.client.get("/metrics").text)
+    model = (("model_name", "tiny"),)
+    assert found["valora_request_success_total",
+                 (("finished_reason", "length"), ("model_name", "tiny"))] == 3  # fmt: skip
+    assert found["valora_request_success_total",
+                 (("finished_reason", "head"), ("model_name", "person"))] == 1  # fmt: skip
+    assert found["valora_request_generation_tokens_total", model] == 12
+    assert found["valora_request_prompt_tokens_total", model] == 15
+    assert found["valora_inter_token_latency_seconds_count", model] == 9
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
+        assert found[f"valora_{name}_seconds_count", model] == 3
+    assert found["valora_request_failure_total", (("code", "model_not_found"),)] == 1
+    path = "/v1/chat/completions"
+    assert found["valora_http_requests_total",
+                 (("method", "POST"), ("path", path), ("status", "200"))] == 3  # fmt: skip
+    assert ("valora_http_requests_total",
+            (("method", "GET"), ("path", "other"), ("status", "404"))) in found  # fmt: skip
+    assert found["valora_kv_cache_usage_ratio", ()] == 0.2
+    assert found["valora_adapter_cache_usage_ratio", ()] == 0.1
+    assert found["valora_mode", (("mode", "mixture"),)] == 1
+    assert found["valora_mode", (("mode", "merged"),)] == 0
+    assert found["valora_mode_switches_total", ()] == 3
+    assert found["valora_merged_adapter_info", (("adapter", "adapter-1"),)] == 1
+    assert found["valora_prefix_cache_hits_total", ()] == 5
+    assert found["process_resident_memory_bytes", ()] > 10**7
+
+
+def test_label_sets_are_bounded():
+    metrics = Metrics(FakeEngine())
+    last = Output("x", finish=Finish.STOP, usage=Usage(1, 1), times=Times(0.0, 0.0, 0.0, 1.0))
+    for number in range(MOST_LABELS + 30):
+        metrics.ended(f"adapter {number}", last, [])
+    found = samples(metrics.text().decode())
+    names = {dict(labels).get("model_name") for _, labels in found} - {None}
+    assert len(names) == MOST_LABELS + 1
+    assert "other" in names
+
+
+def test_the_dashboard_asks_only_for_metrics_that_are_there():
+    from pathlib import Path
+
+    file = Path(__file__).parents[5] / "docs" / "grafana-dashboard.json"
+    board = json.loads(file.read_text())
+    queries = [t["expr"] for panel in board["panels"] for t in panel.get("targets", ())]
+    assert len(queries) >= 15
+    metrics = Metrics(FakeEngine())
+    last = Output("x", finish=Finish.STOP, usage=Usage(1, 1), times=Times(0.0, 0.0, 0.0, 1.0))
+    metrics.ended("tiny", last, [0.0, 1.0])
+    metrics.failed("x")
+    metrics.http("/x", "GET", 200, 0.1)
+    there = {name for name, _ in samples(metrics.text().decode())}
+    for query in queries:
+        for name in re.findall(r"\b(?:valora|process)_\w+", query):
+            assert name in there, name

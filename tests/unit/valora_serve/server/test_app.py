@@ -1,0 +1,72 @@
+"""The application: its pages, https, and the end of its life."""
+
+import re
+import subprocess
+import threading
+
+import httpx
+import pytest
+
+from tests.support.fake_engine import FakeEngine
+from tests.support.http_helpers import ask, serving, until
+
+
+def test_the_page_of_the_api_loads_nothing_from_elsewhere():
+    with serving() as server:
+        page = server.client.get("/docs").text
+        links = re.findall(r'(?:src|href)="([^"]+)"', page)
+        assert len(links) >= 3
+        for link in links:
+            assert link.startswith("/console/docs/")
+            assert server.client.get(link).status_code == 200
+
+
+def test_https(tmp_path):
+    import ssl
+
+    command = [
+        "openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj",
+        "/CN=localhost", "-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem",
+    ]  # fmt: skip
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("openssl makes the certificate, and is not installed")
+    files = {"tls_cert": str(tmp_path / "cert.pem"), "tls_key": str(tmp_path / "key.pem")}
+    with serving(**files) as server:
+        context = ssl.create_default_context(cafile=tmp_path / "cert.pem")
+        context.check_hostname = False
+        answer = httpx.get(f"https://127.0.0.1:{server.port}/health", verify=context)
+        assert answer.status_code == 200
+
+
+def test_running_requests_end_and_new_ones_are_refused_while_draining():
+    engine = FakeEngine(step=0.03)
+    with serving(engine, drain_seconds=10) as server:
+        answers = []
+        thread = threading.Thread(
+            target=lambda: answers.append(ask(server, max_tokens=15, ignore_eos=True))
+        )
+        thread.start()
+        until(lambda: engine.running)
+        server.service.draining = True
+        assert server.client.get("/ready").status_code == 503
+        assert server.client.get("/ready").json() == {"status": "draining"}
+        assert server.client.get("/health").status_code == 200
+        refused = ask(server)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "unavailable"
+        server.stop()
+        thread.join()
+        assert answers[0].status_code == 200
+        assert answers[0].json()["usage"]["completion_tokens"] == 15
+    assert engine.closed
+
+
+def test_an_engine_that_has_failed_is_said():
+    engine = FakeEngine()
+    with serving(engine) as server:
+        engine.healthy = False
+        assert server.client.get("/health").status_code == 503
+        assert server.client.get("/ready").json() == {"status": "failed"}
+        assert ask(server).status_code == 503

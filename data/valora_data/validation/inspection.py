@@ -1,4 +1,4 @@
-"""What is in a data set and what is wrong with it: counts, labels, broken files, leaks."""
+"""Checks of a data set: counts, labels, files that cannot be decoded, leaks between splits."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 THUMB = 8
+"""Side of the thumbnails that near duplicates are compared by, in pixels."""
 NEAR_BITS = 6
-"""Bits of 64 by which the hashes of two pictures of the same thing may differ."""
+"""Largest Hamming distance, of 64 bits, between the hashes of near duplicates."""
 NEAR_LEVELS = 6.0
-"""Mean difference of their thumbnails, of 255."""
+"""Largest mean difference between the thumbnails of near duplicates, of 255 levels."""
 FLAT = 4.0
-"""Standard deviation of grey below which a picture shows too little to be recognised."""
+"""Standard deviation of the grey levels below which an image is too uniform to be recognised."""
 KEPT_PICTURES = 12
-"""Pairs of leaking pictures that are kept to be shown."""
+"""Number of leaks whose images are kept for the contact sheet."""
 
 
 @dataclass(slots=True)
 class SplitFacts:
-    """What a split holds.
+    """Counts of one split.
 
     Attributes:
-        samples: How many samples.
-        images: How many images or frames.
-        labels: How often each label, answer or class of objects occurs.
-        unanswered: Samples without any answer.
-        sizes: How often each width and height occurs.
+        samples: Number of samples.
+        images: Number of images or frames.
+        labels: Number of occurrences of each label, answer or object class.
+        unanswered: Number of samples without an answer.
+        sizes: Number of images of each (width, height) in pixels.
     """
 
     samples: int = 0
@@ -52,13 +53,13 @@ class SplitFacts:
 
 @dataclass(frozen=True, slots=True)
 class Leak:
-    """A picture that two splits share.
+    """An image that occurs in two splits.
 
     Attributes:
-        first: Split and id.
-        second: Split and id.
-        exact: Whether the pixels are equal; otherwise they look the same.
-        pictures: Small copies of both.
+        first: Split and sample id of the first occurrence.
+        second: Split and sample id of the second occurrence.
+        exact: True for equal pixels, False for near duplicates.
+        pictures: Thumbnails of both, None beyond `KEPT_PICTURES` leaks.
     """
 
     first: tuple[str, str]
@@ -69,15 +70,16 @@ class Leak:
 
 @dataclass(slots=True)
 class Inspection:
-    """What was found in a data set.
+    """Result of checking a data set.
 
     Attributes:
-        task: What its answers are for.
-        splits: Facts by name of the split; `all` for a set in one piece.
-        broken: Files that do not decode.
-        leaks: Pictures in two splits, exact ones first.
-        duplicates: Pictures that occur again in their own split, questions about one image aside.
-        problems: One sentence for each thing that must be put right.
+        task: Task of the answers.
+        splits: Counts by split name; `all` for a set without splits.
+        broken: Files that cannot be decoded.
+        leaks: Images in two splits, exact ones first.
+        duplicates: Number of images that occur again in their own split, not counting several
+            questions about one image.
+        problems: One sentence for each fault.
     """
 
     task: Task
@@ -89,14 +91,14 @@ class Inspection:
 
 
 def inspect(source: Source, on_sample: Callable[[str, Sample], None] | None = None) -> Inspection:
-    """Read a data set from end to end.
+    """Read a data set from end to end and check it.
 
     Args:
-        source: What to read; broken files are counted, however many there are.
+        source: The source; any number of broken files is tolerated and counted.
         on_sample: Called with the split's name and each sample.
 
     Raises:
-        DataError: If the set cannot be read at all.
+        DataError: The set cannot be read at all.
     """
     reader = ImageReader(source.path or source.name, tolerance=1.0)
     found = Inspection(source.task)
@@ -136,8 +138,8 @@ def _problems(found: Inspection) -> list[str]:
     if found.broken:
         shown = ", ".join(found.broken[:3])
         problems.append(
-            f"{len(found.broken)} files do not decode or are missing ({shown}): repair or remove "
-            "them"
+            f"{len(found.broken)} files cannot be decoded or are missing ({shown}): repair or "
+            "remove them"
         )
     for exact, what in ((True, "are in two splits"), (False, "look the same in two splits")):
         leaks = [leak for leak in found.leaks if leak.exact == exact]
@@ -156,22 +158,20 @@ def _problems(found: Inspection) -> list[str]:
     learnt = labels.get(str(Split.TRAIN), labels.get("all"))
     if found.task in CHOICE_TASKS - {Task.VQA} and learnt is not None:
         if len(learnt) == 1:
-            problems.append(
-                f"there is one class, {next(iter(learnt))!r}, so that there is nothing to choose: "
-                "add another"
-            )
+            problems.append(f"there is only one class, {next(iter(learnt))!r}: add another")
         for name, used in labels.items():
             strange = sorted(set(used) - set(learnt))
             if strange:
                 problems.append(
-                    f"split {name} has labels that {Split.TRAIN} lacks ({', '.join(strange[:5])}): "
+                    f"split {name} has labels that are not in {Split.TRAIN} "
+                    f"({', '.join(strange[:5])}): "
                     "give all splits the same label set"
                 )
     return problems
 
 
 class _Prints:
-    """Fingerprints of what was seen: exact hashes, perceptual hashes and thumbnails."""
+    """Exact hashes, perceptual hashes and thumbnails of all images so far."""
 
     def __init__(self) -> None:
         self._exact: dict[str, tuple[str, str]] = {}
@@ -182,7 +182,7 @@ class _Prints:
         self._thumbs: list[npt.NDArray[np.uint8]] = []
 
     def add(self, split: str, sample: Sample) -> int:
-        """Take note of a sample; 1 if its picture was in its split already, else 0."""
+        """Add a sample; returns 1 if its image was already in its split, else 0."""
         image_id = sample.id.split("#", 1)[0]
         if (split, image_id) in self._own:
             return 0  # another question about the same image
@@ -228,18 +228,18 @@ class _Prints:
 
 
 def perceptual_hash(image: Image.Image) -> np.uint64 | None:
-    """Difference hash: whether each of 8 × 8 places is brighter than its right neighbour.
+    """Difference hash of an image (`imagehash.dhash`), as 64 bits.
 
     It survives resizing, recompression and changes of brightness.
 
     Returns:
-        64 bits, or None for a picture that is too flat to be recognised.
+        The bits, or None for an image that is too uniform to be recognised.
     """
-    small = image.convert("L").resize((9, 8), Image.Resampling.BOX)
-    grey = np.asarray(small, dtype=np.float32)
-    if grey.std() < FLAT:
+    import imagehash
+
+    if np.asarray(image.convert("L").resize((9, 8), Image.Resampling.BOX)).std() < FLAT:
         return None
-    packed = np.packbits(grey[:, :-1] > grey[:, 1:])
+    packed = np.packbits(imagehash.dhash(image).hash)
     return np.uint64(int.from_bytes(packed.tobytes(), "big"))
 
 
@@ -250,10 +250,10 @@ def _small(image: Image.Image) -> Image.Image:
 
 
 def task_of(sample: Sample) -> Task:
-    """The task whose answer a sample holds.
+    """The task that a sample's answer belongs to.
 
     Raises:
-        DataError: If it holds none.
+        DataError: The sample has no answer.
     """
     answer = sample.answer
     if answer.boxes:
@@ -270,14 +270,14 @@ def task_of(sample: Sample) -> Task:
 
 
 def guess_task(source_kind: str, columns: set[str]) -> Task:
-    """The task that a source is most likely meant for.
+    """The most likely task of a source.
 
     Args:
-        source_kind: Key of `registry.READS`.
-        columns: Columns or tables that it has, for kinds that serve several tasks.
+        source_kind: Kind of the source.
+        columns: Its columns or tables, for kinds that serve several tasks.
 
     Raises:
-        DataError: If none of them tells.
+        DataError: The columns do not determine the task.
     """
     fixed = {"yolo": Task.DETECTION, "llava": Task.VQA, "vqa": Task.VQA, "refcoco": Task.GROUNDING}
     if source_kind in fixed:

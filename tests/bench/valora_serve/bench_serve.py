@@ -2,8 +2,9 @@
 
 `python -m tests.bench.valora_serve.bench_serve [SECTION …]` runs the named sections (all by
 default), prints a table for each and, with `--out`, writes every figure as JSON. Random
-weights cost what trained ones do. The workloads of `throughput`, `decode` and `arrivals` are those
-of vLLM's published figures in `VLLM` (one H200, Llama-7B shape, LoRA on q, k, v, o, adapters on the GPU).
+weights cost what trained ones do. The workloads of `throughput`, `decode` and `arrivals` are
+those of vLLM's published figures in `VLLM` (one H200, Llama-7B shape, LoRA on q, k, v, o, adapters
+on the GPU).
 
 Average token latency is Σ end-to-end latency over Σ (input + image + output) tokens.
 """

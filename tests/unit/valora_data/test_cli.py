@@ -55,7 +55,7 @@ def test_broken_files(pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture)
     for name in "ab":
         (pets / "train" / "dog" / f"{name}.png").write_bytes(b"broken")
     assert check(pets, tmp_path) == 1
-    assert "2 files do not decode or are missing (a.png, b.png)" in capsys.readouterr().out
+    assert "2 files cannot be decoded or are missing (a.png, b.png)" in capsys.readouterr().out
 
 
 def test_equal_pictures_in_two_splits(
@@ -93,14 +93,14 @@ def test_label_sets_that_differ(pets: Path, tmp_path: Path, capsys: pytest.Captu
     (pets / "val" / "fox").mkdir()
     natural(9).save(pets / "val" / "fox" / "f.png")
     assert check(pets, tmp_path) == 1
-    assert "split val has labels that train lacks (fox)" in capsys.readouterr().out
+    assert "split val has labels that are not in train (fox)" in capsys.readouterr().out
     assert check(pets, tmp_path, "--labels", "cat,dog") == 0
 
 
 def test_one_class(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     picture(tmp_path / "set" / "cat" / "a.png", 0)
     assert check(tmp_path / "set", tmp_path) == 1
-    assert "there is one class, 'cat'" in capsys.readouterr().out
+    assert "there is only one class, 'cat'" in capsys.readouterr().out
 
 
 def test_questions_about_one_image_are_no_duplicates(

@@ -130,7 +130,7 @@ def test_broken_images_are_skipped_up_to_a_limit(valora_train, tmp_path, broken,
     got, said = valora_train(*overrides, "command=distill")
     assert got == status
     if status:
-        assert "do not decode" in said
+        assert "cannot be decoded" in said
 
 
 def test_data_that_is_not_there(valora_train):

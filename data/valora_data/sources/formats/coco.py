@@ -38,7 +38,8 @@ def read_coco(
 
     Raises:
         DataError: If the file is missing, corrupt or empty, ids do not match or occur twice, a
-            label is no category, a box lies outside its image, or too many images do not decode.
+            label is not a category, a box lies outside its image, or too many images cannot be
+            decoded.
     """
     source = json_path.name
     content = load_tables(json_path, INSTANCES, "COCO instances")
@@ -82,7 +83,7 @@ def read_coco_captions(
 
     Raises:
         DataError: If the file is missing, corrupt or empty, ids do not match or occur twice, no
-            image has a caption, or too many images do not decode.
+            image has a caption, or too many images cannot be decoded.
     """
     source = json_path.name
     content = load_tables(json_path, CAPTIONS, "COCO captions")

@@ -82,7 +82,7 @@ def read_folder(
 
     Raises:
         DataError: If there are no files, a label is missing or stray, a row is malformed or a file
-            is listed twice, or too many files do not decode.
+            is listed twice, or too many files cannot be decoded.
     """
     if not folder.is_dir():
         raise DataError(f"folder {folder} does not exist: check the path")

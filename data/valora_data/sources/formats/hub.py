@@ -73,14 +73,14 @@ def read_hub(
         columns: A column's name for a field (of `records.NAMES`, `image` or `id`), where it
             differs.
         frames: Frames to take of a video.
-        reader: Counts the images that do not decode; by default one that tolerates few.
+        reader: Counts the images that cannot be decoded; by default one that tolerates few.
 
     Yields:
         One sample per row, or per phrase; the id is that of the row, or its number.
 
     Raises:
         DataError: If the data set or a column is missing, a row is of no use, or too many images
-            do not decode.
+            cannot be decoded.
     """
     import datasets
 
@@ -172,7 +172,7 @@ def _class_names(
 
 
 def _images(value: Any, frames: int, reader: ImageReader, where: str) -> list[Image.Image]:
-    """The images of a row; none if one does not decode."""
+    """The images of a row; none if one cannot be decoded."""
     images: list[Image.Image] = []
     for part in value if isinstance(value, list) else [value]:
         try:

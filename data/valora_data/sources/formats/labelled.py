@@ -25,7 +25,7 @@ TOLERANCE = 1.0
 
 @dataclass(slots=True)
 class ImageReader:
-    """Opens the images of one data set and counts those that do not decode.
+    """Opens the images of one data set and counts those that cannot be decoded.
 
     Attributes:
         source: The data set, for messages.
@@ -40,7 +40,7 @@ class ImageReader:
     skipped: list[str] = field(default_factory=list)
 
     def open(self, path: Path) -> Image.Image | None:
-        """The RGB image as a viewer shows it, or None if it does not decode.
+        """The RGB image as a viewer shows it, or None if it cannot be decoded.
 
         Raises:
             DataError: If more than `tolerance` of the images did not decode.
@@ -54,17 +54,17 @@ class ImageReader:
         return None
 
     def skip(self, name: str, reason: Exception | str) -> None:
-        """Leave out a file that does not decode.
+        """Leave out a file that cannot be decoded.
 
         Raises:
             DataError: If more than `tolerance` of the files did not decode.
         """
-        log.warning("%s: skipped %s, which does not decode (%s)", self.source, name, reason)
+        log.warning("%s: skipped %s, which cannot be decoded (%s)", self.source, name, reason)
         self.skipped.append(name)
         if len(self.skipped) > self.tolerance * self.total:
             raise DataError(
-                f"{self.source}: {len(self.skipped)} of {self.total} images do not decode or are "
-                f"missing, more than {self.tolerance:.0%} (first: {self.skipped[0]}): "
+                f"{self.source}: {len(self.skipped)} of {self.total} images cannot be decoded or "
+                f"are missing, more than {self.tolerance:.0%} (first: {self.skipped[0]}): "
                 "repair or remove them"
             )
 

@@ -146,7 +146,7 @@ def _paths(entry: dict[str, Any], turns: list[tuple[str, str]], where: str) -> l
 def _open(
     reader: ImageReader, folder: Path, paths: list[str], moving: bool, frames: int
 ) -> list[Image.Image]:
-    """All images of an entry; none if one of them does not decode."""
+    """All images of an entry; none if one of them cannot be decoded."""
     images: list[Image.Image] = []
     for path in paths:
         if moving:

@@ -42,7 +42,7 @@ def read_refcoco(
 
     Raises:
         DataError: If the file is missing, corrupt or empty, ids do not match or occur twice, a
-            sentence is empty, a box lies outside its image, or too many images do not decode.
+            sentence is empty, a box lies outside its image, or too many images cannot be decoded.
     """
     source = json_path.name
     refs, files, boxes = _tables(json_path)

@@ -61,7 +61,7 @@ def read_frames(video: Path | bytes, count: int = FRAMES, name: str = "") -> lis
             total = 1 + max(_decode(av, video, None))
             frames = _decode(av, video, frame_places(total, count))
     except (av.error.FFmpegError, OSError) as error:
-        raise DataError(f"video {name} does not decode ({error}): repair or remove it") from error
+        raise DataError(f"video {name} cannot be decoded ({error}): repair or remove it") from error
     if not frames:
         raise DataError(f"video {name} has no frames: repair or remove it")
     return [frames[place] for place in frame_places(total, count)]

@@ -44,7 +44,7 @@ def read_vqa(
 
     Raises:
         DataError: If a file is missing, corrupt or empty, ids do not match or occur twice, no
-            question has an allowed answer, or too many images do not decode.
+            question has an allowed answer, or too many images cannot be decoded.
     """
     source = questions_path.name
     content = load_tables(questions_path, QUESTIONS, "VQA questions")

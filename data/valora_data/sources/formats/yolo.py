@@ -42,7 +42,7 @@ def read_yolo(
     Raises:
         DataError: If the file is missing, corrupt or without that split, the split is empty, a
             label is no class, a row is malformed or names an unknown class, a box lies outside its
-            image, or too many images do not decode.
+            image, or too many images cannot be decoded.
     """
     source = yaml_path.name
     content = _parsed(yaml_path)

@@ -169,7 +169,7 @@ def test_broken_videos_are_skipped_if_few(tmp_path: Path) -> None:
     (tmp_path / "wave" / "00.avi").write_bytes(b"")
     assert len(list(read_folder(tmp_path, Task.VIDEO, frames=2))) == 19
     (tmp_path / "wave" / "01.avi").write_bytes(b"")
-    with pytest.raises(DataError, match=r"2 of 20 images do not decode.*\(first: 00\.avi\)"):
+    with pytest.raises(DataError, match=r"2 of 20 images cannot be decoded.*\(first: 00\.avi\)"):
         list(read_folder(tmp_path, Task.VIDEO, frames=2))
 
 
@@ -190,7 +190,7 @@ ONE = {"file_name": "a.png"}
         (Task.CLASSIFICATION, [{"label": "cat"}], "row 1 has no file_name"),
         (Task.CLASSIFICATION, [], r"metadata\.jsonl is empty"),
         (Task.CLASSIFICATION, [{"file_name": "../a.png", "label": "cat"}], "outside the folder"),
-        (Task.CLASSIFICATION, [{"file_name": "no.png", "label": "cat"}], "1 of 1 images do not"),
+        (Task.CLASSIFICATION, [{"file_name": "no.png", "label": "cat"}], "1 of 1 images cannot"),
         (Task.VQA, [ONE | {"question": "q", "answer": " "}], "the answer is empty"),
         (Task.GROUNDING, [ONE | {"phrase": "x", "bbox": [0, 0, 0, 4]}], "has no area"),
         (Task.GROUNDING, [ONE | {"phrase": "x", "bbox": [0, 0, 99, 4]}], "outside its 12 × 8"),

@@ -100,7 +100,7 @@ def test_rows_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     table(tmp_path / "set", "train", features, rows)
     stream = read_hub(str(tmp_path / "set"), None, Task.CLASSIFICATION)
     assert next(stream).id == "0"
-    with pytest.raises(DataError, match=r"6 of 100 images do not decode.*\(first: row 30\)"):
+    with pytest.raises(DataError, match=r"6 of 100 images cannot be decoded.*\(first: row 30\)"):
         list(stream)
 
 

@@ -104,7 +104,7 @@ def test_several_images_and_videos(tmp_path: Path) -> None:
         (Task.VQA, talk("<image>?", ""), "question 0: the answer is empty"),
         (Task.VQA, {"id": 1, "conversations": []}, "no conversation has an image"),
         (Task.VQA, {"id": 1, "image": "a.png"}, "entry 0 of 'conversations' has no conversations"),
-        (Task.VQA, talk("<image>?", "b", image="gone.png"), "1 of 1 images do not decode"),
+        (Task.VQA, talk("<image>?", "b", image="gone.png"), "1 of 1 images cannot be decoded"),
         (Task.CLASSIFICATION, talk("<image>?", "fox"), "label 'fox' is not one of cat, dog"),
         (Task.GROUNDING, talk("<image>?", "over there"), "'over there' holds no box"),
         (Task.GROUNDING, talk("<image>?", "[0.5, 0.5, 0.5, 0.9]"), "has no area"),
@@ -175,7 +175,7 @@ def test_questions_of_no_use(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"empty\.json: question 72 has no answers"):
         list(read_vqa(questions, empty, tmp_path))
     (tmp_path / "own.png").unlink()
-    with pytest.raises(DataError, match=r"1 of 3 images do not decode.*own\.png"):
+    with pytest.raises(DataError, match=r"1 of 3 images cannot be decoded.*own\.png"):
         list(read_vqa(questions, annotations, tmp_path))
 
 

@@ -171,7 +171,7 @@ def test_images_that_do_not_decode(tmp_path: Path, caplog: pytest.LogCaptureFixt
         assert len(list(read_yolo(data, "train", LABELS))) == 19
     assert "data.yaml: 1 of 20 images skipped" in caplog.text
     (images / "000006.png").write_bytes(b"")
-    with pytest.raises(DataError, match="2 of 20 images do not decode"):
+    with pytest.raises(DataError, match="2 of 20 images cannot be decoded"):
         list(read_yolo(data, "train", LABELS))
 
 

@@ -112,8 +112,8 @@ def measure(engine: Engine, seconds: float = SECONDS) -> CostModel:
         merges=merges if mergeable else (),
         unmerges=unmerges if mergeable else (),
         loads=loads,
-        captured=captured,
-        uncaptured=uncaptured,
+        captured_rows=captured,
+        uncaptured_seconds=uncaptured,
     )
     log.info("measured %d steps in %.0f s", len(points), time.monotonic() - start)
     return found

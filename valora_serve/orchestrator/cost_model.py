@@ -1,9 +1,9 @@
-"""What a step, a switch and a load cost on this machine, in seconds (VaLoRA §4.4.3).
+"""Predicts the seconds of a step, a switch and a load on this machine (VaLoRA §4.4.3).
 
-Two linear models over a few counts of a step: one for steps that only decode (replayed graphs), one
-for steps with prompt tokens. Slopes are never negative and the knees are fixed, so a prediction
-grows with the batch, as it must. The engine measures steps at its first start, `CostModel.fit`
-makes coefficients of them, and they are cached as JSON under the names of machine and model.
+There are two piecewise linear models over a few counts of a step: one for steps that only decode
+(replayed from CUDA graphs), and one for steps with prompt tokens. Slopes are never negative, so the
+prediction never falls as the batch grows. The engine is profiled at its first start, and
+`CostModel.fit` computes the coefficients, which are cached as JSON by machine and model.
 """
 
 from __future__ import annotations
@@ -27,33 +27,34 @@ if TYPE_CHECKING:
 
     from valora_serve.orchestrator.decision import RequestView
 
-VERSION = 4
+VERSION = 5
 
 
 class CostModelError(ServeError):
-    """A file of costs cannot be read, or what was measured cannot be fitted."""
+    """A file of costs cannot be read, or the measurements cannot be fitted."""
 
 
 class CostVersionError(CostModelError):
-    """A file of costs was written by another version."""
+    """A file of costs has the format of another version."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The counts of a step that its time depends on.
+    """The counts of a step on which its time depends.
 
     Attributes:
-        mode: Of the step.
-        decode: Rows that decode one token.
+        mode: Inference mode of the step.
+        decode: Rows that decode one token each.
         prefill: Prompt tokens.
-        images: Images encoded.
+        images: Images to encode.
         kv_tokens: Tokens in the KV cache that decode rows attend to, summed over the rows.
         pairs: Pairs of a prompt token and a token that it attends to.
-        terms: LoRA terms summed over tokens: 1 for an unmerged row, 0 for one of the merged
-            adapter, 2 for a foreign row in mixture, 1 there for a base row.
-        work: Ranks summed over the same.
-        ranks: Ranks summed over the distinct adapters with a term.
-        adapters: Distinct adapters with a term.
+        terms: LoRA terms, summed over tokens. In unmerged mode a token has 1 term, or 0 for the
+            base model. In mixture mode it has 0 terms for the merged adapter, 1 for the base model
+            and 2 for any other adapter. In merged mode it has none.
+        work: Ranks of the LoRA terms, summed over tokens.
+        ranks: Ranks summed over the distinct adapters that have a term.
+        adapters: Number of distinct adapters that have a term.
     """
 
     mode: Mode = Mode.UNMERGED
@@ -77,10 +78,10 @@ def step_shape(
     """Count a batch.
 
     Args:
-        mode: Of the step.
-        merged: Adapter in the weights.
-        batch: Requests as they are before the step, with the tokens to compute.
-        ranks: Rank by adapter; must hold `merged` in mixture.
+        mode: Inference mode of the step.
+        merged: Adapter merged into the base weights, None if they are pristine.
+        batch: Requests in their state before the step, each with the number of tokens to compute.
+        ranks: Ranks by adapter; must contain `merged` in mixture mode.
     """
     mixture = mode is Mode.MIXTURE and merged is not None
     merged_rank = ranks[merged] if mixture and merged is not None else 0
@@ -122,20 +123,21 @@ def step_shape(
 
 
 PROMPT_SIZES = (64, 128, 192, 256, 288, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
-"""Rows of the steps with prompts that are captured on a GPU.
+"""Rows of the steps with prompt tokens that are captured in CUDA graphs.
 
-Up to the last one a GPU is faster than the host that launches its kernels one by one (60 ms).
+Up to the last size, the GPU computes a step faster than the host can launch its kernels one by one
+(60 ms).
 """
 
 HOST_BOUND = 1.2
-"""Steps without a graph up to so many times the shortest are taken to wait for the host."""
+"""A step without a graph that takes at most this many times the shortest one waits for the host."""
 
 DECODE_KNEES = (64, 256)
 PREFILL_KNEES = (128, 256, 512)
 
 # Names of the coefficients, in the order of `_decode_row` and `_prefill_row`.
 DECODE_TERMS = (
-    "step", "row", "row>64", "row>256", "context", "lora", "lora_rank", "lora_work", "mixture"
+    "step", "row", "row>64", "row>256", "kv_token", "lora", "lora_rank", "lora_work", "mixture"
 )  # fmt: skip
 PREFILL_TERMS = (
     "step",
@@ -143,7 +145,7 @@ PREFILL_TERMS = (
     "token>128",
     "token>256",
     "token>512",
-    "context",
+    "kv_token",
     "pair",
     "image",
     "lora",
@@ -169,39 +171,40 @@ def _lora_row(s: StepShape) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds of steps, switches and loads.
+    """Predicts the seconds of steps, switches and loads.
 
     Attributes:
-        machine: Whose times these are, e.g. the GPU's name.
-        model: Of which base model.
-        decode: Seconds per unit of each of `DECODE_TERMS`.
-        prefill: Seconds per unit of each of `PREFILL_TERMS`.
-        merge: Seconds to merge an adapter: fixed, and per rank.
-        unmerge: Seconds to restore the pristine weights.
-        load_: Seconds to copy an adapter in: fixed, and per rank.
-        captured: Rows of the steps with prompts that are replayed from graphs, ascending; a step
-            of fewer rows takes the next graph's time.
-        uncaptured: Seconds that a larger step takes at least, for the host has to launch all of it.
-        measured: False for an estimate.
+        machine: Name of the machine, such as the name of its GPU.
+        model: Name of the base model.
+        decode_seconds: Seconds per unit of each of `DECODE_TERMS`.
+        prefill_seconds: Seconds per unit of each of `PREFILL_TERMS`.
+        merge_seconds: Seconds to merge an adapter: a constant, and seconds per unit of rank.
+        unmerge_seconds: Seconds to restore the pristine weights.
+        load_seconds: Seconds to load an adapter: a constant, and seconds per unit of rank.
+        captured_rows: Rows of the steps with prompt tokens that are replayed from CUDA graphs,
+            ascending. A step takes as long as the next larger graph.
+        uncaptured_seconds: Least seconds of a step that no graph covers, as the host launches its
+            kernels one by one.
+        measured: Whether the costs were measured; False for an estimate.
         error: Median relative error over the points of the fit, None for an estimate.
     """
 
     machine: str
     model: str
-    decode: tuple[float, ...]
-    prefill: tuple[float, ...]
-    merge: tuple[float, float]
-    unmerge: float
-    load_: tuple[float, float]
-    captured: tuple[int, ...] = ()
-    uncaptured: float = 0.0
+    decode_seconds: tuple[float, ...]
+    prefill_seconds: tuple[float, ...]
+    merge_seconds: tuple[float, float]
+    unmerge_seconds: float
+    load_seconds: tuple[float, float]
+    captured_rows: tuple[int, ...] = ()
+    uncaptured_seconds: float = 0.0
     measured: bool = False
     error: float | None = None
 
     def step(self, s: StepShape) -> float:
-        """Seconds of a step; 0 for an empty one."""
+        """Predict the seconds of a step; 0 for an empty step."""
         if s.prefill:
-            c = self.prefill
+            c = self.prefill_seconds
             n = self.rows(s.decode + s.prefill)
             time = c[0] + c[1] * n + c[5] * s.kv_tokens + c[6] * s.pairs + c[7] * s.images
             if n > 128:
@@ -214,12 +217,12 @@ class CostModel:
                 time += c[8] + c[9] * s.ranks + c[10] * s.work
                 if s.mode is Mode.MIXTURE:
                     time += c[11]
-            if time < self.uncaptured and not self.is_captured(n):
-                return self.uncaptured
+            if time < self.uncaptured_seconds and not self.is_captured(n):
+                return self.uncaptured_seconds
             return time
         if not s.decode:
             return 0.0
-        c = self.decode
+        c = self.decode_seconds
         n = s.decode
         time = c[0] + c[1] * n + c[4] * s.kv_tokens
         if n > 64:
@@ -233,35 +236,41 @@ class CostModel:
         return time
 
     def is_captured(self, rows: int) -> bool:
-        """Whether a step of so many rows with prompts is replayed from a graph."""
-        return bool(self.captured) and rows <= self.captured[-1]
+        """Return whether a CUDA graph covers a step with prompt tokens and so many rows."""
+        return bool(self.captured_rows) and rows <= self.captured_rows[-1]
 
     def rows(self, rows: int) -> int:
-        """Rows that are computed in a step of so many with prompts: graphs are filled up."""
+        """Return how many rows a step with prompt tokens computes, as graphs are padded."""
         if not self.is_captured(rows):
             return rows
-        return self.captured[bisect_left(self.captured, rows)]
+        return self.captured_rows[bisect_left(self.captured_rows, rows)]
 
     def switch(self, before: str | None, after: str | None, rank: int = 64) -> float:
-        """Seconds to go from one merged adapter (None: pristine) to another of this rank."""
+        """Predict the seconds of a switch of the base weights.
+
+        Args:
+            before: Adapter merged before, None for pristine weights.
+            after: Adapter merged after, None for pristine weights.
+            rank: Rank of the adapter merged after.
+        """
         if before == after:
             return 0.0
         if after is None:
-            return self.unmerge
-        return self.merge[0] + self.merge[1] * rank
+            return self.unmerge_seconds
+        return self.merge_seconds[0] + self.merge_seconds[1] * rank
 
     def load(self, rank: int) -> float:
-        """Seconds to copy an adapter of this rank from the host."""
-        return self.load_[0] + self.load_[1] * rank
+        """Predict the seconds to load an adapter of this rank from the host's memory."""
+        return self.load_seconds[0] + self.load_seconds[1] * rank
 
     def with_lora(self, factor: float) -> CostModel:
-        """The same machine if LoRA terms cost so many times as much, to see what hangs on it."""
+        """Return these costs with the cost of LoRA terms multiplied by a factor, to try out."""
         lora = DECODE_TERMS.index("lora"), PREFILL_TERMS.index("lora")
         decode, prefill = (
             (*c[:i], *(value * factor for value in c[i:]))
-            for c, i in zip((self.decode, self.prefill), lora, strict=True)
+            for c, i in zip((self.decode_seconds, self.prefill_seconds), lora, strict=True)
         )
-        return replace(self, decode=decode, prefill=prefill)
+        return replace(self, decode_seconds=decode, prefill_seconds=prefill)
 
     def fit(
         self,
@@ -272,57 +281,59 @@ class CostModel:
         merges: Sequence[tuple[int, float]] = (),
         unmerges: Sequence[float] = (),
         loads: Sequence[tuple[int, float]] = (),
-        captured: tuple[int, ...] = (),
-        uncaptured: float = 0.0,
+        captured_rows: tuple[int, ...] = (),
+        uncaptured_seconds: float = 0.0,
     ) -> CostModel:
-        """The model that fits what was measured, by non-negative least squares.
+        """Fit a cost model to measurements, by non-negative least squares of the relative errors.
 
-        Errors count relative to the time measured. What no point tells apart from zero keeps
-        this model's coefficient (e.g. the cost of an image if none was measured).
+        A coefficient that occurs in no measurement keeps the value of this model; for example the
+        cost of an image, if no image was measured.
 
         Args:
-            points: Steps and their seconds.
-            machine: Whose times these are.
-            model: Of which base model.
-            merges: Ranks and seconds of merging.
-            unmerges: Seconds of unmerging.
-            loads: Ranks and seconds of loading.
-            captured: See the attribute.
-            uncaptured: See the attribute.
+            points: Measured steps and their seconds.
+            machine: Name of the machine.
+            model: Name of the base model.
+            merges: Ranks of merged adapters and the seconds of the merges.
+            unmerges: Seconds of the unmerges.
+            loads: Ranks of loaded adapters and the seconds of the loads.
+            captured_rows: Rows of the captured steps with prompt tokens.
+            uncaptured_seconds: Least seconds of a step with prompt tokens that is not captured.
 
         Raises:
-            CostModelError: A time is not positive.
+            CostModelError: A time is not a positive number.
         """
         times = [t for _, t in points] + [t for _, t in (*merges, *loads)] + list(unmerges)
         if not all(0 < t < float("inf") for t in times):
-            raise CostModelError("A measured time is not a positive number; profile again.")
-        # What the host takes to launch says nothing about tokens.
-        known = replace(self, captured=captured)
+            raise CostModelError(
+                "A measured time is not a positive number; profile the engine again."
+            )
+        # Steps that wait for the host say nothing about the cost of tokens.
+        known = replace(self, captured_rows=captured_rows)
         launched = [(s, t) for s, t in points
-                    if s.prefill and (t > HOST_BOUND * uncaptured
+                    if s.prefill and (t > HOST_BOUND * uncaptured_seconds
                                       or known.is_captured(s.decode + s.prefill))]  # fmt: skip
         groups = ([p for p in points if not p[0].prefill], launched)
-        decode = _fit([(_decode_row(s), t) for s, t in groups[0]], self.decode)
+        decode = _fit([(_decode_row(s), t) for s, t in groups[0]], self.decode_seconds)
         rows = [(_prefill_row(s, known.rows(s.decode + s.prefill)), t) for s, t in groups[1]]
-        prefill = _fit(rows, self.prefill)
+        prefill = _fit(rows, self.prefill_seconds)
         fitted = replace(
             self,
             machine=machine,
             model=model,
-            decode=decode,
-            prefill=prefill,
-            merge=_line(merges, self.merge),
-            unmerge=float(np.median(unmerges)) if len(unmerges) else self.unmerge,
-            load_=_line(loads, self.load_),
-            captured=captured,
-            uncaptured=uncaptured,
+            decode_seconds=decode,
+            prefill_seconds=prefill,
+            merge_seconds=_line(merges, self.merge_seconds),
+            unmerge_seconds=float(np.median(unmerges)) if len(unmerges) else self.unmerge_seconds,
+            load_seconds=_line(loads, self.load_seconds),
+            captured_rows=captured_rows,
+            uncaptured_seconds=uncaptured_seconds,
             measured=True,
         )
         errors = [abs(fitted.step(s) / t - 1) for s, t in points]
         return replace(fitted, error=float(np.median(errors)) if errors else None)
 
     def save(self, folder: Path) -> Path:
-        """Write the model to its place in a cache folder; appears whole or not at all."""
+        """Write the costs to their path in a cache folder, atomically; return the path."""
         path = cache_path(folder, self.machine, self.model)
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {
@@ -331,13 +342,13 @@ class CostModel:
             "model": self.model,
             "measured": self.measured,
             "error": self.error,
-            "decode_seconds": dict(zip(DECODE_TERMS, self.decode, strict=True)),
-            "prefill_seconds": dict(zip(PREFILL_TERMS, self.prefill, strict=True)),
-            "merge_seconds": list(self.merge),
-            "unmerge_seconds": self.unmerge,
-            "load_seconds": list(self.load_),
-            "captured_rows": list(self.captured),
-            "uncaptured_seconds": self.uncaptured,
+            "decode_seconds": dict(zip(DECODE_TERMS, self.decode_seconds, strict=True)),
+            "prefill_seconds": dict(zip(PREFILL_TERMS, self.prefill_seconds, strict=True)),
+            "merge_seconds": list(self.merge_seconds),
+            "unmerge_seconds": self.unmerge_seconds,
+            "load_seconds": list(self.load_seconds),
+            "captured_rows": list(self.captured_rows),
+            "uncaptured_seconds": self.uncaptured_seconds,
         }
         draft = path.with_suffix(f".{os.getpid()}.tmp")
         draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -346,55 +357,61 @@ class CostModel:
 
     @staticmethod
     def read(path: Path) -> CostModel:
-        """Read a saved model.
+        """Read a file of costs.
 
         Raises:
-            CostModelError: The file is missing, no such model, or of another version.
+            CostModelError: The file is missing, damaged or of another version.
         """
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["version"] != VERSION:
                 raise CostVersionError(
-                    f"{path} is of version {content['version']}, expected {VERSION}; "
-                    "delete it and the costs are profiled again."
+                    f"{path} has version {content['version']}, expected {VERSION}; "
+                    "delete it to profile the engine again."
                 )
             model = CostModel(
                 machine=content["machine"],
                 model=content["model"],
-                decode=tuple(float(content["decode_seconds"][k]) for k in DECODE_TERMS),
-                prefill=tuple(float(content["prefill_seconds"][k]) for k in PREFILL_TERMS),
-                merge=_pair(content["merge_seconds"]),
-                unmerge=float(content["unmerge_seconds"]),
-                load_=_pair(content["load_seconds"]),
-                captured=tuple(int(n) for n in content["captured_rows"]),
-                uncaptured=float(content["uncaptured_seconds"]),
+                decode_seconds=tuple(float(content["decode_seconds"][k]) for k in DECODE_TERMS),
+                prefill_seconds=tuple(float(content["prefill_seconds"][k]) for k in PREFILL_TERMS),
+                merge_seconds=_pair(content["merge_seconds"]),
+                unmerge_seconds=float(content["unmerge_seconds"]),
+                load_seconds=_pair(content["load_seconds"]),
+                captured_rows=tuple(int(n) for n in content["captured_rows"]),
+                uncaptured_seconds=float(content["uncaptured_seconds"]),
                 measured=bool(content["measured"]),
                 error=content["error"],
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CostModelError(
-                f"{path} is no file of step costs ({error}); delete it and they are profiled again."
+                f"{path} is not a file of costs ({error}); delete it to profile the engine again."
             ) from error
-        coefficients = (*model.decode, *model.prefill, *model.merge, model.unmerge, *model.load_,
-                        *model.captured, model.uncaptured)  # fmt: skip
+        coefficients = (
+            *model.decode_seconds, *model.prefill_seconds, *model.merge_seconds,
+            model.unmerge_seconds, *model.load_seconds,
+            *model.captured_rows, model.uncaptured_seconds,
+        )  # fmt: skip
         if not all(0 <= c < float("inf") for c in coefficients):
             raise CostModelError(
-                f"{path} holds a negative or infinite cost; delete it and they are profiled again."
+                f"{path} has a negative or infinite cost; delete it to profile the engine again."
             )
         return model
 
 
 def cache_path(folder: Path, machine: str, model: str) -> Path:
-    """Where the costs of a model on a machine are cached."""
+    """Return the path at which the costs of a model on a machine are cached."""
     names = ("".join(c if c.isalnum() else "-" for c in n.lower()) for n in (machine, model))
     return folder / "costs" / "--".join(names) / "costs.json"
 
 
 def load_or_estimate(folder: Path, machine: str, model: str) -> CostModel:
-    """The cached costs of a model on a machine, or the estimate if there are none of this version.
+    """Read the cached costs of a model on a machine.
+
+    Returns:
+        The costs; the estimate for an H200 if the cache has none of this version.
 
     Raises:
-        CostModelError: There is a file, but it is damaged.
+        CostModelError: The cached file is damaged.
     """
     path = cache_path(folder, machine, model)
     try:
@@ -403,22 +420,23 @@ def load_or_estimate(folder: Path, machine: str, model: str) -> CostModel:
         return H200_7B
 
 
-# An estimate, rounded from what one H200 measured; `measured` is False until profiled.
-# Decode: 13.5 GB of weights at 4.2 TB/s plus launch gaps; 0.5 MB of keys and values a token. LoRA
-# of rank 64 on q, k, v, o: 0.25 ms a step with one adapter, 0.7 with 16, 0.27 more where rows have
-# two terms. Prefill: 22 us a token; a step too large for a graph, with 16 adapters, takes the host
-# 60 ms, however few its rows. Load: 2.1 MB per rank over PCIe 5 at 50 GB/s.
+# An estimate, rounded from measurements on one H200.
+# Decode: 13.5 GB of weights at 4.2 TB/s plus launch gaps; 0.5 MB of KV cache per token. LoRA of
+# rank 64 on q, k, v, o: 0.25 ms per step with one adapter, 0.7 ms with 16, and 0.27 ms more where
+# rows have two terms. Prefill: 22 us per token; the host needs 60 ms to launch a step with 16
+# adapters that is too large for a graph, however few rows it has. Load: 2.1 MB per unit of rank
+# over PCIe 5 at 50 GB/s.
 H200_7B = CostModel(
     machine="NVIDIA H200",
     model="llama-7b",
-    decode=(4.33e-3, 10e-6, 4.5e-6, 10e-6, 0.116e-6, 0.22e-3, 0.4e-6, 0.044e-6, 0.27e-3),
-    prefill=(5e-3, 7e-6, 15e-6, 0.9e-6, 0.0, 0.21e-6, 2e-9, 1.5e-3, 0.4e-3, 0.65e-6, 0.03e-6,
-             0.7e-3),
-    merge=(2.8e-3, 7e-6),
-    unmerge=2.0e-3,
-    load_=(0.2e-3, 39e-6),
-    captured=PROMPT_SIZES,
-    uncaptured=60e-3,
+    decode_seconds=(4.33e-3, 10e-6, 4.5e-6, 10e-6, 0.116e-6, 0.22e-3, 0.4e-6, 0.044e-6, 0.27e-3),
+    prefill_seconds=(5e-3, 7e-6, 15e-6, 0.9e-6, 0.0, 0.21e-6, 2e-9, 1.5e-3, 0.4e-3, 0.65e-6,
+                     0.03e-6, 0.7e-3),
+    merge_seconds=(2.8e-3, 7e-6),
+    unmerge_seconds=2.0e-3,
+    load_seconds=(0.2e-3, 39e-6),
+    captured_rows=PROMPT_SIZES,
+    uncaptured_seconds=60e-3,
 )  # fmt: skip
 
 
@@ -430,7 +448,7 @@ def _pair(values: Sequence[float]) -> tuple[float, float]:
 def _fit(
     rows: Sequence[tuple[Sequence[float], float]], prior: Sequence[float]
 ) -> tuple[float, ...]:
-    """Coefficients of relative least squares; columns that are all zero keep the prior's."""
+    """Fit coefficients by relative least squares; columns of zeros keep the prior's coefficient."""
     if not rows:
         return tuple(prior)
     times = np.array([t for _, t in rows])
@@ -446,7 +464,7 @@ def _line(points: Sequence[tuple[int, float]], prior: tuple[float, float]) -> tu
     if not points:
         return prior
     if len({rank for rank, _ in points}) == 1:
-        # One rank says nothing about the slope: keep the prior's shape and meet the median.
+        # One rank says nothing about the slope: scale the prior to the median.
         rank = points[0][0]
         factor = float(np.median([t for _, t in points])) / (prior[0] + prior[1] * rank)
         return prior[0] * factor, prior[1] * factor
@@ -455,11 +473,14 @@ def _line(points: Sequence[tuple[int, float]], prior: tuple[float, float]) -> tu
 
 
 def nnls(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The x ≥ 0 that minimises ‖a x − b‖, by Lawson and Hanson's active sets.
+    """Solve non-negative least squares by Lawson and Hanson's active-set method.
 
     Args:
         a: [points, unknowns] float64.
         b: [points] float64.
+
+    Returns:
+        [unknowns] float64, the x ≥ 0 that minimises ‖a x − b‖.
     """
     n = a.shape[1]
     x = np.zeros(n)

@@ -1,20 +1,24 @@
 """The policy that minimises predicted latency.
 
-Average latency is the time integral of how many requests there are. So a step that takes τ seconds
-with N requests in the system costs N·τ, and every choice is made on that scale with the cost model:
+The sum of all latencies is the number of requests in the system, integrated over time. A step of τ
+seconds with N requests in the system therefore costs N·τ request-seconds, and the policy compares
+all choices on this scale, with times from the cost model:
 
-- **Weights.** Of staying, pristine weights and the most asked-for adapters: what makes the switch
-  and the steps until the batch changes cheapest. A switch therefore happens when it pays.
-- **Prompts.** A step with prompt tokens holds up all that decode. Where two such steps cost more
-  than one twice as long, arrivals are collected: setting up costs C = N·(what one set-up saves), a
-  request that waits costs 1 per second, so √(2λC) of them are taken at once, or when they have
-  together waited for C. Where short chunks hide behind the reading of weights, prompts are cut.
-- **Who stands still.** Few rows of other adapters slow all rows of the merged one down. While they
-  are too few to be worth it, they wait for each other, up to `stall` seconds.
-- **Who goes first.** The shortest remaining job; whose latency limit draws near goes before; who
-  has waited for `patience` goes first of all.
-- **How many.** With τ = a + b·rows, N equal requests end soonest on average in groups of √(a·N/b).
-  When requests of one adapter alone fill such a group, they are one: merged, without a LoRA term.
+- **Weights.** The policy compares the current weights, pristine weights and the most popular
+  adapters, and takes those with the cheapest switch and steps until the batch changes. A switch
+  therefore happens when it pays.
+- **Prompts.** A step with prompt tokens delays all rows that decode. Where two such steps cost more
+  than a single one with twice the tokens, the policy collects prompts. One set-up costs
+  C = N·(seconds that sharing it saves), and a waiting request costs 1 per second, so √(2λC)
+  requests at arrival rate λ are prefilled together, or as many as have waited for C in sum. Where
+  a chunk takes no longer than reading the weights, the policy cuts prompts into chunks.
+- **Pauses.** A few rows of other adapters slow down all rows of the merged adapter. While they are
+  too few to be worth it, they are paused, for up to `max_pause` seconds.
+- **Order.** The shortest remaining request goes first. Requests whose latency limit is near go
+  before, and requests that have waited for `patience` go before all others.
+- **Group size.** With τ = a + b·rows, N equal requests end soonest on average in groups of
+  √(a·N/b). If the requests of one adapter fill such a group, they run alone: merged, without LoRA
+  terms.
 """
 
 from __future__ import annotations
@@ -38,14 +42,14 @@ if TYPE_CHECKING:
     from valora_serve.orchestrator.cost_model import CostModel
     from valora_serve.orchestrator.decision import PolicySettings, RequestView, View
 
-CANDIDATES = 2  # adapters considered for merging beside the one that is merged
-HORIZON = 64  # steps ahead that a choice of weights is taken to hold at most
-URGENT = 1.5  # a request is urgent when what is left of its limit is this many times its need
-RECONSIDER = 0.1  # seconds after which an unchanged queue is looked at again
-CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # rows that prompts may be cut for, besides graphs'
-LONE_SHARE = 0.7  # share of all requests from which on an adapter's may be a group of their own
-RATE_NEW = 0.1  # share of the newest gap between arrivals in their mean
-AT_ONCE = 1e-3  # seconds between arrivals that count as one
+CANDIDATES = 2  # adapters considered for merging, besides the merged one
+HORIZON = 64  # most steps for which a choice of weights is assumed to hold
+URGENT = 1.5  # a request is urgent while its time left is below this multiple of its predicted time
+RECONSIDER = 0.1  # seconds after which an unchanged queue is considered again
+CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # rows of a step with a chunk, besides captured sizes
+LONE_SHARE = 0.7  # share of all requests from which on those of one adapter may run alone
+GAP_WEIGHT = 0.1  # weight of the newest gap between arrivals in their moving average
+BURST_GAP = 1e-3  # seconds between arrivals below which they count as one burst
 
 
 _prompt_left = attrgetter("prompt_left")
@@ -53,13 +57,13 @@ _prompt_left = attrgetter("prompt_left")
 
 @dataclass(slots=True)
 class _Group:
-    """What is to be computed for one adapter.
+    """The work to do for one adapter.
 
     Attributes:
-        rank: Of the adapter, 0 for the base model.
+        rank: Rank of the adapter, 0 for the base model.
         rows: Rows that decode.
-        coming: Rows that will, once their prompts are done.
-        prompt: Prompt tokens.
+        coming: Rows that will decode after their prefill.
+        prompt: Prompt tokens to prefill.
     """
 
     rank: int
@@ -69,19 +73,31 @@ class _Group:
 
 
 class _Load:
-    """What there is to compute, in sum and by adapter; base-model rows bring no LoRA work."""
+    """The work to do, in sum and by adapter.
+
+    Attributes:
+        groups: Work by adapter, None for the base model.
+        rows: Rows that decode.
+        kv_tokens: Their tokens in the KV cache.
+        remaining: Tokens still to generate, of all rows.
+        coming: Rows that will decode after their prefill.
+        going_on: Those of them that generate more than their first token.
+        prompt: Prompt tokens to prefill.
+        images: Images to encode.
+    """
 
     def __init__(self) -> None:
         self.groups: dict[str | None, _Group] = {}
         self.rows = self.kv_tokens = self.remaining = 0
         self.coming = self.going_on = self.prompt = self.images = 0
-        # Ranks summed over rows, over rows to come and over prompt tokens.
+        # Ranks summed over decode rows, over coming rows and over prompt tokens. Rows of the base
+        # model add none.
         self._work = self._coming_work = self._prompt_work = 0
         self._base = self._base_coming = self._base_prompt = 0
         self._ranks = self._coming_ranks = 0
 
     def decode(self, request: RequestView) -> None:
-        """Add a decoding row."""
+        """Add a row that decodes."""
         rank = request.rank
         group = self.groups.get(request.adapter)
         if group is None:
@@ -96,7 +112,7 @@ class _Load:
         self._base += request.adapter is None
 
     def prefill(self, request: RequestView, tokens: int) -> None:
-        """Add prompt tokens, and the row that comes of them."""
+        """Add prompt tokens, and the row that decodes after them."""
         rank = request.rank
         base = request.adapter is None
         group = self.groups.get(request.adapter)
@@ -117,7 +133,13 @@ class _Load:
         self._base_prompt += tokens * base
 
     def step(self, adapter: str | None, rank: int, prompt: int) -> StepShape:
-        """The step to come, with this much of the prompts, and this adapter in the weights."""
+        """Return the shape of the next step.
+
+        Args:
+            adapter: Merged adapter, None for pristine weights.
+            rank: Rank of the merged adapter.
+            prompt: Prompt tokens of the step.
+        """
         share = prompt / self.prompt if self.prompt else 0.0
         group = self.groups.get(adapter)
         terms, work, ranks = self._lora(
@@ -141,7 +163,12 @@ class _Load:
         )
 
     def later(self, adapter: str | None, rank: int) -> StepShape:
-        """The decode steps after it."""
+        """Return the shape of the decode steps after all prefills.
+
+        Args:
+            adapter: Merged adapter, None for pristine weights.
+            rank: Rank of the merged adapter.
+        """
         group = self.groups.get(adapter)
         rows = self.rows + self.coming
         terms, work, ranks = self._lora(
@@ -172,7 +199,17 @@ class _Load:
         ranks: int,
         own: float,
     ) -> tuple[int, int, int]:
-        """Terms, ranks over terms and over adapters, with `own` of the tokens the adapter's."""
+        """Return LoRA terms, their ranks and the ranks of the distinct adapters, as in `StepShape`.
+
+        Args:
+            adapter: Merged adapter, None for pristine weights.
+            rank: Rank of the merged adapter.
+            tokens: Tokens in the step.
+            base: Tokens of the base model.
+            work: Ranks summed over tokens.
+            ranks: Ranks summed over adapters.
+            own: Tokens of the merged adapter.
+        """
         terms = tokens - base
         if adapter is not None:
             foreign = tokens - own
@@ -188,30 +225,30 @@ class Cost(BasePolicy):
     """Chooses weights, prompts and order by predicted latency.
 
     Args:
-        cost_model: What steps, switches and loads cost.
-        settings: Knobs.
+        cost_model: Predicts the seconds of steps, switches and loads.
+        settings: Settings of the policies.
     """
 
     def __init__(self, cost_model: CostModel, settings: PolicySettings) -> None:
         super().__init__(cost_model, settings)
         self._newest = -math.inf
         self._gap = self._burst = 1.0
-        self._same = 0
-        self._stalled = False
+        self._burst_size = 0
+        self._paused = False
         self._ranks: dict[str, int] = {}
-        self._sizes = sorted({*cost_model.captured, *CHUNKS})
+        self._sizes = sorted({*cost_model.captured_rows, *CHUNKS})
         many, few = StepShape(prefill=1024), StepShape(prefill=512)
         self._per_token = (cost_model.step(many) - cost_model.step(few)) / 512
 
     def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
         """Plan the step with the lowest predicted latency."""
-        self._follow(waiting)
+        self._observe_arrivals(waiting)
         chunk = view.limits.chunk
         load = self._load(view.running, chunk)
         ready, why = self._ready(view, waiting, load)
-        running, ready, until = self._stall(view, ready)
+        running, ready, until = self._pause(view, ready)
         if until < FOREVER:
-            load, why = self._load(running, chunk), "others stand for now"
+            load, why = self._load(running, chunk), "others are paused"
         prefilling = load.coming
         room = view.limits.max_tokens - load.rows
         for request in ready:
@@ -259,18 +296,18 @@ class Cost(BasePolicy):
                 load.decode(request)
         return load
 
-    # -- who goes first, and how many ---------------------------------------------------------
+    # -- order and group size -------------------------------------------------------------------
 
     def _ready(
         self, view: View, waiting: Sequence[RequestView], load: _Load
     ) -> tuple[Sequence[RequestView], str]:
-        """Whom to take in now, best first."""
+        """Return the requests to admit now, best first, and the reason for leaving others out."""
         if not waiting:
             return (), ""
         running = len(view.running)
         slots = view.limits.max_requests - running
         if slots <= 0:
-            return (), "full"
+            return (), "no request slots left"
         resident = view.resident
         total = running + len(waiting)
         target, fixed, slope = self._group_size(view, load, total, waiting)
@@ -285,37 +322,37 @@ class Cost(BasePolicy):
             aged += 1
         admit = max(admit, min(aged, slots))
         if admit <= 0:
-            return (), f"{running} at a time end soonest"
+            return (), f"groups of {running} end soonest"
         old = list(islice(waiting, aged))
         rest = [
             r for r in islice(waiting, aged, None) if r.adapter is None or r.adapter in resident
         ]
-        why = "shortest first"
+        why = "shortest request first"
         if not aged:
             alone = self._alone(view, load, rest, target)
             if alone is not None:
                 rest = [r for r in rest if r.adapter == alone]
-                why = f"{alone} alone fills the batch, shortest first"
+                why = f"{alone} alone fills the batch, shortest request first"
         order = self._order(view.now, fixed, slope, min(target, total))
         return old + heapq.nsmallest(max(0, admit - aged), rest, key=order), why
 
     def _group_size(
         self, view: View, load: _Load, total: int, waiting: Sequence[RequestView]
     ) -> tuple[float, float, float]:
-        """How many at a time end soonest, and the step's fixed and per-row seconds."""
+        """Return the group size that ends soonest, and a step's fixed and per-row seconds."""
         rows = max(2, min(total, view.limits.max_requests))
         some = list(islice(waiting, 32))
         prompt = sum(r.prompt_left for r in some) / len(some)
         output = sum(r.output_left for r in some) / len(some)
-        context = load.kv_tokens / load.rows if load.rows else prompt + output / 2
-        one = self.cost.step(StepShape(decode=1, kv_tokens=int(context)))
-        many = self.cost.step(StepShape(decode=rows, kv_tokens=int(context * rows)))
+        kv_tokens = load.kv_tokens / load.rows if load.rows else prompt + output / 2
+        one = self.cost.step(StepShape(decode=1, kv_tokens=int(kv_tokens)))
+        many = self.cost.step(StepShape(decode=rows, kv_tokens=int(kv_tokens * rows)))
         slope = max((many - one) / (rows - 1), 1e-9)
         fixed = max(one - slope, 1e-9)
         if output < 1 or not self.settings.groups:
-            return FOREVER, fixed, slope  # heads hold no rows; their prompts are cut instead
+            return FOREVER, fixed, slope  # head requests never decode: `_first` orders them
         size = math.sqrt(fixed * total / slope)
-        # Small groups give away throughput, which those who are yet to come would miss.
+        # Small groups reduce the throughput, which delays requests that arrive later.
         service = prompt * self._per_token + output * (fixed / size + slope)
         idle = 1 - self._rate(view.now) * service
         return size / max(idle, 1e-3), fixed, slope
@@ -323,7 +360,7 @@ class Cost(BasePolicy):
     def _alone(
         self, view: View, load: _Load, rest: Sequence[RequestView], target: float
     ) -> str | None:
-        """An adapter whose requests alone are enough for the batch."""
+        """Return an adapter whose requests alone fill the batch, None if there is none."""
         counts = Counter([r.adapter for r in rest])
         for adapter, group in load.groups.items():
             counts[adapter] += group.rows + group.coming
@@ -335,7 +372,7 @@ class Cost(BasePolicy):
         return adapter if count >= enough else None
 
     def _due(self, request: RequestView) -> float | None:
-        """When a request must be answered, None for no limit."""
+        """Return the time by which a request must be answered, None for no limit."""
         limit = request.latency_limit
         if limit is None and request.domain is not None:
             limit = self.settings.latency_limits.get(request.domain)
@@ -347,7 +384,7 @@ class Cost(BasePolicy):
     def _order(
         self, now: float, fixed: float, slope: float, target: float
     ) -> Callable[[RequestView], tuple[int, float]]:
-        """Sort key: urgent requests by when they must be done, then the shortest job."""
+        """Return a sort key: urgent requests by due time, then the others by remaining time."""
         per_row = slope + fixed / max(1.0, target)
         per_step = fixed + slope * target
         per_token = self._per_token
@@ -364,32 +401,33 @@ class Cost(BasePolicy):
 
         return key
 
-    def _stall(
+    def _pause(
         self, view: View, ready: Sequence[RequestView]
     ) -> tuple[Sequence[RequestView], Sequence[RequestView], float]:
-        """Let a few requests of other adapters stand still until there are more of them.
+        """Pause the requests of other adapters while they are few.
 
-        With n rows of the merged adapter, m others, and mixture steps longer by a share o, a step
-        without the others gains n·o and loses m. So it pays while m < n·o; more so if the others
-        then run together. They are paused from half of that on, and resumed when there are as many,
-        or when one of them was paused for `PolicySettings.max_pause`. Requests with a latency limit
-        are never paused.
+        With n rows of the merged adapter, m rows of others, and mixture steps that are longer by a
+        share o, a step without the others gains n·o and loses m. A pause pays while m < n·o, and
+        more so if the others then run together. The others are paused while m is at most half of
+        n·o, and resumed when m exceeds n·o or when one of them has waited for
+        `PolicySettings.max_pause`. Requests with a latency limit are never paused.
 
         Returns:
-            Who may run, who may be taken in, and until when at most.
+            The running requests to compute, the waiting requests to admit, and the time at which
+            the pause ends at the latest.
         """
         adapter, now, longest = view.merged, view.now, self.settings.max_pause
         everyone = view.running, ready, FOREVER
         own = [r for r in view.running if r.adapter == adapter and not r.prompt_left]
         others = [r for r in view.running if r.adapter != adapter]
         others += [r for r in ready if r.adapter != adapter]
-        stalled, self._stalled = self._stalled, False
+        paused, self._paused = self._paused, False
         n, m = len(own), len(others)
         if adapter is None or not n or not m or any(self._due(r) for r in others):
             return everyone
         oldest = min(r.arrival if r.served is None else r.served for r in others)
         joining = self._rate(now) * longest * m / (n + m)
-        if m > n or now - oldest >= longest or (joining < 1 and not stalled):
+        if m > n or now - oldest >= longest or (joining < 1 and not paused):
             return everyone
         load = _Load()
         for request in own:
@@ -399,19 +437,19 @@ class Cost(BasePolicy):
             load.decode(request)
         mixed = self.cost.step(load.step(adapter, self._ranks.get(adapter, 64), 0))
         worth = n * (mixed / alone - 1)
-        if m > (worth if stalled else worth / 2):
+        if m > (worth if paused else worth / 2):
             return everyone
-        self._stalled = True
+        self._paused = True
         return (
             [r for r in view.running if r.adapter == adapter],
             [r for r in ready if r.adapter == adapter],
             oldest + longest,
         )
 
-    # -- the weights --------------------------------------------------------------------------
+    # -- weights --------------------------------------------------------------------------------
 
     def _weights(self, view: View, load: _Load) -> tuple[str | None, int, str]:
-        """The adapter to have in the weights, its rank, and why."""
+        """Return the adapter to merge, its rank, and the reason; None for pristine weights."""
         if not load.groups:
             return view.merged, self._ranks.get(view.merged or "", 0), "nothing to compute"
         popular = sorted(
@@ -427,7 +465,7 @@ class Cost(BasePolicy):
                 self._ranks[adapter] = group.rank
         rows = load.rows + load.coming
         steps = min(HORIZON, load.remaining / max(1, rows))
-        # Close calls stay where they are.
+        # Without a clear advantage the weights stay as they are.
         best, least = view.merged, math.inf
         for adapter in candidates:
             rank = self._ranks.get(adapter, 0) if adapter is not None else 0
@@ -441,12 +479,16 @@ class Cost(BasePolicy):
         rank = self._ranks.get(best, 0) if best is not None else 0
         chosen = load.groups.get(best)
         own = chosen.rows + chosen.coming if chosen is not None else 0
-        return best, rank, f"{own} of {rows} rows are of the weights, {least * 1e3:.1f} ms ahead"
+        return (
+            best,
+            rank,
+            f"{own} of {rows} rows use the merged adapter; predicted {least * 1e3:.1f} ms",
+        )
 
-    # -- the prompts --------------------------------------------------------------------------
+    # -- prompts --------------------------------------------------------------------------------
 
-    def _follow(self, waiting: Sequence[RequestView]) -> None:
-        """Follow the gaps between arrivals, and how many arrive at once."""
+    def _observe_arrivals(self, waiting: Sequence[RequestView]) -> None:
+        """Update the moving averages of the gap between arrivals and of the size of bursts."""
         new = []
         for request in reversed(waiting):
             if request.arrival <= self._newest:
@@ -454,23 +496,23 @@ class Cost(BasePolicy):
             new.append(request.arrival)
         for arrival in reversed(new):
             gap = arrival - self._newest
-            if gap < AT_ONCE:
-                self._same += 1
+            if gap < BURST_GAP:
+                self._burst_size += 1
                 continue
             if self._newest > -math.inf:
-                self._gap += RATE_NEW * (gap - self._gap)
-                self._burst += RATE_NEW * (self._same - self._burst)
-            self._same = 1
+                self._gap += GAP_WEIGHT * (gap - self._gap)
+                self._burst += GAP_WEIGHT * (self._burst_size - self._burst)
+            self._burst_size = 1
             self._newest = arrival
 
     def _rate(self, now: float) -> float:
-        """Requests per second that are to be expected."""
+        """Return the expected arrival rate in requests per second."""
         return self._burst / max(self._gap, now - self._newest)
 
     def _hold(
         self, view: View, load: _Load, adapter: str | None, rank: int, ready: Sequence[RequestView]
     ) -> float:
-        """Until when to wait for more prompts; no later than now for not at all."""
+        """Return the time until which to wait for more prompts; now for no waiting."""
         now = view.now
         if not load.rows or not ready:
             return now
@@ -495,10 +537,11 @@ class Cost(BasePolicy):
         ready: Sequence[RequestView],
         load: _Load,
     ) -> Sequence[RequestView]:
-        """Which of the prompts to compute in this step; the rest comes right after.
+        """Choose the prompts to prefill in this step; the others follow in the next one.
 
-        Tried are the shortest 1, 2, 4, … and those of one adapter, which can be merged for them.
-        With k of W prompts first, all W wait for the first step and W − k for the rest.
+        The candidates are the shortest 1, 2, 4, … prompts, and those of one adapter, which can be
+        merged for them. With k of W prompts first, all W wait for the first step, and W − k wait
+        for the others.
         """
         too_old = view.now - self.settings.patience
         if any(r.arrival < too_old or self._due(r) is not None for r in ready):
@@ -525,7 +568,7 @@ class Cost(BasePolicy):
                 rest = parts * self.cost.step(load.step(None, 0, math.ceil(tokens / parts)))
             spent = time + rest - base * (1 + parts * (left > 0))
             cost = total * time + left * rest * (parts + 1) / (2 * parts) + load.rows * spent
-            # Heads have ended by then, others decode beside the rest.
+            # Head requests have ended by then; the others decode while the rest prefills.
             cost += part.going_on * max(0.0, rest - base * parts)
             cost /= max(1e-3, 1 - rate * spent / total)
             if cost < least:
@@ -547,18 +590,18 @@ class Cost(BasePolicy):
         return best
 
     def _chunk(self, load: _Load, adapter: str | None, rank: int, prompt: int, rate: float) -> int:
-        """How many prompt tokens to compute in the step."""
+        """Return the number of prompt tokens to compute in the step."""
         base = self.cost.step(load.step(adapter, rank, 0))
         best, least = prompt, math.inf
         chunks = (size - load.rows for size in self._sizes)
         for tokens in (prompt, *(c for c in chunks if 0 < c < prompt)):
             time = self.cost.step(load.step(adapter, rank, tokens))
             steps = math.ceil(prompt / tokens)
-            # One after the other, the j-th of n prompts is done after j/n of the steps.
+            # Prompts are prefilled one after the other: the j-th of n ends after j/n of the steps.
             done = max(1.0, steps * (load.coming + 1) / (2 * load.coming))
             cost = load.rows * steps * (time - base) + load.coming * done * time
             cost += load.going_on * (steps - done) * (time - base)
-            # Small steps give away throughput, which those who are yet to come would miss.
+            # Small steps reduce the throughput, which delays requests that arrive later.
             cost /= max(1e-3, 1 - rate * steps * (time - base) / load.coming)
             if cost < least:
                 best, least = tokens, cost

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from valora_serve.errors import ServeError
-from valora_serve.orchestrator.cost_model import step_shape
+from valora_serve.orchestrator.cost_model import DECODE_TERMS, step_shape
 from valora_serve.orchestrator.decision import RequestView, StepLimits, View
 from valora_serve.types import Mode
 from valora_serve.workloads.traces import BASE
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from valora_serve.orchestrator.decision import Decision, Policy
     from valora_serve.orchestrator.trace import DecisionTrace
     from valora_serve.workloads.traces import Workload
+
+
+KV_TOKEN = DECODE_TERMS.index("kv_token")
 
 
 class SimulationError(ServeError):
@@ -388,7 +391,7 @@ class _Run:
             if end > self.now:
                 horizon = min(horizon, end)
         rows = len(batch)
-        growth = self.cost.decode[4] * rows
+        growth = self.cost.decode_seconds[KV_TOKEN] * rows
         span = horizon - self.now
         if span < math.inf:
             # The least k with k·seconds + growth·k(k−1)/2 ≥ span.

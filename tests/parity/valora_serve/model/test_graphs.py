@@ -90,5 +90,5 @@ def test_costs_know_where_graphs_end(folders):
     engine.load(folders["a0"], "a0")
     engine.warm_up()
     costs = measure(engine, seconds=0.0)
-    assert costs.captured[-1] == 2048 and costs.uncaptured > 0
+    assert costs.captured_rows[-1] == 2048 and costs.uncaptured_seconds > 0
     engine.close()

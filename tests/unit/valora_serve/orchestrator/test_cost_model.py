@@ -20,7 +20,7 @@ from valora_serve.orchestrator.cost_model import (
 from valora_serve.orchestrator.decision import RequestView
 from valora_serve.types import Mode
 
-BEYOND = {"captured": H200_7B.captured, "uncaptured": H200_7B.uncaptured}
+BEYOND = {"captured_rows": H200_7B.captured_rows, "uncaptured_seconds": H200_7B.uncaptured_seconds}
 
 
 def row(i, adapter, rank, prompt_left=0, kv_tokens=10, images=0):
@@ -92,12 +92,16 @@ def test_a_fit_finds_the_coefficients_again():
     rng = np.random.default_rng(0)
     truth = replace(
         H200_7B,
-        decode=tuple(c * f for c, f in zip(H200_7B.decode, rng.uniform(0.3, 3, 9), strict=True)),
-        prefill=tuple(c * f for c, f in zip(H200_7B.prefill, rng.uniform(0.3, 3, 12), strict=True)),
+        decode_seconds=tuple(
+            c * f for c, f in zip(H200_7B.decode_seconds, rng.uniform(0.3, 3, 9), strict=True)
+        ),
+        prefill_seconds=tuple(
+            c * f for c, f in zip(H200_7B.prefill_seconds, rng.uniform(0.3, 3, 12), strict=True)
+        ),
     )
     fitted = H200_7B.fit(points(truth, rng), machine="m", model="n", **BEYOND)
-    assert fitted.decode == pytest.approx(truth.decode, rel=1e-5, abs=1e-12)
-    assert fitted.prefill == pytest.approx(truth.prefill, rel=1e-5, abs=1e-12)
+    assert fitted.decode_seconds == pytest.approx(truth.decode_seconds, rel=1e-5, abs=1e-12)
+    assert fitted.prefill_seconds == pytest.approx(truth.prefill_seconds, rel=1e-5, abs=1e-12)
     assert fitted.measured and fitted.error < 1e-8
 
 
@@ -107,7 +111,7 @@ def test_a_noisy_fit_predicts_well_and_never_falls():
     fitted = H200_7B.fit(noisy, machine="m", model="n", **BEYOND)
     for shape, time in points(H200_7B, rng, 60):
         assert fitted.step(shape) == pytest.approx(time, rel=0.08)
-    assert min(fitted.decode) >= 0 and min(fitted.prefill) >= 0
+    assert min(fitted.decode_seconds) >= 0 and min(fitted.prefill_seconds) >= 0
     bare = StepShape(decode=8, kv_tokens=800)
     assert fitted.step(replace(bare, decode=9)) >= fitted.step(bare)
     assert fitted.step(replace(bare, terms=8, work=64, ranks=8)) >= fitted.step(bare)
@@ -116,13 +120,13 @@ def test_a_noisy_fit_predicts_well_and_never_falls():
 def test_what_was_not_measured_keeps_its_estimate():
     only = [(StepShape(decode=n, kv_tokens=n), 0.01 + n * 1e-4) for n in (1, 8, 32, 64)]
     fitted = H200_7B.fit(only, machine="m", model="n")
-    assert fitted.prefill == H200_7B.prefill
-    assert fitted.decode[5:] == H200_7B.decode[5:]
+    assert fitted.prefill_seconds == H200_7B.prefill_seconds
+    assert fitted.decode_seconds[5:] == H200_7B.decode_seconds[5:]
     assert fitted.step(only[1][0]) == pytest.approx(only[1][1], rel=1e-3)
 
 
 def test_a_step_without_a_graph_takes_at_least_what_the_host_needs():
-    costs = replace(H200_7B, captured=(256, 512), uncaptured=0.05)
+    costs = replace(H200_7B, captured_rows=(256, 512), uncaptured_seconds=0.05)
     captured = StepShape(decode=112, prefill=400)
     beyond = replace(captured, prefill=401)
     assert costs.step(captured) == H200_7B.step(captured) < 0.05
@@ -133,22 +137,22 @@ def test_a_step_without_a_graph_takes_at_least_what_the_host_needs():
 
 
 def test_a_captured_step_takes_as_long_as_if_it_were_full():
-    costs = replace(H200_7B, captured=(64, 256), uncaptured=0.0)
+    costs = replace(H200_7B, captured_rows=(64, 256), uncaptured_seconds=0.0)
     assert [costs.rows(n) for n in (1, 64, 65, 256, 257)] == [64, 64, 256, 256, 257]
     full = costs.step(StepShape(decode=16, prefill=240, kv_tokens=160))
     assert costs.step(StepShape(decode=16, prefill=60, kv_tokens=160)) == full
     assert costs.step(StepShape(decode=4, prefill=60, kv_tokens=160)) < full
     assert costs.step(StepShape(decode=17, prefill=240, kv_tokens=160)) > full
-    free = replace(costs, captured=())
+    free = replace(costs, captured_rows=())
     assert free.step(StepShape(decode=16, prefill=60, kv_tokens=160)) < full
 
 
 def test_the_fit_knows_that_graphs_are_filled_up():
     """Times of full steps, asked for with fewer rows: the slope is that of the full ones."""
-    true = replace(H200_7B, captured=(), uncaptured=0.0)
+    true = replace(H200_7B, captured_rows=(), uncaptured_seconds=0.0)
     sizes = (64, 192, 384, 768)
     seen = [(StepShape(prefill=n - 30), true.step(StepShape(prefill=n))) for n in sizes]
-    fitted = true.fit(seen, machine="m", model="n", captured=sizes)
+    fitted = true.fit(seen, machine="m", model="n", captured_rows=sizes)
     for (shape, time), size in zip(seen, sizes, strict=True):
         assert fitted.step(shape) == pytest.approx(time, rel=1e-3)
         assert fitted.step(StepShape(prefill=size)) == pytest.approx(time, rel=1e-3)
@@ -173,7 +177,7 @@ def test_switches_and_loads():
 
 @pytest.mark.parametrize("time", [0.0, -1.0, float("nan"), float("inf")])
 def test_nonsense_times_are_refused(time):
-    with pytest.raises(CostModelError, match="profile again"):
+    with pytest.raises(CostModelError, match="profile the engine again"):
         H200_7B.fit([(StepShape(decode=1), time)], machine="m", model="n")
 
 
@@ -197,7 +201,7 @@ def test_nnls_against_enumeration():
 
 def test_saved_and_read_again(tmp_path):
     fitted = H200_7B.fit(points(H200_7B, np.random.default_rng(3)), machine="GPU 1", model="x/y 7B",
-                         captured=(64, 512), uncaptured=0.05)  # fmt: skip
+                         captured_rows=(64, 512), uncaptured_seconds=0.05)  # fmt: skip
     path = fitted.save(tmp_path)
     assert path == cache_path(tmp_path, "GPU 1", "x/y 7B")
     assert CostModel.read(path) == fitted

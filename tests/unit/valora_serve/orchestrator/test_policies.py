@@ -14,8 +14,21 @@ from valora_serve.types import Mode
 
 COSTS = replace(
     H200_7B,
-    decode=(4.4e-3, 14e-6, 6e-6, 0.0, 0.125e-6, 0.45e-3, 0.52e-6, 0.12e-6, 0.0),
-    prefill=(8e-3, 1e-6, 0.0, 20e-6, 0.0, 0.125e-6, 1e-9, 1.5e-3, 3e-3, 0.52e-6, 0.017e-6, 0.0),
+    decode_seconds=(4.4e-3, 14e-6, 6e-6, 0.0, 0.125e-6, 0.45e-3, 0.52e-6, 0.12e-6, 0.0),
+    prefill_seconds=(
+        8e-3,
+        1e-6,
+        0.0,
+        20e-6,
+        0.0,
+        0.125e-6,
+        1e-9,
+        1.5e-3,
+        3e-3,
+        0.52e-6,
+        0.017e-6,
+        0.0,
+    ),
 )
 """A machine on which LoRA costs by the row, and a second term no more than a first."""
 
@@ -91,13 +104,17 @@ def test_valora_never_stalls_running_requests_of_others():
 
 def test_valora_stays_unmerged_where_second_terms_cost_more_than_they_spare():
     run = [running(i, "a", left=200) for i in range(5)] + [running(9, "b"), running(10, None)]
-    dear = replace(COSTS, decode=(*COSTS.decode[:-1], 0.1e-3))
+    dear = replace(COSTS, decode_seconds=(*COSTS.decode_seconds[:-1], 0.1e-3))
     decision = make_policy("valora", dear).decide(view(run))
     assert (decision.mode, decision.merged) == (Mode.UNMERGED, None)
     assert len(decision.batch) == 7
     # Long prompts of the adapter in the weights have no term at all.
     coming = [waiting(i, "a", prompt=4000) for i in range(20, 24)]
-    cheap = replace(COSTS, prefill=(*COSTS.prefill[:-2], 4e-6, 0.0), decode=dear.decode)
+    cheap = replace(
+        COSTS,
+        prefill_seconds=(*COSTS.prefill_seconds[:-2], 4e-6, 0.0),
+        decode_seconds=dear.decode_seconds,
+    )
     decision = make_policy("valora", cheap).decide(view(run, coming))
     assert (decision.mode, decision.merged) == (Mode.MIXTURE, "a")
 
@@ -239,7 +256,7 @@ def test_cost_keeps_prompts_within_what_is_captured():
     wait = [waiting(i, "b", arrival=0.1 * i, prompt=256, output=100) for i in range(4)]
     tokens = {}
     for most in (1024, 1280):
-        costs = replace(H200_7B, captured=(most,), uncaptured=0.08)
+        costs = replace(H200_7B, captured_rows=(most,), uncaptured_seconds=0.08)
         decision = make_policy("cost", costs).decide(view(run, wait, limits=limits))
         tokens[most] = sum(count for _, count in decision.batch)
     assert tokens[1280] == 60 + 4 * 256
@@ -250,10 +267,10 @@ def test_cost_cuts_prompts_so_that_they_fill_a_graph():
     """128 prompt tokens beside 8 rows would be computed as 192 rows."""
     limits = replace(LIMITS, max_requests=100, max_tokens=8192, chunk=8192, free_pages=10**4)
     run = [running(i, "a", left=100) for i in range(8)]
-    costs = replace(H200_7B, captured=(64, 128, 192, 2048), uncaptured=0.06)
+    costs = replace(H200_7B, captured_rows=(64, 128, 192, 2048), uncaptured_seconds=0.06)
     late = [waiting(i, "b", prompt=300, output=100) for i in range(2)]
     step = make_policy("cost", costs).decide(view(run, late, now=5.0, limits=limits))
-    assert sum(count for _, count in step.batch) in costs.captured[:3]
+    assert sum(count for _, count in step.batch) in costs.captured_rows[:3]
 
 
 def test_cost_never_lets_limited_requests_stand():

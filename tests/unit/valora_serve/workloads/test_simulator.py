@@ -20,11 +20,11 @@ from valora_serve.workloads.traces import Workload
 PLAIN = CostModel(
     machine="paper",
     model="none",
-    decode=(0.01, 0, 0, 0, 0, 0.001, 0, 0),
-    prefill=(0.02, 0, 0, 0, 0, 0, 0, 0, 0.001, 0, 0),
-    merge=(0.003, 0.0),
-    unmerge=0.002,
-    load_=(0.007, 0.0),
+    decode_seconds=(0.01, 0, 0, 0, 0, 0.001, 0, 0),
+    prefill_seconds=(0.02, 0, 0, 0, 0, 0, 0, 0, 0.001, 0, 0),
+    merge_seconds=(0.003, 0.0),
+    unmerge_seconds=0.002,
+    load_seconds=(0.007, 0.0),
 )
 
 

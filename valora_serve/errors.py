@@ -1,4 +1,4 @@
-"""Everything that can go wrong when serving, as one tree; the API turns `status` into HTTP's."""
+"""Errors of the serving side; the HTTP API answers with their `status` and `code`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from valora_data.errors import ValoraError
 
 
 class ServeError(ValoraError):
-    """Base of all of them: one sentence that names the thing and the remedy.
+    """Base class of all errors when serving.
+
+    The message is one sentence that names the thing that is wrong and the remedy.
 
     Attributes:
-        status: HTTP status code.
-        code: Short name for programs, in the ``code`` field of an OpenAI error.
+        status: HTTP status code of the response.
+        code: Name of the error for programs, in the ``code`` field of OpenAI's error format.
     """
 
     status = 500
@@ -25,33 +27,33 @@ class RequestError(ServeError):
 
 
 class ImageError(RequestError):
-    """What was sent as an image or a video is none, or is too large."""
+    """An image or a video cannot be decoded, or is too large."""
 
     code = "invalid_image"
 
 
 class TooLongError(RequestError):
-    """Prompt and answer do not fit into the context, or never into the memory."""
+    """Prompt and answer exceed the context length, or the memory even without other requests."""
 
     code = "context_length_exceeded"
 
 
 class UnknownModelError(ServeError):
-    """No domain, adapter or base model of this name."""
+    """No domain, adapter or bundle has this name, nor the base model."""
 
     status = 404
     code = "model_not_found"
 
 
 class AdapterError(ServeError):
-    """An adapter or bundle cannot be loaded: damaged, for another base model, or not acting."""
+    """An adapter or bundle cannot be loaded: damaged, unsupported, or for another base model."""
 
     status = 400
     code = "invalid_adapter"
 
 
 class BusyError(ServeError):
-    """Something is in use, e.g. an adapter that shall be unloaded or replaced."""
+    """Something cannot be unloaded or replaced, as it is in use."""
 
     status = 409
     code = "in_use"
@@ -60,8 +62,12 @@ class BusyError(ServeError):
 class OverloadedError(ServeError):
     """The queue is full, or the request would miss its deadline.
 
+    Args:
+        message: What is overloaded, and the remedy.
+        retry_after: Seconds after which a client should try again.
+
     Attributes:
-        retry_after: Seconds after which it is worth trying again.
+        retry_after: Seconds after which a client should try again.
     """
 
     status = 429
@@ -80,7 +86,7 @@ class DeadlineError(ServeError):
 
 
 class CancelledRequestError(ServeError):
-    """The client went away or cancelled."""
+    """The client cancelled the request or closed the connection."""
 
     status = 499
     code = "cancelled"
@@ -94,18 +100,18 @@ class StoppedError(ServeError):
 
 
 class SettingsError(ServeError):
-    """A setting is unknown or cannot have this value."""
+    """A setting has an unknown name or an invalid value."""
 
 
 class UnauthorizedError(ServeError):
-    """No API key, or one that is not known."""
+    """The request has no API key, or an unknown one."""
 
     status = 401
     code = "invalid_api_key"
 
 
 class ForbiddenError(ServeError):
-    """The key may not do this, or the server was started without it."""
+    """The API key does not permit the call, or the server was started without this feature."""
 
     status = 403
     code = "forbidden"
@@ -119,20 +125,20 @@ class SlowClientError(ServeError):
 
 
 class TooLargeError(ServeError):
-    """The request's body is larger than is let in."""
+    """The request's body is larger than the limit."""
 
     status = 413
     code = "request_too_large"
 
 
 class ContentTypeError(ServeError):
-    """The body's content type is none that the endpoint reads."""
+    """The endpoint does not read the content type of the request's body."""
 
     status = 415
     code = "unsupported_media_type"
 
 
 class RateLimitError(OverloadedError):
-    """The key makes requests faster than it may."""
+    """The API key has exceeded its rate limit."""
 
     code = "rate_limit_exceeded"

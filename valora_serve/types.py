@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it."""
+"""Requests to the engine and its outputs, and the interface between server and engine."""
 
 from __future__ import annotations
 
@@ -19,49 +19,63 @@ if TYPE_CHECKING:
 
 
 class Mode(StrEnum):
-    """How LoRA is computed (VaLoRA §4.4)."""
+    """Inference mode of a step: how it computes LoRA (VaLoRA §4.4)."""
 
     UNMERGED = "unmerged"
+    """The base weights are pristine; every request adds its own adapter."""
     MERGED = "merged"
+    """One adapter is merged into the base weights, and all requests of the step use it."""
     MIXTURE = "mixture"
+    """One adapter is merged; other requests subtract it and add their own (deLoRA)."""
 
 
 class Finish(StrEnum):
-    """Why a request ended; the first two as in OpenAI's API."""
+    """Why a request ended; the first two are named as in OpenAI's API."""
 
     STOP = "stop"
+    """A stop token or a stop text was generated."""
     LENGTH = "length"
+    """`max_tokens` or the context length was reached."""
     HEAD = "head"
+    """A head gave the result."""
     CANCELLED = "cancelled"
+    """The client cancelled it."""
     ERROR = "error"
+    """It failed."""
 
 
 class Constraint(Protocol):
-    """Restricts which tokens may come next, e.g. to a JSON schema; one object per request."""
+    """Restricts which token may come next, e.g. to a JSON schema; one object per request."""
 
     def mask(self, allowed: NDArray[np.bool_]) -> None:
-        """Clear the entries of tokens that may not come next; `allowed` is [vocabulary] bool."""
+        """Clear the entries of tokens that must not come next.
+
+        Args:
+            allowed: [vocabulary] bool, changed in place.
+        """
 
     def advance(self, token: int) -> None:
-        """Be told which token was chosen."""
+        """Note the token that was chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen.
+    """How tokens are chosen and when generation stops.
 
     Attributes:
-        max_tokens: Tokens to generate at most; None for as many as the context has room for.
-        min_tokens: Do not stop before so many.
-        temperature: 0 is greedy.
-        top_k: Among the k likeliest; 0 for all.
-        top_p: Among the likeliest that together have this probability.
-        min_p: Among those at least so likely, as a share of the likeliest.
-        seed: Makes this request's choices repeatable, whatever runs beside it.
+        max_tokens: Most tokens to generate; None for as many as the context length allows.
+        min_tokens: Fewest tokens to generate before a stop token or a stop text counts.
+        temperature: Divisor of the logits; 0 for greedy decoding.
+        top_k: Sample from the k most likely tokens; 0 for all.
+        top_p: Sample from the fewest most likely tokens whose probabilities add up to this.
+        min_p: Sample from tokens at least this likely, relative to the most likely token.
+        seed: Seed of this request's random numbers; the same seed repeats its choices, whatever
+            else is in the batch. None for a random one.
         stop: Texts that end the answer; they are not part of it.
-        logprobs: None for none; n for those of the chosen token and the n likeliest.
-        ignore_eos: Go on to `max_tokens`.
-        constraint: Restriction on the tokens.
+        logprobs: Number of most likely tokens whose log probabilities are returned, beside that of
+            the chosen token; None for no log probabilities.
+        ignore_eos: Whether stop tokens are ignored and generation goes on to `max_tokens`.
+        constraint: Restriction on the tokens, None for none.
     """
 
     max_tokens: int | None = 256
@@ -79,26 +93,25 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One question.
+    """A request to the engine.
 
-    Exactly one of `messages`, `text` and `token_ids` is given.
+    Exactly one of `messages`, `text` and `token_ids` is given. A request for a domain with images
+    only may give none of them; it gets the domain's prompt.
 
     Attributes:
-        id: Unique among those that run.
-        model: A domain, an adapter, or the base model; the base model if None.
-        messages: Chat turns as transformers' chat templates read them: dicts of ``role`` and
-            ``content``, a string or parts of type ``text``, ``image`` and ``video``; images and
-            videos are named in the order of `images` and `videos`.
-        text: A plain prompt, image placeholders included if there are images.
-        token_ids: The prompt's tokens, no images.
+        id: Id of the request, unique among unfinished requests.
+        model: Name of a domain, of an adapter or of the base model; the base model if None.
+        messages: Chat turns for transformers' chat templates: dicts of ``role`` and ``content``,
+            which is a string or a list of parts of type ``text``, ``image`` and ``video``. Image
+            and video parts stand for `images` and `videos`, in this order.
+        text: Prompt without a chat template, including placeholders of the images.
+        token_ids: Token ids of a prompt without images.
         images: RGB images.
-        videos: Each a sequence of RGB frames.
-        head: Answer with the domain's head where it has one; otherwise generate. With only
-            `images` and no text at all, the domain's own prompt is put.
-        min_score: Confidence below which a detection head's boxes are dropped; the domain's
-            threshold if None.
-        sampling: How tokens are chosen.
-        deadline: Seconds from arrival in which to answer; None for no limit.
+        videos: Videos, each a sequence of RGB frames.
+        head: Whether the domain's head answers, if it has one; otherwise text is generated.
+        min_score: Least confidence of a detection head's boxes; the domain's threshold if None.
+        sampling: How tokens are chosen and when generation stops.
+        deadline: Seconds from arrival within which the request must be answered; None for no limit.
     """
 
     id: str
@@ -116,7 +129,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token and its log probability, before temperature and restrictions."""
+    """Log probability of a token, before temperature and constraints.
+
+    Attributes:
+        token: Token id.
+        text: Text of the token.
+        logprob: Natural logarithm of its probability.
+    """
 
     token: int
     text: str
@@ -125,7 +144,12 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities at one place of the answer: the chosen token's, and the likeliest."""
+    """Log probabilities for one token of the answer.
+
+    Attributes:
+        chosen: The chosen token's.
+        top: Those of the most likely tokens, by descending probability.
+    """
 
     chosen: Logprob
     top: tuple[Logprob, ...]
@@ -133,7 +157,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request: `prompt` includes `image`; `cached` were not computed again."""
+    """Token counts of a request.
+
+    Attributes:
+        prompt: Tokens of the prompt, including image tokens.
+        completion: Generated tokens.
+        image: Image tokens in the prompt.
+        cached: Prompt tokens that came from the prefix cache.
+    """
 
     prompt: int
     completion: int
@@ -143,7 +174,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """When things happened, seconds of `time.monotonic`; None if they did not."""
+    """Times of a request, in seconds of `time.monotonic`; None for what did not happen.
+
+    Attributes:
+        arrival: The request arrived.
+        started: Its first step was launched.
+        first_token: Its first token, or its head's result, was there.
+        finished: It ended.
+    """
 
     arrival: float
     started: float | None = None
@@ -153,19 +191,19 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """News of one request; the last one has `finish`.
+    """A part of a request's answer; the last part has `finish`.
 
     Attributes:
-        id: Of the request.
-        text: Text that is new since the last output.
-        token_ids: Tokens that are new.
-        logprobs: Theirs, if asked for.
-        finish: Why it ended; None while it goes on.
-        head: Answer of a head, with the last output.
-        error: If `finish` is ``error`` or ``cancelled``.
-        usage: With the last output.
-        times: With the last output.
-        mode: The mode that the last step of the request ran in.
+        id: Id of the request.
+        text: New text since the output before.
+        token_ids: New token ids.
+        logprobs: Log probabilities of the new tokens, if the request wants them.
+        finish: Why the request ended; None if more outputs follow.
+        head: Result of the head; in the last output.
+        error: What went wrong, if `finish` is ``error`` or ``cancelled``.
+        usage: Token counts; in the last output.
+        times: Times of the request; in the last output.
+        mode: Inference mode of the request's last step.
     """
 
     id: str
@@ -182,24 +220,24 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Something that a request can name.
+    """Something that a request can name: the base model, an adapter or a domain.
 
     Attributes:
         name: The name.
         kind: ``base``, ``adapter`` or ``domain``.
-        root: Folder or hub name that it comes from.
-        parent: What it builds on: the base model of an adapter, the adapter of a domain.
-        adapter: The adapter that acts, None for the base model.
-        head: Kind of the domain's head, None if it generates.
-        task: Of a domain.
-        labels: Of a domain.
-        metric: Of a domain, e.g. ``f1@0.5``.
-        accuracy: What the bundle promises, on the test split.
-        required: What was required.
-        prompt: The domain's own prompt.
+        root: Folder or hub name that it was loaded from.
+        parent: Name of the base model of an adapter, or of the adapter of a domain.
+        adapter: Name of the adapter that is applied, None for the base model.
+        head: Kind of the domain's head, None if it generates text.
+        task: Task type of the domain.
+        labels: Labels of the domain, in the order of its head's outputs.
+        metric: Metric of the domain, e.g. ``f1@0.5``.
+        accuracy: Accuracy of the domain on the test split, as measured for its bundle.
+        required: Accuracy that the domain required.
+        prompt: Prompt of the domain, for requests without text.
         bundle: Name and version of the bundle, e.g. ``detection@1``.
-        rank: Of the adapter.
-        loaded_at: Unix time.
+        rank: Largest rank of the adapter.
+        loaded_at: Unix time at which it was loaded.
     """
 
     name: str
@@ -221,29 +259,31 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """How the engine is doing, for metrics and the console.
+    """State and counters of the engine, for metrics and the console.
+
+    Counters count from the start of the engine.
 
     Attributes:
         running: Requests that hold memory.
         waiting: Requests in the queue.
-        mode: Of the last step.
-        merged_adapter: The adapter in the base weights.
-        switches: Mode switches since the start.
-        steps: Engine steps since the start.
+        mode: Inference mode of the last step.
+        merged_adapter: Name of the adapter merged into the base weights, None if they are pristine.
+        switches: How often the base weights were changed.
+        steps: Steps that computed something.
         pages_total: Pages of the unified memory.
-        pages_free: Of them free, cached ones included.
-        pages_kv: Holding keys and values of running requests.
-        pages_adapters: Holding adapters.
-        adapters_resident: Adapters on the device.
-        adapters_known: Adapters that can be asked for.
-        prefix_hits: Prompt tokens served from the prefix cache since the start.
-        prefix_queries: Prompt tokens looked up in it.
-        image_hits: Images served from the cache of encoded images.
-        image_queries: Images looked up in it.
-        preemptions: Requests that lost their memory and were computed again.
-        finished: Requests ended, by reason.
-        prompt_tokens: Prompt tokens computed since the start.
-        generated_tokens: Tokens generated since the start.
+        pages_free: Free pages, those of the prefix cache included.
+        pages_kv: Pages that hold keys and values of running requests.
+        pages_adapters: Pages that hold adapters.
+        adapters_resident: Names of the adapters on the device.
+        adapters_known: Number of adapters, wherever they are.
+        prefix_hits: Prompt tokens found in the prefix cache.
+        prefix_queries: Prompt tokens looked up in the prefix cache.
+        image_hits: Images found in the image cache.
+        image_queries: Images looked up in the image cache.
+        preemptions: How often a request was preempted.
+        finished: Requests that ended, by the value of `Finish`.
+        prompt_tokens: Prompt tokens computed.
+        generated_tokens: Tokens generated.
     """
 
     running: int = 0
@@ -269,55 +309,59 @@ class EngineStats:
 
 
 class EngineClient(Protocol):
-    """What the server needs of an engine; `AsyncEngine` is the real one, tests have a fake."""
+    """Interface that the server uses; `AsyncEngine` implements it, and a fake in the tests."""
 
     def generate(self, request: Request) -> AsyncIterator[Output]:
-        """Ask; outputs come as they are made, the last one has `finish`.
+        """Answer a request with a stream of outputs, the last of which has `finish`.
 
-        Errors of the request come as a last output with `error` set, never as an exception.
-        Closing the iterator early cancels the request and frees its memory.
+        If the request fails, its last output has `error`; nothing is raised. Closing the iterator
+        before its end cancels the request.
         """
 
     async def cancel(self, request_id: str) -> bool:
-        """End a request; False if there is none of this id."""
+        """Cancel a request; return False if there is no unfinished request of this id."""
 
     def models(self) -> list[ServedModel]:
-        """What can be named: the base model first, then adapters, then domains."""
+        """Return what requests can name: the base model, then adapters, then domains."""
 
     def stats(self) -> EngineStats:
-        """How the engine is doing; cheap."""
+        """Return the state and counters of the engine as of its last step, without waiting."""
 
     async def load_adapter(self, name: str, folder: Path) -> ServedModel:
-        """Load a PEFT folder under a name (the same name again replaces it).
+        """Load a PEFT folder under a name; an adapter of this name is replaced.
 
         Raises:
-            AdapterError: It cannot be served; nothing has changed then.
+            AdapterError: The adapter cannot be served; nothing has changed then.
         """
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; requests of it that run are finished first.
+        """Unload an adapter; its unfinished requests are still answered.
 
         Raises:
-            UnknownModelError: There is none of this name.
-            BusyError: A bundle's domains need it.
+            UnknownModelError: No adapter has this name.
+            BusyError: The adapter belongs to a bundle.
         """
 
     async def load_bundle(self, folder: Path) -> list[ServedModel]:
-        """Verify and load a bundle: its adapters and domains.
+        """Verify and load a bundle with its adapters and domains.
 
         Raises:
-            AdapterError: It cannot be served; nothing has changed then.
+            AdapterError: The bundle cannot be served; nothing has changed then.
         """
 
     async def unload_bundle(self, name: str) -> None:
-        """Forget a bundle, its domains and adapters."""
+        """Unload a bundle with its domains and adapters; unfinished requests are still answered.
+
+        Raises:
+            UnknownModelError: No bundle has this name.
+        """
 
     def count_tokens(self, text: str) -> int:
-        """Tokens of a text."""
+        """Return the number of tokens of a text."""
 
     @property
     def tokenizer(self) -> Any:
-        """The base model's tokenizer (transformers)."""
+        """The base model's tokenizer, from transformers."""
 
     @property
     def base(self) -> str:
@@ -329,7 +373,11 @@ class EngineClient(Protocol):
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine's loop runs."""
+        """Whether the engine runs; False after it has failed or was closed."""
 
     async def close(self, drain: float = 0.0) -> None:
-        """Take nothing new, give running requests `drain` seconds, then stop."""
+        """Stop the engine.
+
+        Args:
+            drain: Seconds to let unfinished requests run; no new ones are accepted meanwhile.
+        """

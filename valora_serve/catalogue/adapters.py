@@ -1,7 +1,7 @@
-"""LoRA adapters on disk, in PEFT's format, as the engine needs them.
+"""Reads LoRA adapters in PEFT's format.
 
-Every option that changes an adapter's result is honoured, or refused by name: an adapter never
-silently acts differently than under PEFT, or not at all.
+Every option that changes an adapter's result is either honoured or refused by name, so that an
+adapter never silently computes something else than under PEFT, or nothing at all.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 MAX_RANK = 256
 
+"""Largest rank that the kernels compute."""
+
 HONOURED = {
     "r",
     "lora_alpha",
@@ -44,14 +46,16 @@ HONOURED = {
     "init_lora_weights",
     "peft_type",
 }
+"""Options of PEFT's configuration that change the result, and are followed."""
+
 WITHOUT_EFFECT = {
-    # Origin.
+    # Origin of the adapter.
     "auto_mapping",
     "base_model_name_or_path",
     "peft_version",
     "revision",
     "task_type",
-    # Training.
+    # Training only.
     "corda_config",
     "eva_config",
     "inference_mode",
@@ -60,15 +64,17 @@ WITHOUT_EFFECT = {
     "lora_ga_config",
     "monteclora_config",
     "velora_config",
-    # Storage and distribution; A and B are the same for a linear layer.
+    # Storage and parallelism; A and B of a linear layer are the same.
     "fan_in_fan_out",
     "megatron_config",
     "megatron_core",
     "qalora_group_size",
     "runtime_config",
 }
+"""Options of PEFT's configuration that do not change the result."""
+
 KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Initialisations that leave the base weights as they are; others (PiSSA …) change them on load."""
+"""Initialisations that do not change the base weights, unlike PiSSA and others."""
 
 TENSOR = re.compile(r"(?P<path>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
 
@@ -108,7 +114,7 @@ class ModelTargets:
         return cls(linears, parts, _renaming(model))
 
     def find(self, path: str) -> str | None:
-        """Return the path of the linear that a path in an adapter's file names, None if none."""
+        """Return the linear that a path in an adapter's file refers to, None if there is none."""
         for candidate in (path, self.rename(path)):
             if candidate in self.linears:
                 return candidate
@@ -116,7 +122,7 @@ class ModelTargets:
 
 
 def _renaming(model: Any) -> Callable[[str], str]:
-    """Return transformers' own renaming of a checkpoint's modules for a model."""
+    """Return a function that renames module paths of checkpoints as transformers does."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -137,8 +143,8 @@ class LoraPair:
     """The matrices of one linear.
 
     Attributes:
-        a: [rank, inputs], as stored.
-        b: [outputs, rank], as stored.
+        a: [rank, inputs], in the dtype of the file.
+        b: [outputs, rank], in the dtype of the file.
         scaling: Factor of B·A.
     """
 
@@ -149,17 +155,17 @@ class LoraPair:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """An adapter that was read and found to fit the model.
+    """An adapter that was read and fits the model.
 
     Attributes:
-        folder: Where it comes from.
-        modules: Its matrices by the model's module path.
-        rank: The largest of its ranks.
-        scaling: The factor that most of its modules have, 0 only if all have that.
+        folder: Folder that it was read from.
+        modules: Its matrices, by module path of the model.
+        rank: Largest rank of its modules.
+        scaling: Most frequent scaling of its modules; 0 only if all are 0.
         parts: Parts of the model that it changes.
-        content: sha256 of everything that changes its result, in hexadecimal.
-        vision_content: Likewise of what changes how images are encoded (vision tower, projector);
-            empty if nothing does.
+        content: Content hash: hexadecimal sha256 of everything that changes its result.
+        vision_content: The same hash over the modules that change how images are encoded (vision
+            tower, projector); empty if it has none.
     """
 
     folder: Path
@@ -172,15 +178,15 @@ class Adapter:
 
 
 def read_adapter(folder: Path, targets: ModelTargets) -> Adapter:
-    """Read an adapter and make sure that it will act as it does under PEFT.
+    """Read an adapter and check that it will compute the same as under PEFT.
 
     Args:
-        folder: With `adapter_config.json` and `adapter_model.safetensors`.
-        targets: What the model has.
+        folder: Folder with `adapter_config.json` and `adapter_model.safetensors`.
+        targets: Linears of the model.
 
     Raises:
-        AdapterError: Files are missing, damaged or a pickle; an option cannot be served; a tensor
-            matches nothing in the model, has another shape, or holds NaN or Inf.
+        AdapterError: A file is missing, damaged or a pickle; an option cannot be served; a tensor
+            matches no linear of the model, has another shape, or contains NaN or Inf.
     """
     config = _read_config(folder)
     tensors = _read_tensors(folder)
@@ -199,7 +205,7 @@ def read_adapter(folder: Path, targets: ModelTargets) -> Adapter:
             )
         pair = found.setdefault(path, {})
         if match["part"] in pair:
-            raise AdapterError(f"adapter {folder}: tensor {name} is there twice; save it again")
+            raise AdapterError(f"adapter {folder}: tensor {name} is stored twice; save it again")
         pair[match["part"]] = (name, tensor)
         stored[path] = stored_path
     if not found:
@@ -222,12 +228,14 @@ def read_adapter(folder: Path, targets: ModelTargets) -> Adapter:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """The options that matter; those that cannot be served are refused by name."""
+    """Read the configuration, and refuse options that cannot be served."""
     file = folder / CONFIG
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise AdapterError(f"{folder} is no adapter: it holds no readable {CONFIG}") from error
+        raise AdapterError(
+            f"{folder} is no adapter, as it has no readable {CONFIG}: name a folder that PEFT saved"
+        ) from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
         raise AdapterError(f"adapter {folder} is of type {kind}: only LORA can be served")
@@ -277,7 +285,7 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
             )
         raise AdapterError(f"adapter {folder} holds no {WEIGHTS}: name the folder that does")
     try:
-        # Not mapped into memory: the file may be replaced while the engine runs.
+        # Read, not mapped into memory: the file may be replaced while the engine runs.
         return load(file.read_bytes())
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{file} is truncated or damaged ({error}): copy it again") from error
@@ -290,7 +298,15 @@ def _pair(
     tensors: dict[str, tuple[str, torch.Tensor]],
     shape: tuple[int, int],
 ) -> LoraPair:
-    """Check one linear's tensors; `paths` are the model's and the file's."""
+    """Return the matrices of a linear after checking them.
+
+    Args:
+        folder: Folder of the adapter.
+        config: Its configuration.
+        paths: Module path in the model, and in the adapter's file.
+        tensors: Name and tensor of ``A`` and ``B``.
+        shape: (outputs, inputs) of the linear.
+    """
     if set(tensors) != {"A", "B"}:
         only = next(iter(tensors.values()))[0]
         raise AdapterError(f"adapter {folder}: {only} has no partner; save the adapter again")
@@ -309,19 +325,23 @@ def _pair(
                 f"{tuple(tensor.shape)}; use the base model that it was trained on"
             )
         if not tensor.is_floating_point():
-            raise AdapterError(f"adapter {folder}: tensor {name} is {tensor.dtype}, no float")
+            raise AdapterError(
+                f"adapter {folder}: tensor {name} has dtype {tensor.dtype}; save it as floats"
+            )
         if not bool(tensor.float().abs().max().isfinite()):
             raise AdapterError(f"adapter {folder}: tensor {name} holds NaN or Inf; train it again")
     if rank > MAX_RANK:
-        raise AdapterError(f"adapter {folder}: expected rank at most {MAX_RANK}, got {rank}")
+        raise AdapterError(
+            f"adapter {folder}: expected a rank of at most {MAX_RANK}, got {rank}; train it again"
+        )
     scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     return LoraPair(a=tensors["A"][1], b=tensors["B"][1], scaling=scaling)
 
 
 def _pattern(config: dict[str, Any], patterns: str, option: str, paths: tuple[str, str]) -> float:
-    """A module's value: of the first pattern that matches its path, else the option's.
+    """Return a module's rank or alpha: that of the first matching pattern, else the option's.
 
-    As in PEFT: a pattern matches the whole path or its end from a dot on.
+    As in PEFT, a pattern matches the whole path, or its end after a dot.
     """
     for path in paths:
         for pattern, value in (config.get(patterns) or {}).items():
@@ -331,7 +351,7 @@ def _pattern(config: dict[str, Any], patterns: str, option: str, paths: tuple[st
 
 
 def _targeted(config: dict[str, Any], path: str) -> bool:
-    """Whether PEFT would adapt a module, by its rules."""
+    """Return whether PEFT would adapt a module."""
     if (excluded := config.get("exclude_modules")) and _named(excluded, path):
         return False
     target = config.get("target_modules")
@@ -353,13 +373,14 @@ def _targeted(config: dict[str, Any], path: str) -> bool:
 
 
 def _named(names: str | list[str], path: str) -> bool:
+    """Return whether a regular expression, or a list of names, names a module as in PEFT."""
     if isinstance(names, str):
         return re.fullmatch(names, path) is not None
     return path in names or any(path.endswith(f".{name}") for name in names)
 
 
 def _content(modules: Mapping[str, LoraPair]) -> str:
-    """sha256 of module paths, scalings and matrices."""
+    """Return the hexadecimal sha256 of module paths, scalings and matrices."""
     total = hashlib.sha256()
     for path in sorted(modules):
         pair = modules[path]

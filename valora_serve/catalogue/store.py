@@ -1,13 +1,13 @@
 """What requests can name: the base model, adapters, and the domains of bundles.
 
-Reading and checking is slow and may happen in any thread (`stage_adapter`, `stage_bundle`); what
-was staged becomes visible at once, or not at all (`commit`).
+Reading and checking files is slow, and may be done in any thread (`stage_adapter`,
+`stage_bundle`). `commit` makes all that was staged nameable, or nothing of it.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResolvedModel:
-    """What a request runs on; it stays valid for the request if the name is unloaded meanwhile.
+    """What a name stands for.
+
+    A request keeps the one that it was prepared with, also if the name is unloaded meanwhile.
 
     Attributes:
-        model: How it is listed.
-        adapter: The adapter that acts, without its matrices; None for the base model.
-        head: The domain's head, None if it generates.
+        model: Entry in the list of models.
+        adapter: Adapter to apply, without its matrices; None for the base model.
+        head: Head of the domain, None if it generates text.
     """
 
     model: ServedModel
@@ -45,13 +47,13 @@ class ResolvedModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Staged:
-    """Something that was read and checked, and is not yet served.
+    """A bundle or adapter that was read and checked, and cannot be named yet.
 
     Attributes:
         bundle: Name of the bundle, None for a plain adapter.
-        targets: What will be nameable: adapters first, then domains.
-        adapters: With their matrices, by content hash.
-        folder: Of the bundle or adapter.
+        targets: What it adds: adapters first, then domains.
+        adapters: Its adapters with their matrices, by content hash.
+        folder: Folder of the bundle or adapter.
     """
 
     bundle: str | None
@@ -60,23 +62,20 @@ class Staged:
     folder: Path
 
 
-@dataclass(slots=True)
-class _Bundle:
-    folder: Path
-    names: frozenset[str] = field(default_factory=frozenset)
-
-
 class Store:
-    """What can be named.
+    """All names that requests can use.
 
-    Adapters of a bundle are named ``bundle/adapter``; domains have their own names, which no two
-    bundles share.
+    The adapters of a bundle are named ``bundle/adapter``. Domains have names of their own, which no
+    two bundles may share.
 
     Args:
         base: Id of the base model.
-        targets: What can be adapted in it.
+        targets: Linears of the base model that can be adapted.
         width: Size of its hidden states.
-        device: Where heads run.
+        device: Device for heads.
+
+    Attributes:
+        base: Id of the base model.
     """
 
     def __init__(
@@ -88,13 +87,13 @@ class Store:
         listed = ServedModel(name=base, kind="base", root=base, loaded_at=time.time())
         self._base = ResolvedModel(listed)
         self._named: dict[str, ResolvedModel] = {}
-        self._bundles: dict[str, _Bundle] = {}
+        self._bundles: dict[str, frozenset[str]] = {}  # names that each bundle brought
 
     def resolve(self, name: str | None) -> ResolvedModel:
-        """What a name stands for; the base model for its own id, and for None.
+        """Return what a name stands for; None stands for the base model.
 
         Raises:
-            UnknownModelError: Nothing; the message lists what there is.
+            UnknownModelError: Nothing has this name; the message lists all names.
         """
         if name is None or name == self.base:
             return self._base
@@ -104,29 +103,26 @@ class Store:
         return self._named[name]
 
     def models(self) -> list[ServedModel]:
-        """What can be named: the base model first, then adapters, then domains."""
+        """Return what can be named: the base model, then adapters, then domains."""
         listed = [target.model for target in self._named.values()]
         return [self._base.model, *sorted(listed, key=lambda model: model.kind == "domain")]
 
-    @property
-    def bundles(self) -> dict[str, Path]:
-        """Bundles that are served, by name."""
-        return {name: bundle.folder for name, bundle in self._bundles.items()}
-
-    @property
     def adapters(self) -> dict[str, Adapter]:
-        """Adapters that something nameable needs, without matrices, by content hash."""
+        """Return the adapter of every adapter and domain by its name, without matrices.
+
+        In a bundle the names of adapters come before those of the domains that use them.
+        """
         return {
-            target.adapter.content: target.adapter
-            for target in self._named.values()
+            name: target.adapter
+            for name, target in self._named.items()
             if target.adapter is not None
         }
 
     def stage_adapter(self, name: str, folder: Path) -> Staged:
-        """Read and check a plain PEFT folder; nothing changes.
+        """Read and check a PEFT folder, without making it nameable.
 
         Raises:
-            AdapterError: It cannot be served, or the name cannot be had.
+            AdapterError: The adapter cannot be served, or the name is not allowed.
         """
         self._check_name(name)
         adapter = read_adapter(folder, self._targets)
@@ -139,15 +135,15 @@ class Store:
             rank=adapter.rank,
             loaded_at=time.time(),
         )
-        target = ResolvedModel(model, _light(adapter))
+        target = ResolvedModel(model, _without_matrices(adapter))
         return Staged(None, (target,), {adapter.content: adapter}, folder)
 
     def stage_bundle(self, folder: Path) -> Staged:
-        """Read a bundle, verify every file of it, and check all its adapters and heads.
+        """Read a bundle, verify all its files, and check its adapters and heads.
 
         Raises:
-            AdapterError: It is no bundle, was changed, is for another base model, or a part of it
-                cannot be served.
+            AdapterError: The folder is no bundle, was changed, is for another base model, or has a
+                part that cannot be served.
         """
         try:
             bundle = read_bundle(folder)
@@ -183,7 +179,7 @@ class Store:
                 rank=adapter.rank,
                 loaded_at=loaded_at,
             )
-            listed[short] = ResolvedModel(model, _light(adapter))
+            listed[short] = ResolvedModel(model, _without_matrices(adapter))
         domains = [
             self._domain(bundle, name, facts, listed[facts["adapter"]])
             for name, facts in bundle.domains.items()
@@ -235,12 +231,12 @@ class Store:
         """Make what was staged nameable; a bundle or adapter of the same name is replaced.
 
         Raises:
-            AdapterError: Another bundle or adapter has one of the names; nothing changes then.
+            AdapterError: Another bundle or adapter has one of the names; nothing has changed then.
         """
         names = [target.model.name for target in staged.targets]
         replaced: frozenset[str] = frozenset()
         if staged.bundle in self._bundles:
-            replaced = self._bundles[staged.bundle].names
+            replaced = self._bundles[staged.bundle]
         elif staged.bundle is None and self._bundle_of(names[0]) is None:
             replaced = frozenset(names)
         doubled = [name for name in names if names.count(name) > 1]
@@ -248,29 +244,32 @@ class Store:
         if doubled or taken:
             name = (doubled or taken)[0]
             raise AdapterError(
-                f"{staged.folder} brings {name}, which is the name of something else that is "
-                "served: unload that first, or rename it"
+                f"{staged.folder} brings {name}, a name that something else has: unload that "
+                "first, or rename it"
             )
         kept = {name: target for name, target in self._named.items() if name not in replaced}
         self._named = kept | dict(zip(names, staged.targets, strict=True))
         if staged.bundle is not None:
-            self._bundles[staged.bundle] = _Bundle(staged.folder, frozenset(names))
+            self._bundles[staged.bundle] = frozenset(names)
         return [target.model for target in staged.targets]
 
     def unregister_adapter(self, name: str) -> ServedModel:
-        """Forget a plain adapter.
+        """Forget an adapter.
+
+        Returns:
+            Its entry in the list of models.
 
         Raises:
             UnknownModelError: No adapter has this name.
-            BusyError: A bundle's domains need it.
+            BusyError: The adapter belongs to a bundle.
         """
         target = self._named.get(name)
         if target is None or target.model.kind != "adapter":
             known = [model.name for model in self.models() if model.kind == "adapter"]
             raise UnknownModelError(f"no adapter is named {name}: known are {known}")
         if (bundle := self._bundle_of(name)) is not None:
-            raise BusyError(f"adapter {name} belongs to bundle {bundle}: unload that")
-        # A new one: other threads may be going over the old one.
+            raise BusyError(f"adapter {name} belongs to bundle {bundle}: unload the bundle")
+        # A new dict, as other threads may be iterating over the old one.
         self._named = {key: one for key, one in self._named.items() if key != name}
         return target.model
 
@@ -278,34 +277,38 @@ class Store:
         """Forget a bundle with its adapters and domains.
 
         Args:
-            name: Its name, with or without ``@version``.
+            name: Name of the bundle, with or without ``@version``.
+
+        Returns:
+            Their entries in the list of models.
 
         Raises:
             UnknownModelError: No bundle has this name.
         """
         short, _, version = name.partition("@")
-        bundle = self._bundles.get(short)
-        labels = {self._named[n].model.bundle for n in bundle.names} if bundle else set()
-        if bundle is None or (version and name not in labels):
+        names = self._bundles.get(short)
+        labels = {self._named[n].model.bundle for n in names} if names else set()
+        if names is None or (version and name not in labels):
             raise UnknownModelError(f"no bundle is named {name}: known are {list(self._bundles)}")
-        gone = [one.model for n, one in self._named.items() if n in bundle.names]
-        self._named = {n: one for n, one in self._named.items() if n not in bundle.names}
+        gone = [one.model for n, one in self._named.items() if n in names]
+        self._named = {n: one for n, one in self._named.items() if n not in names}
         del self._bundles[short]
         return gone
 
     def _bundle_of(self, name: str) -> str | None:
-        return next((key for key, bundle in self._bundles.items() if name in bundle.names), None)
+        """Return the bundle that an adapter or domain belongs to, None for a plain adapter."""
+        return next((bundle for bundle, names in self._bundles.items() if name in names), None)
 
 
-def _light(adapter: Adapter) -> Adapter:
+def _without_matrices(adapter: Adapter) -> Adapter:
     return replace(adapter, modules={})
 
 
 def _verified(bundle: Bundle, name: str) -> Path:
-    """A file of a bundle that its manifest vouches for."""
+    """Return the path of a file, if the bundle's manifest has its sha256."""
     if name not in bundle.manifest["files"]:
         raise AdapterError(
-            f"bundle {bundle.folder} uses {name}, of which its manifest has no sha256: export it "
+            f"bundle {bundle.folder} uses {name}, but its manifest has no sha256 of it: export it "
             "again"
         )
     return bundle.folder / name

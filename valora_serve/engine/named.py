@@ -153,10 +153,9 @@ class Named:
         """Find out which adapters are needed now, and free the others."""
         before = set(self._names)
         self._names = {}
-        for model in self._store.models():
-            adapter = self._store.resolve(model.name).adapter
-            if adapter is not None:  # adapters are listed before the domains that use them
-                self._names.setdefault(self.key(adapter), model.name)
+        for name, adapter in self._store.adapters().items():
+            # The first name is the adapter's own; domains that use it come later.
+            self._names.setdefault(self.key(adapter), name)
         self._retire(before - set(self._names))
 
     def _retire(self, keys: Iterable[str]) -> None:

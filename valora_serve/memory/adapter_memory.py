@@ -1,7 +1,8 @@
-"""Which adapters are where: file, host, on their way, on the device (S-LoRA §5.1, §5.2).
+"""Adapters in host memory and on the device: loading, pinning, eviction (S-LoRA §5.1, §5.2).
 
-For the engine's thread. Adapters wait in host memory and are copied into pages of the unified
-memory on a stream of their own; the least recently used make room, never one that is in use.
+Adapters are packed in host memory and copied into pages of the unified memory on a CUDA stream of
+their own. When pages or slots are short, the least recently used adapters are evicted; pinned
+adapters never are. For the engine's thread only.
 """
 
 from __future__ import annotations
@@ -31,13 +32,34 @@ class State(StrEnum):
     """Where an adapter is."""
 
     FILE = "file"
+    """In its file only: it was dropped from host memory."""
     HOST = "host"
+    """In host memory, not on the device."""
     LOADING = "loading"
+    """Being read from its file or copied to the device."""
     RESIDENT = "resident"
+    """On the device."""
 
 
 @dataclass(slots=True)
 class _Entry:
+    """An adapter.
+
+    Attributes:
+        pages_needed: Pages that it takes on the device.
+        host_bytes: Bytes that it takes in host memory.
+        packed: The adapter in host memory, None if it was dropped from there.
+        reload: Reads and packs its file again, None if it has no file.
+        content: Content hash, which the file must still have when it is read again.
+        pages: Its pages while it is on the device, or being copied there.
+        slot: Its slot for the same time, -1 otherwise.
+        users: Number of pins.
+        reading: Result of `reload`, while its file is read.
+        urgent: Whether it may evict wanted adapters once its file is read.
+        copied: Event after its copy to the device, while that runs.
+        removed: Whether to forget it as soon as it has loaded.
+    """
+
     pages_needed: int
     host_bytes: int
     packed: PackedAdapter | None
@@ -57,20 +79,20 @@ class _Entry:
 
 
 class AdapterMemory:
-    """Adapters of an engine, by a key of the caller's (best the content hash).
+    """The adapters of an engine, by key.
 
     Args:
-        memory: Pages and tables.
-        pool: Whose pages they are.
-        host_bytes: Host memory for adapters that have a file to be read again; None for any. The
-            least recently loaded are dropped from the host.
+        memory: Pages and address tables of adapters on the device.
+        pool: Free and used pages of `memory`.
+        host_bytes: Most bytes of host memory for adapters, None for no limit. Beyond it the least
+            recently loaded adapters that have a file are dropped, and read again when needed.
 
     Attributes:
-        ranks: [slots] int32, rank of the adapter in each slot, 0 for none; for `LoraBatch.update`.
-        scalings: [slots] float32, likewise.
-        resident: Adapters on the device; a live set, only read it.
-        loading: Adapters on their way there; likewise.
-        wanted: Adapters that requests name; they are evicted only after all others.
+        ranks: [slots] int32, rank of the adapter in each slot, 0 for an empty slot.
+        scalings: [slots] float32, scaling of the adapter in each slot.
+        resident: Keys of the adapters on the device; updated in place, do not change it.
+        loading: Keys of the adapters that are being loaded; updated in place, do not change it.
+        wanted: Keys of the adapters that unfinished requests use; they are evicted last.
     """
 
     def __init__(
@@ -85,8 +107,9 @@ class AdapterMemory:
         self._host_bytes = host_bytes
         self._held_bytes = 0
         self._entries: dict[str, _Entry] = {}
-        self._on_host: OrderedDict[str, None] = OrderedDict()  # by last load
-        self._idle: OrderedDict[str, None] = OrderedDict()  # resident without users, by last use
+        self._on_host: OrderedDict[str, None] = OrderedDict()  # least recently loaded first
+        # Resident and not pinned, least recently used first.
+        self._idle: OrderedDict[str, None] = OrderedDict()
         self._idle_pages = 0
         self._free_slots = list(range(memory.slots - 1, -1, -1))
         self._cuda = memory.device.type == "cuda"
@@ -98,44 +121,44 @@ class AdapterMemory:
         return key in self._entries and not self._entries[str(key)].removed
 
     def __len__(self) -> int:
-        """Number of adapters, wherever they are."""
+        """Number of known adapters."""
         return sum(not entry.removed for entry in self._entries.values())
 
     @property
     def idle_pages(self) -> int:
-        """Pages that could be had by evicting every resident adapter that is not in use."""
+        """Pages of resident adapters that are not pinned, which eviction would free."""
         return self._idle_pages
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that adapters take now."""
+        """Bytes of host memory that adapters take now."""
         return self._held_bytes
 
     def add(
         self, key: str, packed: PackedAdapter, reload: Callable[[], PackedAdapter] | None = None
     ) -> None:
-        """Make an adapter known; one that is known already stays where it is.
+        """Add an adapter in host memory; a known one stays where it is.
 
         Args:
-            key: Its name here.
-            packed: From `UnifiedMemory.pack`.
-            reload: Reads and packs it again, in another thread, after the host's memory of it was
-                dropped; None to keep it there.
+            key: Key of the adapter.
+            packed: The adapter, from `UnifiedMemory.pack`.
+            reload: Reads and packs the adapter's file again, after it was dropped from host
+                memory; called in another thread. None to never drop it.
         """
         if key in self._entries:
             entry = self._entries[key]
-            # The folder of before may be gone by the time that it must be read again.
+            # The former folder may be gone when the file must be read again.
             entry.removed, entry.reload = False, reload or entry.reload
             return
         self._entries[key] = _Entry(packed.pages, packed.bytes, packed, reload, packed.content)
         self._keep(key)
 
     def remove(self, key: str) -> None:
-        """Forget an adapter and free what it takes; one that is loading goes when it has loaded.
+        """Forget an adapter and free its memory; if it is loading, as soon as it has loaded.
 
         Raises:
-            BusyError: It is in use.
-            KeyError: There is none.
+            BusyError: The adapter is pinned.
+            KeyError: No adapter has this key.
         """
         entry = self._entries[key]
         if entry.users:
@@ -149,7 +172,7 @@ class AdapterMemory:
         del self._entries[key]
 
     def state(self, key: str) -> State:
-        """Where an adapter is."""
+        """Return where an adapter is."""
         if key in self.resident:
             return State.RESIDENT
         if key in self.loading:
@@ -157,33 +180,33 @@ class AdapterMemory:
         return State.FILE if self._entries[key].packed is None else State.HOST
 
     def pages(self, key: str) -> int:
-        """Pages that an adapter takes on the device."""
+        """Return the number of pages that an adapter takes on the device."""
         return self._entries[key].pages_needed
 
     def slot(self, key: str) -> int:
-        """Slot of a resident adapter."""
+        """Return the slot of a resident adapter."""
         return self._entries[key].slot
 
     def load(self, key: str, *, urgent: bool = True) -> bool:
-        """Have an adapter come to the device; nothing waits for it.
+        """Start loading an adapter to the device, without waiting for it.
 
         Args:
-            key: Which one.
-            urgent: May evict adapters that requests name; a prefetch may not.
+            key: Key of the adapter.
+            urgent: Whether wanted adapters may be evicted for it; a prefetch must not.
 
         Returns:
-            Whether it is there or on its way; False if there is no room for it now.
+            Whether it is resident or loading; False if there is no room for it now.
 
         Raises:
-            AdapterError: It could not be read again; on a GPU `ready` and `poll` tell, as the file
-                is read in another thread.
+            AdapterError: Its file could not be read again. On a GPU, where the file is read in
+                another thread, `ready` and `poll` report that.
         """
         entry = self._entries[key]
         if key in self.resident or key in self.loading:
             return True
         if entry.packed is None:
             if entry.reload is None:
-                raise AssertionError(f"adapter {key}: dropped from the host without a way back")
+                raise AssertionError(f"adapter {key} was dropped from the host and has no file")
             entry.urgent = urgent
             self.loading.add(key)
             if self._reader is not None:
@@ -195,21 +218,20 @@ class AdapterMemory:
         return self._place(key, urgent)
 
     def ready(self, key: str) -> bool:
-        """Whether an adapter is on the device; does not wait.
+        """Return whether an adapter is on the device, without waiting for it.
 
         Raises:
-            AdapterError: It could not be read again; it is on its file again, and may be tried
-                again.
+            AdapterError: Its file could not be read again; `load` may be tried again.
         """
         if key in self.loading:
             self._advance(key)
         return key in self.resident
 
     def poll(self) -> dict[str, ServeError]:
-        """See what has arrived.
+        """Update which adapters have finished loading.
 
         Returns:
-            Why adapters that should have come did not.
+            The errors of adapters that could not be loaded, by key.
         """
         failed: dict[str, ServeError] = {}
         for key in tuple(self.loading):
@@ -220,10 +242,10 @@ class AdapterMemory:
         return failed
 
     def pin(self, key: str) -> None:
-        """One more user of a resident adapter: it stays.
+        """Protect a resident adapter from eviction until it is unpinned as often.
 
         Raises:
-            ValueError: It is not resident.
+            ValueError: The adapter is not resident.
         """
         entry = self._entries[key]
         if not entry.resident:
@@ -234,22 +256,22 @@ class AdapterMemory:
         entry.users += 1
 
     def unpin(self, key: str) -> None:
-        """One user less."""
+        """Undo one `pin`."""
         entry = self._entries[key]
         if not entry.users:
-            raise ValueError(f"adapter {key}: expected one that is in use")
+            raise ValueError(f"adapter {key}: expected a pinned one")
         entry.users -= 1
         if not entry.users:
             self._idle[key] = None
             self._idle_pages += len(entry.pages)
 
     def close(self) -> None:
-        """Stop reading files; the adapters that are there stay."""
+        """Stop reading files; adapters in memory stay."""
         if self._reader is not None:
             self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _advance(self, key: str) -> None:
-        """Take an adapter on its way as far as it is."""
+        """Check whether a loading adapter has been read or copied, and go on with it."""
         entry = self._entries[key]
         if entry.reading is not None:
             if not entry.reading.done():
@@ -267,6 +289,7 @@ class AdapterMemory:
             self._arrived(key)
 
     def _read(self, key: str, reading: Future[PackedAdapter]) -> PackedAdapter:
+        """Return an adapter that was read again, if it still has the same content."""
         entry = self._entries[key]
         try:
             packed = reading.result()
@@ -281,7 +304,11 @@ class AdapterMemory:
         return packed
 
     def _place(self, key: str, urgent: bool) -> bool:
-        """Give a packed adapter pages and a slot, and start the copy."""
+        """Take pages and a slot for an adapter in host memory, and start copying it.
+
+        Returns:
+            False if there is no room for it now.
+        """
         entry = self._entries[key]
         assert entry.packed is not None
         if not self._make_room(entry.pages_needed, urgent):
@@ -295,7 +322,7 @@ class AdapterMemory:
             self._memory.write(entry.packed, pages, entry.slot)
             self._arrived(key)
             return True
-        # What is enqueued may still read what the pages held before.
+        # Steps that were launched may still read what the pages held before.
         self._stream.wait_stream(torch.cuda.current_stream(self._memory.device))
         with torch.cuda.stream(self._stream):
             self._memory.write(entry.packed, pages, entry.slot)
@@ -304,6 +331,7 @@ class AdapterMemory:
         return True
 
     def _arrived(self, key: str) -> None:
+        """Make an adapter resident whose copy is complete."""
         entry = self._entries[key]
         assert entry.packed is not None
         entry.copied = None
@@ -319,7 +347,7 @@ class AdapterMemory:
             self._trim_host()
 
     def _make_room(self, pages: int, urgent: bool) -> bool:
-        """Evict until so many pages and a slot are free; nothing if that cannot be reached."""
+        """Evict adapters until this many pages and a slot are free, if that can be reached."""
         victims = self._victims(urgent)
         if not self._free_slots and not victims:
             return False
@@ -332,12 +360,12 @@ class AdapterMemory:
         return True
 
     def _victims(self, urgent: bool) -> list[str]:
-        """Idle adapters in the order in which they go."""
+        """Return the adapters that may be evicted, in this order."""
         unwanted = [key for key in self._idle if key not in self.wanted]
         return unwanted + [key for key in self._idle if key in self.wanted] if urgent else unwanted
 
     def _give_back(self, lacking: int) -> None:
-        """Keys and values need so many pages more; evict if that gives them all."""
+        """Evict adapters to free this many pages; none if that does not free enough."""
         if lacking > self._idle_pages:
             return
         for key in self._victims(urgent=True):
@@ -347,6 +375,7 @@ class AdapterMemory:
             self._evict(key)
 
     def _evict(self, key: str) -> None:
+        """Free the pages and the slot of a resident adapter that is not pinned."""
         entry = self._entries[key]
         del self._idle[key]
         self._idle_pages -= len(entry.pages)
@@ -359,13 +388,13 @@ class AdapterMemory:
         self.resident.discard(key)
 
     def _keep(self, key: str) -> None:
-        """An adapter has come to the host."""
+        """Note that an adapter is in host memory."""
         self._on_host[key] = None
         self._held_bytes += self._entries[key].host_bytes
         self._trim_host(but=key)
 
     def _trim_host(self, but: str | None = None) -> None:
-        """Drop the least recently loaded from the host until its bound is kept."""
+        """Drop adapters from host memory, least recently loaded first, down to its limit."""
         if self._host_bytes is None:
             return
         for key in tuple(self._on_host):
@@ -376,6 +405,7 @@ class AdapterMemory:
             self._drop(key)
 
     def _drop(self, key: str) -> None:
+        """Drop an adapter from host memory."""
         entry = self._entries[key]
         if entry.packed is not None:
             entry.packed = None
@@ -384,7 +414,7 @@ class AdapterMemory:
 
 
 def _done(read: Callable[[], PackedAdapter]) -> Future[PackedAdapter]:
-    """The result of reading at once, or its error."""
+    """Read now, and return the result or the error as a future."""
     future: Future[PackedAdapter] = Future()
     try:
         future.set_result(read())

@@ -1,8 +1,8 @@
-"""Who owns which page of the unified memory: sequences, the prefix cache, adapters.
+"""Which page of the unified memory is used for what: KV cache, prefix cache, adapters, or free.
 
 Plain bookkeeping without torch, for one thread. A page holds the keys and values of `block_size`
-tokens in all layers, or rank rows of an adapter (S-LoRA §5.1): all pages are equal, so whatever
-asks for pages gets them while enough are free, and nothing fragments.
+tokens in all layers, or rank rows of an adapter (S-LoRA §5.1). All pages are equal, so any free
+pages serve any request for pages, and the memory does not fragment.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ class Owner(IntEnum):
     KV = 1
     ADAPTER = 2
     CACHED = 3
-    """Keys and values that no sequence uses now; taken back when pages are short."""
+    """Keys and values that no sequence uses; evicted when pages are short."""
     RESERVED = 4
-    """Never given back: padding rows write here, absent rank rows read from here."""
+    """Never given back: rows that pad a CUDA graph write here."""
 
 
 class PagePool:
-    """Equal pages: which are free, what the others are used for, and by how many.
+    """Free and used pages, with the use and the number of users of each.
 
     Args:
-        pages: How many there are.
+        pages: Number of pages.
 
     Attributes:
-        pages: The same.
-        on_evict: Told of a cached page before it is given to somebody else.
-        on_short: Told how many pages are lacking, so that it may give some back (idle adapters).
+        pages: Number of pages.
+        on_evict: Called with a cached page before it is taken for something else.
+        on_short: Called with the number of missing pages when `take` finds too few; may give pages
+            back (idle adapters).
     """
 
     def __init__(self, pages: int) -> None:
@@ -55,30 +56,30 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Pages that can be taken, cached ones included."""
+        """Number of pages that can be taken, cached ones included."""
         return len(self._free) + len(self._cached)
 
     def count(self, owner: Owner) -> int:
-        """Pages of one kind of owner."""
+        """Return the number of pages with this use."""
         return self._counts[owner]
 
     def owner(self, page: int) -> Owner:
-        """What a page is used for."""
+        """Return what a page is used for."""
         return self._owner[page]
 
     def users(self, page: int) -> int:
-        """How many use a page."""
+        """Return the number of users of a page."""
         return self._users[page]
 
     def take(self, count: int, owner: Owner) -> list[int] | None:
-        """Get pages, all or none; cached ones are evicted, least recently used first.
+        """Take pages, all or none; cached pages are evicted, least recently used first.
 
         Args:
-            count: How many.
-            owner: For what: KV, ADAPTER or RESERVED.
+            count: Number of pages.
+            owner: What they are used for: KV, ADAPTER or RESERVED.
 
         Returns:
-            The pages, each with one user, or None if fewer are free.
+            The pages, each with one user, or None if fewer can be taken.
         """
         if count > self.free:
             self.on_short(count - self.free)
@@ -102,7 +103,7 @@ class PagePool:
         return taken
 
     def share(self, page: int) -> None:
-        """Have one more user of a page of keys and values, which may be a cached one."""
+        """Add a user to a page of keys and values; a cached page is in use again."""
         owner = self._owner[page]
         if owner is Owner.CACHED:
             del self._cached[page]
@@ -114,11 +115,11 @@ class PagePool:
         self._users[page] += 1
 
     def give(self, page: int, *, keep: bool = False) -> None:
-        """Have one user less of a page.
+        """Remove a user from a page, which is free when it has none left.
 
         Args:
-            page: Which one.
-            keep: Without users, keep what it holds until the page is needed.
+            page: The page.
+            keep: Whether a page without users stays cached until it is evicted.
         """
         users = self._users[page] - 1
         owner = self._owner[page]
@@ -140,13 +141,12 @@ class PagePool:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Prompt tokens that stand for something else, e.g. an image.
+    """Prompt tokens that stand for an image or a video.
 
     Attributes:
-        start: First token.
-        stop: One past the last.
-        key: Content hash of what they stand for, with everything that changes what the model sees
-            of it (e.g. an adapter of the vision tower).
+        start: Index of the first token.
+        stop: Index after the last token.
+        key: Content hash of the image, and of the adapter's weights that change its encoding.
     """
 
     start: int
@@ -155,25 +155,40 @@ class Span:
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _Table:
+    """An open sequence.
+
+    Attributes:
+        tokens: Its token ids; the caller appends to them.
+        salt: Content hash of its adapter.
+        spans: Images among its tokens.
+        blocks: Its pages, in the order of its tokens.
+        keys: Keys of its full and computed blocks in the prefix cache.
+    """
+
     tokens: Sequence[int]
     salt: bytes
     spans: Sequence[Span]
     blocks: list[int]
-    keys: list[bytes] = field(default_factory=list)  # of its full and computed blocks
+    keys: list[bytes] = field(default_factory=list)
 
 
 class BlockManager:
     """Block tables of sequences, and the prefix cache.
 
-    A full block is known by a hash of its tokens, of the images behind them, and of the block
-    before it; the first one's by the adapter's content hash (`salt`). Blocks that several
-    sequences share are full, so nobody writes to them.
+    The key of a full block in the prefix cache hashes its tokens, the images behind them and the
+    key of the block before it; for the first block the adapter's content hash (`salt`) takes that
+    place. Only full blocks are shared between sequences, so a shared block is never written to.
 
     Args:
-        pool: Where pages come from.
-        block_size: Tokens a block.
-        caching: Whether computed blocks are found again.
+        pool: Pages to take and give back.
+        block_size: Tokens per block.
+        caching: Whether computed blocks are kept for other sequences (prefix cache).
+
+    Attributes:
+        pool: Pages to take and give back.
+        block_size: Tokens per block.
+        caching: Whether computed blocks are kept for other sequences.
     """
 
     def __init__(self, pool: PagePool, block_size: int, *, caching: bool = True) -> None:
@@ -182,7 +197,7 @@ class BlockManager:
         self.pool = pool
         self.block_size = block_size
         self.caching = caching
-        self._sequences: dict[Hashable, _Sequence] = {}
+        self._sequences: dict[Hashable, _Table] = {}
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         pool.on_evict = self._forget
@@ -194,15 +209,6 @@ class BlockManager:
     def __contains__(self, sequence: object) -> bool:
         return sequence in self._sequences
 
-    @property
-    def free_pages(self) -> int:
-        """Pages that can be had, cached ones included, those of idle adapters not."""
-        return self.pool.free
-
-    def fits(self, pages: int) -> bool:
-        """Whether so many pages can be had now without evicting an adapter."""
-        return pages <= self.pool.free
-
     def match(
         self,
         tokens: Sequence[int],
@@ -210,20 +216,29 @@ class BlockManager:
         spans: Sequence[Span] = (),
         limit: int | None = None,
     ) -> tuple[int, list[int]]:
-        """Look up how much of a prompt is cached; nothing changes.
+        """Look up the longest cached prefix of a prompt, without taking it.
 
         Args:
-            tokens: The prompt.
-            salt: Content hash of the adapter, empty for none.
-            spans: Images and the like among the tokens, by rising start.
-            limit: Tokens that may come from the cache at most; a head that reads visual tokens
-                needs those computed.
+            tokens: Token ids of the prompt.
+            salt: Content hash of the adapter, empty for the base model.
+            spans: Images among the tokens, by ascending start.
+            limit: Most tokens to take from the cache; a head that reads visual tokens needs them
+                computed.
 
         Returns:
-            Cached tokens from the start (whole blocks, never all of the prompt: the last token
-            must be computed), and their blocks.
+            Number of cached tokens, and their blocks. Only whole blocks are cached, and never the
+            whole prompt, as its last token must be computed.
         """
-        blocks = [self._block_of[key] for key in self._match(tokens, salt, spans, limit)]
+        blocks: list[int] = []
+        if self.caching:
+            most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
+            key = salt
+            for index in range(most // self.block_size):
+                key = self._key(key, tokens, spans, index)
+                block = self._block_of.get(key)
+                if block is None:
+                    break
+                blocks.append(block)
         return len(blocks) * self.block_size, blocks
 
     def open(
@@ -234,40 +249,41 @@ class BlockManager:
         spans: Sequence[Span] = (),
         limit: int | None = None,
     ) -> int:
-        """Begin a sequence; its table starts with the cached blocks, which it now holds.
+        """Open a sequence; its table starts with the cached prefix of its prompt.
 
         Args:
-            sequence: Its id.
-            tokens: Prompt; the list is kept, and the caller appends what is generated.
-            salt: As in `match`.
-            spans: As in `match`.
-            limit: As in `match`.
+            sequence: Id of the sequence.
+            tokens: Token ids of the prompt; the list is kept, and the caller appends generated
+                tokens to it.
+            salt: Content hash of the adapter, empty for the base model.
+            spans: Images among the tokens, by ascending start.
+            limit: Most tokens to take from the cache.
 
         Returns:
-            Tokens that need not be computed.
+            Number of cached tokens, which need not be computed.
 
         Raises:
             ValueError: A sequence of this id is open.
         """
         if sequence in self._sequences:
-            raise ValueError(f"sequence {sequence}: is open already, close it first")
-        keys = self._match(tokens, salt, spans, limit)
-        blocks = [self._block_of[key] for key in keys]
+            raise ValueError(f"sequence {sequence} is open already: close it first")
+        cached, blocks = self.match(tokens, salt, spans, limit)
         for block in blocks:
             self.pool.share(block)
-        self._sequences[sequence] = _Sequence(tokens, salt, spans, blocks, keys)
-        return len(blocks) * self.block_size
+        keys = [self._key_of[block] for block in blocks]
+        self._sequences[sequence] = _Table(tokens, salt, spans, blocks, keys)
+        return cached
 
     def pages_needed(self, sequence: Hashable, total_tokens: int) -> int:
-        """Pages that a sequence lacks for so many tokens."""
+        """Return how many pages a sequence must still get to hold this many tokens."""
         held = len(self._sequences[sequence].blocks)
         return max(0, -(-total_tokens // self.block_size) - held)
 
     def reserve(self, sequence: Hashable, total_tokens: int) -> bool:
-        """Make a sequence's table long enough for so many tokens.
+        """Take the pages that a sequence needs to hold this many tokens.
 
         Returns:
-            False if the pages are not there; nothing has changed then.
+            False if there are too few pages; nothing has changed then.
         """
         blocks = self._sequences[sequence].blocks
         lacking = -(-total_tokens // self.block_size) - len(blocks)
@@ -279,10 +295,14 @@ class BlockManager:
         return True
 
     def commit(self, sequence: Hashable, computed_tokens: int) -> None:
-        """Say how many tokens of a sequence are computed; full blocks can be found from now on.
+        """Add the full blocks of a sequence to the prefix cache.
+
+        Args:
+            sequence: Id of the sequence.
+            computed_tokens: Tokens from its start whose keys and values are computed.
 
         Raises:
-            ValueError: More than its tokens, or than its table has room for.
+            ValueError: It has fewer tokens, or too few pages for them.
         """
         entry = self._sequences[sequence]
         full = computed_tokens // self.block_size
@@ -299,47 +319,31 @@ class BlockManager:
             before = entry.keys[-1] if entry.keys else entry.salt
             key = self._key(before, entry.tokens, entry.spans, index)
             entry.keys.append(key)
-            # Two that computed the same at the same time both keep theirs; one is found.
+            # If two sequences computed the same block at once, the first one is in the cache.
             if key not in self._block_of:
                 block = entry.blocks[index]
                 self._block_of[key] = block
                 self._key_of[block] = key
 
     def table(self, sequence: Hashable) -> list[int]:
-        """Blocks of a sequence in the order of its tokens: the manager's own list, only read it."""
+        """Return the blocks of a sequence, in the order of its tokens; do not change the list."""
         return self._sequences[sequence].blocks
 
     def close(self, sequence: Hashable) -> None:
-        """End a sequence; what it computed stays findable until its pages are needed.
+        """Close a sequence; its blocks stay in the prefix cache until they are evicted.
 
         Raises:
-            KeyError: None of this id is open.
+            KeyError: No sequence of this id is open.
         """
         blocks = self._sequences.pop(sequence).blocks
-        # From the end, so that the later part of a prefix is evicted before what leads to it.
+        # Last block first, so that the end of a prefix is evicted before its beginning.
         for block in reversed(blocks):
             self.pool.give(block, keep=block in self._key_of)
-
-    def _match(
-        self, tokens: Sequence[int], salt: bytes, spans: Sequence[Span], limit: int | None
-    ) -> list[bytes]:
-        """Keys of the cached blocks that a prompt starts with."""
-        keys: list[bytes] = []
-        if not self.caching:
-            return keys
-        most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
-        key = salt
-        for index in range(most // self.block_size):
-            key = self._key(key, tokens, spans, index)
-            if key not in self._block_of:
-                break
-            keys.append(key)
-        return keys
 
     def _key(
         self, before: bytes, tokens: Sequence[int], spans: Sequence[Span], index: int
     ) -> bytes:
-        """Hash of block `index` of a sequence, given that of the block before it, or the salt."""
+        """Return the key of block `index`, given the key of the block before it, or the salt."""
         start, stop = index * self.block_size, (index + 1) * self.block_size
         digest = hashlib.sha256(b"%d|" % len(before))  # so that no salt runs into the tokens
         digest.update(before)
@@ -352,5 +356,5 @@ class BlockManager:
         return digest.digest()
 
     def _forget(self, block: int) -> None:
-        """A cached block's page goes to somebody else."""
+        """Remove a block from the prefix cache, as its page is evicted."""
         del self._block_of[self._key_of.pop(block)]

@@ -1,8 +1,8 @@
-"""Unified memory: keys and values and adapters in one tensor of equal pages (S-LoRA §5.1).
+"""Unified memory: KV cache and adapters in one tensor of equal pages (S-LoRA §5.1).
 
-A page has room for the keys and values of `block_size` tokens in all layers. The attention sees a
-page as a block of every layer; LoRA sees a page as room for rank rows, one after another, whose
-places address tables name. So any adapter fits while enough pages are free.
+A page has room for the keys and values of `block_size` tokens in all layers. For the attention it
+is one block of every layer. For LoRA it holds rank rows, one after another, which address tables
+locate; so an adapter of any rank fits as long as enough pages are free, wherever they are.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from valora_serve.model.linears import GroupSpec
 
 ALIGNMENT = 8
-"""Elements at whose multiples a rank row starts within its page: 16 bytes at 16 bits."""
+"""A rank row starts at a multiple of this many elements in its page: 16 bytes in 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
-    """What a page holds as keys and values.
+    """Shape of a page as keys and values.
 
     Attributes:
-        block_size: Tokens.
+        block_size: Tokens per page.
         layers: Layers of the language model.
         kv_heads: Heads of keys and values.
-        head_dim: Width of a head.
+        head_dim: Elements per head.
     """
 
     block_size: int
@@ -48,32 +48,32 @@ class PageShape:
 
     @property
     def elements(self) -> int:
-        """Elements of a page."""
+        """Number of elements of a page."""
         return self.block_size * self.layers * 2 * self.kv_heads * self.head_dim
 
 
 class UnifiedMemory:
-    """One tensor of pages, and the two ways to see it.
+    """One tensor of pages, with its views as KV cache and as adapters.
 
     Args:
-        pages: How many.
-        page: What a page holds.
-        groups: Linears that adapters can change.
-        slots: Adapters on the device at a time.
-        max_rank: Largest rank.
-        dtype: Of keys, values and adapters.
-        device: Where.
+        pages: Number of pages.
+        page: Shape of a page.
+        groups: Groups of linears that adapters can change.
+        slots: Most adapters on the device at a time.
+        max_rank: Largest rank of an adapter.
+        dtype: Dtype of keys, values and adapters.
+        device: Device of the memory.
 
     Attributes:
-        pages: How many.
-        page: What a page holds.
-        groups: The groups, by name.
-        slots: Adapters on the device at a time.
-        max_rank: Largest rank.
-        storage: [pages · elements of a page + zeros] flat; behind the pages lie zeros that absent
-            rank rows are read from.
-        kv: For each layer views of keys and values, each [pages, block_size, kv_heads, head_dim].
-        lora: For each group where its adapters' rank rows are: address tables into `storage`.
+        pages: Number of pages.
+        page: Shape of a page.
+        groups: Groups of linears that adapters can change, by name.
+        slots: Most adapters on the device at a time.
+        max_rank: Largest rank of an adapter.
+        storage: [pages · elements per page + widest rank row], flat. Behind the pages lie zeros,
+            from which absent rank rows are read.
+        kv: Keys and values of each layer, two views [pages, block_size, kv_heads, head_dim].
+        lora: Address tables into `storage` for the adapters of each group, by its name.
 
     Raises:
         ValueError: A page is too small for the widest rank row.
@@ -100,7 +100,7 @@ class UnifiedMemory:
         self.pages, self.page = pages, page
         self.slots, self.max_rank = slots, max_rank
         self.groups = {group.name: group for group in groups}
-        # Zeros, as a masked-out value must be finite; they cost nothing that matters.
+        # Zeros: attention multiplies values of masked tokens by 0, so they must be finite.
         self.storage = torch.zeros(pages * page.elements + widest, dtype=dtype, device=device)
         shape = (pages, page.layers, 2, page.block_size, page.kv_heads, page.head_dim)
         blocks = self.storage[: pages * page.elements].view(shape)
@@ -110,8 +110,8 @@ class UnifiedMemory:
         self._tables = torch.full(
             (2, count, slots, max_rank), self._zeros, dtype=torch.int64, device=device
         )
-        # What loading needs is there from the start, as allocating pinned memory waits for the
-        # device. A slot's part is written again only after its last copy.
+        # Allocated once, as allocating pinned memory waits for the device. A slot's part is
+        # written again only after its last copy.
         self._on_host = torch.zeros(
             (slots, 2, count, max_rank),
             dtype=torch.int64,
@@ -142,19 +142,14 @@ class UnifiedMemory:
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """Device of the memory."""
         return self.storage.device
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a page."""
-        return self.page.elements * self.storage.element_size()
-
     def layout(self, ranks: Mapping[str, int]) -> Layout:
-        """Where the rank rows of an adapter lie within its pages.
+        """Return where the rank rows of an adapter lie within its pages.
 
         Args:
-            ranks: Rank by module.
+            ranks: Rank by name of the module.
         """
         key = tuple((module, ranks[module]) for module in self._projections if module in ranks)
         if key not in self._layouts:
@@ -192,19 +187,19 @@ class UnifiedMemory:
         )
 
     def pack(self, adapter: Adapter) -> PackedAdapter:
-        """Lay an adapter out in host memory as its pages will hold it; any thread may.
+        """Lay out an adapter in host memory as in its pages; may be called from any thread.
 
-        A module whose scaling differs from the adapter's has the quotient folded into B, in fp32
-        before the one rounding to the memory's dtype.
+        If the scaling of a module differs from the adapter's, the quotient is multiplied into B in
+        float32, before it is rounded to the memory's dtype.
 
         Raises:
-            AdapterError: Its rank is larger than there is room for, it has more pages than there
-                are, it is of modules that are not served, or a value does not fit into the dtype.
+            AdapterError: The adapter's rank is too large, it needs more pages than there are,
+                changes modules that cannot be adapted, or has values beyond the dtype's range.
         """
         if adapter.rank > self.max_rank:
             raise AdapterError(
-                f"adapter {adapter.folder} has rank {adapter.rank}, room is for {self.max_rank}: "
-                "start the engine with a larger max_rank"
+                f"adapter {adapter.folder} has rank {adapter.rank}, the engine's max_rank is "
+                f"{self.max_rank}: start the engine with a larger max_rank"
             )
         for module in adapter.modules:
             if module not in self._projections:
@@ -227,7 +222,7 @@ class UnifiedMemory:
             buffer[run.place : end].view(run.count, run.step)[:, : rows.shape[1]] = rows
         if not bool(buffer.abs().max().isfinite()):  # of a NaN it is NaN; much faster than all()
             raise AdapterError(
-                f"adapter {adapter.folder} has values that do not fit into {buffer.dtype}: serve "
+                f"adapter {adapter.folder} has values beyond the range of {buffer.dtype}: serve "
                 "it in another dtype"
             )
         packed = PackedAdapter(
@@ -247,12 +242,12 @@ class UnifiedMemory:
         return packed
 
     def write(self, packed: PackedAdapter, pages: Sequence[int], slot: int) -> None:
-        """Copy an adapter into its pages and make a slot name them; all on the current stream.
+        """Copy an adapter to the device, on the current stream.
 
         Args:
-            packed: The adapter.
-            pages: As many as its layout says, all its own.
-            slot: Which one.
+            packed: The adapter in host memory.
+            pages: Pages for it, as many as its layout needs.
+            slot: Slot whose address tables are set to these pages.
         """
         size = self.page.elements
         layout = packed.layout
@@ -271,15 +266,15 @@ class UnifiedMemory:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Rank rows that lie one after the other in a page.
+    """Rank rows that lie one after another in a page.
 
     Attributes:
-        module: Whose.
+        module: Name of the linear.
         part: 0 for A, 1 for Bᵀ.
-        first: First row.
-        count: Rows.
-        place: Where the first one starts.
-        step: Elements from one to the next.
+        first: Index of the first row.
+        count: Number of rows.
+        place: Start of the first row, in elements from the start of the adapter's first page.
+        step: Elements from the start of a row to the start of the next.
     """
 
     module: str
@@ -292,15 +287,15 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Where rank rows lie within an adapter's pages; the same for all adapters of its ranks.
+    """Where rank rows lie within an adapter's pages; one layout for all adapters of equal ranks.
 
     Attributes:
-        pages: Pages that it takes.
-        elements: From its first page's start to its last row's end.
-        runs: The rows in order.
-        present: [2, projections, rank] bool, whether there is such a row of A and of Bᵀ.
-        page: [2, projections, rank] int64, in which of the adapter's pages.
-        offset: [2, projections, rank] int64, where in that page.
+        pages: Number of pages.
+        elements: Elements from the start of the first page to the end of the last row.
+        runs: All rows, in order.
+        present: [2, projections, rank] bool, which rows of A and of Bᵀ there are.
+        page: [2, projections, rank] int64, index of each row's page among the adapter's pages.
+        offset: [2, projections, rank] int64, start of each row in its page, in elements.
     """
 
     pages: int
@@ -313,15 +308,15 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PackedAdapter:
-    """An adapter in host memory, page by page.
+    """An adapter in host memory, laid out as in its pages.
 
     Attributes:
-        content: Its content hash.
-        rank: The largest of its ranks; all its modules have rows up to it, zero ones if need be.
-        scaling: Its scaling.
-        groups: Groups of linears that it changes.
-        layout: Where its rows lie.
-        buffer: [elements] in the memory's dtype; pinned where the memory is on a GPU.
+        content: Content hash of the adapter.
+        rank: Largest rank of its modules; modules of smaller rank are filled up with zero rows.
+        scaling: Factor of B·A, for all modules.
+        groups: Names of the groups of linears that it changes.
+        layout: Where its rank rows lie.
+        buffer: [elements] in the memory's dtype; in pinned memory if the memory is on a GPU.
     """
 
     content: str
@@ -333,24 +328,25 @@ class PackedAdapter:
 
     @property
     def pages(self) -> int:
-        """Pages that it takes on the device."""
+        """Number of pages that it takes on the device."""
         return self.layout.pages
 
     @property
     def bytes(self) -> int:
-        """Bytes that it takes on the host."""
+        """Bytes that it takes in host memory."""
         return self.buffer.numel() * self.buffer.element_size()
 
 
 def _host_memory(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on host pages that belong to nobody else, so that they can be locked one by one."""
+    """Return zeros on memory pages of their own, so that each buffer can be locked alone."""
     return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize), dtype=dtype)
 
 
 def _pin(packed: PackedAdapter) -> None:
-    """Lock an adapter's host memory, as long as it lives, for copies that nothing waits for.
+    """Lock an adapter's host memory for asynchronous copies, for as long as the adapter lives.
 
-    torch's own pinned memory comes in powers of two, which for thousands of adapters is too much.
+    torch's allocator of pinned memory rounds up to powers of two, which wastes too much memory for
+    thousands of adapters.
     """
     runtime = torch.cuda.cudart()
     status = int(runtime.cudaHostRegister(packed.buffer.data_ptr(), packed.bytes, 0))

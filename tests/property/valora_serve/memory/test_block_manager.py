@@ -1,4 +1,4 @@
-"""Pages over random operations: none owned twice, none lost, and cached ones hold what they say."""
+"""Random operations: no page is lost or owned twice, and cached pages hold what their key says."""
 
 from collections import Counter
 
@@ -14,20 +14,20 @@ IMAGES = (b"red", b"blue")
 
 
 class Naive:
-    """A sequence as a test sees it: what each of its tokens means."""
+    """A model of a sequence: for each token what its keys and values depend on."""
 
     def __init__(self, tokens, salt, spans):
         self.tokens, self.salt, self.spans = list(tokens), salt, spans
         self.computed = 0
 
     def prefix(self, stop):
-        """Everything that the first `stop` tokens' keys and values depend on."""
+        """Return everything that the keys and values of the first `stop` tokens depend on."""
         images = [(s.start, min(s.stop, stop), s.key) for s in self.spans if s.start < stop]
         return (self.salt, tuple(self.tokens[:stop]), tuple(images))
 
 
 class Pages(RuleBasedStateMachine):
-    """Against a model that keeps, for every page, what it holds."""
+    """Compares the block manager with a model that records what every page holds."""
 
     @initialize(pages=st.integers(1, 24), block=st.integers(1, 4), caching=st.booleans())
     def start(self, pages, block, caching):
@@ -80,14 +80,13 @@ class Pages(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), extra=st.integers(0, 6))
     def advance(self, data, extra):
-        """Reserve, compute some, perhaps generate a token."""
+        """Reserve pages, compute some tokens, and perhaps generate one."""
         key = data.draw(st.sampled_from(sorted(self.sequences)))
         naive = self.sequences[key]
         total = min(naive.computed + extra, len(naive.tokens))
         before, free = list(self.manager.table(key)), self.pool.free
         needed = max(0, -(-total // self.block) - len(before))
         assert self.manager.pages_needed(key, total) == needed
-        assert self.manager.fits(needed) == (needed <= free)
         assert self.manager.reserve(key, total) == (needed <= free)
         after = self.manager.table(key)
         if needed > free:
@@ -170,7 +169,7 @@ TestPages.settings = settings(max_examples=120, stateful_step_count=40, deadline
 
 
 def cached(manager, tokens, salt=b"", spans=()):
-    """Compute a prompt and end it."""
+    """Compute a prompt and close its sequence."""
     manager.open("x", tokens, salt, spans)
     assert manager.reserve("x", len(tokens))
     manager.commit("x", len(tokens))

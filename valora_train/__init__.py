@@ -1,1 +1,1 @@
-"""The adapter factory: teach, distill, fuse, export (VaLoRA §4.2)."""
+"""The adapter factory: teach, distill, fuse and export (VaLoRA §4.2)."""

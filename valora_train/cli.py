@@ -1,4 +1,4 @@
-"""`valora-train`: the factory from its first stage to its last, readable top to bottom."""
+"""The command `valora-train`: runs the stages of the pipeline in order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from valora_train.stage import Stage
     from valora_train.stages.fuse import DomainInputs
 
-INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
+INTERRUPTED = 130  # exit status of a command that Ctrl-C ended, as shells report it
 
 
 def run(settings: Settings, display: Display, wait: bool = False) -> None:
@@ -37,7 +37,7 @@ def run(settings: Settings, display: Display, wait: bool = False) -> None:
     Args:
         settings: All settings.
         display: The terminal.
-        wait: Wait for a stage that another process is making, instead of an error.
+        wait: Whether to wait for a stage that another process is running, instead of raising.
     """
     fuses = settings.command in ("fuse", "export")
     if fuses:
@@ -46,25 +46,25 @@ def run(settings: Settings, display: Display, wait: bool = False) -> None:
     if not team.leads:
         display = Display(Console(quiet=True))
     with stopwatch() as seconds, display(), team:
-        work = _Stages(settings, display, team, wait)
-        domains = [work.domain(domain) for domain in settings.chosen()]
+        pipeline = _Pipeline(settings, display, team, wait)
+        domains = [pipeline.prepare_domain(domain) for domain in settings.chosen()]
         if not fuses:
             return
-        fused = work.fuse(domains)
+        fused = pipeline.fuse(domains)
         if settings.command == "fuse":
             return
         if team.leads:
-            work.export(domains, fused, seconds)
+            pipeline.export(domains, fused, seconds)
 
 
-class _Stages:
-    """The stages of one run.
+class _Pipeline:
+    """The stages of one run; stages that are up to date are skipped.
 
     Args:
         settings: All settings.
         display: The terminal.
-        team: The processes that train together; the leader alone does what is not training.
-        wait: See `run`.
+        team: The processes that train together; only the leader runs the stages without training.
+        wait: Whether to wait for a stage that another process is running, instead of raising.
     """
 
     def __init__(self, settings: Settings, display: Display, team: Team, wait: bool) -> None:
@@ -73,51 +73,56 @@ class _Stages:
         self._team = team
         self._wait = wait
 
-    def domain(self, domain: DomainSettings) -> DomainInputs:
-        """What comes before fusion: samples, a small model that knows them, what it says."""
+    def prepare_domain(self, domain: DomainSettings) -> DomainInputs:
+        """Run the stages before fusion: read the data, train the teacher, run the teacher."""
         from valora_train.stages import data as domains
         from valora_train.stages import distill
         from valora_train.stages.fuse import DomainInputs
 
         teacher = domain.taught_by or self._settings.teacher
-        data = self._make(
+        data = self._run_stage(
             domains.data_stage(domain),
             lambda folder, step: domains.build_data(domain, folder, step),
         )
         stage = distill.teach_stage(domain, teacher, data)
         taught = None
         if stage is not None:
-            taught = self._make(
+            taught = self._run_stage(
                 stage,
                 lambda folder, step: distill.build_teacher(domain, teacher, data, folder, step),
             )
         if self._settings.command == "teach":
             return DomainInputs(domain, data, data)
-        distilled = self._make(
+        distilled = self._run_stage(
             distill.distill_stage(domain, teacher, data, taught),
             lambda folder, step: distill.build_distilled(
                 domain, teacher, data, taught, folder, step
             ),
-            distill.describe,
+            distill.describe_distilled,
         )
         return DomainInputs(domain, data, distilled)
 
     def fuse(self, domains: list[DomainInputs]) -> Path:
-        """Pack the domains."""
+        """Pack the domains into adapters.
+
+        Returns:
+            Output folder of the stage.
+        """
         from valora_train.stages.fuse import build_fusion, fuse_stage, unchanged_parent
 
         stage = fuse_stage(self._settings, domains)
-        same = unchanged_parent(self._settings, domains, stage)
-        if same is not None:
-            self._display.done("fuse", f"{self._settings.fusion.parent} holds just these domains")
-            return same
+        unchanged = unchanged_parent(self._settings, domains, stage)
+        if unchanged is not None:
+            parent = self._settings.fusion.parent
+            self._display.done("fuse", f"{parent} already holds exactly these domains")
+            return unchanged
 
         def build(folder: Path) -> None:
-            self._team.wait()  # until all have seen how far an earlier process came
+            self._team.wait()  # until every process has read the state of an interrupted fusion
             build_fusion(self._settings, domains, stage, folder, self._display, self._team)
 
         if self._team.leads:
-            return self._make(stage, lambda folder, _: build(folder))
+            return self._run_stage(stage, lambda folder, _: build(folder))
         work = Path(self._settings.paths.work)
         if not stage.folder(work).is_dir():
             with TemporaryDirectory() as folder:
@@ -130,21 +135,31 @@ class _Stages:
     def export(
         self, domains: list[DomainInputs], fused: Path, seconds: Callable[[], float]
     ) -> None:
-        """Write the bundle and say what it promises."""
-        from valora_train.reporting.report import print_report
+        """Export the bundle and print a summary."""
+        from valora_train.reporting.summary import print_summary
         from valora_train.stages.export import export_bundle
 
         with self._display.work("export", "writing and checking the bundle"), stopwatch() as took:
             bundle, reused = export_bundle(self._settings, domains, fused)
         self._display.done("export", str(bundle.folder), None if reused else took())
-        print_report(bundle, self._display.console, seconds())
+        print_summary(bundle, self._display.console, seconds())
 
-    def _make(
+    def _run_stage(
         self,
         stage: Stage,
         build: Callable[[Path, Step], None],
         describe: Callable[[Path], str] = lambda _: "",
     ) -> Path:
+        """Run a stage unless it is up to date, and report it in the terminal.
+
+        Args:
+            stage: The stage.
+            build: Fills the output folder; may report its progress.
+            describe: Describes the output folder for the terminal.
+
+        Returns:
+            Output folder of the stage.
+        """
         if not self._team.leads:
             self._team.wait()
             return stage.folder(Path(self._settings.paths.work))
@@ -164,11 +179,11 @@ def _hydra_main(config: DictConfig) -> None:
 
     from valora_train.settings import from_config
 
-    # Ends the process itself: Hydra would put its own chain before ours.
+    # Errors end the process here; Hydra would print its own traceback first.
     try:
         settings = from_config(config)
         if HydraConfig.get().mode is RunMode.MULTIRUN:
-            # Launchers may run jobs side by side: one waits for what another is making.
+            # A launcher may run jobs in parallel; a job waits for stages that another runs.
             number = HydraConfig.get().job.num
             run(settings, Display(job=f"{settings.task.name} {number}"), wait=True)
         else:
@@ -180,46 +195,46 @@ def _hydra_main(config: DictConfig) -> None:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        _stop("error: no space left on the disk: free some and run the same command again")
+        _stop("error: no space left on the disk: free some space and run the same command again")
 
 
 def config_folder() -> Path:
-    """`conf/` of the checkout, or the copy inside the installed package."""
+    """The folder `conf/` of the checkout, or its copy in the installed package."""
     inside = Path(__file__).parent / "conf"
     return inside if inside.is_dir() else Path(__file__).parent.parent / "conf"
 
 
 def main() -> None:
-    """Entry point; every error that a user can mend is one sentence and a non-zero exit."""
+    """Entry point; errors that the user can correct are one sentence and a non-zero status."""
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    # Let errors come here instead of Hydra printing its own chain.
+    # Makes Hydra raise errors instead of printing them.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    _be_quiet()
+    _silence_libraries()
     try:
         hydra.main(config_path=str(config_folder()), config_name="config", version_base="1.3")(
             _hydra_main
         )()
     except (HydraException, OmegaConfBaseException) as error:
-        _stop(f"error: {explain(error)}")
+        _stop(f"error: {_one_sentence(error)}")
 
 
-def explain(error: Exception) -> str:
-    """One sentence for an error of Hydra, which likes to say several."""
+def _one_sentence(error: Exception) -> str:
+    """The message of an error of Hydra, whose own messages take several lines."""
     from hydra.errors import MissingConfigException
 
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         return f"unknown {group or 'config'} {name!r}: choose from {', '.join(error.options)}"
     first = str(error).strip().splitlines()[0].rstrip(".")
-    return f"{first}: see `valora-train --help` for what there is"
+    return f"{first}: `valora-train --help` lists the settings"
 
 
-def _be_quiet() -> None:
-    """Keep libraries from talking over our display, and from looking for the network."""
-    # PEFT asks every model for a property that transformers is about to rename.
+def _silence_libraries() -> None:
+    """Keep libraries from writing to the terminal and from using the network."""
+    # PEFT reads a property that transformers is about to rename.
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
     defaults: dict[str, Any] = {
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -234,7 +249,7 @@ def _be_quiet() -> None:
 
 
 def _stop(message: str, status: int = 1) -> None:
-    if os.environ.get("RANK", "0") == "0":  # of processes that train together, one speaks
+    if os.environ.get("RANK", "0") == "0":  # only the leader of a team prints
         print(message, file=sys.stderr)
     sys.exit(status)
 

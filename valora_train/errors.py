@@ -1,4 +1,4 @@
-"""Errors of the factory; each message is one sentence that names the thing and the remedy."""
+"""Errors of the factory. Each message is one sentence that names the cause and the remedy."""
 
 from valora_data.errors import ValoraError
 

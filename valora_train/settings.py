@@ -1,7 +1,7 @@
-"""Every setting of the factory, typed; Hydra's configuration becomes these dataclasses once.
+"""All settings of the factory, as typed dataclasses.
 
-The yaml files in `conf/` hold the values, these classes hold the names, types and meaning. What is
-not here is refused.
+The YAML files in `conf/` hold the values; these classes hold names, types and meanings. A key that
+is not here is rejected.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SourceSettings:
-    """Where a domain's samples come from.
+    """The source of a domain's samples.
 
     Attributes:
         kind: `scenes` (drawn here), or what people have: `coco`, `yolo`, `imagefolder`,
             `videofolder`, `llava`, `vqa`, `refcoco`, `hub`, `shards` (see
             `valora_data.sources.registry`).
-        path: File or folder, or a name on the hub.
-        images: Folder of the images, where the file names them.
+        path: Path of the file or folder, or name of the data set on the hub.
+        images: Folder of the images, for formats whose files name them.
         annotations: File of the annotations, for `vqa`.
-        columns: A column's name for a field, where it differs.
-        frames: Frames to take of each video.
-        counts: Images to draw for each split, for `scenes`.
-        fractions: Share of each split where a labelled set comes unsplit.
-        seed: Seed of the drawing or splitting.
+        columns: Names of the columns by field, where they differ from the field's name.
+        frames: Number of frames taken of each video.
+        counts: Number of images drawn for each split, for `scenes`.
+        fractions: Share of each split, for data sets that are not split yet.
+        seed: Seed for drawing and splitting.
     """
 
     kind: str = "scenes"
@@ -47,15 +47,15 @@ class SourceSettings:
 
 @dataclass(frozen=True)
 class TeacherSettings:
-    """How small models are trained and asked (stages `teach` and `distill`).
+    """How small models are trained and run (stages `teach` and `distill`).
 
     Attributes:
         kind: Key of `valora_teachers.registry`.
-        min_confidence: Boxes below it are not even stored.
-        threshold: Boxes, and answers of classifiers, that are less sure do not teach; null for the
-            best F1 on validation for boxes, and for all answers.
-        labelled: Whether the LMM also learns from the labelled training split.
-        options: Settings of the kind's training and loading.
+        min_confidence: Boxes with a lower confidence are dropped at once.
+        threshold: Confidence from which boxes and answers become training samples; null for the
+            threshold with the best F1 on validation (boxes), or for all answers.
+        labelled: Whether the LMM is also trained on the labelled training split.
+        options: Settings for training and loading this kind of teacher.
     """
 
     kind: str = "yolo"
@@ -70,17 +70,17 @@ class DomainSettings:
     """A domain of a task (see `valora_data.schema.Domain`).
 
     Attributes:
-        name: Identifier.
-        task: Its task type; null for that of the task.
-        labels: Label set in the order of class indices; empty where answers are language.
-        prompt: What the LMM is asked, without the image; ``{}`` stands for a sample's own words.
-        required: Accuracy to keep, in (0, 1], of CIDEr in (0, 10].
+        name: Name of the domain: letters, digits and underscores.
+        task: Task type of the domain; null for that of the task.
+        labels: Labels in the order of class indices; empty where answers are language.
+        prompt: Prompt of the LMM, without the image; ``{}`` stands for a sample's own question.
+        required: Accuracy that the domain must keep, in (0, 1]; for CIDEr in (0, 10].
         relative: Whether `required` is a share of the teacher's accuracy.
-        teacher: `train` (train a small model first), a trained one (path, name on the hub, or
-            ``package.module:function``), or `labels` (labels stand in for a teacher).
-        taught_by: Teacher of this domain alone; null for that of the task.
+        teacher: `train` (train a small model first), a trained model (path, name on the hub, or
+            ``package.module:function``), or `labels` (use the labels instead of a teacher).
+        taught_by: Teacher settings of this domain; null for those of the task.
         mirror: Whether a mirrored image has the mirrored answer, so that `train.flip` may use it.
-        source: Where the samples come from.
+        source: Source of the samples.
     """
 
     name: str = ""
@@ -95,7 +95,7 @@ class DomainSettings:
     source: SourceSettings = field(default_factory=SourceSettings)
 
     def domain(self) -> Domain:
-        """The checked domain."""
+        """The domain, with its values checked."""
         assert self.task is not None, "`Settings.chosen` fills it in"
         return Domain(
             self.name, self.task, tuple(self.labels), self.prompt, self.required, self.relative
@@ -103,7 +103,7 @@ class DomainSettings:
 
     @property
     def video(self) -> bool:
-        """Whether its samples are videos."""
+        """Whether samples are videos."""
         return self.task is Task.VIDEO or self.source.kind == "videofolder"
 
 
@@ -113,8 +113,8 @@ class TaskSettings:
 
     Attributes:
         name: Name of the task and of its bundle.
-        type: Task type (`valora_data.schema.Task`) of domains that name none.
-        only: Fuse only these of the listed domains, in this order; empty for all.
+        type: Task type (see `valora_data.schema.Task`) of domains without one.
+        only: Names of the domains to fuse, in this order; empty for all.
     """
 
     name: str = ""
@@ -127,19 +127,20 @@ class ModelSettings:
     """The large multimodal model.
 
     Attributes:
-        id: `tiny` (shipped), a local folder, or a name on the hub.
-        device: In torch's terms, such as `cpu` or `cuda`.
-        dtype: Of the frozen weights.
-        batch_size: Images per forward pass without gradients.
-        coordinates: How it writes boxes: on a grid of 0 to 1000, or in the pixels that it sees.
-        coordinate_step: What the numbers of boxes are multiples of.
-        attention: Attention backend in transformers' terms; `auto` for its own choice.
-        gradient_checkpointing: Whether layers are computed again for their gradients, which saves
-            memory.
-        keep_features: Whether encoded images are kept while the vision side is frozen, which
+        id: `tiny` (shipped with the project), a local folder, or a name on the hub.
+        device: Device in torch's terms, e.g. `cpu` or `cuda`.
+        dtype: Data type of the frozen weights.
+        batch_size: Number of images per forward pass without gradients.
+        coordinates: How the model writes boxes: on a grid of 0 to 1000 (`grid1000`), or in pixels
+            of the image that it sees (`pixels`).
+        coordinate_step: Written coordinates are rounded to multiples of this number.
+        attention: Attention implementation in transformers' terms; `auto` lets transformers choose.
+        gradient_checkpointing: Whether activations are recomputed for the backward pass, which
+            saves memory.
+        keep_features: Whether visual features are cached while the vision tower is frozen, which
             saves time.
-        shard: Whether several processes part the language model's layers among them (FSDP2)
-            instead of holding a copy each.
+        shard: Whether the language model's layers are sharded over several processes (FSDP2)
+            instead of copied.
     """
 
     id: str = "tiny"
@@ -159,12 +160,12 @@ class LoraSettings:
     """Shape of the adapters, in PEFT's terms.
 
     Attributes:
-        rank: Rank of every target; a power of two from 4 to 256.
+        rank: Rank of every target module; a power of two from 4 to 256.
         alpha: Numerator of the scaling alpha / rank.
-        targets: Projections of the language model.
+        targets: Names of the language model's projections that get LoRA.
         vision_tower: Whether the attention of the vision tower gets LoRA too.
-        projector: Whether the projector's (or merger's) linears get LoRA too.
-        rslora: Scale by alpha / √rank.
+        projector: Whether the linear layers of the projector (or merger) get LoRA too.
+        rslora: Whether the scaling is alpha / √rank instead.
     """
 
     rank: int = 8
@@ -181,21 +182,21 @@ class TrainSettings:
 
     Attributes:
         steps: Optimiser steps for a domain in a new adapter.
-        steps_per_held: Further steps for each domain that is rehearsed.
-        batch_size: Samples per step.
-        micro_batch: Samples that go through the model at once; 0 for all of a step.
-        group_by_length: Whether samples of a step shall be of like length, so that less is padded.
-        rehearsal_share: Share of a batch that held domains get together at most; each gets no more
-            than the new one.
+        steps_per_held: Additional steps for each domain that is rehearsed.
+        batch_size: Samples per optimiser step.
+        micro_batch: Samples per forward pass; 0 for the whole batch at once.
+        group_by_length: Whether the samples of a batch have similar lengths, which saves padding.
+        rehearsal_share: Largest share of a batch for all rehearsed domains together; none of them
+            gets a larger share than the new domain.
         lr: Peak learning rate of the LoRA weights.
         head_lr: Peak learning rate of the heads.
-        warmup: Share of the steps with rising learning rate; then it falls along a cosine.
-        weight_decay: AdamW's, on the LoRA weights.
-        clip: Gradient norm limit.
-        flip: Whether mirrored images are used too, in domains that allow it.
-        probe_steps: Steps of the head on the frozen base (head-only accuracy).
-        threads: CPU threads; fixed, because results depend on it. 0 for all cores.
-        seed: Seed of everything that is drawn.
+        warmup: Share of the steps in which the learning rate rises, before it falls along a cosine.
+        weight_decay: Weight decay of AdamW on the LoRA weights.
+        clip: Largest norm of the gradients.
+        flip: Whether mirrored images are trained on too, in domains that allow it.
+        probe_steps: Optimiser steps of a head on the frozen base model (head-only accuracy).
+        threads: Number of CPU threads, fixed because results depend on it; 0 for all cores.
+        seed: Seed of weights, batches and a random order.
     """
 
     steps: int = 220
@@ -221,17 +222,17 @@ class HeadSettings:
     """Heads (VaLoRA §4.2.2) and written answers.
 
     Attributes:
-        pooling: What linear heads look at: `last` (token), `visual_mean`, `attention` (weighted
-            visual tokens), `grid` (their means at 4 × 4 places of the image), or `auto`, which
-            chooses on validation.
-        soft: Share of the teacher's soft labels in the loss of linear heads.
-        temperature: That soft labels and logits are divided by before they are compared.
-        max_tokens: Longest written answer.
-        objectness_weight: Of the detection head's loss, beside the box losses.
-        box_weight: Of the generalised-IoU loss.
-        class_weight: Of the class cross entropy.
-        nms_iou: Overlap above which the less sure of two boxes goes.
-        most: Boxes per image at most.
+        pooling: Pooling of linear heads: `last` (the last token), `visual_mean` (the mean of the
+            visual tokens), `attention` (their weighted mean), `grid` (their means in 4 × 4 parts of
+            the image), or `auto`, which chooses on validation.
+        soft: Weight of the teacher's soft labels in the loss of linear heads, in [0, 1].
+        temperature: Temperature of the soft labels and of the logits compared with them.
+        max_tokens: Largest number of tokens of a written answer.
+        objectness_weight: Weight of the objectness loss of detection heads.
+        box_weight: Weight of the generalised-IoU loss.
+        class_weight: Weight of the class cross-entropy.
+        nms_iou: IoU above which the less confident of two boxes is suppressed.
+        most: Largest number of boxes per image.
     """
 
     objectness_weight: float = 1.0
@@ -270,12 +271,12 @@ class FusionSettings:
 
 @dataclass(frozen=True)
 class PathSettings:
-    """Where things go, relative to the working directory.
+    """Folders of outputs, relative to the working directory.
 
     Attributes:
-        work: Outputs of stages.
-        bundles: Exported bundles.
-        tracking: MLflow tracking URI; null for MLflow's default, SQLite in the working directory.
+        work: Folder for the outputs of stages.
+        bundles: Folder for exported bundles.
+        tracking: MLflow's tracking URI; null for MLflow's default, SQLite in the working directory.
     """
 
     work: str = ".valora"
@@ -285,10 +286,18 @@ class PathSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that `valora-train` needs to know.
+    """All settings of `valora-train`.
 
     Attributes:
-        command: Run the stages up to this one: `teach`, `distill`, `fuse` or `export`.
+        command: The last stage to run: `teach`, `distill`, `fuse` or `export`.
+        task: The task.
+        domains: The domains of the task, by name.
+        teacher: Teacher settings of domains without their own.
+        model: The large multimodal model.
+        fusion: How domains are packed.
+        heads: Heads and written answers.
+        train: Training of adapters.
+        paths: Folders of outputs.
     """
 
     command: Literal["teach", "distill", "fuse", "export"] = "export"
@@ -302,10 +311,10 @@ class Settings:
     paths: PathSettings = field(default_factory=PathSettings)
 
     def chosen(self) -> list[DomainSettings]:
-        """The domains to fuse, in their order.
+        """The domains to fuse, in order.
 
         Raises:
-            SettingsError: If one that is asked for does not exist, or none is left.
+            SettingsError: If `task.only` names an unknown domain, or there is no domain.
         """
         for name in self.task.only:
             if name not in self.domains:
@@ -334,7 +343,7 @@ def from_config(config: DictConfig) -> Settings:
     """Turn Hydra's configuration into settings.
 
     Raises:
-        SettingsError: For a key that does not exist, a value of the wrong type or out of range.
+        SettingsError: For an unknown key, or a value of the wrong type or out of range.
     """
     from omegaconf import OmegaConf
     from pydantic import TypeAdapter, ValidationError
@@ -359,7 +368,7 @@ def from_config(config: DictConfig) -> Settings:
     if not 0.0 <= settings.heads.soft <= 1.0:
         raise SettingsError(f"heads.soft must lie in [0, 1], got {settings.heads.soft}")
     for domain in settings.chosen():
-        domain.domain()  # checks itself
+        domain.domain()  # raises for invalid values
     return settings
 
 
@@ -370,5 +379,5 @@ def _look_up(settings: Any, key: str) -> Any:
 
 
 def as_dict(settings: Any) -> dict[str, Any]:
-    """A dataclass of settings as plain, ordered values that JSON can hold."""
+    """A dataclass of settings as JSON values."""
     return asdict(settings)

@@ -1,7 +1,8 @@
 """Stages: functions from settings and inputs to a folder that is named by a hash of both.
 
-A finished folder appears in one rename and never changes; the same work asked again is a look-up.
-A stage that saves its own progress finds it again when it was interrupted.
+The output folder appears in one rename and never changes afterwards, so a stage whose folder exists
+is up to date and is skipped. A resumable stage that was interrupted continues in its unfinished
+folder.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ RECORD = "stage.json"
 
 @dataclass(frozen=True)
 class Stage:
-    """A piece of work that its settings and inputs determine.
+    """A step of the pipeline whose output depends only on its settings and inputs.
 
     Attributes:
-        name: What it does to what, e.g. ``teach-person``.
-        version: Raised whenever the code gives other results for the same settings.
-        settings: JSON values that its output depends on.
-        inputs: Names and content hashes of what it reads (see `digest`).
-        resumable: Whether an interrupted build is continued in its unfinished folder.
+        name: Verb and object, e.g. ``teach-person``.
+        version: Raised whenever the code produces another output for the same settings.
+        settings: JSON values that the output depends on.
+        inputs: Content hashes of the inputs by name (see `digest`).
+        resumable: Whether an interrupted run continues in its unfinished folder.
     """
 
     name: str
@@ -49,33 +50,33 @@ class Stage:
 
     @property
     def key(self) -> str:
-        """Content hash of settings and inputs, 16 hexadecimal digits."""
+        """Content hash of name, version, settings and inputs: 16 hexadecimal digits."""
         facts = [self.name, self.version, self.settings, self.inputs]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
     def folder(self, work: Path) -> Path:
-        """Where its output is, or will be."""
+        """The output folder, whether or not it exists yet."""
         return work / f"{self.name}-{self.key}"
 
     def partial(self, work: Path) -> Path:
-        """Where it is while it is made."""
+        """The folder in which the output is built before it is renamed."""
         return self.folder(work).with_suffix(".partial")
 
     def run(
         self, work: Path, build: Callable[[Path], None], wait: bool = False
     ) -> tuple[Path, bool]:
-        """Make the output unless it is there.
+        """Build the output, unless the stage is up to date.
 
         Args:
             work: Folder of all stages.
-            build: Fills the folder that it is given.
-            wait: Wait for another process that is making it, instead of an error.
+            build: Writes the output into the folder that it is given.
+            wait: Whether to wait for another process that runs this stage, instead of raising.
 
         Returns:
-            The finished folder, and whether it was there already.
+            The output folder, and whether the stage was up to date.
 
         Raises:
-            StageError: If another process is making it, or the disk is full.
+            StageError: If another process runs this stage, or the disk is full.
         """
         done = self.folder(work)
         if done.is_dir():
@@ -84,12 +85,12 @@ class Stage:
         try:
             work.mkdir(parents=True, exist_ok=True)
             with FileLock(done.with_suffix(".lock"), timeout=-1 if wait else 0):
-                if done.is_dir():  # by another process, while we waited
+                if done.is_dir():  # another process finished while this one waited
                     return done, True
                 self._build(partial, done, build)
         except Timeout as error:
             raise StageError(
-                f"stage {self.name} is being made by another process: wait for it or stop it"
+                f"another process is running stage {self.name}: wait for it or stop it"
             ) from error
         except OSError as error:
             if error.errno != errno.ENOSPC:
@@ -97,8 +98,8 @@ class Stage:
             if not self.resumable:
                 shutil.rmtree(partial, ignore_errors=True)
             raise StageError(
-                f"no space left on the disk for stage {self.name} in {work}: free some and run "
-                "again"
+                f"no space left on the disk for stage {self.name} in {work}: free some space and "
+                "run again"
             ) from error
         return done, False
 
@@ -124,8 +125,8 @@ class Stage:
 def digest(path: Path) -> str:
     """Content hash of an input file or folder.
 
-    A finished stage's folder bears its hash in its name. Of other folders, the names, sizes and
-    times of the files stand for their content, so that large image folders stay cheap.
+    The output folder of a stage has its hash in its name. Other folders are hashed by the names,
+    sizes and modification times of their files, so that large image folders need not be read.
     """
     if (path / RECORD).is_file():
         return path.name
@@ -141,7 +142,7 @@ def digest(path: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the results depend on."""
+    """Versions of Python and of the packages that results depend on."""
     names = ("valora", "torch", "transformers", "peft", "ultralytics", "datasets", "mlflow")
     found = {"python": platform.python_version()}
     for name in names:
@@ -153,7 +154,7 @@ def versions() -> dict[str, str]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that the file is either the old or the new one, whenever we are killed."""
+    """Write JSON atomically: after a kill, the file holds either the old or the new content."""
     temporary = path.with_suffix(path.suffix + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=1, ensure_ascii=False)
@@ -163,5 +164,5 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read what `write_json` wrote."""
+    """Read a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))

@@ -1,1 +1,1 @@
-"""What users see of a run: MLflow, pictures, progress, tables."""
+"""What people see of a run: the terminal, MLflow, pictures, the card of a bundle."""

@@ -1,4 +1,4 @@
-"""What the terminal shows: one live line for the work in hand, one line for each that is done."""
+"""The terminal: a live line for the work in progress, and a line for each finished step."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ if TYPE_CHECKING:
 
     Step = Callable[[int, int, float], None]
 
-
-WIDTH = 120  # of a log file
+LOG_WIDTH = 120  # characters, where the output is not a terminal
 
 
 class Display:
-    """The terminal; where there is none, only finished lines are written.
+    """Shows progress; where the output is not a terminal, only finished steps are written.
 
     Args:
-        console: Where to write.
-        job: Which of several jobs at work side by side this is; then there is no live line.
+        console: The console to write to; standard output by default.
+        job: Name of this job among several that run in parallel; such jobs have no live line.
     """
 
     def __init__(self, console: Console | None = None, job: str | None = None) -> None:
         self.console = console or Console()
         self._job = "" if job is None else f"[dim]{job:>20}[/] "
         if not self.console.is_terminal:
-            self.console.width = WIDTH
+            self.console.width = LOG_WIDTH
         self._live = Progress(
             TextColumn("[bold]{task.fields[stage]:>8}[/] {task.description}"),
             BarColumn(bar_width=24),
@@ -53,13 +52,21 @@ class Display:
 
     @contextmanager
     def __call__(self) -> Iterator[Display]:
-        """Show live progress within a `with` block."""
+        """Show the live line within a `with` block."""
         with self._live:
             yield self
 
     @contextmanager
     def work(self, stage: str, what: str) -> Iterator[Step]:
-        """Show a piece of work; gives a function to call with step, number of steps and loss."""
+        """Show a step of work in the live line.
+
+        Args:
+            stage: Name of the stage.
+            what: What is being done.
+
+        Yields:
+            A function to call with step, number of steps, and loss.
+        """
         task = self._live.add_task(what, stage=stage, note="", total=None)
 
         def on_step(step: int, steps: int, loss: float) -> None:
@@ -71,12 +78,12 @@ class Display:
             self._live.remove_task(task)
 
     def done(self, stage: str, what: str, seconds: float | None = None) -> None:
-        """Write a finished line.
+        """Write the line of a finished step.
 
         Args:
             stage: Name of the stage.
-            what: What was done, with its result.
-            seconds: How long it took; None if it was there already.
+            what: What was done, and the result.
+            seconds: Duration in seconds; None if the stage was up to date.
         """
         took = "[dim]up to date[/]" if seconds is None else f"[dim]{seconds:.1f} s[/]"
         line = f"{self._job}[bold]{stage:>8}[/] {what}  {took}"
@@ -85,6 +92,6 @@ class Display:
 
 @contextmanager
 def stopwatch() -> Iterator[Callable[[], float]]:
-    """Gives a function that says how many seconds have passed."""
+    """Yield a function that returns the seconds since the `with` block began."""
     start = time.monotonic()
     yield lambda: time.monotonic() - start

@@ -1,1 +1,1 @@
-"""The stages of the pipeline, in their order: data, teach and distill, fuse, export, gate."""
+"""The stages of the pipeline in order: data, teach and distill, fuse, export, gate."""

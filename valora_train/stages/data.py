@@ -1,7 +1,8 @@
-"""Stage `data`: a domain's samples, split for good.
+"""Stage `data`: reads a domain's samples and splits them.
 
-Output: one Hugging Face data set per split (`valora_data.shards`), and `unlabelled_truth`, the
-labels of the unlabelled split. Nothing learns from those; they tell how well a teacher labels.
+Output: one Hugging Face data set per split (see `valora_data.shards`), and `unlabelled_truth` with
+the true answers of the unlabelled split. Nothing is trained on those; they measure how well a
+teacher labels.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["TRUTH", "build_data", "data_stage"]
 
 
 def data_stage(domain: DomainSettings) -> Stage:
-    """The stage that makes a domain's data."""
+    """The stage that reads and splits a domain's data."""
     source = domain.source
     inputs = {}
     for path in (source.path, source.images, source.annotations):
@@ -45,11 +46,16 @@ def data_stage(domain: DomainSettings) -> Stage:
 
 
 def build_data(domain: DomainSettings, folder: Path, on_step: Step = lambda *_: None) -> None:
-    """Fill the stage's folder.
+    """Write the splits into the stage's folder.
+
+    Args:
+        domain: The domain.
+        folder: Folder to write to.
+        on_step: Called with samples written, samples expected, and 0.
 
     Raises:
-        DataError: If a split would be empty, or shares an image with another; or if there is
-            nothing to tell apart.
+        DataError: If a split would be empty or shares an image with another split, or if all
+            training samples have the same answer.
     """
     source = domain.source
     assert domain.task is not None, "`Settings.chosen` fills it in"
@@ -85,14 +91,14 @@ def build_data(domain: DomainSettings, folder: Path, on_step: Step = lambda *_: 
 
 
 def _check_choices(domain: DomainSettings, folder: Path) -> None:
-    """See to it that a domain that chooses has something to choose from."""
+    """Check that answers are among the labels, and that training samples have several."""
     if domain.task not in CHOICE_TASKS or not domain.labels:
         return
     chosen = {answer.choice for answer in open_shard(folder / Split.TRAIN).answers()}
-    strange = sorted(str(choice) for choice in chosen if choice not in domain.labels)
-    if strange:
+    unknown = sorted(str(choice) for choice in chosen if choice not in domain.labels)
+    if unknown:
         raise DataError(
-            f"domain {domain.name} has samples that are answered by {strange[0]!r}, which is none "
+            f"domain {domain.name} has samples that are answered by {unknown[0]!r}, which is none "
             f"of its labels ({', '.join(domain.labels)}): add it, or leave those samples out"
         )
     if len(chosen) == 1:

@@ -1,7 +1,7 @@
-"""Stages `teach` and `distill`: from labelled samples to a small model, from it to what it says.
+"""Stages `teach` and `distill`: train a small model, and label the unlabelled split with it.
 
-The LMM learns from what a teacher says of the unlabelled split (VaLoRA §4.2.1 collects its data
-by running the small models). How well that agrees with the truth is reported.
+The LMM is trained on the teacher's answers for the unlabelled split, as VaLoRA §4.2.1 collects its
+training data by running the small models. The report says how well these agree with the truth.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
     OnStep = Callable[[int, int, float], None]
 
-LABELS = "labels"  # the labels stand in for a teacher
-TRAIN = "train"  # a teacher is trained first
+LABELS = "labels"  # value of `domains.*.teacher`: the labels are used instead of a teacher
+TRAIN = "train"  # value of `domains.*.teacher`: a teacher is trained first
 TAUGHT = "taught"
 REPORT = "report.json"
 
 
 def teach_stage(domain: DomainSettings, teacher: TeacherSettings, data: Path) -> Stage | None:
-    """The stage that trains a domain's teacher, or takes over a trained one; None without one."""
+    """The stage that trains or copies a domain's teacher; None if there is nothing to do."""
     if domain.teacher == LABELS or (domain.teacher != TRAIN and _artefact(teacher) is None):
         return None
     settings: dict[str, Any] = {
@@ -56,9 +56,11 @@ def teach_stage(domain: DomainSettings, teacher: TeacherSettings, data: Path) ->
 def build_teacher(
     domain: DomainSettings, teacher: TeacherSettings, data: Path, folder: Path, on_epoch: OnStep
 ) -> None:
-    """Fill the stage's folder with the teacher's file or folder."""
+    """Write the teacher's file or folder into the stage's folder."""
     if domain.teacher != TRAIN:
-        load_teacher(domain.teacher, domain, teacher)  # is it one, and of these labels?
+        load_teacher(
+            domain.teacher, domain, teacher
+        )  # raises unless it is a teacher of these labels
         place = folder / str(_artefact(teacher))
         if Path(domain.teacher).is_dir():
             shutil.copytree(domain.teacher, place)
@@ -88,7 +90,7 @@ def _artefact(teacher: TeacherSettings) -> str | None:
 
 
 def load_teacher(weights: str | Path, domain: DomainSettings, teacher: TeacherSettings) -> Teacher:
-    """A trained teacher for a domain's labels."""
+    """Load a trained teacher for a domain."""
     from valora_teachers.registry import load_teacher as load
 
     assert domain.task is not None, "`Settings.chosen` fills it in"
@@ -105,7 +107,7 @@ def distill_stage(
         if Path(domain.teacher).exists():
             inputs["weights"] = digest(Path(domain.teacher))
     else:
-        settings.pop("options")  # those of its training are in the teacher's own stage
+        settings.pop("options")  # training options are part of the stage `teach`
     return Stage(f"distill-{domain.name}", 3, settings, inputs)
 
 
@@ -117,7 +119,7 @@ def build_distilled(
     folder: Path,
     on_batch: OnStep = lambda *_: None,
 ) -> None:
-    """Fill the stage's folder: `taught` (what the LMM learns) and `report.json`."""
+    """Write `taught` (the LMM's training samples) and `report.json` into the stage's folder."""
     if domain.teacher == LABELS:
         samples = shards.read(data / Split.TRAIN)
         if (data / TRUTH).is_dir():
@@ -160,7 +162,7 @@ Truth = dict[Split, list[Answer]]
 def _keep_boxes(
     domain: DomainSettings, teacher: TeacherSettings, found: Found, truth: Truth
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """All images, with the boxes that are sure enough."""
+    """Keep all images, with the boxes whose confidence reaches the threshold."""
     found = {
         split: [_above(sample, teacher.min_confidence) for sample in samples]
         for split, samples in found.items()
@@ -187,7 +189,9 @@ def _keep_boxes(
     report = {
         "threshold": threshold,
         "boxes": boxes,
-        "accuracy": {split: summary(found, threshold) for split, found in matches.items()},
+        "accuracy": {
+            split: detection_figures(found, threshold) for split, found in matches.items()
+        },
     }
     return kept, report
 
@@ -200,12 +204,12 @@ def _above(sample: Sample, confidence: float) -> Sample:
 def _keep_answers(
     domain: DomainSettings, teacher: TeacherSettings, found: Found, truth: Truth
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """The samples that the teacher answers surely enough."""
+    """Keep the samples whose answer's confidence reaches the threshold."""
     assert domain.task is not None, "`Settings.chosen` fills it in"
     kept = [
         sample
         for sample in found[Split.UNLABELLED]
-        if _answered(sample.answer) and _sure(sample.answer) >= (teacher.threshold or 0.0)
+        if _has_answer(sample.answer) and _confidence(sample.answer) >= (teacher.threshold or 0.0)
     ]
     if not kept:
         raise DataError(
@@ -222,19 +226,19 @@ def _keep_answers(
     return kept, {"threshold": teacher.threshold, "accuracy": accuracy}
 
 
-def _answered(answer: Answer) -> bool:
+def _has_answer(answer: Answer) -> bool:
     return bool(answer.boxes or answer.choice or answer.captions)
 
 
-def _sure(answer: Answer) -> float:
-    """Confidence in an answer; 1 where the teacher names none."""
+def _confidence(answer: Answer) -> float:
+    """Confidence in an answer; 1 where the teacher gives none."""
     if answer.soft:
         return max(answer.soft)
     return answer.boxes[0].confidence if answer.boxes else 1.0
 
 
-def summary(matches: Matches, threshold: float) -> dict[str, Any]:
-    """What a report says of a split."""
+def detection_figures(matches: Matches, threshold: float) -> dict[str, Any]:
+    """Figures of a detector on a split, for the report."""
     precision, recall = matches.precision_recall(threshold)
     return {
         "accuracy": matches.f1(threshold),
@@ -246,8 +250,8 @@ def summary(matches: Matches, threshold: float) -> dict[str, Any]:
     }
 
 
-def describe(distilled: Path) -> str:
-    """What the teacher said, and how well it agrees with the truth, for the terminal."""
+def describe_distilled(distilled: Path) -> str:
+    """What the teacher labelled, and how well it agrees with the truth, for the terminal."""
     report = read_json(distilled / REPORT)
     if "accuracy" not in report:
         return f": {report['samples']} labelled samples"
@@ -262,6 +266,6 @@ def describe(distilled: Path) -> str:
 
 
 def teacher_accuracy(distilled: Path, split: Split) -> float | None:
-    """What the teacher reaches on a split; None where labels stand in for one."""
+    """Accuracy of the teacher on a split; None where there is no teacher or no truth."""
     accuracy = read_json(distilled / REPORT).get("accuracy")
     return float(accuracy[split]["accuracy"]) if accuracy and split in accuracy else None

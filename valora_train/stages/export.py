@@ -1,6 +1,6 @@
-"""Stage `export`: a fusion becomes a bundle, once the gate has let it through.
+"""Stage `export`: writes the bundle of a fusion and publishes it once the gate has checked it.
 
-The bundle stands at ``bundles/<task>``; the one that stood there moves to
+The bundle is written to ``bundles/<task>``; the previous version is moved to
 ``bundles/<task>@<version>``.
 """
 
@@ -20,7 +20,7 @@ from valora_data.errors import BundleError
 from valora_data.schema import Split
 from valora_train.errors import GateError
 from valora_train.fusion.state import FUSION
-from valora_train.reporting.report import counted
+from valora_train.reporting.bundle_card import bundle_card
 from valora_train.reporting.tracking import register_bundle
 from valora_train.settings import as_dict
 from valora_train.stage import read_json, versions, write_json
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from valora_train.settings import Settings
     from valora_train.stages.fuse import DomainInputs
 
-EXAMPLES = 2  # golden examples per domain
+EXAMPLES_PER_DOMAIN = 2
 FUSION_KEY = "fusion_stage"
 
 
@@ -44,28 +44,28 @@ def export_bundle(
     Args:
         settings: All settings.
         domains: The domains with their data.
-        fused: Output of stage `fuse`.
+        fused: Output folder of stage `fuse`.
 
     Returns:
-        The bundle, and whether it was there already.
+        The bundle, and whether it was up to date.
 
     Raises:
-        BundleError: If something that is not an older version of it stands in its place.
-        GateError: If the reloaded bundle does not do what was measured.
+        BundleError: If the bundle's folder holds something else than an older version of it.
+        GateError: If the reloaded bundle does not reproduce what was measured in training.
     """
     place = Path(settings.paths.bundles) / settings.task.name
-    standing = _standing(place, settings.task.name)
-    if standing is not None and standing.manifest["lineage"][FUSION_KEY] == fused.name:
-        return standing, True
+    previous = _read_previous(place, settings.task.name)
+    if previous is not None and previous.manifest["lineage"][FUSION_KEY] == fused.name:
+        return previous, True
     partial = place.with_name(f".{place.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        _fill(partial, settings, domains, fused, _next_version(place))
-        _pass_gate(partial, domains, settings.model.device)
+        _write_bundle(partial, settings, domains, fused, _next_version(place))
+        _run_gate(partial, domains, settings.model.device)
         bundle = read_bundle(partial)
         _register(settings, bundle)
-        if standing is not None:
-            place.rename(place.with_name(f"{place.name}@{standing.version}"))
+        if previous is not None:
+            place.rename(place.with_name(f"{place.name}@{previous.version}"))
         partial.rename(place)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -73,8 +73,8 @@ def export_bundle(
     return Bundle(place, bundle.manifest), False
 
 
-def _standing(place: Path, name: str) -> Bundle | None:
-    """The bundle in our place, if there is one."""
+def _read_previous(place: Path, name: str) -> Bundle | None:
+    """The bundle that the new one replaces, if there is one."""
     if not place.exists():
         return None
     try:
@@ -103,7 +103,7 @@ def _next_version(place: Path) -> int:
     return max(older, default=0) + 1
 
 
-def _fill(
+def _write_bundle(
     folder: Path, settings: Settings, domains: Sequence[DomainInputs], fused: Path, version: int
 ) -> None:
     result = read_json(fused / FUSION)
@@ -111,7 +111,7 @@ def _fill(
         shutil.copytree(fused / part, folder / part)
     manifest = _manifest(settings, domains, fused, result, version)
     _write_golden(folder, manifest, domains, settings.model.device)
-    (folder / "README.md").write_text(_card(manifest), encoding="utf-8")
+    (folder / "README.md").write_text(bundle_card(manifest), encoding="utf-8")
     write_manifest(folder, manifest)
 
 
@@ -165,7 +165,7 @@ def _manifest(
 def _write_golden(
     folder: Path, manifest: dict[str, Any], domains: Sequence[DomainInputs], device: str
 ) -> None:
-    """Keep test images with what the bundle, loaded as a server would, says of them."""
+    """Write test images with the answers of the bundle, loaded as a server loads it."""
     (folder / GOLDEN).parent.mkdir()
     write_json(folder / GOLDEN, [])
     write_manifest(folder, manifest)
@@ -173,19 +173,19 @@ def _write_golden(
     examples: list[dict[str, Any]] = []
     for item in domains:
         if item.settings.name in manifest["domains"]:
-            examples += _golden_of(folder, manifest, item, model)
+            examples += _golden_examples(folder, manifest, item, model)
     write_json(folder / GOLDEN, examples)
 
 
-def _golden_of(
+def _golden_examples(
     folder: Path, manifest: Mapping[str, Any], item: DomainInputs, model: BundleModel
 ) -> list[dict[str, Any]]:
     name, task = item.settings.name, model.tasks[item.settings.name]
     threshold = manifest["domains"][name].get("threshold")
     test = shards.open_shard(item.data / Split.TEST)
-    # Images with something on them say more.
+    # For detection, images with at least one object are more telling.
     wanted = [n for n, answer in enumerate(test.answers()) if threshold is None or answer.boxes]
-    samples = [test[number] for number in wanted[:EXAMPLES]]
+    samples = [test[number] for number in wanted[:EXAMPLES_PER_DOMAIN]]
     examples = []
     for number, (sample, said) in enumerate(zip(samples, model.answer(name, samples), strict=True)):
         files = []
@@ -207,7 +207,7 @@ def _golden_of(
     return examples
 
 
-def _pass_gate(folder: Path, domains: Sequence[DomainInputs], device: str) -> None:
+def _run_gate(folder: Path, domains: Sequence[DomainInputs], device: str) -> None:
     command = [sys.executable, "-m", "valora_train.stages.gate", str(folder), "--device", device]
     promised = read_json(folder / MANIFEST)["domains"]
     for item in domains:
@@ -216,7 +216,7 @@ def _pass_gate(folder: Path, domains: Sequence[DomainInputs], device: str) -> No
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
-        raise GateError(f"the export gate refuses the bundle: {reason[0].removeprefix('error: ')}")
+        raise GateError(f"the export gate rejected the bundle: {reason[0].removeprefix('error: ')}")
 
 
 def _register(settings: Settings, bundle: Bundle) -> None:
@@ -229,79 +229,3 @@ def _register(settings: Settings, bundle: Bundle) -> None:
     } | accuracy
     run = bundle.manifest["lineage"]["mlflow_run_id"]
     register_bundle(settings.paths.tracking, run, f"valora-{bundle.name}", bundle.folder, tags)
-
-
-def _card(manifest: dict[str, Any]) -> str:
-    """The bundle's README, for people."""
-    lines = [
-        "---",
-        f"base_model: {manifest['base']['id']}",
-        "library_name: peft",
-        "tags: [valora, lora, vision]",
-        "---",
-        f"# {manifest['name']}, version {manifest['version']}",
-        "",
-        f"{counted(len(manifest['domains']), 'domain')} in "
-        f"{counted(len(manifest['adapters']), 'LoRA adapter')} of "
-        f"`{manifest['base']['id']}` (strategy `{manifest['strategy']}`, "
-        f"{counted(manifest['attempts'], 'attempt')}).",
-        "",
-        "| adapter | rank | domains |",
-        "|---|---|---|",
-    ]
-    for facts in manifest["adapters"].values():
-        lines.append(f"| `{facts['path']}` | {facts['rank']} | {', '.join(facts['domains'])} |")
-    lines += [
-        "",
-        "Accuracy on the test split, which no decision has seen (95 % interval), beside what was "
-        "required, what the frozen base reaches with a head of its own (or by writing), and what "
-        "the teacher reaches.",
-        "",
-        "| domain | metric | required | test | status | without LoRA | teacher | further |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, facts in manifest["domains"].items():
-        accuracy = facts["accuracy"]
-        low, high = accuracy["test_ci95"]
-        teacher = "–" if accuracy["teacher"] is None else f"{accuracy['teacher']:.3f}"
-        lines.append(
-            f"| {name} | {facts['metric']} | {facts['required']:.2f} | {accuracy['test']:.3f} "
-            f"({low:.3f}–{high:.3f}) | {facts['status']} | {accuracy['head_only']:.3f} | {teacher} "
-            f"| {_further(accuracy)} |"
-        )
-    lines += [
-        "",
-        "## Pictures",
-        "Test images: true boxes in white, what is found or answered rightly in green, what is "
-        "answered wrongly in red, with the truth in grey.",
-        "",
-    ]
-    lines += [f"**{name}**\n\n![{name}](pictures/{name}.png)\n" for name in manifest["domains"]]
-    first = next(iter(manifest["adapters"].values()))["path"]
-    lines += [
-        "## Use",
-        "Serve it with `valora-serve`. Or load an adapter with plain PEFT:",
-        "",
-        "```python",
-        "from peft import PeftModel",
-        "from transformers import AutoModelForImageTextToText",
-        "",
-        "base = AutoModelForImageTextToText.from_pretrained(...)  # weights: see bundle.json",
-        f'model = PeftModel.from_pretrained(base, "{first}")',
-        "```",
-        "",
-        "The heads in `heads/` read last hidden states of the domain's prompt; domains without a "
-        "head write their answers. `bundle.json` says which prompt, adapter and head.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _further(accuracy: Mapping[str, Any]) -> str:
-    """Metrics beside the standard one, such as ``map 0.61``."""
-    known = ("test", "test_ci95")
-    return ", ".join(
-        f"{key.removeprefix('test_')} {value:.3f}"
-        for key, value in accuracy.items()
-        if key.startswith("test_") and key not in known
-    )

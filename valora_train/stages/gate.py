@@ -1,7 +1,7 @@
-"""The export gate: a bundle, loaded afresh, must do what its manifest says.
+"""The export gate: a reloaded bundle must reproduce its golden examples and its accuracy.
 
-Run in a process of its own (``python -m valora_train.stages.gate BUNDLE``), with nothing but the
-base model, plain PEFT and the files of the bundle.
+Runs in a process of its own (``python -m valora_train.stages.gate BUNDLE``), with only the base
+model, PEFT and the files of the bundle.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 GOLDEN = "golden/golden.json"
 CONFIG = "adapter_config.json"
-ACCURACY = 1e-3
+ACCURACY_TOLERANCE = 1e-3
 
 
 class BundleModel:
-    """A bundle at work on its base model.
+    """A bundle loaded on its base model.
 
     Args:
         bundle: The bundle.
-        base: Id of the base model; the bundle's own by default.
-        device: Where to compute, in torch's terms.
+        base: Id of the base model; the one that the bundle names by default.
+        device: Device in torch's terms, e.g. `cuda`.
     """
 
     def __init__(self, bundle: Bundle, base: str | None = None, device: str = "cpu") -> None:
@@ -84,18 +84,18 @@ class BundleModel:
         return make_task(domain, settings, self._lmm, video=facts.get("media") == "video")
 
     def answer(self, domain: str, samples: Sequence[Sample]) -> list[Said]:
-        """What the bundle says of samples; their own answers are not looked at."""
+        """The bundle's answers for samples; their true answers are not used."""
         import torch
 
         task, head = self.tasks[domain], self._heads[domain]
         self._lmm.activate(self._bundle.domains[domain]["adapter"])
         with torch.no_grad():
-            # In the batches of training: other shapes round differently, and a word may flip.
+            # Encoded in the batches of training: other shapes round differently.
             encoded = self._lmm.encode([task.asked(sample) for sample in samples], task.whole)
             return task.said(head, task.read(head, self._lmm, encoded), samples)
 
     def accuracy(self, domain: str, samples: Sequence[Sample]) -> float:
-        """What the bundle reaches on samples with the truth."""
+        """Accuracy of the bundle on samples with true answers."""
         said = self.answer(domain, samples)
         return self.tasks[domain].evaluation(self._heads[domain], said, samples).accuracy
 
@@ -114,10 +114,10 @@ def check_golden(model: BundleModel, bundle: Bundle) -> int:
     """Replay the golden examples.
 
     Returns:
-        How many there were.
+        Number of examples.
 
     Raises:
-        GateError: If one comes out differently.
+        GateError: If an answer differs from the expected one.
     """
     examples = json.loads((bundle.folder / GOLDEN).read_text(encoding="utf-8"))
     for example in examples:
@@ -135,20 +135,20 @@ def check_golden(model: BundleModel, bundle: Bundle) -> int:
 
 
 def check_accuracy(model: BundleModel, bundle: Bundle, data: Mapping[str, Path]) -> None:
-    """Measure the test split again.
+    """Measure the accuracy on the test split again.
 
     Args:
-        model: The bundle at work.
+        model: The loaded bundle.
         bundle: The bundle.
-        data: Output of stage `data`, by domain.
+        data: Output folder of stage `data`, by domain.
 
     Raises:
-        GateError: If a domain does not reach what training measured.
+        GateError: If the accuracy of a domain is not the one that was measured in training.
     """
     for name, folder in data.items():
         reached = model.accuracy(name, shards.read(folder / Split.TEST))
         promised = bundle.domains[name]["accuracy"]["test"]
-        if abs(reached - promised) > ACCURACY:
+        if abs(reached - promised) > ACCURACY_TOLERANCE:
             raise GateError(
                 f"{name} reaches {reached:.4f} on test after reloading, but {promised:.4f} was "
                 "measured in training: the bundle is not what was trained, fuse again"
@@ -156,14 +156,14 @@ def check_accuracy(model: BundleModel, bundle: Bundle, data: Mapping[str, Path])
 
 
 def main() -> int:
-    """Command line of the gate."""
+    """Check the bundle that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("--base", help="base model, if not the one that the bundle names")
-    parser.add_argument("--device", default="cpu", help="where to compute, such as cuda")
+    parser.add_argument("--base", help="base model to use instead of the one that the bundle names")
+    parser.add_argument("--device", default="cpu", help="device in torch's terms, e.g. cuda")
     parser.add_argument(
         "--data", nargs=2, action="append", default=[], metavar=("DOMAIN", "FOLDER"),
-        help="a domain's data, to measure its test split again",
+        help="data stage of a domain, whose test split is measured again",
     )  # fmt: skip
     arguments = parser.parse_args()
     try:

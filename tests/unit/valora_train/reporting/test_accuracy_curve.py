@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from valora_train.fusion import curve
+from valora_train.reporting import accuracy_curve as curve
 from valora_train.stage import write_json
 
 RESULT = {
@@ -19,12 +19,12 @@ RESULT = {
 
 
 def test_points_are_the_attempts_on_an_adapter():
-    points = curve.curve_of(RESULT)
+    points = curve.curve_points(RESULT)
     assert [point.held for point in points] == [1, 2, 3]
     assert [point.mean for point in points] == pytest.approx([0.9, 0.75, 0.5])
-    assert [point.held for point in curve.curve_of(RESULT, "adapter-2")] == [1]
+    assert [point.held for point in curve.curve_points(RESULT, "adapter-2")] == [1]
     assert curve.domains_per_adapter(RESULT) == 1.5
-    assert curve.table(points).splitlines()[2:] == [
+    assert curve.curve_table(points).splitlines()[2:] == [
         "| 1 | 0.900 | 0.900 |  |  |",
         "| 2 | 0.750 | 0.800 | 0.700 |  |",
         "| 3 | 0.500 | 0.500 | 0.600 | 0.400 |",
@@ -33,7 +33,7 @@ def test_points_are_the_attempts_on_an_adapter():
 
 def test_a_domain_that_was_rolled_back_has_its_column():
     attempts = [*RESULT["attempts"], {"adapter": "adapter-1", "accuracy": {"a": 0.8, "d": 0.9}}]
-    lines = curve.table(curve.curve_of({"attempts": attempts})).splitlines()
+    lines = curve.curve_table(curve.curve_points({"attempts": attempts})).splitlines()
     assert lines[0] == "| domains | mean | a | b | c | d |"
     assert lines[-2:] == [
         "| 3 | 0.500 | 0.500 | 0.600 | 0.400 |  |",

@@ -1,8 +1,8 @@
-"""Accuracy against the number of domains in one adapter (VaLoRA, Figure 5), from a fusion's steps.
+"""Accuracy against the number of domains in one adapter (VaLoRA, Figure 5).
 
-``python -m valora_train.fusion.curve STAGE`` reads what a fusion decided (the output of a `fuse`
-stage) and prints a table; `--picture` also draws it. For the whole curve, let all domains into one
-adapter: ``valora-train command=fuse fusion.margin=-10``, which `make curve TASK=x` does.
+``python -m valora_train.reporting.accuracy_curve STAGE`` reads the decisions of a fusion from the
+output folder of its `fuse` stage and prints a table; `--picture` also plots it. To pack all domains
+into one adapter, whatever it costs, fuse with a margin of -10, as `make curve TASK=x` does.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from valora_data.errors import ValoraError
 from valora_train.errors import StageError
 from valora_train.fusion.state import FUSION
+from valora_train.reporting.text import markdown_table
 from valora_train.stage import read_json
 
 if TYPE_CHECKING:
@@ -23,17 +24,17 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-PAPER = 4.0
-"""Domains that the paper packs into an adapter, on average."""
+PAPER_DOMAINS_PER_ADAPTER = 4.0
+"""Mean number of domains that the paper packs into an adapter."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """What an adapter reaches when it holds so many domains.
+    """Accuracy of an adapter that holds a number of domains.
 
     Attributes:
-        held: How many.
-        accuracy: Of each of them on validation.
+        held: Number of domains.
+        accuracy: Accuracy of each domain on the validation split.
     """
 
     held: int
@@ -41,16 +42,16 @@ class Point:
 
     @property
     def mean(self) -> float:
-        """The mean over the domains."""
+        """Mean accuracy over the domains."""
         return sum(self.accuracy.values()) / len(self.accuracy)
 
 
-def curve_of(result: Mapping[str, Any], adapter: str = "adapter-1") -> list[Point]:
-    """The points of one adapter, every attempt on it included, rolled back or not.
+def curve_points(result: Mapping[str, Any], adapter: str = "adapter-1") -> list[Point]:
+    """One point for every attempt on an adapter, also those that were rolled back.
 
     Args:
         result: Content of ``fusion.json``.
-        adapter: Which.
+        adapter: Name of the adapter.
     """
     return [
         Point(len(attempt["accuracy"]), dict(attempt["accuracy"]))
@@ -60,25 +61,26 @@ def curve_of(result: Mapping[str, Any], adapter: str = "adapter-1") -> list[Poin
 
 
 def _names(points: Sequence[Point]) -> list[str]:
-    """All domains in the order of their attempts; one that was rolled back has one point."""
+    """All domains in the order of their attempts, also those that were rolled back."""
     return list(dict.fromkeys(name for point in points for name in point.accuracy))
 
 
-def table(points: Sequence[Point]) -> str:
+def curve_table(points: Sequence[Point]) -> str:
     """The points as a markdown table."""
     names = _names(points)
-    lines = [
-        f"| domains | mean | {' | '.join(names)} |",
-        f"|---|---|{'---|' * len(names)}",
+    rows = [
+        (
+            str(point.held),
+            f"{point.mean:.3f}",
+            *(f"{point.accuracy[n]:.3f}" if n in point.accuracy else "" for n in names),
+        )
+        for point in points
     ]
-    for point in points:
-        cells = [f"{point.accuracy[n]:.3f}" if n in point.accuracy else "" for n in names]
-        lines.append(f"| {point.held} | {point.mean:.3f} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join(markdown_table(("domains", "mean", *names), rows))
 
 
-def picture(points: Sequence[Point], title: str) -> Figure:
-    """The curve: each domain in a colour, their mean dashed."""
+def curve_figure(points: Sequence[Point], title: str) -> Figure:
+    """A plot of the points: each domain in a colour, their mean dashed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3), dpi=90)
@@ -98,36 +100,37 @@ def picture(points: Sequence[Point], title: str) -> Figure:
 
 
 def domains_per_adapter(result: Mapping[str, Any]) -> float:
-    """Mean number of domains that an adapter holds; the paper's is `PAPER`."""
+    """Mean number of domains per adapter."""
     packing = result["packing"]
     return sum(len(names) for names in packing.values()) / max(len(packing), 1)
 
 
 def main() -> int:
-    """Command line."""
+    """Print the table, and draw the figure if `--picture` is given."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("stage", type=Path, help="output of a fuse stage")
-    parser.add_argument("--adapter", default="adapter-1")
-    parser.add_argument("--picture", type=Path, help="where to put a PNG")
+    parser.add_argument("stage", type=Path, help="output folder of a fuse stage")
+    parser.add_argument("--adapter", default="adapter-1", help="name of the adapter")
+    parser.add_argument("--picture", type=Path, help="PNG file to write")
     arguments = parser.parse_args()
     try:
         file = arguments.stage / FUSION
         if not file.is_file():
             raise StageError(
-                f"{arguments.stage} holds no {FUSION}: name the output of a fuse stage"
+                f"{arguments.stage} holds no {FUSION}: give the output folder of a fuse stage"
             )
         result = read_json(file)
-        points = curve_of(result, arguments.adapter)
+        points = curve_points(result, arguments.adapter)
         if not points:
-            raise StageError(f"nothing was tried on {arguments.adapter}: choose another adapter")
+            raise StageError(f"there is no attempt on {arguments.adapter}: give another --adapter")
     except ValoraError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(table(points))
-    print(f"\n{domains_per_adapter(result):.1f} domains per adapter here, {PAPER:.0f} in the paper")
+    print(curve_table(points))
+    here, paper = domains_per_adapter(result), PAPER_DOMAINS_PER_ADAPTER
+    print(f"\n{here:.1f} domains per adapter here, {paper:.0f} in the paper")
     if arguments.picture is not None:
         task = arguments.stage.name.removeprefix("fuse-").rpartition("-")[0]
-        picture(points, task).savefig(arguments.picture)
+        curve_figure(points, task).savefig(arguments.picture)
     return 0
 
 

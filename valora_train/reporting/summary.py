@@ -1,4 +1,4 @@
-"""The table at the end: what each domain needed and got, and where to look next."""
+"""The summary at the end of a run: accuracy and requirement of every domain."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from valora_train.reporting.text import accuracy_text, plural
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from valora_data.contract.bundle import Bundle
 
 
-def counted(number: int, noun: str) -> str:
-    """A number with its noun, in the plural where it needs one."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def print_report(bundle: Bundle, console: Console, seconds: float) -> None:
-    """Print what a bundle promises.
+def print_summary(bundle: Bundle, console: Console, seconds: float) -> None:
+    """Print the accuracies that a bundle promises.
 
     Args:
         bundle: The bundle.
-        console: Where to print.
-        seconds: How long it all took.
+        console: The console to print to.
+        seconds: Duration of the whole run, in seconds.
     """
     table = Table(title=f"{bundle.name}, version {bundle.version}", title_style="bold")
     columns = (
@@ -36,11 +33,10 @@ def print_report(bundle: Bundle, console: Console, seconds: float) -> None:
         accuracy = facts["accuracy"]
         low, high = accuracy["test_ci95"]
         colour = "green" if facts["status"] == "met" else "red"
-        teacher = "–" if accuracy["teacher"] is None else f"{accuracy['teacher']:.3f}"
         table.add_row(
             name,
             facts["metric"],
-            teacher,
+            accuracy_text(accuracy["teacher"]),
             f"{facts['required']:.3f}",
             f"{accuracy['val']:.3f}",
             f"[{colour}]{accuracy['test']:.3f}[/] ({low:.3f}–{high:.3f})",
@@ -50,9 +46,9 @@ def print_report(bundle: Bundle, console: Console, seconds: float) -> None:
     console.print(table)
     met = sum(facts["status"] == "met" for facts in bundle.domains.values())
     console.print(
-        f"{met} of {counted(len(bundle.domains), 'domain')} at their requirement on test, in "
-        f"{counted(len(bundle.adapters), 'adapter')} after "
-        f"{counted(bundle.manifest['attempts'], 'attempt')} "
+        f"{met} of {plural(len(bundle.domains), 'domain')} at their requirement on test, in "
+        f"{plural(len(bundle.adapters), 'adapter')} after "
+        f"{plural(bundle.manifest['attempts'], 'attempt')} "
         f"({seconds:.0f} s).\n"
         f"Bundle: {bundle.folder}/README.md    Every step: mlflow ui, then "
         f"experiment valora/{bundle.name}",

@@ -1,0 +1,91 @@
+"""The README of a bundle: what it holds, how accurate it is, how it is used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from valora_train.reporting.text import accuracy_text, plural
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def bundle_card(manifest: dict[str, Any]) -> str:
+    """The README of a bundle, in markdown with the metadata of a model card.
+
+    Args:
+        manifest: Content of `bundle.json`.
+    """
+    lines = [
+        "---",
+        f"base_model: {manifest['base']['id']}",
+        "library_name: peft",
+        "tags: [valora, lora, vision]",
+        "---",
+        f"# {manifest['name']}, version {manifest['version']}",
+        "",
+        f"{plural(len(manifest['domains']), 'domain')} in "
+        f"{plural(len(manifest['adapters']), 'LoRA adapter')} of "
+        f"`{manifest['base']['id']}` (strategy `{manifest['strategy']}`, "
+        f"{plural(manifest['attempts'], 'attempt')}).",
+        "",
+        "| adapter | rank | domains |",
+        "|---|---|---|",
+    ]
+    for facts in manifest["adapters"].values():
+        lines.append(f"| `{facts['path']}` | {facts['rank']} | {', '.join(facts['domains'])} |")
+    lines += [
+        "",
+        "Accuracy on the test split with its 95 % interval; no decision has used this split. "
+        "*Without LoRA* is the accuracy of the frozen base model with a head of its own, or of its "
+        "written answers.",
+        "",
+        "| domain | metric | required | test | status | without LoRA | teacher | other metrics |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, facts in manifest["domains"].items():
+        accuracy = facts["accuracy"]
+        low, high = accuracy["test_ci95"]
+        teacher = accuracy_text(accuracy["teacher"])
+        lines.append(
+            f"| {name} | {facts['metric']} | {facts['required']:.2f} | {accuracy['test']:.3f} "
+            f"({low:.3f}–{high:.3f}) | {facts['status']} | {accuracy['head_only']:.3f} | {teacher} "
+            f"| {_other_metrics(accuracy)} |"
+        )
+    lines += [
+        "",
+        "## Pictures",
+        "Test images: true boxes in white, detections and right answers in green, wrong answers in "
+        "red with the true answer in grey.",
+        "",
+    ]
+    lines += [f"**{name}**\n\n![{name}](pictures/{name}.png)\n" for name in manifest["domains"]]
+    first = next(iter(manifest["adapters"].values()))["path"]
+    lines += [
+        "## Use",
+        "Serve the bundle with `valora-serve`, or load an adapter with PEFT:",
+        "",
+        "```python",
+        "from peft import PeftModel",
+        "from transformers import AutoModelForImageTextToText",
+        "",
+        "base = AutoModelForImageTextToText.from_pretrained(...)  # weights: see bundle.json",
+        f'model = PeftModel.from_pretrained(base, "{first}")',
+        "```",
+        "",
+        "The heads in `heads/` read the last hidden states of the domain's prompt; where a domain "
+        "has no head, the model writes the answer. `bundle.json` lists the prompt, adapter and "
+        "head of every domain.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _other_metrics(accuracy: Mapping[str, Any]) -> str:
+    """Metrics besides the standard one, e.g. ``map 0.61``."""
+    known = ("test", "test_ci95")
+    return ", ".join(
+        f"{key.removeprefix('test_')} {value:.3f}"
+        for key, value in accuracy.items()
+        if key.startswith("test_") and key not in known
+    )

@@ -1,4 +1,4 @@
-"""Any policy, any queue: limits hold, modes fit their batches, and everybody is served.
+"""Any policy, any queue: limits hold, modes fit their batches, and every request is answered.
 
 `Machine` is a second, plain implementation of what the engine does with a decision; it shares no
 code with the simulator.

@@ -1,0 +1,60 @@
+"""Filling the batch: limits, turns, preemption, prefetching and reservations."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.policy_views import LIMITS, policy, running, taken, view, waiting
+from valora_serve.orchestrator.registry import POLICIES
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_prompts_are_cut_to_chunk_and_token_limit(name):
+    limits = replace(LIMITS, max_tokens=100, chunk=60)
+    decision = policy(name).decide(
+        view([running(0, "a")], [waiting(1, "a", prompt=500), waiting(2, "a", prompt=500)],
+             now=0.0, limits=limits)
+    )  # fmt: skip
+    tokens = dict(decision.batch)
+    assert tokens["r0"] == 1
+    assert sum(tokens.values()) <= 100 and max(tokens.values()) <= 60
+
+
+def test_more_adapters_running_than_a_step_takes_rotate():
+    limits = replace(LIMITS, max_adapters=2)
+    run = [running(i, "abcde"[i], arrival=0.0) for i in range(5)]
+    chooser = policy("unmerge_only")
+    seen = set()
+    for step in range(3):
+        decision = chooser.decide(view(run, now=1.0 + step, limits=limits))
+        assert len(decision.batch) == 2 and decision.until == 0
+        seen |= taken(decision)
+    assert seen == {f"r{i}" for i in range(5)}
+
+
+def test_the_youngest_is_preempted_if_pages_run_out():
+    limits = replace(LIMITS, free_pages=1)
+    run = [running(i, "a", arrival=i / 10, pages=1, held=6) for i in range(3)]
+    decision = policy("slora").decide(view(run, [waiting(1, "a", arrival=0.9)], limits=limits))
+    assert decision.preempt == ("r2",) and taken(decision) == {"r0", "r1"}
+
+
+def test_adapters_are_prefetched_oldest_first_as_memory_allows():
+    wait = [waiting(i, name, arrival=i / 10) for i, name in enumerate("axyz")]
+    limits = replace(LIMITS, free_pages=3 + 16 + 2 * 16 + 1)
+    decision = policy("slora").decide(view([], wait, resident="a", limits=limits))
+    assert decision.prefetch == ("x", "y")
+
+
+def test_pages_are_reserved_for_a_starved_request_without_its_adapter():
+    """Younger requests whose adapter is there may not take the last pages for ever."""
+    limits = replace(LIMITS, free_pages=30)
+    late = [waiting(i, "a", arrival=50.0) for i in range(4)]
+    for request in late:
+        request.pages = 10
+    starved = waiting(9, "x", arrival=0.0)
+    decision = policy("unmerge_only", patience=10.0).decide(
+        view([running(0, "a")], [starved, *late], now=50.1, resident="a", limits=limits)
+    )
+    assert decision.prefetch == ("x",)
+    assert taken(decision) <= {"r0", "w0"}

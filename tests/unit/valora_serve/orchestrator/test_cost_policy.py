@@ -1,0 +1,114 @@
+"""`cost`: its decisions in situations that can be worked out by hand."""
+
+from dataclasses import replace
+
+from tests.support.policy_views import COSTS, LIMITS, policy, running, taken, view, waiting
+from valora_serve.orchestrator.cost_model import H200_7B
+from valora_serve.orchestrator.decision import StepLimits
+from valora_serve.orchestrator.registry import make_policy
+
+
+def test_merges_when_the_next_steps_pay_for_the_switch():
+    long = [running(i, "a", left=100) for i in range(4)]
+    short = [running(i, "a", left=1) for i in range(4)]
+    assert policy("cost").decide(view(long)).merged == "a"
+    assert policy("cost").decide(view(short)).merged is None
+
+
+def test_the_shortest_go_first_when_not_all_fit():
+    limits = replace(LIMITS, max_requests=2)
+    wait = [waiting(1, "a", output=400), waiting(2, "a", output=5), waiting(3, "b", output=90)]
+    decision = policy("cost").decide(view([], wait, now=0.1, limits=limits))
+    assert taken(decision) == {"w2", "w3"}
+
+
+def test_all_that_fit_are_admitted_if_groups_are_off():
+    limits = StepLimits(
+        max_requests=900, max_tokens=9000, free_pages=9000, max_adapters=8, chunk=512
+    )
+    run = [running(i, "a", left=400, served=1.0) for i in range(600)]
+    for r in run:
+        r.kv_tokens = 2000
+    wait = [waiting(i, "a", arrival=0.9, prompt=8, output=400) for i in range(50)]
+    few = policy("cost").decide(view(run, wait, limits=limits))
+    many = policy("cost", groups=False).decide(view(run, wait, limits=limits))
+    assert len(few.batch) == 600 and len(many.batch) == 650
+
+
+def test_requests_that_waited_for_patience_go_first():
+    limits = replace(LIMITS, max_requests=1)
+    wait = [waiting(1, "a", output=400), waiting(2, "a", arrival=29.9, output=5)]
+    decision = policy("cost", patience=20.0).decide(view([], wait, now=30.0, limits=limits))
+    assert taken(decision) == {"w1"}
+
+
+def test_urgent_requests_go_before_short_ones():
+    limits = replace(LIMITS, max_requests=1)
+    wait = [waiting(1, "a", output=100, latency_limit=1.0), waiting(2, "a", output=5)]
+    step = 0.006
+    now = 1.0 - 100 * step
+    decision = policy("cost").decide(view([], wait, now=now, limits=limits))
+    assert taken(decision) == {"w1"}
+    early = policy("cost").decide(view([], wait, now=0.0, limits=limits))
+    assert taken(early) == {"w2"}
+
+
+def test_latency_limits_of_domains_come_from_the_settings():
+    limits = replace(LIMITS, max_requests=1)
+    wait = [waiting(1, "a", output=100, domain="plates"), waiting(2, "a", output=5)]
+    decision = policy("cost", latency_limits={"plates": 1.0}).decide(
+        view([], wait, now=0.4, limits=limits)
+    )
+    assert taken(decision) == {"w1"}
+
+
+def test_prompts_are_collected_only_while_others_decode():
+    """With many decoding and arrivals every 10 ms, one prompt waits for the next; alone not."""
+    chooser = policy("cost")
+    run = [running(i, "a", left=100) for i in range(60)]
+    limits = replace(LIMITS, max_requests=100)
+    for i in range(40):  # learns the rate
+        chooser.decide(view(run, [waiting(i, "a", arrival=i * 0.01)], now=i * 0.01, limits=limits))
+    late = waiting(99, "a", arrival=0.4)
+    held = chooser.decide(view(run, [late], now=0.4, merged="a", limits=limits))
+    assert "w99" not in taken(held) and len(held.batch) == 60 and held.until > 0.4
+    freed = chooser.decide(view(run, [late], now=held.until + 1e-6, merged="a", limits=limits))
+    assert "w99" in taken(freed)
+    assert "w99" in taken(chooser.decide(view([], [late], now=0.4, merged="a")))
+
+
+def test_prompts_stay_within_the_captured_sizes():
+    """Four prompts of 256 fit into 1,024 rows, but not beside 60 that decode."""
+    limits = replace(LIMITS, max_requests=100, max_tokens=8192, chunk=8192, free_pages=10**4)
+    run = [running(i, "a", left=100) for i in range(60)]
+    wait = [waiting(i, "b", arrival=0.1 * i, prompt=256, output=100) for i in range(4)]
+    tokens = {}
+    for most in (1024, 1280):
+        costs = replace(H200_7B, captured_rows=(most,), uncaptured_seconds=0.08)
+        decision = make_policy("cost", costs).decide(view(run, wait, limits=limits))
+        tokens[most] = sum(count for _, count in decision.batch)
+    assert tokens[1280] == 60 + 4 * 256
+    assert 60 < tokens[1024] <= 1024
+
+
+def test_prompts_are_cut_to_fill_a_graph():
+    """128 prompt tokens beside 8 rows would be computed as 192 rows."""
+    limits = replace(LIMITS, max_requests=100, max_tokens=8192, chunk=8192, free_pages=10**4)
+    run = [running(i, "a", left=100) for i in range(8)]
+    costs = replace(H200_7B, captured_rows=(64, 128, 192, 2048), uncaptured_seconds=0.06)
+    late = [waiting(i, "b", prompt=300, output=100) for i in range(2)]
+    step = make_policy("cost", costs).decide(view(run, late, now=5.0, limits=limits))
+    assert sum(count for _, count in step.batch) in costs.captured_rows[:3]
+
+
+def test_requests_with_a_latency_limit_are_never_paused():
+    chooser = policy("cost")
+    own = [running(i, "a", left=100) for i in range(15)]
+    for i in range(60):
+        chooser.decide(view(own, [waiting(i, "a", arrival=i * 0.01)], now=i * 0.01, merged="a"))
+    costly = make_policy("cost", COSTS.with_lora(4.0))
+    costly.__dict__.update(chooser.__dict__, cost=COSTS.with_lora(4.0))
+    free = running(90, "b", served=0.6)
+    bound = running(91, "b", served=0.6, latency_limit=3.0)
+    assert "r90" not in taken(costly.decide(view([*own, free], now=0.6, merged="a")))
+    assert "r91" in taken(costly.decide(view([*own, bound], now=0.6, merged="a")))

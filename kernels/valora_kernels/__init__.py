@@ -1,10 +1,13 @@
-"""Matrix kernels for many LoRA adapters at once (VaLoRA §4.3).
+"""GPU kernels that apply many LoRA adapters to one batch (VaLoRA §4.3).
 
-- `weights`: where adapters lie on the device, in a contiguous pool or in pages.
-- `metadata`: which rows of a batch need which adapters, built once a batch.
-- `atmm`: y += Σ coefficient · scaling · (x Aᵀ) Bᵀ for such a batch.
-- `project`: the same together with the base projection.
-- `merge`: one adapter into the weights of all layers, and out without a trace.
-- `reference`: what all of it computes, in plain torch.
-- `tiling`, `search`: which arrangement of the kernels for which shape, and how that is found.
+- `weights`: the adapters' matrices in device memory, in a contiguous pool or in pages.
+- `metadata`: which rows of a batch use which adapters, built once per batch.
+- `atmm`: the LoRA operator, y += Σ coefficient · scaling · (x Aᵀ) Bᵀ, for such a batch.
+- `project`: the base projection and the LoRA operator together.
+- `merge`: merges one adapter into the weights of all layers, and unmerges it exactly.
+- `reference`: the definition of all of these in plain torch.
+- `arrangements`: the ways to compute the operator, one file each.
+- `gpus`: the record of each GPU, with its tiling table.
+- `tiling`, `lookup`, `search`, `timing`: tile sizes, how they are chosen, found and timed.
+- `launching`: what all kernel launches share.
 """

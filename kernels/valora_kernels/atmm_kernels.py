@@ -1,18 +1,19 @@
-"""The Triton kernels of ATMM (VaLoRA §4.3): shrink h = scale · x Aᵀ, expand y += h Bᵀ.
+"""The Triton kernels of the LoRA operator (VaLoRA §4.3): shrink h = scale · x Aᵀ, expand y += h Bᵀ.
 
-Two ways to arrange the two steps, which the tiling table chooses among:
+There are two arrangements of the two steps, and the tiling table chooses between them:
 
-- `shrink_kernel` then `expand_kernel`: two launches, the second of which is in flight and has its
-  weights loaded when the first ends (programmatic dependent launch).
+- `shrink_kernel`, then `expand_kernel`: two launches. When the first one ends, the second one has
+  already started and loaded its weights (programmatic dependent launch).
 - `fused_kernel`: one launch. Each program shrinks its rows over the whole input width, keeps h in
   registers and expands it over the outputs.
 
-Weights are read before `gdc_wait`, activations after it: a preceding kernel may write activations,
-never weights. Every program waits, so that the end of a grid implies the end of all grids before.
+Weights are read before `gdc_wait` and activations after it, because a preceding kernel may write
+activations but never weights. Every program waits, so that the end of a grid implies the end of all
+grids before it.
 """
 
-# Triton decides constant branches (`if P > 1:`) at compile time, so they stay apart from those on
-# values; its functions have no types that a checker could use.
+# Triton decides branches on constants (`if P > 1:`) at compile time, so they are not merged with
+# branches on values; its functions have no types that a checker could use.
 # ruff: noqa: PLR0912, PLR0915, SIM102, SIM108
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
@@ -26,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def _row_starts(
     table, adapter, projection, r, real, slots, max_rank, width, base, PAGED: tl.constexpr
 ):
-    """First element of rank rows `r` of one matrix of an adapter; `real` masks rows that exist."""
+    """First elements of rank rows `r` of one matrix of an adapter; `real` masks existing rows."""
     slot = projection * slots + adapter
     if PAGED:
         found = tl.load(table + slot.to(tl.int64) * max_rank + r, mask=real, other=0)
@@ -41,15 +42,15 @@ def _load_h(
     P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
     SPLITS: tl.constexpr, RANKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """H [BM, BR] in fp32: the sum over the parts of the input width."""
+    """Load h [BM, BR] in fp32: the sum over the parts of the input width."""
     r = rank_block * BR + tl.arange(0, BR)
     layer = tl.cast(projection * TERMS + term, tl.int64)
     at = part + (layer * places + place)[:, None] * RANKS + r[None, :]
     # Ranks rounded up are zero there, and a mask in steps of 8 lets loads be 16 bytes wide.
     present = valid[:, None] & (r < tl.cdiv(rank, 8) * 8)[None, :]
-    # Many parts at once: one after the other, each would wait for the one before. With the parts on
-    # the middle axis a thread holds all parts of its elements. A single part goes this way too: its
-    # sum fixes the layout, otherwise h is loaded in the tensor cores' layout, two bytes at a time.
+    # Several parts are loaded at once, because a loop would wait for each. With the parts on the
+    # middle axis a thread holds all parts of its elements. A single part goes through the sum too:
+    # it fixes the layout; otherwise h is loaded in the tensor cores' layout, two bytes at a time.
     step = tl.cast(places, tl.int64) * (P * TERMS * RANKS)
     h = tl.zeros((BM, BR), dtype=tl.float32)
     for first in tl.static_range(0, SPLITS, CHUNK):
@@ -73,9 +74,9 @@ def _shrink_tile(
     PAGED: tl.constexpr, GATHER: tl.constexpr, CHUNK: tl.constexpr, BY_ROW: tl.constexpr,
     PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows × one block of ranks × one part of the input width → scale · x Aᵀ.
+    """Compute scale · x Aᵀ of one tile of rows, one block of ranks and one part of the input width.
 
-    With GATHER the program that comes last sums the parts up, always in the same order.
+    With GATHER the program that finishes last sums the parts, always in the same order.
     """
     rank = tl.load(records + tile * 4 + 2 * term + 1)
     if rank > rank_block * BR:
@@ -137,7 +138,7 @@ def _shrink_tile(
 
 @triton.jit
 def _output(block, y0, y1, y2, s0, s1, s2, n0, n1, n2, P: tl.constexpr, BN: tl.constexpr):
-    """Which projection and first column an output block is, and where that projection's y is."""
+    """The projection of an output block, its first column, and that projection's y and sizes."""
     projection = 0
     first = block * BN
     y = y0
@@ -171,7 +172,7 @@ def _more_ranks(
     SPLITS: tl.constexpr, RANKS: tl.constexpr, PAGED: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Delta + h Bᵀ of one term's rank blocks from `begin` on."""
+    """Return delta + h Bᵀ over one term's rank blocks from `begin` on."""
     # Not pipelined: nearly always one turn, and its buffers would cost occupancy.
     for rank_block in tl.range(begin, tl.cdiv(rank, ER), num_stages=1):
         r = rank_block * ER + tl.arange(0, ER)
@@ -197,12 +198,12 @@ def shrink_kernel(
     PAGED: tl.constexpr, GATHER: tl.constexpr, CHUNK: tl.constexpr, BY_ROW: tl.constexpr,
     BESIDE: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles × P × TERMS × rank blocks × SPLITS, the last fastest.
+    """Compute h = scale · x Aᵀ. Grid: tiles × P × TERMS × rank blocks × SPLITS, the last fastest.
 
-    With BY_ROW h lies in the order of the rows, and the next kernel may start only when all that
-    came before this one is done: it reads x, too. With BESIDE the kernel before is `base_kernel`,
-    which lets this one start once x is ready: nobody waits for it but the last program, so that
-    the end of this grid still implies the end of that one.
+    With BY_ROW h is in the order of the rows, and the next kernel, which reads x too, may start
+    only when everything before this kernel is done. With BESIDE the kernel before is `base_kernel`,
+    which lets this one start once x is ready. Then only the last program waits for it, so that the
+    end of this grid still implies the end of that one.
     """
     if PDL:
         if BY_ROW:
@@ -234,9 +235,9 @@ def expand_kernel(
     ADD: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add to y: y += Σ_t h_t B_tᵀ, rounded once. Grid: tiles × groups of LOOP output blocks.
+    """Compute y += Σ_t h_t B_tᵀ, rounded once. Grid: tiles × groups of LOOP output blocks.
 
-    Without ADD y is overwritten, also with the zeros of rows that have no adapter.
+    Without ADD y is overwritten, with zeros in rows that have no adapter.
     """
     if PDL:
         gdc_launch_dependents()
@@ -314,7 +315,10 @@ def fused_kernel(
     PARTS: tl.constexpr, RANKS: tl.constexpr, EVEN_K: tl.constexpr, PAGED: tl.constexpr,
     PDL: tl.constexpr, ADD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles × P × PARTS of the output width."""
+    """Compute y += Σ_t scale_t · (x A_tᵀ) B_tᵀ. Grid: tiles × P × PARTS of the output width.
+
+    Without ADD y is overwritten, with zeros in rows that have no adapter.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -26,14 +26,14 @@ MATRIX_ALIGNMENT = 128
 
 @dataclass(frozen=True, slots=True)
 class MergeTiling:
-    """How the merge kernel goes over a matrix.
+    """Tile sizes of the merge kernel: each program computes one strip of a matrix in steps.
 
     Attributes:
-        outputs: Rows a strip.
-        inputs: Columns a step.
-        span: Columns a strip.
-        ranks: Ranks at a time.
-        warps: Warps a program.
+        outputs: Rows (outputs) per strip.
+        inputs: Columns (inputs) per step.
+        span: Columns (inputs) per strip.
+        ranks: Rank rows that are multiplied at a time.
+        warps: Warps per program.
         stages: Steps whose loads are in flight.
     """
 
@@ -46,18 +46,19 @@ class MergeTiling:
 
 
 class MergeableWeights:
-    """The weights that adapters change, in one allocation beside a pristine copy.
+    """The weights that adapters can be merged into, in one allocation beside a pristine copy.
 
-    The model's linears view `live`; whoever reads a weight sees the merge.
+    The weights of the model's linears are views of `live`, so every reader sees a merge.
 
     Args:
-        shapes: (outputs, inputs) of every matrix, in the order of the memory.
-        dtype: Of the weights and of the adapters.
-        device: Where they lie.
+        shapes: (outputs, inputs) of every matrix by its name, in the order of the memory.
+        dtype: Type of the weights and of the adapters.
+        device: Device of the weights.
 
     Attributes:
-        live: Flat memory that the model reads.
-        pristine: Flat memory of the base weights.
+        shapes: (outputs, inputs) of every matrix by its name.
+        live: Flat memory of the weights that the model reads.
+        pristine: Flat memory of the base weights, laid out alike.
     """
 
     def __init__(
@@ -90,23 +91,23 @@ class MergeableWeights:
         return memory[start : start + outputs * inputs].view(outputs, inputs)
 
     def adopt(self, linears: Mapping[str, torch.nn.Linear]) -> None:
-        """Take the weights of linears over: their `weight` becomes a view of `live`.
+        """Copy the weights of linears, and make their `weight` a view of `live`.
 
         Raises:
-            ValueError: A name or shape that was not announced.
+            ValueError: A name or shape is not among `shapes`.
         """
         for name, linear in linears.items():
             view = self.set(name, linear.weight)
             linear.weight = torch.nn.Parameter(view, requires_grad=False)
 
     def set(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Fill a matrix and its pristine copy.
+        """Copy a weight [outputs, inputs] into `live` and `pristine`.
 
         Returns:
-            The view [outputs, inputs] of `live` that the model shall read.
+            The view [outputs, inputs] of `live` for the model to read.
 
         Raises:
-            ValueError: A name or shape that was not announced.
+            ValueError: The name or shape is not among `shapes`.
         """
         if self.shapes.get(name) != tuple(weight.shape):
             raise ValueError(
@@ -119,12 +120,13 @@ class MergeableWeights:
         return view
 
     def bind(self, sources: Mapping[str, tuple[LoraWeights, int]]) -> None:
-        """Say where each matrix's adapters are: weights of its projection group, and which one.
+        """Name the adapters of each matrix: LoRA weights, and which of their projections it is.
 
-        Matrices without a source are left as they are by every merge.
+        Merges leave matrices without a source as they are.
 
         Raises:
-            ValueError: A name, shape, dtype or device that does not fit.
+            ValueError: A name, shape, dtype or device differs from the matrix, or only some
+                sources are paged.
         """
         for name, (weights, projection) in sources.items():
             want = self.shapes.get(name)
@@ -147,19 +149,20 @@ class MergeableWeights:
     def merge(
         self, slot: int, rank: int, scaling: float, *, tiling: MergeTiling | None = None
     ) -> None:
-        """Live = pristine + scaling · B · A for all bound matrices, computed in fp32, rounded once.
+        """Set live = pristine + scaling · B · A in all bound matrices, in fp32 and rounded once.
 
-        From one adapter to another is one call: what was merged before does not matter. Nothing
+        To switch to another adapter, call it again: what was merged before does not matter. Nothing
         waits for the device.
 
         Args:
-            slot: Where the adapter lies in every source.
-            rank: Its rank.
-            scaling: Its scaling.
-            tiling: Tile of the kernel; given, the kernel runs wherever the weights are.
+            slot: Slot of the adapter in every source.
+            rank: Rank of the adapter.
+            scaling: Scaling of the adapter.
+            tiling: Tile sizes, with the kernel wherever the weights are; by default the kernel's
+                defaults on a GPU, and plain torch elsewhere.
 
         Raises:
-            ValueError: Nothing bound, or a slot or rank that the sources do not have.
+            ValueError: No sources are bound, or they do not have the slot or rank.
         """
         if not self._sources:
             raise ValueError("merge: expected bound adapters, got none: call bind first")
@@ -208,14 +211,14 @@ class MergeableWeights:
         )
 
     def unmerge(self) -> None:
-        """Put the base weights back, bit for bit."""
+        """Restore the base weights exactly, by copying the pristine ones."""
         self.live.copy_(self.pristine)
 
     def _table(self, tiling: MergeTiling) -> tuple[torch.Tensor, torch.Tensor]:
-        """[programs, 2] int32 matrix and tile of each program; [matrices, 7] int64, see the kernel.
+        """The kernel's `tiles` [programs, 2] int32 and `matrices` [matrices, 7] int64.
 
-        Adapters' places count elements from the first source's memories; all share one address
-        space.
+        Addresses of adapters are counted in elements from the first source's memories, because all
+        sources share one address space.
         """
         if tiling not in self._tables:
             device = self.live.device
@@ -244,7 +247,7 @@ class MergeableWeights:
         return self._tables[tiling]
 
     def _rows(self, slot: int) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """[matrices, ranks] int64 places of the slot's rows of A and of Bᵀ in paged memory."""
+        """First elements of the slot's rows of A and of Bᵀ in paged memory, [matrices, ranks]."""
         tables: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for weights, p in self._sources.values():
             for table, rows in zip((weights.a_table, weights.b_table), tables, strict=True):

@@ -15,30 +15,30 @@ def merge_kernel(
     BR: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr, MORE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Live = pristine + scaling · B · A, one strip of one matrix a program.
+    """Set live = pristine + scaling · B · A; each program computes one strip of one matrix.
 
     Args:
         live: Flat memory of the weights that the model reads.
         pristine: Flat memory of the base weights, laid out alike.
-        a: Where offsets of rows of A count from.
-        b: Where offsets of rows of Bᵀ count from.
-        a_rows: [matrices, SLOT_RANKS] int64, place of every row of the adapter's A; if PAGED.
-        b_rows: Likewise of Bᵀ.
-        tiles: [programs, 2] int32, matrix and number of the strip within it.
-        matrices: [matrices, 7] int64: first element, outputs and inputs of the matrix; start of its
-            A and elements a slot; the same of its Bᵀ.
-        scaling: The adapter's.
-        slot: Where the adapter lies.
-        rank: The adapter's.
+        a: Address that offsets of rows of A count from.
+        b: Address that offsets of rows of Bᵀ count from.
+        a_rows: [matrices, SLOT_RANKS] int64, offset of every row of the adapter's A, if PAGED.
+        b_rows: [matrices, SLOT_RANKS] int64, offset of every row of the adapter's Bᵀ, if PAGED.
+        tiles: [programs, 2] int32, matrix of each program and number of its strip within it.
+        matrices: [matrices, 7] int64: first element, outputs and inputs of the matrix; offset of
+            its A and elements per slot; offset of its Bᵀ and elements per slot.
+        scaling: Scaling of the adapter.
+        slot: Slot of the adapter.
+        rank: Rank of the adapter.
         SLOT_RANKS: Row length of `a_rows` and `b_rows`.
         PAGED: Whether `a_rows` and `b_rows` say where rows are.
-        BO: Outputs a tile.
-        BI: Inputs a tile.
-        SPAN: Inputs a strip.
+        BO: Outputs per tile.
+        BI: Inputs per tile.
+        BR: Rank rows that are multiplied at a time.
+        SPAN: Inputs per strip.
         STAGES: Tiles whose loads are in flight.
         MORE: Whether the rank is above BR.
-        BR: Ranks at a time.
-        PRECISION: Of products of fp32 weights.
+        PRECISION: Precision of products of fp32 weights.
     """
     program = tl.program_id(0)
     matrix = tl.load(tiles + 2 * program).to(tl.int64)
@@ -83,7 +83,7 @@ def merge_kernel(
 
 @triton.jit
 def _rank_rows(table, start, matrix, r, rank, width, SLOT_RANKS: tl.constexpr, PAGED: tl.constexpr):
-    """Where rank rows `r` of one matrix of the adapter begin."""
+    """First elements of rank rows `r` of one matrix of the adapter."""
     if PAGED:
         at = start + tl.load(table + matrix * SLOT_RANKS + r, mask=r < rank, other=0)
     else:

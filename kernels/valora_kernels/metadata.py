@@ -1,7 +1,8 @@
-"""Which rows of a batch need which adapters: built once a batch, shared by all layers.
+"""Which rows of a batch use which adapters: built once per batch, shared by all layers.
 
-The host part (`group_rows`, `tile_rows`) is plain numpy. `LoraBatch` keeps its results in device
-buffers of fixed size and address, so that one captured CUDA graph serves any mix of adapters.
+The host part (`group_rows`, `tile_rows`, `block_rows`) is plain numpy. `LoraBatch` keeps its
+results in device buffers of fixed size and address, so that one captured CUDA graph serves any mix
+of adapters.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 NONE = -1
-"""Adapter index of a row or term that asks for no adapter."""
+"""Adapter index of a row or term without an adapter."""
 
 MAX_TERMS = 2
-"""A row has at most its own adapter and the merged one that it takes back out (mixture mode)."""
+"""Most terms of a row: its own adapter, and in mixture mode the merged one, subtracted again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Rows of a batch sorted into segments that share their adapters (VaLoRA §4.3, design.md).
+    """Rows of a batch sorted into segments that share their adapters (VaLoRA §4.3).
 
     Rows without an adapter belong to no segment; `base` lists them.
 
     Attributes:
-        rows: Number of rows of the batch, base-only ones included.
-        terms: 1 if no row has a second adapter, else 2.
+        rows: Number of rows of the batch, including those without an adapter.
+        terms: Terms per row: 1 if no row has a second adapter, else 2.
         order: [active] int32, row numbers, segment after segment.
-        starts: [segments + 1] int32, first position in `order` of each segment.
+        starts: [segments + 1] int32, position in `order` at which each segment starts.
         adapters: [segments, 2] int32, adapter of each term, `NONE` without one.
         ranks: [segments, 2] int32, rank of each term's adapter, 0 without one.
         scale: [active, 2] float32, coefficient · scaling of each term, in the order of `order`.
@@ -69,9 +70,10 @@ class Grouping:
 
     @property
     def effective_adapters(self) -> float:
-        """Number of equally popular adapters that would share the rows as unevenly: 1 / Σ p².
+        """Effective number of adapters, 1 / Σ p² over each segment's share p of the rows.
 
-        Tiles depend on rows per adapter, and with a skewed popularity most rows see long segments.
+        It equals the number of segments if all are equally long, and is smaller if a few segments
+        have most rows. Tilings depend on the segment length that most rows see.
         """
         if not self.active:
             return 1.0
@@ -85,22 +87,56 @@ def group_rows(
     scalings: ArrayLike,
     coefficients: ArrayLike | None = None,
 ) -> Grouping:
-    """Sort rows into segments of equal adapters.
+    """Sort rows into segments that share their adapters.
 
     Args:
         adapters: [rows] or [rows, terms ≤ 2] adapter of each row and term, `NONE` for none.
         ranks: [slots] rank of each adapter; 0 for an empty slot.
         scalings: [slots] scaling of each adapter (alpha / r, or alpha / √r with rsLoRA).
-        coefficients: Like `adapters`, +1 or −1 a term; +1 everywhere by default.
+        coefficients: Like `adapters`: +1 or −1 for each term; +1 everywhere by default.
 
     Returns:
-        The grouping; its row order within a segment is the batch's.
+        The grouping; rows of a segment stay in the order of the batch.
 
     Raises:
-        ValueError: An adapter index outside the slots, shapes that differ, or an empty slot in use.
+        ValueError: An adapter index is outside the slots or names an empty one, or shapes differ.
+    """
+    rank = np.asarray(ranks, dtype=np.int32)
+    index, scale = _terms(adapters, rank, scalings, coefficients)
+    slots = len(rank)
+    key = (index[:, 0] + 1) * (slots + 1) + index[:, 1] + 1
+    order = np.argsort(key, kind="stable")
+    base = order[key[order] == 0]
+    order = order[base.size :]
+    changes = np.flatnonzero(np.diff(key[order])) + 1
+    firsts = np.concatenate([[0], changes]) if order.size else np.zeros(0, dtype=np.int64)
+    owners = index[order[firsts]]
+    padded = np.append(rank, np.int32(0))  # NONE = -1 reads the rank 0 at the end
+    return Grouping(
+        rows=len(index),
+        terms=2 if np.any(owners[:, 1] != NONE) else 1,
+        order=order.astype(np.int32),
+        starts=np.append(firsts, order.size).astype(np.int32),
+        adapters=owners.astype(np.int32),
+        ranks=padded[owners],
+        scale=scale[order],
+        base=base.astype(np.int32),
+    )
+
+
+def _terms(
+    adapters: ArrayLike,
+    rank: NDArray[np.int32],
+    scalings: ArrayLike,
+    coefficients: ArrayLike | None,
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Check the arguments of `group_rows`, and bring the terms of each row into one form.
+
+    Returns:
+        [rows, 2] adapter of each term, with the second `NONE` where one term is enough, and
+        [rows, 2] coefficient · scaling of each term.
     """
     index = np.array(adapters, dtype=np.int64)  # a copy, terms are reordered below
-    rank = np.asarray(ranks, dtype=np.int32)
     scaling = np.asarray(scalings, dtype=np.float32)
     if index.ndim == 1:
         index = index[:, None]
@@ -131,7 +167,7 @@ def group_rows(
         index = np.concatenate([index, np.full_like(index, NONE)], axis=1)
         scale = np.concatenate([scale, np.zeros_like(scale)], axis=1)
     else:
-        # The same adapter twice is one term; a term that cancels out is none.
+        # The same adapter twice makes one term, and terms that cancel out make none.
         same = (index[:, 0] == index[:, 1]) & (index[:, 0] != NONE)
         scale[same, 0] += scale[same, 1]
         index[same, 1] = NONE
@@ -140,31 +176,13 @@ def group_rows(
         index[second] = index[second][:, ::-1]
         scale[second] = scale[second][:, ::-1]
         scale[index == NONE] = 0
-
-    key = (index[:, 0] + 1) * (slots + 1) + index[:, 1] + 1
-    order = np.argsort(key, kind="stable")
-    base = order[key[order] == 0]
-    order = order[base.size :]
-    changes = np.flatnonzero(np.diff(key[order])) + 1
-    firsts = np.concatenate([[0], changes]) if order.size else np.zeros(0, dtype=np.int64)
-    owners = index[order[firsts]]
-    padded = np.append(rank, np.int32(0))  # NONE = -1 reads the rank 0 at the end
-    return Grouping(
-        rows=len(index),
-        terms=2 if np.any(owners[:, 1] != NONE) else 1,
-        order=order.astype(np.int32),
-        starts=np.append(firsts, order.size).astype(np.int32),
-        adapters=owners.astype(np.int32),
-        ranks=padded[owners],
-        scale=scale[order],
-        base=base.astype(np.int32),
-    )
+    return index, scale
 
 
 def tile_capacity(rows: int, segments: int, block: int) -> int:
-    """The most tiles of `block` rows that `rows` rows in at most `segments` segments can need.
+    """Most tiles of `block` rows that `rows` rows in at most `segments` segments can need.
 
-    Rows without an adapter are one segment more.
+    Rows without an adapter count as one more segment.
     """
     segments = min(rows, segments + 1)
     return (rows - segments) // block + segments if rows else 0
@@ -174,14 +192,14 @@ def tile_capacity(rows: int, segments: int, block: int) -> int:
 class Tiles:
     """The grouping cut into tiles of `block` rows; no tile spans two segments.
 
-    Tiles of rows without an adapter come last: only a call that overwrites y needs them.
+    Tiles of rows without an adapter come last, because only calls that overwrite y launch them.
 
     Attributes:
-        count: Tiles of rows with an adapter.
-        total: Tiles of any rows.
+        count: Number of tiles whose rows have an adapter.
+        total: Number of tiles, including those whose rows have none.
         records: [capacity, 4] int32: adapter and rank of term 0, adapter and rank of term 1.
             Tiles without an adapter and unused ones have rank 0.
-        rows: [capacity · block] int32, row numbers, `NONE` where a tile has fewer.
+        rows: [capacity · block] int32, row numbers; `NONE` where a tile has fewer rows.
         scale: [2, capacity · block] float32, coefficient · scaling of each term, 0 on padding.
     """
 
@@ -197,11 +215,11 @@ def tile_rows(grouping: Grouping, block: int, capacity: int) -> Tiles:
 
     Args:
         grouping: What `group_rows` returned.
-        block: Rows a tile.
+        block: Rows per tile.
         capacity: Number of tiles that the result has room for.
 
     Raises:
-        ValueError: More tiles are needed than there is room for.
+        ValueError: The grouping needs more tiles than that.
     """
     lengths = np.diff(grouping.starts)
     tiles = -(-lengths // block)
@@ -229,14 +247,14 @@ def tile_rows(grouping: Grouping, block: int, capacity: int) -> Tiles:
 
 
 class Copier:
-    """Refreshes a device buffer from the host, in stream order and without waiting for the device.
+    """A device buffer that the host refreshes in stream order, without waiting for the device.
 
     Args:
-        size: Elements.
-        device: Where the buffer lies.
+        size: Number of elements.
+        device: Device of the buffer.
 
     Attributes:
-        buffer: [size] int32.
+        buffer: [size] int32 on the device.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -246,7 +264,7 @@ class Copier:
         self._turn = 0
 
     def copy(self, values: NDArray[np.int32]) -> None:
-        """Fill the buffer."""
+        """Copy [size] values into the buffer, through pinned memory on a GPU."""
         if self.buffer.device.type != "cuda":
             self.buffer.copy_(torch.from_numpy(values))
             return
@@ -254,7 +272,7 @@ class Copier:
             self._staging = [torch.empty(values.size, dtype=torch.int32).pin_memory() for _ in "ab"]
             self._copied = [torch.cuda.Event() for _ in "ab"]
         self._turn ^= 1
-        # Two staging buffers in turn: this one's copy was enqueued two batches ago.
+        # Two staging buffers take turns: the copy out of this one was enqueued two batches ago.
         self._copied[self._turn].synchronize()
         self._staging[self._turn].numpy()[:] = values
         self.buffer.copy_(self._staging[self._turn], non_blocking=True)
@@ -266,14 +284,14 @@ class DeviceTiles:
     """`Tiles` on the device: views of one buffer, which one copy refreshes.
 
     Attributes:
-        block: Rows a tile.
-        capacity: Tiles that there is room for.
-        copier: Refreshes all of the below: [capacity · (4 + 3 · block)] int32.
-        count: Tiles of rows with an adapter, as the host knows it.
-        total: Tiles of any rows, likewise.
-        records: [capacity, 4] int32.
-        rows: [capacity · block] int32.
-        scale: [2, capacity · block] float32.
+        block: Rows per tile.
+        capacity: Number of tiles that there is room for.
+        copier: The buffer of all tensors below, [capacity · (4 + 3 · block)] int32.
+        count: `Tiles.count` of the last refresh, on the host.
+        total: `Tiles.total` of the last refresh, on the host.
+        records: [capacity, 4] int32, see `Tiles`.
+        rows: [capacity · block] int32, see `Tiles`.
+        scale: [2, capacity · block] float32, see `Tiles`.
     """
 
     block: int
@@ -294,7 +312,7 @@ class DeviceTiles:
         self.scale = buffer[split + places :].view(torch.float32).view(MAX_TERMS, places)
 
     def refresh(self, tiles: Tiles) -> None:
-        """Copy `tiles` to the device."""
+        """Copy the tiles of the next batch to the device."""
         self.count, self.total = tiles.count, tiles.total
         self.copier.copy(
             np.concatenate([tiles.records.ravel(), tiles.rows, tiles.scale.view(np.int32).ravel()])
@@ -303,12 +321,12 @@ class DeviceTiles:
 
 @dataclass(frozen=True, slots=True)
 class RowBlocks:
-    """Which adapters each block of neighbouring rows has, for projections that fold LoRA in.
+    """The adapters of each block of neighbouring rows, for projections with folded expansion.
 
     Attributes:
         slot_of_row: [rows] int32, adapter of each row, `NONE` without one.
-        counts: [blocks] int32, adapters of each block.
-        lists: [blocks, capacity, 2] int32, adapter and rank of each.
+        counts: [blocks] int32, number of adapters in each block.
+        lists: [blocks, capacity, 2] int32, adapter and rank of each adapter in each block.
     """
 
     slot_of_row: NDArray[np.int32]
@@ -320,10 +338,10 @@ def block_rows(grouping: Grouping, block: int, rows: int, capacity: int) -> RowB
     """List the adapters of each block of rows.
 
     Args:
-        grouping: What `group_rows` returned, of one term a row.
-        block: Rows a block.
-        rows: Rows that the result has room for.
-        capacity: Adapters a block that the result has room for.
+        grouping: What `group_rows` returned, with one term per row.
+        block: Rows per block.
+        rows: Number of rows that the result has room for.
+        capacity: Adapters per block that the result has room for.
     """
     slot_of_row = np.full(rows, NONE, dtype=np.int32)
     owner = np.repeat(np.arange(grouping.segments), np.diff(grouping.starts))
@@ -342,7 +360,16 @@ def block_rows(grouping: Grouping, block: int, rows: int, capacity: int) -> RowB
 
 @dataclass(slots=True)
 class DeviceBlocks:
-    """`RowBlocks` on the device, views of one buffer."""
+    """`RowBlocks` on the device: views of one buffer, which one copy refreshes.
+
+    Attributes:
+        block: Rows per block.
+        capacity: Adapters per block that there is room for.
+        copier: The buffer of all tensors below.
+        slot_of_row: [rows] int32, see `RowBlocks`.
+        counts: [blocks] int32, see `RowBlocks`.
+        lists: [blocks · capacity · 2] int32, see `RowBlocks`.
+    """
 
     block: int
     capacity: int
@@ -355,15 +382,25 @@ class DeviceBlocks:
 class LoraBatch:
     """The adapters of one batch, in fixed device buffers that all layers read.
 
-    `update` before every batch; then call `atmm` for every projection. In a CUDA graph the tables
+    Call `update` before every batch, then `atmm` for every projection. In a CUDA graph the buffers
     keep their addresses, and the launch grids cover the worst case of `max_rows` rows in
-    `max_segments` segments, so a replay after `update` serves the new mix.
+    `max_segments` segments, so a replay after `update` computes the new mix.
 
     Args:
-        max_rows: Most rows of a batch; a captured graph has exactly these.
+        max_rows: Most rows of a batch; a captured graph has exactly as many.
         max_segments: Most different (adapter, second adapter) pairs of a batch.
-        device: Where `atmm` runs.
-        fixed: For CUDA graphs: rows and terms stay, and launches cover the worst case.
+        device: Device on which `atmm` runs.
+        fixed: Whether CUDA graphs are captured with it: the numbers of rows and terms stay, and
+            launches cover the worst case.
+
+    Attributes:
+        gpu: Record of the device's GPU.
+        grouping: The batch of the last `update`.
+        max_rank: Largest rank of the batch's adapters.
+        last_adapter: Highest adapter index of the batch.
+        effective_adapters: `Grouping.effective_adapters` of the batch.
+        one_adapter: Whether all rows of the batch have the same single adapter.
+        terms: Terms per row that kernels are launched for.
     """
 
     def __init__(
@@ -395,9 +432,13 @@ class LoraBatch:
         scalings: Sequence[float] | NDArray[np.float32],
         coefficients: ArrayLike | None = None,
     ) -> None:
-        """Describe the next batch; arguments and errors as in `group_rows`.
+        """Describe the next batch; see `group_rows` for the arguments.
 
-        The copies to the device are enqueued on the current stream; nothing waits for them.
+        The copies to the device are enqueued on the current stream, and nothing waits for them.
+
+        Raises:
+            ValueError: What `group_rows` raises, or more rows, segments or terms than there is
+                room for.
         """
         grouping = group_rows(adapters, ranks, scalings, coefficients)
         if grouping.rows > self.max_rows:
@@ -408,10 +449,10 @@ class LoraBatch:
             )
         if grouping.terms > self.terms and self._tiles and self.fixed:
             raise ValueError(
-                "batch: expected one term a row, as when the graph was captured, got 2"
+                "batch: expected one term per row, as when the graph was captured, got 2"
             )
         self.grouping = grouping
-        # Kept here because every layer asks: the rank and adapter that the weights must have.
+        # Stored because every layer asks for them.
         self.max_rank = int(grouping.ranks.max(initial=0))
         self.last_adapter = int(grouping.adapters.max(initial=NONE))
         self.effective_adapters = grouping.effective_adapters
@@ -423,7 +464,7 @@ class LoraBatch:
             self._refresh(blocks)
 
     def tiles(self, block: int) -> DeviceTiles:
-        """The batch cut into tiles of `block` rows; made at the first request, then kept fresh."""
+        """The batch in tiles of `block` rows; made on first use, then refreshed by `update`."""
         table = self._tiles.get(block)
         if table is None:
             capacity = tile_capacity(self.max_rows, self.max_segments, block)
@@ -434,7 +475,7 @@ class LoraBatch:
         return table
 
     def blocks(self, block: int) -> DeviceBlocks:
-        """The adapters of each block of rows; made at the first request, then kept fresh."""
+        """The adapters of each block of rows; made on first use, then refreshed by `update`."""
         table = self._blocks.get(block)
         if table is None:
             capacity = max(1, min(block, self.max_segments))
@@ -453,12 +494,17 @@ class LoraBatch:
         table.copier.copy(np.concatenate([found.slot_of_row, found.counts, found.lists.ravel()]))
 
     def scratch(self, use: str, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Working memory that the batch's calls share one after the other in stream order.
+        """Working memory that the calls of all layers share, one after the other in stream order.
 
-        It starts at zero, and who relies on that leaves it so.
+        It is zero at first; a kernel that relies on this must leave it zero.
+
+        Args:
+            use: What it is for; calls with the same use and dtype share memory.
+            elements: Number of elements that are needed.
+            dtype: Element type.
         """
         kept = self._scratch.setdefault((use, dtype), [])
         if not kept or kept[-1].numel() < elements:
-            # The smaller ones stay: a captured graph may hold their addresses.
+            # Smaller buffers stay allocated: a captured graph may hold their addresses.
             kept.append(torch.zeros(max(elements, 1), dtype=dtype, device=self.device))
         return kept[-1]

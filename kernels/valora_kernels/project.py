@@ -1,4 +1,11 @@
-"""Base projection and LoRA together: y = x·Wᵀ + bias + Σ coefficient · scaling · (x Aᵀ) Bᵀ."""
+"""Base projection and LoRA together: y = x·Wᵀ + bias + Σ coefficient · scaling · (x Aᵀ) Bᵀ.
+
+There are three ways, and the record of the GPU says which one is the fastest for which sizes:
+
+- `_beside`: the shrink runs beside our own base product, the expansion follows;
+- `_fold`: the expansion is folded into the sum of our own base product;
+- `_apart`: the library computes the base product, and LoRA runs before or after it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +42,7 @@ if TYPE_CHECKING:
     from valora_kernels.weights import LoraWeights
 
 FOLD_RANKS = 128
-"""Largest rank that a folded expansion holds in one tile."""
+"""Largest rank that a folded expansion can hold in one tile."""
 
 
 @lru_cache(maxsize=4096)
@@ -70,7 +77,7 @@ def add_projection(
     biases: Sequence[torch.Tensor | None] | None = None,
     tiling: ProjectTiling | None = None,
 ) -> None:
-    """Compute y = x·Wᵀ + bias + LoRA for each projection that shares x, in one pass where faster.
+    """Compute y = x·Wᵀ + bias + LoRA for each projection that shares x, in the fastest way.
 
     Args:
         ys: [P] tensors [rows, out_features[p]], overwritten.
@@ -79,10 +86,11 @@ def add_projection(
         weights: A and B of every adapter.
         batch: Which rows have which adapters.
         biases: [P] biases [out_features[p]] or None; none by default.
-        tiling: With the kernels, wherever x is; by default what suits the number of rows.
+        tiling: How to compute it, with the kernels wherever x is; by default what the record of
+            the GPU says.
 
     Raises:
-        ValueError: As `atmm`; also base weights or biases that do not fit.
+        ValueError: What `atmm` raises, or base weights or biases that do not fit.
     """
     check(ys, x, weights, batch)
     biases = biases or [None] * len(bases)
@@ -109,7 +117,7 @@ def _apart(
     weights: LoraWeights,
     batch: LoraBatch,
 ) -> None:
-    """The library's product, and LoRA before or after it."""
+    """Compute the base product with the library, and LoRA before or after it."""
     plain = all(bias is None for bias in biases)
     first = plain and len(x) >= batch.gpu.lora_first_rows and use_triton(x)
     first = first and _aligned(x, ys, bases)
@@ -118,7 +126,7 @@ def _apart(
         if choice is None:
             choice = table_choice(weights, batch)
             first = tiles_to_launch(batch.tiles(choice.rows), batch, x) > 0
-        if first:  # y is read only once, and its reading hides in the product
+        if first:  # the base product adds to y, which hides the time to read it
             launch(choice, ys, x, weights, batch, add=False)
     one_base, one_y = _as_one(bases, 0), _as_one(ys, 1)
     if plain and one_base is not None and one_y is not None:
@@ -137,7 +145,7 @@ def _apart(
 
 
 def _as_one(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor | None:
-    """The matrix that the parts are neighbouring slices of, if they are."""
+    """The matrix whose neighbouring slices the parts are; None if they are not."""
     first, end = parts[0], parts[0].storage_offset()
     for part in parts:
         same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
@@ -155,7 +163,7 @@ def _check_bases(
     bases: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
 ) -> None:
-    """Base weights and biases must fit x and the outputs."""
+    """Check that base weights and biases fit x and the outputs."""
     if len(bases) != len(ys) or len(biases) != len(ys):
         raise ValueError(
             f"bases and biases: expected {len(ys)}, got {len(bases)} and {len(biases)}"
@@ -172,7 +180,7 @@ def _check_bases(
 
 
 def _aligned(x: torch.Tensor, ys: Sequence[torch.Tensor], bases: Sequence[torch.Tensor]) -> bool:
-    """The kernels serve 16-bit tensors with aligned, dense rows, and W's of one row stride."""
+    """Whether our products can compute it: 16 bits, aligned dense rows, one row stride of all W."""
     return (
         x.dtype != torch.float32
         and all(
@@ -184,10 +192,7 @@ def _aligned(x: torch.Tensor, ys: Sequence[torch.Tensor], bases: Sequence[torch.
 
 
 def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x·Wᵀ + bias without LoRA: for few rows by our own product, else by the library's.
-
-    The library's reads W at 60 to 90 % of an H200's bandwidth there, and splits its sum into two
-    kernels; ours starts while what came before still ends (programmatic dependent launch).
+    """Compute x·Wᵀ + bias without LoRA: few rows by our own product, others by the library's.
 
     Args:
         x: [rows, inputs].
@@ -260,7 +265,7 @@ def _beside(
     batch: LoraBatch,
     tiling: ProjectTiling,
 ) -> None:
-    """The shrink starts beside the base product and mostly hides in it; the expansion follows."""
+    """Shrink beside our own base product, which hides most of it; then expand."""
     _product(ys, x, bases, biases, tiling)
     chosen = beside_product(table_choice(weights, batch), weights.in_features)
     if tiles_to_launch(batch.tiles(chosen.rows), batch, x):
@@ -277,6 +282,7 @@ def _fold(
     batch: LoraBatch,
     tiling: ProjectTiling,
 ) -> None:
+    """Shrink, then expand within the sum of our own base product, one launch per projection."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from valora_kernels import project_kernels as k

@@ -5,8 +5,8 @@
   sum, so y is neither read again nor rounded twice. h comes from a shrink with `BY_ROW`.
 """
 
-# Triton decides constant branches (`if P > 1:`) at compile time, so they stay apart from those on
-# values; its functions have no types that a checker could use.
+# Triton decides branches on constants (`if P > 1:`) at compile time, so they are not merged with
+# branches on values; its functions have no types that a checker could use.
 # ruff: noqa: SIM102
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
@@ -20,7 +20,7 @@ from valora_kernels.atmm_kernels import _output, _row_starts
 
 @triton.jit
 def _add_bias(acc, bias, n, inside):
-    """Acc + bias in every row."""
+    """Return acc + bias in every row."""
     return acc + tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
 
 
@@ -30,7 +30,7 @@ def _add_adapters(
     projection, places, slots, max_rank, width, base, CAPACITY: tl.constexpr,
     RANKS: tl.constexpr, PAGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Acc + h Bᵀ for every adapter of a block of rows; each sees its own rows' h only."""
+    """Return acc + h Bᵀ for every adapter of a block of rows, each on the rows that have it."""
     slot = tl.load(slot_of_row + rows, mask=rows < count_rows, other=-1)
     r = tl.arange(0, RANKS)
     at = h + (tl.cast(projection, tl.int64) * places + rows)[:, None] * RANKS + r[None, :]
@@ -50,7 +50,7 @@ def _add_adapters(
 
 @triton.jit
 def _prefetch(pointers):
-    """Ask for cache lines without waiting for them."""
+    """Prefetch cache lines into L2 without waiting for them."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -68,12 +68,13 @@ def base_kernel(
     P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
     STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """X·Wᵀ + bias of up to three projections. Grid: output blocks × row blocks, these fastest.
+    """Compute x·Wᵀ + bias of up to three projections.
 
-    The next kernel starts as soon as x is ready: a shrink of the same x uses the bandwidth and the
-    processors that this one leaves. W begins to come from memory before x is ready, AHEAD blocks of
-    inputs of it. The second and third W begin `at1` and `at2` behind the first; all strides, widths
-    and places are in steps of 8 elements, and rows of every W are `w_stride` apart.
+    Grid: output blocks × row blocks, the row blocks fastest. The next kernel starts as soon as x is
+    ready: a shrink of the same x uses the bandwidth and the processors that this one leaves. AHEAD
+    steps of W are prefetched before x is ready. The second and third W begin `at1` and `at2` behind
+    the first, and rows of every W are `w_stride` apart; all strides, widths and offsets are in
+    steps of 8 elements.
     """
     K = k8 * 8
     item = tl.program_id(0)
@@ -127,10 +128,11 @@ def many_rows_kernel(
     PROGRAMS: tl.constexpr, CAPACITY: tl.constexpr, RANKS: tl.constexpr, PAGED: tl.constexpr,
     HALVES: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Many rows (a prefill): persistent programs, tiles through the bulk copy engine.
+    """Compute one projection of many rows (a prefill), with the expansion folded in.
 
-    It starts while the shrink still runs: x is ready, because the shrink lets it start only after
-    waiting for all that came before; h is ready after `gdc_wait`.
+    Programs are persistent, and tiles are loaded by the bulk copy engine (TMA). The kernel starts
+    while the shrink still runs: x is ready, because the shrink lets it start only after waiting for
+    all kernels before; h is ready after `gdc_wait`.
     """
     if PDL:
         gdc_launch_dependents()
@@ -139,7 +141,7 @@ def many_rows_kernel(
     down = tl.cdiv(M, BM)
     across = tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), down * across, PROGRAMS):
-        # A group of row blocks goes over all columns before the next, so W stays in the cache.
+        # A group of row blocks visits all columns before the next group, so W stays in the cache.
         first = tile // (GROUP * across) * GROUP
         size = tl.minimum(down - first, GROUP)
         block = first + tile % (GROUP * across) % size
@@ -161,7 +163,7 @@ def many_rows_kernel(
             CAPACITY, RANKS, PAGED, PRECISION,
         )  # fmt: skip
         if HALVES:
-            # Two stores of half the width need half the staging memory, which buys a load stage.
+            # Two stores of half the width need half the staging memory: room for one more stage.
             pair = tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1))
             left, right = tl.split(pair)
             y_desc.store([block * BM, column], left.to(y_desc.dtype))

@@ -1,6 +1,6 @@
-"""What ATMM computes, in plain torch: the definition that the kernels are tested against.
+"""The LoRA operator and the merge in plain torch: the definition that kernels are tested against.
 
-Also the way that adapters run where there is no GPU or no Triton.
+Where there is no GPU or no Triton, adapters run through these functions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def atmm_reference(
 ) -> None:
     """y[m] += Σ_t coefficient_t · scaling(a_t) · (x[m] Aᵀ) Bᵀ for each projection (VaLoRA §4.3).
 
-    All arithmetic is in fp32, and y is rounded once, whatever the number of terms.
+    All arithmetic is in fp32, and y is rounded once, also with two terms.
 
     Args:
         ys: [P] tensors [rows, out_features[p]], changed in place.
@@ -54,9 +54,9 @@ def merge_reference(
 
     Args:
         pristine: [out, in] base weight.
-        a: [rank, in].
-        b: [out, rank].
-        scaling: The adapter's.
+        a: [rank, in] matrix A of the adapter.
+        b: [out, rank] matrix B of the adapter.
+        scaling: Scaling of the adapter.
 
     Returns:
         [out, in] in the dtype of `pristine`.

@@ -1,15 +1,16 @@
-"""Fill the tiling table of a GPU: VaLoRA §4.3.2 and Algorithm 2, pruned by expert knowledge.
+"""Measure the tiling table of a GPU: VaLoRA §4.3.2 and Algorithm 2, with pruned candidates.
 
 `valora-tile --model …/config.json` measures the shapes that a model's projections can ask for, and
-writes `gpus/<gpu>.json`. The paper's search takes 30 minutes for a model; this one takes less
-than ten, because
+writes the table of the GPU. The paper's search takes 30 minutes per model; this one takes less than
+ten, because
 
-- sizes grow geometrically, and look-up takes the nearest (the paper: every 32 rows);
-- tiles are powers of two of at least 16 that fit the shared memory, and candidates that would leave
-  most processors idle or start far too many programs are dropped;
+- sizes grow geometrically, and look-up takes the nearest one (the paper measures every 32 rows);
+- tile sizes are powers of two that fit into shared memory, and candidates that would leave most
+  processors idle or start far too many programs are dropped;
 - shrink and expand are timed apart, and only the best of each together: a sum instead of a product;
-- sizes between those, and the further projections of a model, try only what did best around;
-- kernels are compiled beforehand on all cores.
+- sizes in between, and a model's further projections, try only the tilings that are the fastest for
+  their neighbours;
+- kernels are compiled beforehand, on all cores.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ if TYPE_CHECKING:
 
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 FEWER = ((1, 1), (16, 16), (64, 16), (256, 64), (256, 256), (512, 4), (4096, 16))
-"""(rows, adapters) that the further projections of a model are measured for."""
+"""(rows, adapters) for which the further projections of a model are measured."""
 ADAPTERS = (1, 4, 16, 64, 256)
 ROWS_BETWEEN = (48, 96, 192, 384, 768, 1536, 3072, 6144)
 ADAPTERS_BETWEEN = (2, 8, 32)
-"""Between those that all candidates are tried on; here only what did best around is."""
+"""Sizes between those of the full search; only their neighbours' fastest tilings are tried."""
 RANKS = (16, 32, 64, 128)
 
 PRESETS = {
@@ -70,7 +71,11 @@ PRESETS = {
 
 
 def groups_of_model(config: dict[str, Any]) -> list[tuple[int, tuple[int, ...]]]:
-    """Input and output widths of a transformer's projections, alone and as they share inputs."""
+    """Input and output widths of a transformer's projections, alone and as they share inputs.
+
+    Args:
+        config: A model's `config.json`; that of a multimodal model has a `text_config`.
+    """
     config = {**config, **config.get("text_config", {})}
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     size = config.get("head_dim") or hidden // heads
@@ -109,26 +114,30 @@ def _small_workload(group: ProjectionGroup) -> Workload:
 
 
 def _compile(job: Job) -> Job | None:
-    """Run once, so that the kernel lies in Triton's cache; the job itself if that fails."""
+    """Run a job once, so that its kernels are in Triton's cache; return the job if that fails."""
     group, step, tiling = job
     work = _small_workload(group)
     try:
         call_of(step, tiling, work, work.sets[0])()
         torch.cuda.synchronize()
-    except Exception as error:  # noqa: BLE001  # whatever Triton refuses is no candidate
+    except Exception as error:  # noqa: BLE001  # a tiling that Triton refuses is no candidate
         print(f"{job}: {str(error)[:200]}", file=sys.stderr)
         return job
     return None
 
 
 class Progress:
-    """A bar on stderr."""
+    """A progress bar on stderr.
+
+    Args:
+        total: Number of shapes to measure.
+    """
 
     def __init__(self, total: int) -> None:
         self.total, self.done, self.started = total, 0, time.time()
 
     def step(self, what: str) -> None:
-        """One more is done."""
+        """Count one more shape, and show what it was."""
         self.done += 1
         filled = 30 * self.done // max(self.total, 1)
         spent = time.time() - self.started
@@ -140,12 +149,16 @@ class Progress:
 
 
 class Search:
-    """Finds the best tiling of every shape; what is found is kept on disk as it goes.
+    """Finds the fastest tilings of shapes, and writes each shape to a journal when it is done.
 
     Args:
-        journal: File of finished shapes; a search that finds one continues it.
-        compilers: Processes that compile.
-        known: Shapes that need no search any more.
+        gpu: Record of the GPU that it runs on.
+        journal: File of finished shapes; an existing one is continued.
+        compilers: Number of processes that compile kernels.
+        known: Tilings of shapes that are not searched again.
+
+    Attributes:
+        found: Microseconds and tilings of the finalists of each shape, the fastest first.
     """
 
     def __init__(
@@ -165,7 +178,7 @@ class Search:
         self.pool = multiprocessing.get_context("spawn").Pool(compilers) if compilers > 1 else None
 
     def compile(self, jobs: Iterable[Job]) -> None:
-        """Compile what is not yet, on all cores."""
+        """Compile the jobs that have not been compiled yet, on all cores."""
         new = sorted(set(jobs) - self.compiled, key=str)
         run = (
             self.pool.imap_unordered(_compile, new, chunksize=2)
@@ -183,7 +196,7 @@ class Search:
         tilings: Sequence[Tiling],
         repeats: int = 3,
     ) -> Times:
-        """Median microseconds of each candidate, the fastest first."""
+        """Time one step of each tiling; tilings that did not compile are left out."""
         found = []
         for tiling in tilings:
             if (group, step, tiling) in self.failed:
@@ -194,7 +207,7 @@ class Search:
         return sorted(found, key=lambda pair: pair[0])
 
     def keep(self, shape: Shape, finalists: Times) -> None:
-        """Remember a shape's result, and write it to the journal."""
+        """Store a shape's finalists, and write them to the journal."""
         self.found[shape] = finalists
         entry = {
             "shape": asdict(shape),
@@ -251,7 +264,7 @@ class Search:
         finalists: Times,
         bar: Progress,
     ) -> None:
-        """Time the best few again, longer, and keep them in that order."""
+        """Time the best four again, longer, and store them in their new order."""
         few = [tiling for _, tiling in sorted(finalists, key=lambda pair: pair[0])[:4]]
         again = self.times(group, work, ALL, few, repeats=7)
         self.keep(group.shape(*case), again)
@@ -288,7 +301,7 @@ class Search:
 
 
 def workload(group: ProjectionGroup, rows: int, adapters: int) -> Workload:
-    """Cold inputs of a shape."""
+    """Inputs for `rows` rows that share `adapters` adapters evenly."""
     return Workload(
         spread(rows, adapters), [group.rank] * adapters, group.in_features, group.out_features,
         most=192,
@@ -296,7 +309,7 @@ def workload(group: ProjectionGroup, rows: int, adapters: int) -> Workload:
 
 
 def cases_of(rows: Iterable[int], adapters: Iterable[int]) -> list[Case]:
-    """All (rows, adapters) with a row for every adapter."""
+    """All pairs of (rows, adapters) with at least one row for every adapter."""
     return [(m, n) for m, n in product(rows, adapters) if n <= m]
 
 

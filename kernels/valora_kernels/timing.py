@@ -1,4 +1,4 @@
-"""Times of the operator on cold weights: what the tiling search and the benchmark measure with."""
+"""Times calls on cold weights, for the search of tilings and for the benchmark."""
 
 from __future__ import annotations
 
@@ -17,12 +17,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 COLD_BYTES = 160 << 20
-"""Input sets are rotated until this much lies between two uses: more than twice an H200's L2."""
+"""Bytes of other inputs between two uses of the same ones: more than twice an H200's L2 cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """One rotation's tensors: y of each projection, x and the adapters."""
+    """One set of inputs of a call.
+
+    Attributes:
+        ys: [P] tensors [rows, out_features[p]].
+        x: [rows, in_features].
+        weights: A and B of every adapter.
+    """
 
     ys: list[torch.Tensor]
     x: torch.Tensor
@@ -32,16 +38,17 @@ class Inputs:
 def spread(
     rows: int, adapters: int, popularity: str = "uniform", seed: int = 0
 ) -> NDArray[np.int64]:
-    """Adapter of each row, every adapter used at least once.
+    """Assign rows to adapters, at least one row to each.
 
     Args:
         rows: Number of rows, at least `adapters`.
         adapters: Number of adapters.
-        popularity: `uniform`; `zipf` (weights 1 / place); `skewed` (one has all other rows).
-        seed: Of the draw.
+        popularity: `uniform`; `zipf` (weights 1 / place); `skewed` (the first adapter has all rows
+            but one for each other).
+        seed: Seed of the draw.
 
     Returns:
-        [rows]; rows of one adapter lie together, as a prefill's do.
+        [rows] adapter of each row; rows of one adapter are neighbours, as in a prefill.
     """
     if popularity == "uniform":
         return np.arange(rows) * adapters // rows
@@ -55,17 +62,26 @@ def spread(
 
 
 class Workload:
-    """Inputs of one operator call, in as many copies as keep them out of the cache.
+    """Inputs of one operator call, in enough copies that none is in the cache when it is used.
 
     Args:
         rows_of: [rows] adapter of each row.
-        ranks: [adapters].
+        ranks: [adapters] rank of each adapter.
         in_features: Width of x.
-        out_features: Widths of the projections.
-        dtype: Of all tensors.
+        out_features: Width of each projection.
+        dtype: Type of all tensors.
         device: A CUDA device.
-        cold: Bytes to lie between two uses of the same tensors.
+        cold: Bytes of other inputs between two uses of the same ones.
         most: Most copies.
+
+    Attributes:
+        rows_of: [rows] adapter of each row.
+        ranks: [adapters] rank of each adapter.
+        scalings: [adapters] scaling of each adapter.
+        bytes: Bytes that one call reads and writes.
+        flops: Floating-point operations of one call.
+        sets: The copies of the inputs.
+        batch: The batch that describes the rows, for CUDA graphs.
     """
 
     def __init__(
@@ -92,45 +108,63 @@ class Workload:
         resident = size * (slots * max(ranks) * width + rows * width)
         copies = int(min(most, max(2, -(-cold // max(self.bytes, 1)), -(-cold // resident))))
         self.flops = 2 * int(np.asarray(ranks)[rows_of].sum()) * width
-        random = torch.Generator(device).manual_seed(0)
+        self.sets = self._make_sets(copies, rows, in_features, out_features, dtype, device)
+        self.batch = LoraBatch(rows, len(np.unique(rows_of)), device, fixed=True)
+        self.batch.update(rows_of, self.ranks, self.scalings)
 
-        slot_rows = slots * max(ranks)
+    def _make_sets(
+        self,
+        copies: int,
+        rows: int,
+        in_features: int,
+        out_features: Sequence[int],
+        dtype: torch.dtype,
+        device: str,
+    ) -> list[Inputs]:
+        """Random inputs, all in one allocation.
+
+        Scattered small allocations cost address translation, and differ from run to run.
+        """
+        random = torch.Generator(device).manual_seed(0)
+        slots, max_rank = len(self.ranks), max(self.ranks)
+        slot_rows = slots * max_rank
         sizes = [slot_rows * len(out_features) * in_features, slot_rows * sum(out_features)]
         sizes += [rows * in_features, *(rows * n for n in out_features)]
         sizes = [-(-size // 128) * 128 for size in sizes]
-        # One allocation: scattered small ones cost address translation, and differ from run to run.
         memory = torch.empty(copies, sum(sizes), dtype=dtype, device=device)
         memory.normal_(generator=random)
         memory[:, : sizes[0]] *= in_features**-0.5
         memory[:, sizes[0] : sizes[0] + sizes[1]] *= 0.1
-        self.sets = []
+        sets = []
         for copy in memory:
             a, b, x, *ys = copy.split(sizes)
             weights = LoraWeights(
                 in_features,
                 tuple(out_features),
                 slots,
-                max(ranks),
+                max_rank,
                 a[: slot_rows * len(out_features) * in_features].view(
-                    len(out_features), slots, max(ranks), in_features
+                    len(out_features), slots, max_rank, in_features
                 ),
                 b[: slot_rows * sum(out_features)],
             )
             outs = [y[: rows * n].view(rows, n) for y, n in zip(ys, out_features, strict=True)]
-            self.sets.append(Inputs(outs, x[: rows * in_features].view(rows, in_features), weights))
-        self.batch = LoraBatch(rows, len(np.unique(rows_of)), device, fixed=True)
-        self.batch.update(rows_of, self.ranks, self.scalings)
+            sets.append(Inputs(outs, x[: rows * in_features].view(rows, in_features), weights))
+        return sets
 
 
 def replay_times(
     calls: Sequence[Callable[[], object]], *, repeats: int = 7, at_least: int = 24
 ) -> NDArray[np.float64]:
-    """Microseconds a call, one number a replay of a CUDA graph that makes all the calls in turn.
+    """Time calls through replays of a CUDA graph that makes all of them in turn.
 
     Args:
-        calls: One for each input set.
-        repeats: Replays that are timed, after two that are not.
-        at_least: Calls a graph; launching a graph costs a few microseconds, which they share.
+        calls: One call for each set of inputs.
+        repeats: Number of replays that are timed, after two that are not.
+        at_least: Fewest calls per graph, which share the few microseconds that its launch costs.
+
+    Returns:
+        [repeats] microseconds per call, one value for each replay.
     """
     return times_in_turn({"": calls}, repeats=repeats, at_least=at_least)[""]
 
@@ -138,9 +172,18 @@ def replay_times(
 def times_in_turn(
     named: Mapping[str, Sequence[Callable[[], object]]], *, repeats: int = 7, at_least: int = 24
 ) -> dict[str, NDArray[np.float64]]:
-    """What `replay_times` says of each, with the replays of all taking turns.
+    """Time several lists of calls as `replay_times` does, with their replays taking turns.
 
-    A large product heats the GPU and lowers its clock; so what is compared must share the heat.
+    A large product heats the GPU, which lowers its clock, so calls that are compared must share
+    the heat.
+
+    Args:
+        named: The calls by the name of each list.
+        repeats: Number of replays that are timed, after two that are not.
+        at_least: Fewest calls per graph.
+
+    Returns:
+        [repeats] microseconds per call, for each name.
     """
     stream = torch.cuda.Stream()
     graphs = {}

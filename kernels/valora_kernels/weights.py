@@ -1,4 +1,4 @@
-"""LoRA matrices of one projection (or of several that share their input) in device memory."""
+"""LoRA matrices of one projection, or of several that share their input, in device memory."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAX_PROJECTIONS = 3
-"""q, k and v; gate and up are two."""
+"""Most projections that share an input: q, k and v."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
-    """A and Bᵀ of every slot, one row of memory per rank.
+    """A and Bᵀ of the adapter in every slot, one contiguous row of memory per rank.
 
-    Both memories store a rank row contiguously: row j of A_a has `in_features` elements, row j of
-    B_aᵀ has `out_features[p]`. In a contiguous pool its place follows from slot and rank; in paged
-    memory (S-LoRA §5.1: a page holds a vector) `a_table` and `b_table` name every row's place.
+    Row j of an adapter's A has `in_features` elements, row j of its Bᵀ has `out_features[p]`. In a
+    contiguous pool the place of a row follows from slot and rank. In paged memory (S-LoRA §5.1: one
+    vector per page) `a_table` and `b_table` say where each row is.
 
     Attributes:
         in_features: Width of x.
         out_features: [P ≤ 3] widths of the projections that share x.
-        slots: Adapters that there is room for.
-        max_rank: Rank rows of a slot.
+        slots: Number of adapters that there is room for.
+        max_rank: Rank rows per slot.
         a: Memory of A. Contiguous: [P, slots, max_rank, in_features]. Paged: any contiguous shape.
-        b: Memory of Bᵀ. Contiguous: flat, for each p [slots, max_rank, out_features[p]]. Paged:
-            any.
+        b: Memory of Bᵀ. Contiguous: flat, for each p [slots, max_rank, out_features[p]]. Paged: any
+            contiguous shape.
         a_table: [P, slots, max_rank] int64, first element of each row in `a`; None if contiguous.
-        b_table: Likewise for `b`.
+        b_table: [P, slots, max_rank] int64, first element of each row in `b`; None if contiguous.
     """
 
     in_features: int
@@ -84,7 +84,7 @@ class LoraWeights:
 
     @property
     def paged(self) -> bool:
-        """Whether rank rows lie anywhere (address tables) rather than one after the other."""
+        """Whether address tables say where the rank rows are."""
         return self.a_table is not None
 
     @classmethod
@@ -98,7 +98,7 @@ class LoraWeights:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> LoraWeights:
-        """An empty (zero) contiguous pool."""
+        """A contiguous pool without adapters, all zero; see the attributes for the arguments."""
         rows = slots * max_rank
         return cls(
             in_features=in_features,
@@ -112,13 +112,13 @@ class LoraWeights:
         )
 
     def b_start(self, projection: int) -> int:
-        """First element of projection p's part of `b` in a contiguous pool."""
+        """First element of a projection's part of `b` in a contiguous pool."""
         return self.slots * self.max_rank * sum(self.out_features[:projection])
 
     def rows_of(self, projection: int, slot: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A as [rank, in_features] and Bᵀ as [rank, out_features[p]] of one adapter.
+        """A [rank, in_features] and Bᵀ [rank, out_features[p]] of one adapter.
 
-        Views of a contiguous pool; gathered copies of paged memory.
+        They are views of a contiguous pool, or copies gathered from paged memory.
         """
         width = self.out_features[projection]
         if self.a_table is None or self.b_table is None:
@@ -136,15 +136,16 @@ class LoraWeights:
         return found[0], found[1]
 
     def write(self, slot: int, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> None:
-        """Put an adapter into a slot.
+        """Write an adapter into a slot.
 
         Args:
-            slot: Which one.
-            a: For each projection A [rank, in_features].
-            b: For each projection B [out_features[p], rank], as PEFT stores it.
+            slot: Index of the slot.
+            a: A [rank, in_features] of each projection.
+            b: B [out_features[p], rank] of each projection, as PEFT stores it.
 
         Raises:
-            ValueError: A slot, number or shape that does not fit.
+            ValueError: The slot does not exist, or a number of projections, shape or rank differs
+                from what there is room for.
         """
         if not 0 <= slot < self.slots:
             raise ValueError(f"slot: expected 0 to {self.slots - 1}, got {slot}")

@@ -1,9 +1,9 @@
-"""ATMM beside the floor and what exists, in one run on one GPU: `make bench-kernels`.
+"""Time the LoRA operator beside its lower bound and other implementations: `make bench-kernels`.
 
-Every time is the median over replays of a CUDA graph that goes round input sets larger than the L2
-cache, so weights and activations are cold. The column `csv` is the best of fourteen published
-implementations as measured earlier on an H200 (`lora_kernels_h200.csv` beside this file); the
-others are rebuilt here from torch and run beside ours.
+Every time is the median over replays of a CUDA graph that cycles through sets of inputs larger than
+the L2 cache, so weights and activations are cold. The column `csv` is the best of fourteen
+published implementations as measured earlier on an H200 (`lora_kernels_h200.csv` beside this file);
+the others are rebuilt here from torch and run beside ours.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """The first column of the table."""
         ranks = str(self.ranks[0]) if len(set(self.ranks)) == 1 else "mixed"
         widths = "" if (self.in_features, *self.out_features) == (WIDTH, WIDTH) else (
             f" {self.in_features}→{'+'.join(map(str, self.out_features))}"
@@ -68,7 +68,7 @@ class Case:
 
 @dataclass
 class Result:
-    """What was measured for a case, microseconds."""
+    """Microseconds that were measured for a case."""
 
     case: Case
     floor: float
@@ -83,7 +83,7 @@ class Result:
 
     @property
     def best(self) -> float:
-        """The best of what exists: of the csv where it has the case, of the rebuilt peers."""
+        """The fastest other implementation: from the csv if it has the case, else a rebuilt one."""
         known = [us for us in self.peers.values() if np.isfinite(us)]
         return self.case.csv_us if self.case.csv_us is not None else min(known)
 
@@ -129,7 +129,7 @@ def off_grid() -> Iterator[Case]:
 
 
 def peers(work: Workload) -> dict[str, Callable[[Inputs], object]]:
-    """Existing ways to do it, rebuilt from torch; scalings are left out, in their favour."""
+    """Other implementations, rebuilt from torch; without scalings, which favours them."""
     device = work.sets[0].x.device
     slots, rank = len(work.ranks), max(work.ranks)
     rows_of = torch.from_numpy(work.rows_of).to(device)
@@ -199,7 +199,7 @@ def peers(work: Workload) -> dict[str, Callable[[Inputs], object]]:
 
 
 def exact(work: Workload, s: Inputs, ys: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The result in fp32, per adapter."""
+    """The result in fp32, computed adapter by adapter."""
     totals = [y.float().clone() for y in ys]
     rows_of = torch.from_numpy(work.rows_of).to(s.x.device)
     for p, total in enumerate(totals):
@@ -212,7 +212,7 @@ def exact(work: Workload, s: Inputs, ys: list[torch.Tensor]) -> list[torch.Tenso
 
 
 def eager_time(call: Callable[[], object], repeats: int = 30) -> float:
-    """Microseconds a call takes when Python launches it, back to back."""
+    """Microseconds per call when Python launches calls back to back."""
     call()
     torch.cuda.synchronize()
     spans = []
@@ -228,7 +228,7 @@ def eager_time(call: Callable[[], object], repeats: int = 30) -> float:
 def device_time(call: Callable[[], object], repeats: int = 7) -> float:
     """Median microseconds on the device, launched from Python.
 
-    For calls of milliseconds; a copy that a graph makes is slower than the same copy outside.
+    For calls of milliseconds; a copy within a graph is slower than the same copy outside.
     """
     call()
     spans = []
@@ -244,7 +244,7 @@ def device_time(call: Callable[[], object], repeats: int = 7) -> float:
 
 
 class Ceilings:
-    """Bandwidth and rate of this GPU, measured in this run."""
+    """Memory bandwidth and arithmetic rate of this GPU, measured in this run."""
 
     def __init__(self) -> None:
         source = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_()

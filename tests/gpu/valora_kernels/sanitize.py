@@ -1,6 +1,6 @@
-"""Run every kernel once on small odd shapes: what compute-sanitizer watches."""
+"""Run every kernel once on small odd shapes, for compute-sanitizer."""
 
-# ruff: noqa: E402  # started as a program, it finds the packages itself
+# ruff: noqa: E402  # it runs as a script and adds the packages to the path first
 
 import sys
 from pathlib import Path

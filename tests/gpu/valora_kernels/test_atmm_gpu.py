@@ -1,4 +1,4 @@
-"""The kernels on a real GPU: bf16, the shipped table, CUDA graphs, no synchronisation."""
+"""The kernels on a GPU: bf16, the shipped table, CUDA graphs, no synchronisation."""
 
 import hashlib
 import shutil
@@ -187,7 +187,7 @@ def test_projection_total(rows: int, tiling: ProjectTiling | None, dtype: torch.
 @pytest.mark.parametrize("popularity", ["zipf", "none"])
 @pytest.mark.parametrize("terms", [1, 2])
 def test_stacked_projections_of_model_width(rows: int, popularity: str, terms: int) -> None:
-    """As the engine has them: W's in one matrix, y's in another, adapters in pages."""
+    """The engine's layout: all W in one matrix, all y in another, adapters in pages."""
     widths = (4096, 1024, 1024)
     case = make_case(
         rows, MIXED, 1024, widths, dtype=torch.bfloat16, popularity=popularity, terms=terms,
@@ -246,7 +246,7 @@ def test_layers_follow_each_other_without_a_gap(rows: int, folded: bool) -> None
             case.adapters, case.scalings = cases[0].adapters, cases[0].scalings
             assert_near(y, case.expected()[0] + x.double() @ base.double().T)
             if turn and rows > 100:
-                break  # the slow check by row once, later the first layer
+                break  # all layers are checked row by row only once
 
 
 def test_this_gpu_has_a_table() -> None:

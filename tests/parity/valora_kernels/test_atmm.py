@@ -1,4 +1,4 @@
-"""The operator against row-by-row arithmetic; on the CPU through Triton's interpreter."""
+"""The LoRA operator against row-by-row arithmetic; on the CPU in Triton's interpreter."""
 
 from typing import Any
 
@@ -174,7 +174,7 @@ def test_a_tiling_that_does_not_fit_is_replaced(
 
 
 def test_next_batch_reuses_the_same_buffers() -> None:
-    """What a captured graph relies on: addresses stay, contents change."""
+    """A captured graph relies on it: addresses stay, contents change."""
     case = make_case(12, [8, 16, 24], 32, (32,), dtype=torch.float32)
     case.batch = LoraBatch(12, 3, DEVICE, fixed=True)
     tiling = Tiling("shrink_expand", 16, 32, 32, 32, 16, gather=True)

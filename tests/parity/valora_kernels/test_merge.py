@@ -1,4 +1,4 @@
-"""Merging: one rounding, no drift, one pass from any state; on the CPU through the interpreter."""
+"""Merging: one rounding, no drift, one pass from any state; on the CPU in Triton's interpreter."""
 
 import hashlib
 

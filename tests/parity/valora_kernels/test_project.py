@@ -1,4 +1,4 @@
-"""Base projection and LoRA in one: folded kernels against row-by-row arithmetic."""
+"""Base projection and LoRA together, against row-by-row arithmetic."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Whatever is asked, look-up answers with something that runs, and near shapes get near answers."""
+"""For every shape look-up returns a tiling that can run, and similar shapes get similar ones."""
 
 import numpy as np
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Tiles hold every row with an adapter once, beside rows of the same adapters only."""
+"""Every row with an adapter is in exactly one tile, and a tile has rows of the same adapters."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def batches(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, list[int], list[fl
 
 
 def total_of(adapters, coefficients, scalings):  # type: ignore[no-untyped-def]
-    """What each row asks for: {adapter: factor}, nothing that cancels out."""
+    """The factor of each adapter of each row, without adapters that cancel out."""
     found = []
     for slots, factors in zip(adapters, coefficients, strict=True):
         row: dict[int, float] = {}

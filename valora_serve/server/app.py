@@ -1,4 +1,4 @@
-"""The HTTP server: its parts put together, and its life from first socket to last answer."""
+"""The HTTP server: the ASGI application and the uvicorn server that runs it."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def create_app(
     served: ServedSet | None = None,
     tracer: Tracer | None = None,
 ) -> FastAPI:
-    """The ASGI application over an engine.
+    """Make the ASGI application.
 
     Args:
-        engine: Running engine; it is closed when the application's life ends.
-        settings: The server's settings.
-        served: What is loaded at run time; made from the settings if None.
-        tracer: Where spans go; made from the settings if None.
+        engine: Running engine; it is closed at shutdown.
+        settings: Settings of the server.
+        served: Loads and unloads at run time; made from the settings if None.
+        tracer: Makes OpenTelemetry spans; made from the settings if None.
     """
     tracer = tracer or Tracer.to(settings.otlp_endpoint)
     admission = Admission(
@@ -92,7 +92,7 @@ def create_app(
         await engine.close(drain=0.0)
         tracer.close()
 
-    app: FastAPI = FastAPIOffline(  # the same, but /docs loads nothing from elsewhere
+    app: FastAPI = FastAPIOffline(  # FastAPI whose /docs loads nothing from other hosts
         title="VaLoRA", description=DESCRIPTION, version=own_version(), lifespan=life,
         redoc_url=None, static_url="/console/docs",
     )  # fmt: skip
@@ -141,11 +141,11 @@ def _openapi(app: FastAPI, routes: RouteTable) -> Callable[[], dict[str, Any]]:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which says that it is draining as soon as it is told to stop."""
+    """uvicorn server that refuses new requests as soon as it receives a signal to stop."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals while serving; unlike uvicorn's own, end with status 0 after them."""
+        """Handle signals while serving; unlike uvicorn's, the process then exits with status 0."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -157,7 +157,7 @@ class Server(uvicorn.Server):
                 signal.signal(sig, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal: no new requests, running ones end; a second Ctrl-C ends at once."""
+        """Drain: refuse new requests and finish running ones; a second Ctrl-C stops at once."""
         app = self.config.app
         assert isinstance(app, FastAPI)
         app.state.context.service.draining = True
@@ -166,11 +166,11 @@ class Server(uvicorn.Server):
 
 
 def make_server(app: FastAPI, settings: ServerSettings) -> Server:
-    """A server that is ready to run.
+    """Make a uvicorn server for the application.
 
     Args:
-        app: Made by `create_app`.
-        settings: The same settings.
+        app: Application made by `create_app`.
+        settings: Settings that the application was made with.
     """
     _allow_files(settings.max_connections + 256)
     config = uvicorn.Config(
@@ -195,7 +195,7 @@ def make_server(app: FastAPI, settings: ServerSettings) -> Server:
 
 
 def _allow_files(count: int) -> None:
-    """Let this process have so many connections, as far as the system lets it."""
+    """Raise the limit on open files to `count`, or as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
         count = min(count, hard)

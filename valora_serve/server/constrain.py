@@ -1,4 +1,4 @@
-"""Answers that keep to a JSON schema: llguidance says which tokens may come next."""
+"""Constrained decoding: answers that follow a JSON schema, with llguidance."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ if TYPE_CHECKING:
     from valora_serve.types import EngineClient
 
 LARGEST_SCHEMA = 200_000  # characters
-REMEMBERED = 64  # schemas that were used last
+REMEMBERED = 64  # compiled schemas that are cached
 
 
 class Grammars:
-    """Makes constraints for an engine's tokenizer, which is read at the first."""
+    """Makes constraints from JSON schemas; compiled schemas are cached.
+
+    Args:
+        engine: Engine whose tokenizer is used; it is read at the first constraint.
+    """
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
@@ -35,14 +39,14 @@ class Grammars:
     async def json(
         self, schema: Mapping[str, Any] | bool | None, count: int = 1
     ) -> list[JsonConstraint]:
-        """Constraints to a JSON schema, or to any JSON object if None.
+        """Make constraints from a JSON schema.
 
         Args:
-            schema: The schema.
-            count: How many, each for an answer of its own.
+            schema: JSON schema; None for any JSON object.
+            count: Number of constraints; each serves for one answer.
 
         Raises:
-            RequestError: The schema is none, or uses what is not supported.
+            RequestError: The schema is invalid, too large, or uses an unsupported feature.
         """
         matcher = await asyncio.to_thread(self._matcher, schema)
         return [JsonConstraint(matcher.deep_copy()) for _ in range(count)]
@@ -57,7 +61,8 @@ class Grammars:
             raise RequestError(f"The JSON schema cannot be used: {_first(error)}") from error
         if len(text) > LARGEST_SCHEMA:
             raise RequestError(
-                f"The JSON schema has {len(text)} characters, more than {LARGEST_SCHEMA}"
+                f"The JSON schema has {len(text)} characters, more than {LARGEST_SCHEMA}: "
+                "simplify it"
             )
         with self._lock:
             if (known := self._matchers.get(text)) is not None:
@@ -82,20 +87,20 @@ class Grammars:
 
 
 class JsonConstraint:
-    """One answer's place in its grammar."""
+    """A JSON constraint on the tokens of one answer, as `valora_serve.types.Constraint`."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
 
     def mask(self, allowed: NDArray[np.bool_]) -> None:
-        """Clear the entries of tokens that may not come next; `allowed` is [vocabulary] bool."""
+        """Clear the entries of tokens that cannot come next; `allowed` is [vocabulary] bool."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         may = np.unpackbits(bits, bitorder="little")[: allowed.size].astype(bool)
         allowed[: may.size] &= may
-        allowed[may.size :] = False  # rows that pad the embedding
+        allowed[may.size :] = False  # rows that pad the vocabulary
 
     def advance(self, token: int) -> None:
-        """Be told which token was chosen."""
+        """Advance by the token that was sampled."""
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
 

@@ -1,4 +1,4 @@
-"""What all routes share."""
+"""What endpoints have access to."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerContext:
-    """Parts of a running server.
+    """Parts of a running server, as endpoints use them.
 
     Attributes:
-        settings: Its settings.
-        service: Asks the engine.
-        media: Reads images and videos.
-        grammars: Makes constraints.
-        metrics: What is counted.
-        served: What was loaded at run time.
-        started: When it started, seconds of `time.monotonic`.
+        settings: Settings of the server.
+        service: Sends requests to the engine.
+        media: Fetches and decodes images and videos.
+        grammars: Makes constraints from JSON schemas.
+        metrics: Metrics for Prometheus.
+        served: Loads and unloads adapters and bundles at run time.
+        started: When the server started, in seconds of `time.monotonic`.
     """
 
     settings: ServerSettings

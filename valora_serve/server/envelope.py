@@ -1,4 +1,4 @@
-"""What every HTTP request goes through: id, size and time limits, log, errors as OpenAI's."""
+"""Middleware of every HTTP request: id, access, size and time limits, access log, errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from valora_serve.server.telemetry.metrics import Metrics
 
 T = TypeVar("T")
-MOST_CONTAINERS, MOST_ITEMS = 200_000, 2_000_000  # what the reader takes a second for
+MOST_CONTAINERS, MOST_ITEMS = 200_000, 2_000_000  # parsing takes about a second
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 _SECURE = [
@@ -47,14 +47,14 @@ _SECURE = [
 
 
 class StalledClientError(Exception):
-    """A client takes nothing of its answer any more."""
+    """The client does not read its response any more."""
 
 
 class Envelope:
-    """Around the whole application: request id, key, rate, limits on size and time, access log.
+    """ASGI middleware around the whole application.
 
-    Keys are checked before a body is read, and the body is read before anything else happens: a
-    stranger or a slow client costs nothing but a connection.
+    The key is checked before the body is read, and the body is read before the application is
+    called, so that clients without a key and slow clients cost nothing but a connection.
 
     Args:
         app: The application.
@@ -79,7 +79,7 @@ class Envelope:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Take an ASGI request through."""
+        """Handle an ASGI request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -88,7 +88,7 @@ class Envelope:
         identity = logs.accepted_id(headers.get(b"x-request-id"))
         token = logs.request_id.set(identity)
         facts: dict[str, Any] = {}
-        stack = contextlib.ExitStack()  # what a request holds until it is answered
+        stack = contextlib.ExitStack()  # what the request holds until its response is sent
         scope.setdefault("state", {}).update(facts=facts, stack=stack)
         status = 0
 
@@ -115,12 +115,12 @@ class Envelope:
             self._metrics.failed(error.code)
             await error_answer(error)(scope, receive, sending)
         except StalledClientError:
-            logs.LOG.warning("the client takes nothing of its answer: its request is cancelled")
-        except Exception:  # noqa: BLE001 - logged, and answered without its inside
+            logs.LOG.warning("the client does not read its response: its request is cancelled")
+        except Exception:  # noqa: BLE001 - logged; the response does not show it
             logs.LOG.exception("%s %s failed", scope["method"], scope["path"])
             self._metrics.failed(ServeError.code)
             if not status:
-                failure = ServeError("The server failed: its log says why")
+                failure = ServeError("The server failed: see its log")
                 await error_answer(failure)(scope, receive, sending)
         finally:
             stack.close()
@@ -162,9 +162,9 @@ class Envelope:
 
 
 def _check_parts(body: bytes) -> None:
-    """Refuse JSON of so many parts that reading it would hold up everyone.
+    """Refuse JSON of so many objects or items that parsing it would block all other requests.
 
-    Images are single texts, so that only what nobody means has so many.
+    An image is a single string, so that no reasonable request has so many.
     """
     containers = body.count(b"[") + body.count(b"{")
     if containers > MOST_CONTAINERS or body.count(b",") > MOST_ITEMS:
@@ -175,7 +175,7 @@ def _check_parts(body: bytes) -> None:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body first."""
+    """A `receive` that returns the body, which has been read already, first."""
     given = False
 
     async def replay() -> Message:
@@ -189,15 +189,15 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def _method(scope: Scope) -> str:
-    """The method, if it is one that is known: label sets must be bounded."""
+    """The method as a metric label; unknown ones share a label, so that labels are bounded."""
     return scope["method"] if scope["method"] in _METHODS else "other"
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do something for a client, and stop if it goes away.
+    """Run a coroutine, and cancel it if the client disconnects.
 
     Raises:
-        CancelledRequestError: It went away; `work` was cancelled and has ended.
+        CancelledRequestError: The client disconnected; `work` was cancelled and has ended.
     """
     doing = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
@@ -218,7 +218,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def error_body(error: ValoraError) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
+    """An error in OpenAI's format."""
     status = getattr(error, "status", 400)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {
@@ -227,7 +227,7 @@ def error_body(error: ValoraError) -> dict[str, Any]:
 
 
 def error_answer(error: ValoraError) -> JSONResponse:
-    """The response to a request that could not be answered."""
+    """Response of an error, in OpenAI's format."""
     headers = {}
     if isinstance(error, OverloadedError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
@@ -235,20 +235,20 @@ def error_answer(error: ValoraError) -> JSONResponse:
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if status in (408, 413):
-        headers["Connection"] = "close"  # what is left of the body is not read
+        headers["Connection"] = "close"  # the rest of the body is not read
     return AsciiJson({"error": error_body(error)}, status, headers)
 
 
 class AsciiJson(JSONResponse):
-    """JSON that can hold any text, lone surrogates included."""
+    """JSON response in ASCII, so that it can hold any text, lone surrogates included."""
 
     def render(self, content: Any) -> bytes:
-        """The content as JSON in ASCII."""
+        """Encode the content as JSON in ASCII."""
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 def handle_errors(app: FastAPI, metrics: Metrics) -> None:
-    """Answer every error in OpenAI's form."""
+    """Register handlers that answer all errors in OpenAI's format."""
 
     async def ours(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ValoraError)
@@ -260,7 +260,7 @@ def handle_errors(app: FastAPI, metrics: Metrics) -> None:
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         metrics.failed("invalid_request")
-        # Of a union's alternatives the one that came furthest is the one that was meant.
+        # Of a union's alternatives, the one whose validation got furthest was probably meant.
         first = max(error.errors(), key=lambda item: len(item["loc"]))
         place = ".".join(str(part) for part in first["loc"] if part != "body")[:200]
         said = f"{place}: {first['msg']}" if place else str(first["msg"])

@@ -1,4 +1,4 @@
-"""HTTP connections that do not wait for ever for a slow client's head."""
+"""uvicorn's HTTP protocol with time limits for slow clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ if TYPE_CHECKING:
 
 
 class PatientProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with a time limit for a request's head, and for what nobody takes."""
+    """uvicorn's protocol with limits on a request's head and on clients that do not read.
+
+    Attributes:
+        head_seconds: Time limit in seconds for a client to send the head of a request.
+        stall_seconds: Time in seconds after which the kernel drops a client that reads nothing.
+        most_head_bytes: Largest head of a request, in bytes.
+    """
 
     head_seconds = 20.0
     stall_seconds = 30.0
@@ -24,7 +30,7 @@ class PatientProtocol(HttpToolsProtocol):
         self._head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected: it has so long for a request's head."""
+        """Start the time limit for the first request's head."""
         super().connection_made(transport)
         sock = transport.get_extra_info("socket")
         if (
@@ -32,18 +38,18 @@ class PatientProtocol(HttpToolsProtocol):
             and hasattr(socket, "TCP_USER_TIMEOUT")
             and sock.family != socket.AF_UNIX
         ):
-            # The kernel drops a peer that takes nothing, even after we have closed.
+            # The kernel drops a peer that reads nothing, even after the connection was closed here.
             milliseconds = int(self.stall_seconds * 1000)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
+        """Stop the time limit."""
         self._head_arrived()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Something came; a head must not grow without end."""
+        """Close the connection if the head of a request is too long."""
         if self._head_timer is not None:
             self._head_bytes += len(data)
             if self._head_bytes > self.most_head_bytes and self._head_too_long(data):
@@ -52,18 +58,18 @@ class PatientProtocol(HttpToolsProtocol):
         super().data_received(data)
 
     def on_message_begin(self) -> None:
-        """The next request on the connection begins."""
+        """Start the time limit for the next request's head."""
         super().on_message_begin()
         if self._head_timer is None:
             self._expect_head()
 
     def on_headers_complete(self) -> None:
-        """The head is there."""
+        """Stop the time limit: the head is complete."""
         self._head_arrived()
         super().on_headers_complete()
 
     def _head_too_long(self, data: bytes) -> bool:
-        # A short head and the beginning of its body may come in one piece.
+        # A short head and the beginning of its body may arrive in one piece.
         return b"\r\n\r\n" not in data[: self.most_head_bytes]
 
     def _expect_head(self) -> None:
@@ -82,6 +88,6 @@ class PatientProtocol(HttpToolsProtocol):
 
 
 def protocol(head_seconds: float, stall_seconds: float) -> type[PatientProtocol]:
-    """A protocol class with these time limits; uvicorn makes one object a connection."""
+    """Protocol class with these time limits; uvicorn makes an object for each connection."""
     limits = {"head_seconds": head_seconds, "stall_seconds": stall_seconds}
     return type("Protocol", (PatientProtocol,), limits)

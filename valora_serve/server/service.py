@@ -1,4 +1,4 @@
-"""Between HTTP and the engine: admission, deadlines, metrics and cancelling, for all routes."""
+"""Sends requests to the engine, with admission control, metrics, spans and cancellation."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ NAMED = 20  # names that an error lists
 
 
 class Service:
-    """Asks the engine on behalf of HTTP requests.
+    """Sends the requests of all endpoints to the engine.
 
     Args:
-        engine: The engine.
-        admission: Who gets in.
-        metrics: What is counted.
-        tracer: Where spans go.
+        engine: Engine that answers them.
+        admission: Admission control.
+        metrics: Metrics of requests.
+        tracer: Makes a span for each request.
+
+    Attributes:
+        draining: Whether new requests are refused because the server is shutting down.
     """
 
     def __init__(
@@ -49,14 +52,14 @@ class Service:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read again what can be named, after a load or an unload."""
+        """Update the models that requests can name, after a load or an unload."""
         self._models = {model.name: model for model in self.engine.models()}
 
     def model(self, name: str | None) -> ServedModel:
-        """What a name stands for; the base model if None.
+        """The domain, adapter or base model of a name; the base model if the name is None.
 
         Raises:
-            UnknownModelError: Nothing; the message lists what there is.
+            UnknownModelError: There is no model of this name; the message lists the names.
         """
         if name is None:
             return next(iter(self._models.values()))
@@ -70,12 +73,17 @@ class Service:
         raise UnknownModelError(f"There is no model {shown!r}: name one of {listed}")
 
     def deadline(self, model: ServedModel, wanted: float | None) -> float | None:
-        """Seconds in which a request is answered; see `Admission.deadline`."""
+        """Deadline of a request in seconds, None for none.
+
+        Args:
+            model: Model that the request names.
+            wanted: The request's own deadline in seconds.
+        """
         return self._admission.deadline(model.name, wanted)
 
     @contextlib.contextmanager
     def admitted(self, model: ServedModel, deadline: float | None, count: int) -> Iterator[Ticket]:
-        """Let `count` requests in for as long as the context lasts.
+        """Context in which `count` requests count as admitted.
 
         Raises:
             StoppedError: The server is shutting down.
@@ -95,7 +103,7 @@ class Service:
     async def ask(
         self, ticket: Ticket, request: Request, headers: Mapping[str, str]
     ) -> AsyncGenerator[Output, None]:
-        """Outputs of a request that was let in; closing the iterator cancels it.
+        """Outputs of an admitted request; closing the iterator cancels the request.
 
         Raises:
             ServeError: The request could not be answered.
@@ -125,7 +133,7 @@ class Service:
     async def ask_all(
         self, ticket: Ticket, requests: Sequence[Request], headers: Mapping[str, str]
     ) -> list[list[Output]]:
-        """All outputs of several requests at once; all are cancelled if one fails."""
+        """Outputs of several requests that run at once; all are cancelled if one fails."""
 
         async def whole(request: Request) -> list[Output]:
             async with contextlib.aclosing(self.ask(ticket, request, headers)) as outputs:
@@ -142,7 +150,7 @@ class Service:
 
     @staticmethod
     def numbered(request: Request, count: int) -> list[Request]:
-        """The same request several times, with ids and seeds of their own."""
+        """`count` copies of a request, each with its own id and seed."""
         if count == 1:
             return [request]
         sampling = request.sampling
@@ -160,7 +168,7 @@ class Service:
 
 
 class Ticket:
-    """Requests that were let in together."""
+    """Requests that were admitted together."""
 
     def __init__(self, admission: Admission, model: ServedModel, count: int) -> None:
         self.model = model
@@ -168,13 +176,13 @@ class Ticket:
         self._left = count
 
     def leave(self, times: Times | None) -> None:
-        """One of them has ended."""
+        """Count one request as finished; `times` is None if it failed."""
         if self._left:
             self._left -= 1
             self._admission.leave(self.model.name, times, time.monotonic())
 
     def give_back(self) -> None:
-        """None of them is left."""
+        """Count all requests that are left as failed."""
         while self._left:
             self.leave(None)
 
@@ -182,10 +190,10 @@ class Ticket:
 async def merged(
     streams: Sequence[AsyncGenerator[Output, None]],
 ) -> AsyncGenerator[tuple[int, Output], None]:
-    """Outputs of several streams as they come, with the stream's number.
+    """Outputs of several streams in the order of their arrival, each with its stream's index.
 
     Raises:
-        ServeError: The first that one of them raises; the others are cancelled.
+        ServeError: The first error of a stream; the other streams are cancelled.
     """
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as only:

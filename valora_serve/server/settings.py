@@ -1,4 +1,4 @@
-"""What can be set about the server; the engine's part is in `engine_settings`."""
+"""Settings of the HTTP server."""
 
 from __future__ import annotations
 
@@ -7,53 +7,56 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """How the server listens, what it lets in, and what it keeps.
+    """Server: address, access, limits, deadlines, logs.
 
     Attributes:
-        host: Address to listen on; 0.0.0.0 for all of this machine's.
-        port: Port to listen on; 0 for any that is free.
-        tls_cert: Certificate chain (PEM); serves https together with tls_key.
+        host: Address to listen on; 0.0.0.0 for all of this machine's addresses.
+        port: Port to listen on; 0 for any free port.
+        tls_cert: Certificate chain (PEM); with tls_key, the server speaks https.
         tls_key: Private key (PEM) of tls_cert.
-        keys_file: File of API keys, one "name role sha256" a line, made by `valora-serve key`.
-        api_key: One API key in the clear, for a quick start; it is hashed at once and may do
-            everything.
-        protect_metrics: Ask for a key for /metrics, too.
-        allow_runtime_loading: Let admin keys load and unload adapters and bundles.
-        adapter_folder: Folder below which adapters and bundles that are loaded at run time lie.
-        state_file: Where run-time loads are remembered for the next start.
-        max_body_bytes: Largest request body.
-        max_image_bytes: Largest encoded image.
-        max_image_pixels: Largest image, width x height.
-        max_request_pixels: Pixels of all images and frames of a request together.
-        max_held_pixels: Pixels of all requests under way; more have to wait (3 bytes each).
-        max_images: Most images (frames apart) in a request.
-        max_video_bytes: Largest encoded video.
-        max_video_seconds: Longest video.
-        video_frames: Frames that are taken from a video, evenly spaced.
-        max_video_frames: Most frames that a request may hand over as single images.
+        keys_file: File of API keys, one "name role sha256" per line, made by `valora-serve key`.
+        api_key: One API key with the role admin, in the clear, for a quick start.
+        protect_metrics: Require an API key for /metrics as well.
+        allow_runtime_loading: Let admin keys load and unload adapters and bundles at run time.
+        adapter_folder: Folder that adapters and bundles can be loaded from at run time.
+        state_file: File that records what was loaded at run time, for the next start.
+        max_body_bytes: Largest request body, in bytes.
+        max_image_bytes: Largest image file, in bytes.
+        max_image_pixels: Largest image or video frame, in pixels (width x height).
+        max_request_pixels: Most pixels of all images and frames of one request.
+        max_held_pixels: Most pixels of all requests in progress (3 bytes each); requests beyond
+            it get status 429.
+        max_images: Most images and videos in one request.
+        max_video_bytes: Largest video file, in bytes.
+        max_video_seconds: Longest video, in seconds.
+        video_frames: Number of frames that are sampled from a video, evenly spaced.
+        max_video_frames: Most frames of a video that is sent as single images.
         max_prompt_chars: Longest text of a request, in characters.
-        max_n: Most answers to one request.
-        media_hosts: Hosts that images and videos may be fetched from; none unless named.
-        media_private: Let those hosts have private addresses (an intranet's store).
-        media_folder: Folder below which file:// URLs may point; none unless named.
-        media_seconds: Time limit for fetching one image or video, and for decoding a video.
-        rate: Requests a minute that one key (or, without keys, one address) may make; 0 for any.
-        burst: Requests that may come at once within that rate.
-        max_waiting: Requests that may wait for the engine before others are told to come back.
-        max_connections: Connections that are held at once; others get a 503.
-        deadline: Seconds in which a request is answered unless it says so itself; 0 for no limit.
-        deadlines: The same by domain, e.g. person=0.5.
+        max_n: Most completions of one request.
+        media_hosts: Hosts that images and videos may be fetched from; none by default.
+        media_private: Allow media_hosts to have private addresses, e.g. a store in an intranet.
+        media_folder: Folder that file:// URLs may point to; none by default.
+        media_seconds: Time limit in seconds for fetching an image or video, and for decoding a
+            video.
+        rate: Rate limit in requests per minute for each API key, or for each client address if
+            there are no keys; 0 for no limit.
+        burst: Number of requests that may arrive at once within the rate limit.
+        max_waiting: Number of requests that may wait for the engine; requests beyond it get status
+            429.
+        max_connections: Most connections at a time; connections beyond it get status 503.
+        deadline: Default deadline of a request in seconds from its arrival; 0 for none.
+        deadlines: Deadline in seconds by domain, e.g. person=0.5; overrides deadline.
         deadline_admission: Refuse requests on arrival that would miss their deadline at the
             recent speed.
-        body_seconds: Time limit for a client to send its request.
-        send_seconds: Time limit for a client to take a piece of the answer.
-        drain_seconds: Time that running requests have to end after SIGTERM.
-        temperature: Sampling temperature where a request names none; 0 is greedy.
-        answer_tokens: Tokens that an answer may have where a request names no limit.
+        body_seconds: Time limit in seconds for a client to send its request.
+        send_seconds: Time limit in seconds for a client to take a piece of the response.
+        drain_seconds: Time in seconds that running requests have to finish after SIGTERM.
+        temperature: Sampling temperature of requests that set none; 0 is greedy.
+        answer_tokens: Most tokens to generate for requests that set no limit.
         log_level: debug, info, warning or error.
-        log_format: text, or json (one object a line).
-        otlp_endpoint: OpenTelemetry collector (OTLP over http) that gets a span per request.
-        golden: Replay every bundle's golden examples before serving it.
+        log_format: text, or json (one object per line).
+        otlp_endpoint: OpenTelemetry collector (OTLP over HTTP) that receives a span per request.
+        golden: Replay the golden examples of every bundle before it is served.
         console: Serve the web console at /.
     """
 
@@ -102,10 +105,10 @@ class ServerSettings:
     console: bool = True
 
     def __post_init__(self) -> None:
-        """Check what belongs together.
+        """Check values that types do not check.
 
         Raises:
-            ValueError: Naming the setting and the remedy.
+            ValueError: A value is out of range, or two values contradict each other.
         """
         positive = (
             "max_body_bytes max_image_bytes max_image_pixels max_request_pixels max_held_pixels "

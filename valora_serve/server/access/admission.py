@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from valora_serve.types import Times
 
-REMEMBERED = 10_000  # callers whose rate is kept; the longest silent is forgotten first
+REMEMBERED = 10_000  # callers whose rate is kept; the least recent is dropped first
 LONGEST_RETRY = 60.0
 
 
@@ -22,8 +22,8 @@ class RateLimiter:
     """A token bucket for every caller.
 
     Args:
-        rate: Requests a minute; 0 for no limit.
-        burst: Requests that may come at once.
+        rate: Requests per minute; 0 for no limit.
+        burst: Number of requests that may arrive at once.
     """
 
     def __init__(self, rate: float, burst: int) -> None:
@@ -35,11 +35,11 @@ class RateLimiter:
         """Count a request.
 
         Args:
-            caller: Whose it is.
-            now: Seconds of a monotonic clock.
+            caller: Name of the caller.
+            now: Current time, in seconds of a monotonic clock.
 
         Raises:
-            RateLimitError: The caller has to wait.
+            RateLimitError: The caller has exceeded the rate limit.
         """
         if not self._each:
             return
@@ -60,7 +60,7 @@ class RateLimiter:
 
 @dataclass
 class _Average:
-    """An exponentially weighted mean that starts as a plain one."""
+    """An exponentially weighted mean whose first ten values have equal weights."""
 
     value: float = 0.0
     count: int = 0
@@ -102,18 +102,22 @@ class Admission:
         self.inside = 0
 
     def deadline(self, model: str | None, wanted: float | None) -> float | None:
-        """Seconds that a request has: its own wish, but not more than its domain's limit."""
+        """Deadline in seconds: the request's own, but no longer than that of its domain."""
         own = self._deadlines.get(model or "", self._deadline) or None
         if wanted is None or own is None:
             return wanted if own is None else own
         return min(wanted, own)
 
     def waiting(self, running: int) -> int:
-        """Requests that are in, but not running, of which the engine says how many there are."""
+        """Number of admitted requests that the engine does not run yet.
+
+        Args:
+            running: Number of requests that the engine runs.
+        """
         return max(0, self.inside - running)
 
     def predicted(self, model: str | None, running: int) -> float | None:
-        """Seconds that a request coming now would take; None if nothing is known yet."""
+        """Predicted latency in seconds of a request that arrives now; None if not measured yet."""
         service = self._service.get(model or "")
         if service is None:
             return None
@@ -122,13 +126,13 @@ class Admission:
     def enter(
         self, model: str | None, running: int, deadline: float | None, count: int = 1
     ) -> None:
-        """Let requests in, or not.
+        """Admit requests.
 
         Args:
-            model: What is asked.
-            running: Requests that the engine runs.
-            deadline: Seconds in which to answer.
-            count: Requests that come together.
+            model: Domain, adapter or base model of the requests.
+            running: Number of requests that the engine runs.
+            deadline: Deadline of the requests in seconds, None for none.
+            count: Number of requests.
 
         Raises:
             OverloadedError: The queue is full, or the deadline would be missed.
@@ -153,11 +157,17 @@ class Admission:
         self.inside += count
 
     def leave(self, model: str | None, times: Times | None, now: float) -> None:
-        """A request has ended; `times` if it was answered."""
+        """Count a request as finished.
+
+        Args:
+            model: Domain, adapter or base model of the request.
+            times: When it started and finished; None if it failed.
+            now: Current time, in seconds of a monotonic clock.
+        """
         self.inside -= 1
         if times is not None and times.started is not None and times.finished is not None:
             self._service.setdefault(model or "", _Average()).add(times.finished - times.started)
-            # Gaps tell the engine's pace only while it has something to do.
+            # The time between completions measures the engine only while it is busy.
             if self._last_end is not None and self.inside > 0:
                 self._gap.add(now - self._last_end)
         self._last_end = now if self.inside > 0 else None

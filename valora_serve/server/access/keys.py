@@ -1,4 +1,4 @@
-"""API keys: who may ask, kept as hashes only."""
+"""API keys, stored as hashes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,14 @@ PREFIX = "sk-valora-"
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """An API key as it is kept: its name, what it may do, and the sha256 of it.
+    """A stored API key.
 
-    A plain hash is enough, because keys are 256 random bits: there is nothing to guess.
+    A plain hash is enough, because a key is 256 random bits and cannot be guessed.
+
+    Attributes:
+        name: Name of the key's owner.
+        role: ``user`` or ``admin``.
+        sha256: Hash of the key, in hexadecimal.
     """
 
     name: str
@@ -32,26 +37,26 @@ class Key:
 
 
 def hashed(secret: str) -> str:
-    """sha256 of a key, in hexadecimal."""
+    """SHA-256 of a key, in hexadecimal."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def new_key(name: str, role: str) -> tuple[str, str]:
-    """Make a key.
+    """Make an API key.
 
     Returns:
-        The secret, to be shown once, and the line for the keys file.
+        The key, which is shown once, and its line for the keys file.
     """
     secret = PREFIX + secrets.token_urlsafe(32)
     return secret, f"{name} {role} {hashed(secret)}"
 
 
 def read_keys(path: Path) -> list[Key]:
-    """Read a keys file: one ``name role sha256`` a line; # begins a comment.
+    """Read a keys file with one ``name role sha256`` per line; # begins a comment.
 
     Raises:
-        SettingsError: A line is none of these; the line itself is not repeated, lest someone
-            wrote a secret there.
+        SettingsError: A line is invalid. The message does not quote it, because it may hold a
+            key in the clear.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -72,14 +77,14 @@ def read_keys(path: Path) -> list[Key]:
 
 
 class KeyRing:
-    """The keys that are let in; without any, everyone is."""
+    """API keys that the server accepts; without any, everybody has access."""
 
     def __init__(self, keys: list[Key]) -> None:
         self._keys = keys
 
     @classmethod
     def from_settings(cls, settings: ServerSettings) -> KeyRing:
-        """The keys of the keys file, and the one named directly."""
+        """Keys of the settings: those of `keys_file`, and `api_key`."""
         keys = read_keys(Path(settings.keys_file)) if settings.keys_file else []
         if settings.api_key:
             keys.append(Key("api_key", "admin", hashed(settings.api_key)))
@@ -94,23 +99,27 @@ class KeyRing:
         return bool(self._keys)
 
     def check(self, authorization: str | None, *, admin: bool = False) -> Key | None:
-        """Who sends this Authorization header.
+        """Find the key of an Authorization header.
 
-        Every key is compared, each in constant time, so that the answer's time tells nothing.
+        All keys are compared, each in constant time, so that the response time reveals nothing.
+
+        Args:
+            authorization: Value of the header, None if it is missing.
+            admin: Whether the key must have the role admin.
 
         Returns:
-            The key; None if the server asks for none.
+            The key; None if the server has no keys.
 
         Raises:
-            UnauthorizedError: No key, or an unknown one.
-            ForbiddenError: Not an admin's.
+            UnauthorizedError: The key is missing or unknown.
+            ForbiddenError: The key does not have the role admin.
         """
         if not self._keys:
             return None
         scheme, _, secret = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not secret.strip():
             raise UnauthorizedError(
-                "This server asks for an API key: send it as `Authorization: Bearer KEY`"
+                "This server requires an API key: send it as `Authorization: Bearer KEY`"
             )
         sent = hashlib.sha256(secret.strip().encode("utf-8", "surrogateescape")).hexdigest()
         found: Key | None = None

@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 
 
 def router(context: ServerContext) -> APIRouter:
-    """The routes of this file."""
+    """Route of the chat endpoint."""
     routes = APIRouter(tags=["OpenAI"])
 
     @routes.post(
         "/v1/chat/completions",
         response_model=ChatAnswer,
         responses=error_answers(event_stream=True),
-        summary="Answer a conversation, with text or with a domain's head",
+        summary="Answer a conversation with text, or with a domain's head",
     )
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         since = time.monotonic()
@@ -93,7 +93,7 @@ def router(context: ServerContext) -> APIRouter:
 
 
 class _Chat:
-    """One request's answer, whole or as events."""
+    """Response to one request, complete or streamed."""
 
     def __init__(
         self,

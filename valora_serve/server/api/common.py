@@ -1,4 +1,4 @@
-"""What the routes' declarations and answers have in common."""
+"""Declarations and responses that all endpoints share."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 _TEXTS = {
-    400: "The request is wrong",
-    401: "No known API key",
-    403: "Not allowed",
-    404: "No such model",
+    400: "The request is invalid",
+    401: "The API key is missing or unknown",
+    403: "The API key may not do this",
+    404: "There is no such model",
     408: "The request arrived too slowly",
-    409: "In use",
+    409: "The adapter or bundle is in use",
     413: "The request is too large",
-    415: "The content type is not read here",
-    429: "Overloaded, or too many requests of this key",
-    499: "The client went away",
-    503: "Starting, shutting down, or failed",
+    415: "The content type is not supported",
+    429: "The server is overloaded, or the key exceeded its rate limit",
+    499: "The client disconnected",
+    503: "The server is starting, shutting down, or has failed",
     504: "The deadline passed",
 }
 
 
 def error_answers(*, event_stream: bool = False, ok: str = "") -> dict[int | str, dict[str, Any]]:
-    """Declarations of the answers that any route under /v1 may give.
+    """OpenAPI declarations of the error responses that any route under /v1 may give.
 
     Args:
-        event_stream: The route can also stream.
-        ok: What a 200 means.
+        event_stream: Whether the route can also stream.
+        ok: Description of status 200.
     """
     declared: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorAnswer, "description": text} for status, text in _TEXTS.items()
     }
     if event_stream:
-        # A schema here is one of a single event, as tools that check streams read it.
+        # The schema is that of a single event, as tools that check streams expect.
         stream = {
             "schema": {
                 "type": "object",
@@ -55,5 +55,5 @@ def error_answers(*, event_stream: bool = False, ok: str = "") -> dict[int | str
 
 
 def answer(body: BaseModel) -> Response:
-    """A response of JSON."""
+    """JSON response of a model."""
     return Response(body.model_dump_json(), media_type="application/json")

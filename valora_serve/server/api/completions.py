@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 def router(context: ServerContext) -> APIRouter:
-    """The routes of this file."""
+    """Route of the completions endpoint."""
     routes = APIRouter(tags=["OpenAI"])
 
     @routes.post(
         "/v1/completions",
         response_model=CompletionAnswer,
         responses=error_answers(event_stream=True),
-        summary="Continue a text",
+        summary="Complete a text",
     )
     async def completions(request: Request, body: CompletionRequest) -> Response:
         since = time.monotonic()
@@ -77,10 +77,10 @@ def router(context: ServerContext) -> APIRouter:
 
 
 def _prompts(prompt: str | list[Any], context: ServerContext) -> list[str | list[int]]:
-    """The prompts: one or several, each a text or its tokens.
+    """List of the prompts, each a text or a list of tokens.
 
     Raises:
-        RequestError: There are none, or too many, or one is empty or too long.
+        RequestError: There is no prompt, there are too many, or one is empty or too long.
     """
     several: list[Any] = [prompt] if isinstance(prompt, str) else prompt
     if several and isinstance(several[0], int):
@@ -115,7 +115,7 @@ def _request(
 
 
 class _Completion:
-    """One request's answer, whole or as events."""
+    """Response to one request, complete or streamed."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class _Completion:
 
 
 def _logprobs(outputs: Iterable[Output], offset: int) -> dict[str, Any]:
-    """Log probabilities in the form of this endpoint; `offset` is the first token's place."""
+    """Log probabilities in this endpoint's format; `offset` is the first token's, in characters."""
     found: dict[str, Any] = {
         "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
     }  # fmt: skip

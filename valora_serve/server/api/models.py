@@ -1,4 +1,4 @@
-"""``/v1/models``: what can be named; and loading and unloading at run time."""
+"""``/v1/models``, and loading and unloading adapters and bundles at run time."""
 
 from __future__ import annotations
 
@@ -26,8 +26,13 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES = 64 * 1024  # names and paths only
 
 
-def card(model: ServedModel, context: int) -> ModelCard:
-    """What clients read of something that is served."""
+def card(model: ServedModel, context_length: int) -> ModelCard:
+    """A served model in the API's format.
+
+    Args:
+        model: The model.
+        context_length: Longest prompt and answer together, in tokens.
+    """
     return ModelCard(
         id=model.name,
         created=int(model.loaded_at),
@@ -44,12 +49,12 @@ def card(model: ServedModel, context: int) -> ModelCard:
         prompt=model.prompt,
         bundle=model.bundle,
         rank=model.rank,
-        max_model_len=context,
+        max_model_len=context_length,
     )
 
 
 def router(context: ServerContext) -> APIRouter:
-    """The routes of this file."""
+    """Routes that list, load and unload models."""
     routes = APIRouter(responses=error_answers())
     engine, served = context.service.engine, context.served
     disabled = None
@@ -57,11 +62,11 @@ def router(context: ServerContext) -> APIRouter:
         disabled = "This server loads nothing at run time: start it with --allow-runtime-loading"
     admin = allow(Access.ADMIN, max_body_bytes=MAX_BODY_BYTES, disabled=disabled)
 
-    @routes.get("/v1/models", tags=["OpenAI"], summary="What a request can name")
+    @routes.get("/v1/models", tags=["OpenAI"], summary="List the models that a request can name")
     async def models() -> ModelList:
         return ModelList(data=[card(model, engine.context_length) for model in engine.models()])
 
-    @routes.get("/v1/models/{model:path}", tags=["OpenAI"], summary="One of them")
+    @routes.get("/v1/models/{model:path}", tags=["OpenAI"], summary="Get one model")
     async def one_model(model: str) -> ModelCard:
         return card(context.service.model(model), engine.context_length)
 
@@ -72,7 +77,7 @@ def router(context: ServerContext) -> APIRouter:
         context.service.refresh()
         return Loaded(models=[card(made, engine.context_length)])
 
-    @routes.post("/v1/unload_lora_adapter", tags=["loading"], summary="Forget an adapter")
+    @routes.post("/v1/unload_lora_adapter", tags=["loading"], summary="Unload an adapter")
     @admin
     async def unload_adapter(body: UnloadAdapterRequest) -> Done:
         await served.unload_adapter(body.lora_name)
@@ -86,7 +91,7 @@ def router(context: ServerContext) -> APIRouter:
         context.service.refresh()
         return Loaded(models=[card(model, engine.context_length) for model in made])
 
-    @routes.post("/v1/unload_bundle", tags=["loading"], summary="Forget a bundle")
+    @routes.post("/v1/unload_bundle", tags=["loading"], summary="Unload a bundle")
     @admin
     async def unload_bundle(body: UnloadBundleRequest) -> Done:
         await served.unload_bundle(body.bundle_name)

@@ -1,4 +1,4 @@
-"""From a request's fields to what the engine is asked."""
+"""Turns the fields of an HTTP request into a request to the engine."""
 
 from __future__ import annotations
 
@@ -30,10 +30,16 @@ def sampling(
     max_tokens: int | None,
     logprobs: int | None,
 ) -> SamplingParams:
-    """How the tokens of an answer are chosen.
+    """Sampling parameters of a request.
+
+    Args:
+        body: The request.
+        context: Limits and defaults of the server.
+        max_tokens: Most tokens to generate.
+        logprobs: Number of log probabilities per token; None for none.
 
     Raises:
-        RequestError: Two fields do not go together, or the schema is none.
+        RequestError: A field exceeds a limit, or two fields contradict each other.
     """
     stop = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
     if len(stop) > MOST_STOPS or not all(stop):
@@ -58,10 +64,10 @@ def sampling(
 
 
 def schema_of(body: ChatRequest | CompletionRequest) -> tuple[bool, Any]:
-    """Whether the answer is to be JSON, and its schema (None for any object).
+    """Whether the answer must be JSON, and its schema (None for any object).
 
     Raises:
-        RequestError: The format names a schema and has none.
+        RequestError: The format is json_schema, and the schema is missing.
     """
     form = body.response_format
     if form is None or form.type == "text":
@@ -74,10 +80,10 @@ def schema_of(body: ChatRequest | CompletionRequest) -> tuple[bool, Any]:
 
 
 def head_wanted(body: ChatRequest, model: ServedModel, as_json: bool) -> bool:
-    """Whether the domain's head is to answer.
+    """Whether the domain's head answers.
 
     Raises:
-        RequestError: The head would answer, but JSON is asked for.
+        RequestError: The head would answer, but the request asks for JSON.
     """
     if model.head is not None and body.valora.head and as_json:
         raise RequestError(
@@ -90,10 +96,16 @@ def head_wanted(body: ChatRequest, model: ServedModel, as_json: bool) -> bool:
 def time_left(
     context: ServerContext, model: ServedModel, wanted: float | None, since: float
 ) -> float | None:
-    """Seconds that are left of a request's deadline.
+    """Seconds left until a request's deadline; None if it has none.
+
+    Args:
+        context: Deadlines of the server.
+        model: Model that the request names.
+        wanted: The request's own deadline in seconds, None for none.
+        since: When the request arrived, in seconds of `time.monotonic`.
 
     Raises:
-        DeadlineError: None.
+        DeadlineError: The deadline has passed.
     """
     deadline = context.service.deadline(model, wanted)
     if deadline is None:
@@ -107,12 +119,14 @@ def time_left(
 async def read_messages(
     messages: Sequence[Message], context: ServerContext, pixels: Pixels
 ) -> tuple[list[dict[str, Any]] | None, list[Image], list[list[Image]]]:
-    """Turns as chat templates read them, and the images and videos that they name, in order.
+    """Read the messages of a chat request.
 
-    Images without any text come without turns: then the domain's own prompt is put.
+    Returns:
+        Turns for a chat template, and the images and videos in their order. The turns are None if
+        the messages hold no text: the domain's own prompt is used then.
 
     Raises:
-        ImageError: One of them may not be read, or there are too many.
+        ImageError: An image or video cannot be read, or there are too many.
         RequestError: The text is too long.
     """
     turns: list[dict[str, Any]] = []
@@ -153,10 +167,10 @@ async def read_messages(
 
 
 async def gathered(*work: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Results of all, in order; if one fails, the others are cancelled.
+    """Results of several coroutines, in order; if one fails, the others are cancelled.
 
     Raises:
-        ServeError: The first that one of them raises.
+        ServeError: The first error of a coroutine.
     """
     try:
         async with asyncio.TaskGroup() as group:
@@ -167,10 +181,10 @@ async def gathered(*work: Coroutine[Any, Any, Any]) -> list[Any]:
 
 
 def check_text(chars: int, context: ServerContext) -> None:
-    """Refuse a text that is too long to even be split into tokens.
+    """Refuse a text that is too long to be tokenized.
 
     Raises:
-        RequestError: It is.
+        RequestError: The text is longer than max_prompt_chars.
     """
     most = context.settings.max_prompt_chars
     if chars > most:
@@ -178,11 +192,16 @@ def check_text(chars: int, context: ServerContext) -> None:
 
 
 def check_media(count: int, context: ServerContext, *, needed: bool) -> None:
-    """Refuse more images and videos than a request may have, or none where there is no text.
+    """Check the number of images and videos of a request.
+
+    Args:
+        count: Number of images and videos.
+        context: Limits of the server.
+        needed: Whether there must be at least one, because the request has no text.
 
     Raises:
-        ImageError: There are too many.
-        RequestError: Nothing is asked.
+        ImageError: There are more than max_images.
+        RequestError: The request has neither text nor images.
     """
     if needed and not count:
         raise RequestError("messages hold no text and no image: ask something")
@@ -198,10 +217,10 @@ def _url(item: Url | str) -> str:
 async def constrained(
     requests: list[Request], context: ServerContext, as_json: bool, schema: Any
 ) -> list[Request]:
-    """The requests, each with a JSON constraint of its own if JSON is asked for.
+    """Add a JSON constraint to each of the requests if `as_json` is set.
 
     Raises:
-        RequestError: The schema cannot be used.
+        RequestError: The schema is invalid or not supported.
     """
     if not as_json:
         return requests

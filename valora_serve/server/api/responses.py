@@ -1,4 +1,4 @@
-"""From the engine's outputs to what clients read."""
+"""Turns the engine's outputs into the parts of HTTP responses."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 def finish_reason(finish: Finish) -> str:
-    """OpenAI's word for why an answer ended."""
+    """OpenAI's name of the reason why an answer ended."""
     return "length" if finish is Finish.LENGTH else "stop"
 
 
 def usage(lasts: Iterable[Output], prompts: int = 1) -> UsageAnswer:
-    """Tokens of a request's answers; a prompt that is answered several times counts once.
+    """Token counts of a response; a prompt with several answers counts once.
 
     Args:
-        lasts: The last output of every answer, those of a prompt side by side.
-        prompts: Prompts that there were.
+        lasts: Last output of every answer; the answers to a prompt are adjacent.
+        prompts: Number of prompts.
     """
     used = [last.usage for last in lasts if last.usage is not None]
     firsts = used[:: max(1, len(used) // prompts)]
@@ -49,12 +49,12 @@ def usage(lasts: Iterable[Output], prompts: int = 1) -> UsageAnswer:
 def valora_block(
     model: ServedModel, last: Output, sizes: Sequence[tuple[int, int]]
 ) -> ValoraAnswer:
-    """How the answer came about, and what the head said.
+    """The response's field ``valora``: model, mode and times, and the head's result.
 
     Args:
-        model: What was asked.
-        last: The last output.
-        sizes: (width, height) of the images, as they were sent.
+        model: Model that answered.
+        last: Last output of the answer.
+        sizes: (width, height) in pixels of the images as they were sent.
     """
     head, times = last.head, last.times
     fields: dict[str, Any] = {}
@@ -73,7 +73,7 @@ def valora_block(
 
 
 def chat_logprobs(items: Iterable[TokenLogprobs]) -> list[TokenLogprob]:
-    """Log probabilities in the form of the chat endpoint."""
+    """Log probabilities in the chat endpoint's format."""
     return [
         TokenLogprob(
             **_one(item.chosen), top_logprobs=[TopLogprob(**_one(top)) for top in item.top]
@@ -83,6 +83,6 @@ def chat_logprobs(items: Iterable[TokenLogprobs]) -> list[TokenLogprob]:
 
 
 def _one(item: Logprob) -> dict[str, Any]:
-    # JSON has no infinity; OpenAI, too, says -9999 for what cannot come.
+    # JSON has no infinity; OpenAI, too, gives -9999 for tokens that cannot come next.
     value = max(item.logprob, -9999.0)
     return {"token": item.text, "logprob": value, "bytes": list(item.text.encode())}

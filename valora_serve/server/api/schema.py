@@ -1,7 +1,7 @@
-"""The HTTP API's requests and responses: OpenAI's, and what VaLoRA adds to them.
+"""Requests and responses of the HTTP API: OpenAI's, with VaLoRA's additions.
 
-Fields that OpenAI's clients send and that change nothing here are read and ignored; unknown ones
-are refused, so that a typo does not pass silently.
+Fields that OpenAI's clients send and that have no effect here are accepted and ignored. Unknown
+fields are refused, so that a typo is noticed.
 """
 
 from __future__ import annotations
@@ -43,37 +43,35 @@ class _Answer(BaseModel):
 
 
 class Url(_Body):
-    """Where an image or video is: data:, http(s) from an allowed host, file: below the folder."""
+    """URL of an image or video: data:, http(s): of an allowed host, or file: in media_folder."""
 
     url: str = Field(min_length=1)
-    detail: Literal["auto", "low", "high"] | None = Field(
-        default=None, description="read and ignored"
-    )
+    detail: Literal["auto", "low", "high"] | None = Field(default=None, description="ignored")
 
 
 class TextPart(_Body):
-    """Text of a message."""
+    """Text in a message."""
 
     type: Literal["text"]
     text: Text
 
 
 class ImagePart(_Body):
-    """An image of a message."""
+    """An image in a message."""
 
     type: Literal["image_url"]
     image_url: Url | str
 
 
 class VideoPart(_Body):
-    """A video of a message; frames are taken from it, evenly spaced."""
+    """A video in a message; evenly spaced frames are sampled from it."""
 
     type: Literal["video_url"]
     video_url: Url | str
 
 
 class FramesPart(_Body):
-    """A video of a message, as the frames themselves in order."""
+    """A video in a message, as its frames in order."""
 
     type: Literal["frames"]
     frames: list[Url | str] = Field(fail_fast=True, min_length=1, max_length=10_000)
@@ -87,48 +85,49 @@ class Message(_Body):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[Part], Field(max_length=10_000, fail_fast=True)]
-    name: str | None = Field(default=None, description="read and ignored")
+    name: str | None = Field(default=None, description="ignored")
 
 
 class StreamOptions(_Body):
-    """What a stream holds."""
+    """Options of a streamed response."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool | None = Field(default=None, description="read and ignored")
-    include_obfuscation: bool | None = Field(default=None, description="read and ignored")
+    continuous_usage_stats: bool | None = Field(default=None, description="ignored")
+    include_obfuscation: bool | None = Field(default=None, description="ignored")
 
 
 class JsonSchema(_Body):
-    """A schema that the answer keeps to."""
+    """A JSON schema that the answer follows."""
 
     name: str = "answer"
     description: str | None = None
     schema_: dict[str, JsonValue] | bool = Field(default=True, alias="schema")
-    strict: bool | None = Field(
-        default=None, description="read and ignored: the schema always holds"
-    )
+    strict: bool | None = Field(default=None, description="ignored: the schema always holds")
 
 
 class ResponseFormat(_Body):
-    """Form of the answer."""
+    """Format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
 
 
 class Valora(_Body):
-    """What VaLoRA's server can be told besides OpenAI's fields."""
+    """VaLoRA's own options of a request."""
 
-    head: bool = Field(default=True, description="answer with the domain's head where it has one")
+    head: bool = Field(default=True, description="answer with the domain's head if it has one")
     min_score: FiniteFloat | None = Field(
-        default=None, ge=0, le=1, description="confidence from which a box is given"
+        default=None, ge=0, le=1, description="least confidence of a detected box"
     )
     deadline: FiniteFloat | None = Field(
-        default=None, ge=0.001, le=86400, description="seconds in which to answer"
+        default=None,
+        ge=0.001,
+        le=86400,
+        description="deadline in seconds from the request's arrival",
     )
 
 
-# A long list of the wrong things is refused at its first item, not after a sentence on each.
+# Validation of a list stops at the first invalid item, so that the error is short.
 _Texts = Annotated[list[Text], Field(max_length=1_000, fail_fast=True)]
 _Tokens = Annotated[list[Token], Field(max_length=1_000_000, fail_fast=True)]
 _TokenLists = Annotated[list[_Tokens], Field(max_length=1_000, fail_fast=True)]
@@ -136,7 +135,8 @@ _TokenLists = Annotated[list[_Tokens], Field(max_length=1_000, fail_fast=True)]
 
 class _Sampled(_Body):
     model: str | None = Field(
-        default=None, description="a domain, an adapter or the base model; the base model if absent"
+        default=None,
+        description="a domain, an adapter or the base model; the base model by default",
     )
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -157,7 +157,7 @@ class _Sampled(_Body):
     logit_bias: dict[str, FiniteFloat] | None = Field(
         default=None, max_length=0, description="only empty"
     )
-    user: str | None = Field(default=None, description="read and ignored")
+    user: str | None = Field(default=None, description="ignored")
     valora: Valora = Valora()
 
 
@@ -168,11 +168,11 @@ class ChatRequest(_Sampled):
     max_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    store: bool | None = Field(default=None, description="read and ignored")
-    metadata: dict[str, str] | None = Field(default=None, description="read and ignored")
-    service_tier: str | None = Field(default=None, description="read and ignored")
-    safety_identifier: str | None = Field(default=None, description="read and ignored")
-    prompt_cache_key: str | None = Field(default=None, description="read and ignored")
+    store: bool | None = Field(default=None, description="ignored")
+    metadata: dict[str, str] | None = Field(default=None, description="ignored")
+    service_tier: str | None = Field(default=None, description="ignored")
+    safety_identifier: str | None = Field(default=None, description="ignored")
+    prompt_cache_key: str | None = Field(default=None, description="ignored")
 
 
 class CompletionRequest(_Sampled):
@@ -182,7 +182,7 @@ class CompletionRequest(_Sampled):
     max_tokens: int | None = Field(default=16, ge=1, le=10_000_000)
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: Literal[False] | None = None
-    best_of: int | None = Field(default=None, ge=1, le=128, description="only the value of n")
+    best_of: int | None = Field(default=None, ge=1, le=128, description="must equal n")
     suffix: None = None
 
 
@@ -193,16 +193,16 @@ class VisionRequest(_Body):
         fail_fast=True,
         default=[],
         max_length=10_000,
-        description="URLs; each is answered on its own",
+        description="URLs of images; each image gets its own result",
     )
     video: str | None = Field(default=None, description="URL of a video")
     frames: list[str] = Field(
         fail_fast=True,
         default=[],
         max_length=10_000,
-        description="URLs of a video's frames, in order",
+        description="URLs of the frames of a video, in order",
     )
-    prompt: Text | None = Field(default=None, description="the domain's own if absent")
+    prompt: Text | None = Field(default=None, description="prompt; the domain's own by default")
     min_score: FiniteFloat | None = Field(default=None, ge=0, le=1)
     max_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
     deadline: FiniteFloat | None = Field(default=None, ge=0.001, le=86400)
@@ -213,7 +213,7 @@ class LoadAdapterRequest(_Body):
 
     lora_name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
     lora_path: str = Field(min_length=1, max_length=4096)
-    load_inplace: bool = Field(default=False, description="replace an adapter of this name")
+    load_inplace: bool = Field(default=False, description="replace the adapter of this name")
 
 
 class UnloadAdapterRequest(_Body):
@@ -234,11 +234,11 @@ class UnloadBundleRequest(_Body):
     bundle_name: str = Field(min_length=1, max_length=256)
 
 
-# Answers
+# Responses
 
 
 class ErrorBody(_Answer):
-    """What went wrong, in one sentence."""
+    """An error: one sentence, and a code for programs."""
 
     message: str
     type: str
@@ -247,20 +247,20 @@ class ErrorBody(_Answer):
 
 
 class ErrorAnswer(_Answer):
-    """Every error's answer."""
+    """Response of every error."""
 
     error: ErrorBody
 
 
 class TokenDetails(_Answer):
-    """Parts of the prompt's tokens."""
+    """Prompt tokens that were cached, and those of images."""
 
     cached_tokens: int = 0
     image_tokens: int = 0
 
 
 class UsageAnswer(_Answer):
-    """Tokens of a request."""
+    """Token counts of a request."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -269,7 +269,7 @@ class UsageAnswer(_Answer):
 
 
 class DetectionAnswer(_Answer):
-    """A box (x0, y0, x1, y1) in pixels of the image as it was sent."""
+    """A detected box (x0, y0, x1, y1), in pixels of the image as it was sent."""
 
     label: str
     confidence: float
@@ -301,13 +301,15 @@ class ValoraAnswer(_Answer):
     label: str | None = None
     confidence: float | None = None
     confidences: dict[str, float] = {}
-    mode: str | None = Field(default=None, description="unmerged, merged or mixture")
+    mode: str | None = Field(
+        default=None, description="inference mode of the last step: unmerged, merged or mixture"
+    )
     queue_seconds: float | None = None
     seconds: float | None = None
 
 
 class TopLogprob(_Answer):
-    """One of the likeliest tokens."""
+    """A token and its log probability."""
 
     token: str
     logprob: float
@@ -315,20 +317,20 @@ class TopLogprob(_Answer):
 
 
 class TokenLogprob(TopLogprob):
-    """The chosen token, and the likeliest ones."""
+    """The sampled token and the most likely tokens at its position."""
 
     top_logprobs: list[TopLogprob] = []
 
 
 class ChatLogprobs(_Answer):
-    """Log probabilities of an answer."""
+    """Log probabilities of the tokens of an answer."""
 
     content: list[TokenLogprob] | None = None
     refusal: list[TokenLogprob] | None = None
 
 
 class AnswerMessage(_Answer):
-    """The answer's turn."""
+    """Message with the answer."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None = None
@@ -336,7 +338,7 @@ class AnswerMessage(_Answer):
 
 
 class ChatChoice(_Answer):
-    """One answer."""
+    """One answer of ``/v1/chat/completions``."""
 
     index: int
     message: AnswerMessage
@@ -345,7 +347,7 @@ class ChatChoice(_Answer):
 
 
 class ChatAnswer(_Answer):
-    """Answer of ``/v1/chat/completions``."""
+    """Response of ``/v1/chat/completions``."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -358,7 +360,7 @@ class ChatAnswer(_Answer):
 
 
 class CompletionLogprobs(_Answer):
-    """Log probabilities of an answer."""
+    """Log probabilities of the tokens of an answer."""
 
     tokens: list[str] = []
     token_logprobs: list[float] = []
@@ -376,7 +378,7 @@ class CompletionChoice(_Answer):
 
 
 class CompletionAnswer(_Answer):
-    """Answer of ``/v1/completions``."""
+    """Response of ``/v1/completions``."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -406,7 +408,7 @@ class VisionResult(_Answer):
 
 
 class VisionAnswer(_Answer):
-    """Answer of ``/v1/vision/{domain}``: one result an image, in order."""
+    """Response of ``/v1/vision/{domain}``: one result per image, in order."""
 
     id: str
     object: Literal["vision.result"] = "vision.result"
@@ -423,7 +425,7 @@ class VisionAnswer(_Answer):
 
 
 class ModelCard(_Answer):
-    """Something that a request can name."""
+    """A model that requests can name: the base model, an adapter or a domain."""
 
     id: str
     object: Literal["model"] = "model"
@@ -446,20 +448,20 @@ class ModelCard(_Answer):
 
 
 class ModelList(_Answer):
-    """Answer of ``/v1/models``."""
+    """Response of ``/v1/models``."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 class Health(_Answer):
-    """Answer of ``/health`` and ``/ready``."""
+    """Response of ``/health`` and ``/ready``."""
 
     status: Literal["ok", "starting", "draining", "failed"]
 
 
 class Version(_Answer):
-    """Answer of ``/version``."""
+    """Response of ``/version``."""
 
     version: str
     base: str
@@ -469,14 +471,14 @@ class Version(_Answer):
 
 
 class Done(_Answer):
-    """Answer of an unload."""
+    """Response to an unload."""
 
     status: Literal["ok"] = "ok"
     message: str
 
 
 class Status(_Answer):
-    """Answer of ``/v1/status``: how the engine is doing, for the console."""
+    """Response of ``/v1/status``: state of the engine, as the console shows it."""
 
     ready: bool
     base: str
@@ -502,7 +504,7 @@ class Status(_Answer):
 
 
 class Loaded(_Answer):
-    """Answer of a load: what can be named now."""
+    """Response to a load: the models that were loaded."""
 
     status: Literal["ok"] = "ok"
     models: list[ModelCard]

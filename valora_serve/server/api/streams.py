@@ -1,4 +1,4 @@
-"""Server-sent events whose request to the engine ends with the client's connection."""
+"""Server-sent events; the request is cancelled when the client disconnects."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 
 
 class EventStream(Response):
-    """Events as they are made.
+    """Streamed response.
 
-    Nothing is sent before the first event is there, so that a request that cannot be answered gets
-    its proper status.
+    Nothing is sent before the first event, so that an error before it gets its own status code.
 
     Args:
-        events: Events, each the content of a ``data:`` line.
+        events: Events; each is the content of one ``data:`` line.
     """
 
     media_type = "text/event-stream"
@@ -36,8 +35,8 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
-        # A client that went away is told nothing.
+        """Send the events."""
+        # A client that disconnected gets no response.
         with contextlib.suppress(CancelledRequestError):
             await until_disconnect(receive, self._stream(send))
 

@@ -1,4 +1,4 @@
-"""Health, metrics, version, and what the console shows."""
+"""Health, metrics, version, status and the web console."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ _CSP = (
     "img-src 'self' data: blob:; media-src blob:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
 )
-_FAILED: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "Not now"}}
+_FAILED: dict[int | str, dict[str, Any]] = {
+    503: {"model": Health, "description": "The server is draining, or the engine has failed"}
+}
 
 
 def own_version() -> str:
-    """Version of this package."""
+    """Version of the package valora."""
     return _version("valora") or "0"
 
 
@@ -48,17 +50,19 @@ def memory_bytes() -> int:
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         return pages * resource.getpagesize()
-    except OSError:  # not Linux: the most that it ever was
+    except OSError:  # not Linux: peak memory instead
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return used if sys.platform == "darwin" else used * 1024
 
 
 def router(context: ServerContext) -> APIRouter:
-    """The routes of this file."""
+    """Routes for operators, and the web console."""
     routes = APIRouter(tags=["operations"])
     service, engine = context.service, context.service.engine
 
-    @routes.get("/health", response_model=Health, responses=_FAILED, summary="Does it live?")
+    @routes.get(
+        "/health", response_model=Health, responses=_FAILED, summary="Whether the engine runs"
+    )
     @allow(Access.OPEN)
     async def health() -> Response:
         if engine.healthy:
@@ -68,7 +72,7 @@ def router(context: ServerContext) -> APIRouter:
         )
 
     @routes.get(
-        "/ready", response_model=Health, responses=_FAILED, summary="Does it take requests?"
+        "/ready", response_model=Health, responses=_FAILED, summary="Whether requests are accepted"
     )
     @allow(Access.OPEN)
     async def ready() -> Response:
@@ -77,7 +81,7 @@ def router(context: ServerContext) -> APIRouter:
         state = Health(status="draining" if service.draining else "failed")
         return Response(state.model_dump_json(), 503, media_type="application/json")
 
-    @routes.get("/version", summary="Versions of what runs")
+    @routes.get("/version", summary="Versions of the server and its libraries")
     @allow(Access.OPEN)
     async def version() -> Version:
         return Version(
@@ -101,7 +105,7 @@ def router(context: ServerContext) -> APIRouter:
     @routes.get(
         "/v1/status",
         responses=error_answers(),
-        summary="How the engine is doing",
+        summary="State of the engine",
     )
     async def status() -> Status:
         stats = engine.stats()

@@ -37,11 +37,11 @@ _FORM_SCHEMA = {
     "additionalProperties": False,
     "properties": {
         "image": {"type": "array", "items": {"type": "string", "format": "binary"},
-                  "description": "each is answered on its own; `images` means the same"},
+                  "description": "each image gets its own result; `images` is the same field"},
         "video": {"type": "string", "format": "binary"},
         "frames": {"type": "array", "items": {"type": "string", "format": "binary"},
-                   "description": "a video's frames, in order"},
-        "prompt": {"type": "string", "description": "the domain's own if absent"},
+                   "description": "frames of a video, in order"},
+        "prompt": {"type": "string", "description": "prompt; the domain's own by default"},
         "min_score": {"type": "number", "minimum": 0, "maximum": 1},
         "max_tokens": {"type": "integer", "minimum": 1},
         "deadline": {"type": "number", "minimum": 0.001, "maximum": 86400},
@@ -55,7 +55,13 @@ _SCHEMAS = {
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a request holds, read."""
+    """A parsed request.
+
+    Attributes:
+        fields: Fields of the request.
+        images: Decoded images.
+        video: Decoded frames of the video, None if there is none.
+    """
 
     fields: VisionRequest
     images: list[Image]
@@ -63,7 +69,7 @@ class _Asked:
 
 
 def router(context: ServerContext) -> APIRouter:
-    """The routes of this file."""
+    """Route of the vision endpoint."""
     routes = APIRouter(tags=["vision"])
 
     @routes.post(
@@ -74,7 +80,7 @@ def router(context: ServerContext) -> APIRouter:
         summary="Ask a domain about one or many images, or a video",
     )
     async def vision(
-        request: Request, domain: Annotated[str, Path(description="a domain's name")]
+        request: Request, domain: Annotated[str, Path(description="name of a domain")]
     ) -> Response:
         since = time.monotonic()
         model = _domain(context, domain)
@@ -137,7 +143,7 @@ async def _from_form(request: Request, context: ServerContext, pixels: Pixels) -
                 values[name] = item
             else:
                 raise RequestError(
-                    f"The form has a field {name[:50]!a} that is not read here (or twice): the "
+                    f"The form has an unknown or repeated field {name[:50]!a}: the "
                     f"files are {', '.join(sorted(_FILES))}, the rest {', '.join(_FIELDS)}"
                 )
     images = files["image"] + files["images"]
@@ -178,7 +184,7 @@ def _said(error: ValidationError) -> str:
 def _requests(
     context: ServerContext, model: ServedModel, asked: _Asked, since: float
 ) -> list[types.Request]:
-    """One request to the engine an image, or one for the video."""
+    """Requests to the engine: one for each image, or one for the video."""
     fields = asked.fields
     messages = None
     if fields.prompt is not None:

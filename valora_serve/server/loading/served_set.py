@@ -1,4 +1,4 @@
-"""What is loaded at run time; remembered, so that a restart restores it."""
+"""Loads and unloads adapters and bundles at run time, and restores them after a restart."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class _State(BaseModel):
-    """What the state file holds: folders by name, and what was unloaded though it is named."""
+    """Content of the state file.
+
+    Attributes:
+        adapters: Folders of adapters loaded at run time, by name.
+        bundles: Folders of bundles loaded at run time, by name.
+        unloaded: Bundles of the command line that were unloaded at run time.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -35,13 +41,13 @@ class _State(BaseModel):
 
 
 class ServedSet:
-    """Loads and unloads at run time, one after another, and remembers it.
+    """Loads and unloads at run time, one request at a time, and records it in the state file.
 
     Args:
-        engine: The engine.
-        folder: Folder below which everything lies that may be loaded; None for nothing.
-        state_file: Where it is remembered.
-        replay: Replays a bundle's golden examples; raises if they come out differently.
+        engine: Engine that serves the adapters and bundles.
+        folder: Folder that they can be loaded from; None if nothing can be loaded.
+        state_file: The state file.
+        replay: Replays a bundle's golden examples; raises if they are not reproduced.
     """
 
     def __init__(
@@ -61,10 +67,10 @@ class ServedSet:
         self._lock = asyncio.Lock()
 
     def read(self) -> list[str]:
-        """Read what an earlier run remembered.
+        """Read the state file of an earlier run.
 
         Returns:
-            Names of bundles that were unloaded, although the command line may name them.
+            Names of bundles of the command line that were unloaded.
 
         Raises:
             SettingsError: The file is damaged.
@@ -80,13 +86,12 @@ class ServedSet:
         return list(self._state.unloaded)
 
     async def restore(self) -> list[str]:
-        """Load again what was loaded at run time.
+        """Load what earlier runs loaded at run time.
 
-        What cannot be loaded any more is left out, said in the log, and tried again at the next
-        start.
+        What cannot be loaded is logged, left out, and tried again at the next start.
 
         Returns:
-            What could not be loaded, a sentence each.
+            A sentence for each adapter or bundle that could not be loaded.
         """
         problems = []
         for name, path in self._state.bundles.items():
@@ -106,10 +111,15 @@ class ServedSet:
         return problems
 
     async def load_adapter(self, name: str, path: str, *, replace: bool) -> ServedModel:
-        """Load a PEFT folder under a name.
+        """Load a PEFT adapter.
+
+        Args:
+            name: Name that requests will use.
+            path: Folder of the adapter, absolute or relative to the adapter folder.
+            replace: Whether an adapter of this name that was loaded at run time is replaced.
 
         Raises:
-            AdapterError: It lies elsewhere, or cannot be served.
+            AdapterError: The path is outside the adapter folder, or the adapter is invalid.
             BusyError: The name is taken.
         """
         async with self._lock:
@@ -127,11 +137,11 @@ class ServedSet:
             return made
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter.
+        """Unload an adapter.
 
         Raises:
-            UnknownModelError: There is none of this name.
-            BusyError: A bundle's domains need it.
+            UnknownModelError: There is no adapter of this name.
+            BusyError: Domains of a bundle use the adapter.
         """
         async with self._lock:
             await self._engine.unload_adapter(name)
@@ -139,10 +149,10 @@ class ServedSet:
                 self._write()
 
     async def load_bundle(self, path: str) -> list[ServedModel]:
-        """Load a bundle, golden examples replayed.
+        """Load a bundle and replay its golden examples.
 
         Raises:
-            AdapterError: It lies elsewhere, or cannot be served.
+            AdapterError: The path is outside the adapter folder, or the bundle is invalid.
         """
         async with self._lock:
             folder = self._checked(path)
@@ -157,10 +167,10 @@ class ServedSet:
             return made
 
     async def unload_bundle(self, name: str) -> None:
-        """Forget a bundle and its domains.
+        """Unload a bundle with its domains.
 
         Raises:
-            UnknownModelError: There is none of this name.
+            UnknownModelError: There is no bundle of this name.
         """
         async with self._lock:
             known = {model.bundle for model in self._engine.models() if model.bundle}
@@ -187,13 +197,13 @@ class ServedSet:
             except ValoraError:
                 name = _bundle_name(made, folder)
                 await self._engine.unload_bundle(name)
-                if name in before:  # it replaced another version, which did answer as promised
+                if name in before:  # it replaced another version, which is restored
                     await self._engine.load_bundle(before[name])
                 raise
         return made
 
     def _checked(self, path: str) -> Path:
-        """The folder that a path names, links resolved, if it and all in it lie below ours."""
+        """The folder of a path, links resolved; all of it must be in the adapter folder."""
         if self._folder is None:
             raise AdapterError("Nothing can be loaded at run time: start with --adapter-folder")
         outside = AdapterError(
@@ -219,7 +229,7 @@ class ServedSet:
         return folder
 
     def _write(self) -> None:
-        """Put the state onto the disk such that a kill leaves the old or the new one."""
+        """Write the state file atomically: after a crash it has its old or its new content."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
         partial = self._file.with_name(self._file.name + ".partial")
         with partial.open("w", encoding="utf-8") as file:
@@ -235,7 +245,7 @@ class ServedSet:
 
 
 def _check_adapter(folder: Path) -> None:
-    """Make sure that a folder is a PEFT adapter in safetensors, and nothing that runs code."""
+    """Check that a folder is a PEFT adapter in safetensors and holds no pickle files."""
     pickles = sorted(item.name for item in folder.iterdir() if item.suffix.lower() in PICKLES)
     if pickles:
         raise AdapterError(

@@ -1,4 +1,4 @@
-"""From names on the command line to a checked set of things that are served."""
+"""Finds and loads the bundles that the command line names."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _DOWNLOAD_SECONDS = 1800
 
 @dataclass(frozen=True)
 class Served:
-    """What came of a start.
+    """Result of loading.
 
     Attributes:
-        models: What can be named.
-        examples: Golden examples that were reproduced.
-        left_out: What is not served although it was once, a sentence each.
+        models: Models that requests can name.
+        examples: Number of golden examples that were reproduced.
+        left_out: A sentence for each adapter or bundle that could not be loaded again.
     """
 
     models: list[ServedModel]
@@ -43,14 +43,14 @@ class Served:
 
 
 def find_bundles(names: Sequence[str], downloads: Path) -> list[Path]:
-    """Folders of the bundles that are named.
+    """Find the folders of bundles.
 
     Args:
         names: Bundle folders, folders of bundles, or MLflow URIs (``models:/valora-detection/1``).
-        downloads: Where to put what comes from MLflow.
+        downloads: Folder for bundles that are downloaded from MLflow.
 
     Raises:
-        SettingsError: One of them is no bundle.
+        SettingsError: A name leads to no bundle.
     """
     found: list[Path] = []
     for name in names:
@@ -64,7 +64,7 @@ def find_bundles(names: Sequence[str], downloads: Path) -> list[Path]:
         if (folder / MANIFEST).is_file():
             found.append(folder)
         elif inside:
-            # A folder of bundles: older versions (`name@1`) stand beside the ones to serve.
+            # In a folder of bundles, older versions (`name@1`) lie beside those to serve.
             found += [item for item in inside if "@" not in item.name and item.name[0] != "."]
         else:
             raise SettingsError(
@@ -74,7 +74,7 @@ def find_bundles(names: Sequence[str], downloads: Path) -> list[Path]:
 
 
 def _download(uri: str, downloads: Path) -> Path:
-    """Fetch a bundle from MLflow, by its command: the server itself does without MLflow."""
+    """Download a bundle from MLflow with its command; the server does not import MLflow."""
     if importlib.util.find_spec("mlflow") is None:
         raise SettingsError(f"{uri} needs MLflow: pip install mlflow, or name a bundle's folder")
     downloads.mkdir(parents=True, exist_ok=True)
@@ -103,17 +103,17 @@ async def load_all(
     warm_up: Callable[[], Awaitable[None]],
     replay: bool,
 ) -> Served:
-    """Load the bundles of the command line, and what was loaded at run time before.
+    """Load the bundles of the command line, and those that an earlier run loaded at run time.
 
     Args:
-        engine: The engine.
-        bundles: Folders.
-        served: Remembers run-time loads and unloads.
-        warm_up: Readies the engine for requests, once it knows its adapters.
-        replay: Replay golden examples.
+        engine: Engine that loads them.
+        bundles: Folders of the bundles.
+        served: Record of what was loaded and unloaded at run time.
+        warm_up: Prepares the engine for requests once the bundles are loaded.
+        replay: Whether to replay golden examples.
 
     Raises:
-        AdapterError: A bundle cannot be served, or answers differently here.
+        AdapterError: A bundle cannot be loaded, or a golden example is not reproduced.
     """
     unloaded = served.read()
     loaded = []
@@ -139,7 +139,7 @@ async def load_all(
 
 
 def table(served: Served) -> Table:
-    """What is served, for people."""
+    """Table of the served models, for the terminal."""
     from rich.table import Table
 
     shown = Table(title="Served", title_justify="left", header_style="bold")

@@ -1,4 +1,4 @@
-"""Logs: one line an event, each with the request's id; no key and no content ever."""
+"""Logs: one line per event with the request's id, without API keys or content of requests."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _SOUND_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def accepted_id(sent: str | None) -> str:
-    """The id that a client sent, if it is a sound one; else a new one."""
+    """The request id that a client sent if it is valid, otherwise a new one."""
     if sent is not None and _SOUND_ID.fullmatch(sent):
         return sent
     return new_id()
 
 
 def new_id() -> str:
-    """An id that nobody else has."""
+    """A new unique id."""
     return secrets.token_hex(12)
 
 
@@ -53,12 +53,12 @@ class _Formatter(logging.Formatter):
 
 
 def _one_line(value: Any) -> str:
-    """A value that cannot begin a line of its own (log injection)."""
+    """The value without line breaks, which would allow log injection."""
     return str(value).encode("unicode_escape").decode("ascii")
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
-    """Writes to stderr, wherever that leads at the time."""
+    """Handler that writes to the current `sys.stderr`."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
@@ -69,7 +69,7 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
 
 def set_up(level: str, form: str) -> None:
-    """Send our log and uvicorn's to stderr.
+    """Send the logs of valora_serve and uvicorn to stderr.
 
     Args:
         level: debug, info, warning or error.

@@ -1,4 +1,4 @@
-"""What Prometheus gets: the names that dashboards of other servers use, with prefix valora_."""
+"""Metrics for Prometheus, named as those of vLLM with the prefix valora_."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
     from valora_serve.types import EngineClient, Output
 
-MOST_LABELS = 200  # distinct models that get series of their own; the rest is "other"
+MOST_LABELS = 200  # models with series of their own; all others share the label "other"
 _SHORT = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5)  # fmt: skip
 _LONG = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120)  # fmt: skip
 
 
 class Metrics:
-    """All of a server's metrics, in a registry of their own.
+    """Metrics of a server, in a registry of their own.
 
     Args:
-        engine: Asked for its state whenever metrics are.
+        engine: Engine whose state is read at every scrape.
     """
 
     def __init__(self, engine: EngineClient) -> None:
@@ -40,7 +40,7 @@ class Metrics:
         make: dict[str, Any] = {"registry": self.registry}
         self._first = Histogram(
             "valora_time_to_first_token_seconds", "From arrival to the first token or the head's "
-            "answer.", label, buckets=_LONG, **make,
+            "result.", label, buckets=_LONG, **make,
         )  # fmt: skip
         self._between = Histogram(
             "valora_inter_token_latency_seconds", "Between tokens of an answer.", label,
@@ -55,21 +55,24 @@ class Metrics:
             buckets=_LONG, **make,
         )  # fmt: skip
         self._ended = Counter(
-            "valora_request_success_total", "Requests that were answered, by why they ended.",
+            "valora_request_success_total", "Requests that succeeded, by finish reason.",
             ["model_name", "finished_reason"], **make,
         )  # fmt: skip
         self._failed = Counter(
-            "valora_request_failure_total", "Requests that were not answered, by error code.",
+            "valora_request_failure_total", "Requests that failed, by error code.",
             ["code"], **make,
         )  # fmt: skip
         self._tokens_in = Counter(
             "valora_request_prompt_tokens_total",
-            "Prompt tokens of answered requests.",
+            "Prompt tokens of requests that succeeded.",
             label,
             **make,
         )
         self._tokens_out = Counter(
-            "valora_request_generation_tokens_total", "Tokens of answers.", label, **make
+            "valora_request_generation_tokens_total",
+            "Generated tokens of requests that succeeded.",
+            label,
+            **make,
         )
         self._http = Counter(
             "valora_http_requests_total", "HTTP requests.", ["path", "method", "status"], **make
@@ -83,12 +86,12 @@ class Metrics:
         PlatformCollector(registry=self.registry)
 
     def ended(self, model: str, output: Output, tokens_at: list[float]) -> None:
-        """Count a request that was answered.
+        """Count a request that succeeded.
 
         Args:
-            model: A name that is served.
-            output: The last output.
-            tokens_at: When each token came out, seconds of `time.monotonic`.
+            model: Name of the model.
+            output: Last output of the request.
+            tokens_at: When each token was generated, in seconds of `time.monotonic`.
         """
         name = self._bounded(model)
         self._ended.labels(name, str(output.finish)).inc()
@@ -109,16 +112,23 @@ class Metrics:
                 between.observe(after - before)
 
     def failed(self, code: str) -> None:
-        """Count a request that was not answered, by its error's code."""
+        """Count a request that failed, by its error code."""
         self._failed.labels(code).inc()
 
     def http(self, path: str, method: str, status: int, seconds: float) -> None:
-        """Count an HTTP request; `path` is the route's pattern."""
+        """Count an HTTP request.
+
+        Args:
+            path: Path pattern of the route.
+            method: HTTP method.
+            status: Status code of the response.
+            seconds: Duration of the request in seconds.
+        """
         self._http.labels(path, method, str(status)).inc()
         self._http_seconds.labels(path).observe(seconds)
 
     def text(self) -> bytes:
-        """Everything, in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return bytes(generate_latest(self.registry))
 
     def _bounded(self, model: str) -> str:
@@ -131,7 +141,7 @@ class Metrics:
 
 
 class _EngineState(Collector):
-    """Reads the engine's own counters when Prometheus asks."""
+    """Reads the engine's counters at every scrape."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
@@ -140,26 +150,24 @@ class _EngineState(Collector):
         stats = self._engine.stats()
         pages = max(1, stats.pages_total)
         for name, text, value in (
-            ("num_requests_running", "Requests that hold memory.", stats.running),
+            ("num_requests_running", "Requests that hold pages.", stats.running),
             ("num_requests_waiting", "Requests in the engine's queue.", stats.waiting),
             ("kv_cache_usage_ratio", "Share of the pages that holds keys and values.",
              stats.pages_kv / pages),
             ("adapter_cache_usage_ratio", "Share of the pages that holds adapters.",
              stats.pages_adapters / pages),
             ("pages", "Pages of the unified memory.", stats.pages_total),
-            ("pages_free", "Pages that are free.", stats.pages_free),
+            ("pages_free", "Free pages, cached ones included.", stats.pages_free),
             ("adapters_resident", "Adapters on the device.", len(stats.adapters_resident)),
-            ("adapters_known", "Adapters that can be asked for.", stats.adapters_known),
+            ("adapters_known", "Adapters that requests can name.", stats.adapters_known),
         ):  # fmt: skip
             yield GaugeMetricFamily(f"valora_{name}", text, value=value)
-        mode = GaugeMetricFamily(
-            "valora_mode", "1 for the mode that the last step ran in.", labels=["mode"]
-        )
+        mode = GaugeMetricFamily("valora_mode", "1 for the mode of the last step.", labels=["mode"])
         for item in Mode:
             mode.add_metric([str(item)], float(item == stats.mode))
         yield mode
         yield InfoMetricFamily(
-            "valora_merged_adapter", "The adapter in the base weights.",
+            "valora_merged_adapter", "The adapter that is merged into the base weights.",
             value={"adapter": stats.merged_adapter or ""},
         )  # fmt: skip
         for name, text, count in (
@@ -167,7 +175,7 @@ class _EngineState(Collector):
             ("engine_steps", "Engine steps.", stats.steps),
             ("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated.", stats.generated_tokens),
-            ("num_preemptions", "Requests that lost their memory and were computed again.",
+            ("num_preemptions", "Requests that were preempted and recomputed.",
              stats.preemptions),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
              stats.prefix_queries),

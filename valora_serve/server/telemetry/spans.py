@@ -1,4 +1,4 @@
-"""Optional OpenTelemetry: a span for every request to the engine, within the caller's trace."""
+"""OpenTelemetry spans: one for every request to the engine, child of the caller's span."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Tracer:
-    """Makes spans, if a collector is named."""
+    """Makes spans; without a provider, it does nothing."""
 
     def __init__(self, provider: Any = None) -> None:
         self._provider = provider
@@ -22,7 +22,7 @@ class Tracer:
 
     @classmethod
     def to(cls, endpoint: str | None) -> Tracer:
-        """Send spans to an OTLP collector; nowhere if None.
+        """Tracer that sends spans to an OTLP collector, or nowhere if `endpoint` is None.
 
         Raises:
             SettingsError: OpenTelemetry is not installed.
@@ -45,7 +45,7 @@ class Tracer:
 
     @contextlib.contextmanager
     def span(self, model: str, headers: Mapping[str, str]) -> Iterator[Span]:
-        """A span of a request, below the one that the headers name."""
+        """Span of a request, as a child of the span that its headers name."""
         if self._tracer is None:
             yield Span(None)
             return
@@ -59,19 +59,19 @@ class Tracer:
             yield Span(span)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the spans that are left."""
         if self._provider is not None:
             self._provider.shutdown()
 
 
 class Span:
-    """A request's span, or none."""
+    """Span of a request, or nothing if spans are off."""
 
     def __init__(self, span: Any) -> None:
         self._span = span
 
     def ended(self, output: Output) -> None:
-        """Note what the last output says."""
+        """Set the attributes that the last output of the request gives."""
         if self._span is None:
             return
         facts: dict[str, Any] = {

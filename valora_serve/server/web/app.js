@@ -1,12 +1,12 @@
 "use strict";
-// The console: asks the same API as any other client.
+// The console uses the same API as any other client.
 
 const el = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 const HUES = [165, 25, 265, 200, 330, 55, 95, 230];
 let models = [];
 let media = null; // {file, url, video}
-let running = null; // AbortController of the request under way
+let running = null; // AbortController of the running request
 
 function headers(extra = {}) {
   const key = sessionStorage.getItem("valora-key");
@@ -17,13 +17,13 @@ async function call(path, options = {}) {
   const response = await fetch(path, { ...options, headers: headers(options.headers) });
   if (response.status === 401) {
     askForKey();
-    throw new Error("The server asks for an API key.");
+    throw new Error("This server requires an API key.");
   }
   if (!response.ok) {
     let said = `${response.status} ${response.statusText}`;
     try {
       said = (await response.json()).error.message;
-    } catch { /* no JSON: the status has to do */ }
+    } catch { /* not JSON: the status is shown */ }
     throw new Error(said);
   }
   return response;
@@ -41,7 +41,7 @@ el("key-form").addEventListener("submit", (event) => {
   start();
 });
 
-// What can be asked
+// The models
 
 async function loadModels() {
   const listed = (await (await call("v1/models")).json()).data;
@@ -75,13 +75,13 @@ function describe() {
   if (model.accuracy !== null) parts.push(`${model.metric} ${model.accuracy.toFixed(3)} promised`);
   if (model.labels.length) parts.push(model.labels.slice(0, 12).join(", "));
   el("about").textContent = parts.join(" · ");
-  el("prompt").placeholder = model.prompt || (model.kind === "domain" ? "the domain's own" : "ask something");
+  el("prompt").placeholder = model.prompt || (model.kind === "domain" ? "the domain's own prompt" : "write a prompt");
   el("least-field").hidden = model.head !== "detection";
 }
 
 el("model").addEventListener("change", describe);
 
-// The confidence from which boxes are given; the domain's own until it is moved.
+// Least confidence of a box; the domain's own until the slider is moved.
 let least = null;
 el("least").value = 0.5;
 el("least-value").textContent = "the domain's own";
@@ -133,7 +133,7 @@ document.addEventListener("drop", (event) => {
 });
 document.addEventListener("paste", (event) => take(event.clipboardData.files[0]));
 
-// Asking
+// Requests
 
 el("ask").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -188,7 +188,7 @@ async function askHead(model, prompt, began) {
   const result = answer.results[0];
   if (result.detections) drawBoxes(result);
   else listLabels(result);
-  took(began, `in the server ${milliseconds(answer.seconds * 1000)}, mode ${answer.mode}`);
+  took(began, `${milliseconds(answer.seconds * 1000)} in the server, ${answer.mode} mode`);
 }
 
 async function askLanguageModel(model, prompt, began) {
@@ -224,7 +224,7 @@ async function askLanguageModel(model, prompt, began) {
   }
   const parts = [];
   if (first !== null) parts.push(`first token after ${milliseconds(first)}`);
-  if (usage) parts.push(`${usage.prompt_tokens} tokens in, ${usage.completion_tokens} out`);
+  if (usage) parts.push(`${usage.prompt_tokens} prompt tokens, ${usage.completion_tokens} generated`);
   el("figure").hidden = false;
   if (!media) {
     el("picture").hidden = true;
@@ -258,7 +258,7 @@ function dataUrl(file) {
   });
 }
 
-// The answer
+// The result
 
 function colour(label) {
   const labels = chosen().labels;
@@ -293,7 +293,7 @@ function drawBoxes(result) {
   const rows = result.detections.map((found) => [
     found.label, found.confidence, found.box.map((value) => value.toFixed(1)).join(", "),
   ]);
-  if (!rows.length) say("Nothing found at this confidence.");
+  if (!rows.length) say("No object was found at this confidence.");
   else table(["label", "confidence", "box (x0, y0, x1, y1)"], rows);
 }
 
@@ -342,7 +342,7 @@ function say(text) {
 }
 
 function took(began, more) {
-  el("timing").textContent = `${milliseconds(performance.now() - began)} in all${more ? `; ${more}` : ""}`;
+  el("timing").textContent = `${milliseconds(performance.now() - began)} in total${more ? `; ${more}` : ""}`;
 }
 
 function fail(text) {
@@ -384,7 +384,7 @@ async function refresh() {
     el("p-kv").style.width = `${(100 * now.pages_kv) / total}%`;
     el("p-adapters").style.width = `${(100 * now.pages_adapters) / total}%`;
     el("pages-said").textContent =
-      `${now.pages_kv} keys and values, ${now.pages_adapters} adapters, ${now.pages_free} free of ${now.pages_total} pages`;
+      `${now.pages_kv} KV cache, ${now.pages_adapters} adapters, ${now.pages_free} free of ${now.pages_total} pages`;
   } catch {
     el("state").textContent = "not reachable";
   }

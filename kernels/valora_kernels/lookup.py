@@ -145,7 +145,7 @@ class Table:
         )
 
     def save(self, path: Path, **about: object) -> None:
-        """Write the table as JSON, one shape a line; `about` says how it was measured."""
+        """Write the table as JSON, one shape per line; `about` says how it was measured."""
         tilings = sorted(set(self.entries.values()), key=str)
         number = {tiling: i for i, tiling in enumerate(tilings)}
         columns = list(Shape.__dataclass_fields__)

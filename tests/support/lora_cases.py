@@ -12,7 +12,7 @@ from valora_kernels.weights import LoraWeights
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
-"""Where the parity tests run: in Triton's interpreter, or compiled on a GPU."""
+"""Device of the parity tests: `cpu` for Triton's interpreter, or a GPU."""
 
 needs_triton = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()),
@@ -25,7 +25,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
 @dataclass
 class Case:
-    """Inputs of one call and what it takes to compute it by hand."""
+    """Inputs of one call, and what the expected result is computed from."""
 
     x: torch.Tensor
     ys: list[torch.Tensor]
@@ -39,7 +39,7 @@ class Case:
     b: list[list[torch.Tensor]]  # [slot][projection] [out, rank]
 
     def expected(self, *, add: bool = True) -> list[torch.Tensor]:
-        """Every row on its own, in fp64, as the formula says."""
+        """The result in fp64, computed row by row."""
         found = []
         for p, y in enumerate(self.ys):
             total = y.double().clone() if add else torch.zeros_like(y, dtype=torch.float64)

@@ -104,7 +104,7 @@ def anchors() -> Iterator[Case]:
 
 
 def off_grid() -> Iterator[Case]:
-    """Shapes between and beside the csv's."""
+    """Shapes that the csv does not have."""
     for rows, adapters in ((7, 3), (24, 8), (48, 32), (100, 10), (190, 24), (700, 6), (3000, 40)):
         for ranks in ((8,), (32,), (64,), (128,), MIXED):
             yield Case("between", rows, [ranks[i % len(ranks)] for i in range(adapters)])
@@ -258,12 +258,12 @@ class Ceilings:
         self.flops_per_us = 2 * 8192**3 / us
 
     def floor(self, work: Workload) -> float:
-        """max(bytes / bandwidth, flops / rate), microseconds."""
+        """Lower bound of a call in microseconds: max(bytes / bandwidth, flops / rate)."""
         return max(work.bytes / self.bytes_per_us, work.flops / self.flops_per_us)
 
 
 def measure(case: Case, ceilings: Ceilings, *, with_peers: bool, repeats: int) -> Result:
-    """One case: ours, the base GEMM and the peers on the same inputs."""
+    """Time our operator, the base product and the peers on the same inputs."""
     work = Workload(
         spread(case.rows, len(case.ranks), case.popularity),
         case.ranks,
@@ -341,12 +341,12 @@ def compile_ahead(cases: list[Case]) -> None:
 
 
 def geometric_mean(values: list[float]) -> float:
-    """exp of the mean logarithm; NaN of nothing."""
+    """Geometric mean; NaN for an empty list."""
     return float(np.exp(np.mean(np.log(values)))) if values else float("nan")
 
 
 def report(results: list[Result], lines: list[str]) -> None:
-    """The first table as Markdown, and its summary."""
+    """Write the first table as Markdown, and its summary."""
     names = sorted({name for r in results for name in r.peers})
     head = ["case", "floor", "base", "ours", "best", "ours/best", "by", "eager", "error", *names]
     lines += ["", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -384,7 +384,7 @@ def report(results: list[Result], lines: list[str]) -> None:
 
 
 def projection_totals(lines: list[str], repeats: int) -> list[dict[str, float]]:
-    """x·W + LoRA over x·W alone, rank 64, 16 adapters."""
+    """Time x·W + LoRA relative to x·W alone, with 16 adapters of rank 64."""
     found = []
     lines += [
         "",
@@ -454,7 +454,7 @@ def peft_merge_time(layers: int, rank: int) -> float:
 
 
 def merging(lines: list[str]) -> dict[str, float]:
-    """Merge of rank 64 into q, k, v, o of 32 layers of width 4096."""
+    """Time the merge of rank 64 into q, k, v and o of 32 layers of width 4096."""
     layers, rank = 32, 64
     shapes = {f"{layer}.{p}": (WIDTH, WIDTH) for layer in range(layers) for p in "qkvo"}
     merged = MergeableWeights(shapes, dtype=torch.bfloat16, device="cuda")

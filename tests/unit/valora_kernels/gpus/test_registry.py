@@ -1,8 +1,7 @@
-"""Records of GPUs: built-in, of other packages, and read from the driver where there is none."""
+"""Records of GPUs: the built-in ones, and those of other packages."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from valora_kernels.arrangements.registry import arrangement
 from valora_kernels.atmm import shape_of, table_choice
 from valora_kernels.gpus.detect import gpu_of
 from valora_kernels.gpus.registry import GPUS, recorded
-from valora_kernels.lookup import LookupMode, Table, choose
+from valora_kernels.lookup import Table, choose
 from valora_kernels.project import product_tiling, project_tiling
 from valora_kernels.registry import UnknownNameError
 from valora_kernels.tiling import Shape, Tiling
@@ -84,49 +83,3 @@ def test_unknown_gpus_are_refused_by_name_and_the_known_ones_listed() -> None:
 )
 def test_records_describe_devices_by_name(name: str, found: bool) -> None:
     assert (recorded(name) is GPUS["nvidia_h200"]) is found
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-def test_a_gpu_without_a_record_is_read_from_the_driver(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capability: tuple[int, int]
-) -> None:
-    properties = SimpleNamespace(
-        multi_processor_count=108,
-        shared_memory_per_block_optin=163 << 10,
-        major=capability[0],
-        minor=capability[1],
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA Abacus 80GB")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    with caplog.at_level("WARNING"):
-        gpu = gpu_of(torch.device("cuda"))
-        assert gpu_of(torch.device("cuda")) is gpu
-    assert caplog.text.count("NVIDIA Abacus 80GB has no record") == 1
-    assert (gpu.processors, gpu.shared_memory, gpu.capability) == (108, 152 << 10, capability)
-    assert gpu.table is not None
-    assert gpu.table.name == "nvidia_abacus_80gb.json"
-    assert gpu.direct == GPUS["nvidia_h200"].direct
-    assert choose(gpu, SHAPE).mode is LookupMode.DEFAULT
-    # Our own base products need the shared memory of GPUs of compute capability 9 and 10.
-    assert (project_tiling(gpu, 64, (4096,)) is not None) is (capability[0] == 9)
-
-
-def test_the_h200_computes_few_rows_by_own_products() -> None:
-    gpu = GPUS["nvidia_h200"]
-    for rows, outputs, tile in (
-        (16, (4096,), (16, 32)),
-        (17, (4224,), (64, 32)),
-        (64, (4096, 4096, 4096), (64, 64)),
-        (128, (4096,), (64, 64)),
-        (256, (4096,), (64, 128)),
-        (1024, (4096,), (128, 256)),
-    ):
-        tiling = project_tiling(gpu, rows, outputs)
-        assert tiling is not None
-        assert (tiling.rows, tiling.outputs, tiling.fold) == (*tile, rows == 1024)
-    assert project_tiling(gpu, 16, (1024, 1024)) is None  # too few columns
-    assert project_tiling(gpu, 257, (4096,)) is None
-    assert project_tiling(gpu, 200, (12288,)) is None  # y is too large
-    assert project_tiling(gpu, 1024, (2048, 2048)) is None
-    assert product_tiling(gpu, 16, 8192) != product_tiling(gpu, 16, 4096) is not None
-    assert product_tiling(gpu, 17, 8192) is product_tiling(gpu, 0, 8192) is None

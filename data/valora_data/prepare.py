@@ -1,4 +1,4 @@
-"""From a source to the splits of a domain on disk, a sample at a time."""
+"""Writes the splits of a domain to disk, sample by sample."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def prepare(
     seed: int = 0,
     on_sample: Callable[[int], None] | None = None,
 ) -> dict[Split, int]:
-    """Write every split of a domain as a shard; no more than a few samples are held in memory.
+    """Write every split of a domain as a shard; only a few samples are in memory at a time.
 
-    Splits that the source does not name are taken out of what it has under None, in proportion to
-    their fractions. Samples of the unlabelled split lose their answers, which go to `TRUTH` if
-    there are any: nothing learns from those; they tell how well a teacher labels.
+    Splits that the source does not have are taken from its part without a split (key None), in
+    proportion to their fractions. Answers of the unlabelled split are removed and kept in `TRUTH`:
+    nothing is trained on them; they measure how well a teacher labels.
 
     Args:
         splits: From `valora_data.sources.registry.open_source`.
         labels: The domain's labels; empty where answers are language.
         fractions: Share of each split that the source may not name; 0.25 where none is given.
         folder: Where the shards go, named after the splits.
-        seed: Of the division.
+        seed: Seed of the division.
         on_sample: Called with the number of samples so far.
 
     Returns:
-        How many samples each split has.
+        Number of samples of each split.
 
     Raises:
         DataError: If a split would be empty or shares an image with another, a label is stray, or

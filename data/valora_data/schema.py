@@ -1,4 +1,4 @@
-"""What a domain asks for and what a sample answers: the types that every stage shares."""
+"""Domains, samples, answers and boxes: the types that all stages share."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ CHOICE_TASKS = frozenset({Task.CLASSIFICATION, Task.VIDEO, Task.VQA, Task.COUNTI
 
 
 class Split(StrEnum):
-    """Roles of samples: teachers learn from `train`, the LMM from `unlabelled` (through a teacher).
+    """Role of a sample.
 
-    Decisions are taken on `val`; what a bundle promises is measured once on `test`.
+    Teachers are trained on `train`, the LMM on `unlabelled` (labelled by a teacher). Decisions are
+    made on `val`; the accuracy that a bundle promises is measured once on `test`.
     """
 
     TRAIN = "train"
@@ -67,7 +68,7 @@ class Box:
         x1: Right edge, greater than `x0`.
         y1: Bottom edge, greater than `y0`.
         label: Name of the class, one of the domain's labels; for grounding the phrase.
-        confidence: 1 for a label made by people, the teacher's score otherwise.
+        confidence: 1 for a ground-truth box, otherwise the teacher's or the model's confidence.
     """
 
     x0: float
@@ -90,15 +91,15 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is known about one sample; a task fills the fields that it needs.
+    """The true or predicted answer for one sample; each task fills its own fields.
 
     Attributes:
         boxes: Objects (detection), or what a phrase refers to (grounding).
         label: One of the domain's labels (classification, video).
         soft: A probability for each of the domain's labels, in their order; empty if unknown.
-        answers: What annotators answered to the sample's question, equal ones repeated (VQA).
+        answers: Answers of all annotators, repeated ones included (VQA).
         captions: Reference captions.
-        count: How many there are (counting).
+        count: Number of objects (counting).
     """
 
     boxes: tuple[Box, ...] = ()
@@ -121,7 +122,7 @@ class Answer:
     def choice(self) -> str | None:
         """The answer as one of a closed set: label, count as digits, or commonest VQA answer.
 
-        Of equally common answers the first counts. None if nothing of this is known.
+        Ties go to the first answer. None if the answer has none of these.
         """
         if self.label is not None:
             return self.label
@@ -132,13 +133,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One image, several images or the frames of a video, with what is known about them.
+    """One image, several images or the frames of a video, with their answer.
 
     Attributes:
         id: Unique and stable within the domain and split, e.g. ``person/val/00012``.
         image: RGB image; the first one if there are several.
-        answer: The truth, or what a teacher says.
-        prompt: This sample's own question or phrase; None where the domain's prompt asks for all.
+        answer: The true answer, or a teacher's.
+        prompt: This sample's own question or phrase; None to use the domain's prompt.
         rest: The images or frames after the first, in order.
     """
 
@@ -159,15 +160,15 @@ class Domain:
     """One unit of knowledge that an application asks for (VaLoRA §4.2).
 
     Attributes:
-        name: Identifier, e.g. ``license_plate``; file, adapter and API names are made of it.
-        task: Its task type.
+        name: Identifier, e.g. ``license_plate``; used in file, adapter and API names.
+        task: Task type.
         labels: The label set, in the order of class indices; empty where answers are language.
             Counts are labels in digits.
-        prompt: What the LMM is asked, without the image. A sample's own prompt takes its place, or
-            that of ``{}`` in it, as in ``locate {}``.
-        required: Accuracy to keep, in (0, 1], of CIDEr in (0, 10]; of the truth, or a share in
-            (0, 1] of the teacher's accuracy if `relative`.
-        relative: Whether `required` is a share of what the teacher reaches.
+        prompt: Text of the prompt, without the image. A sample's own prompt replaces it, or
+            replaces ``{}`` in it, as in ``locate {}``.
+        required: Required accuracy on the task's metric, in (0, 1] (CIDEr: (0, 10]); if `relative`,
+            a share of the teacher's accuracy, in (0, 1].
+        relative: Whether `required` is a share of the teacher's accuracy.
     """
 
     name: str
@@ -216,7 +217,7 @@ class Domain:
         return METRICS[self.task]
 
     def question(self, sample: Sample) -> str:
-        """What the LMM is asked about a sample: its own prompt, put into the domain's ``{}``."""
+        """The prompt for a sample: its own prompt, inserted at the domain's ``{}``."""
         if sample.prompt is None:
             return self.prompt
         return self.prompt.replace("{}", sample.prompt) if "{}" in self.prompt else sample.prompt

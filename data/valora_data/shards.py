@@ -6,8 +6,7 @@ label), `answers` and `captions` (strings), `count` (or null), `objects` = {`bbo
 width, height) in pixels, `category`: class index, `score`: confidence}. The label names travel as
 the data set's features; where a domain has no label set, `label` and `category` are strings.
 
-Samples are written as they come and read from a memory map, so that a set may be larger than the
-memory.
+Samples are written one by one and read through a memory map, so a set may be larger than memory.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class ShardWriter:
     """Writes samples one by one; the folder appears when the `with` block ends without an error.
 
     Args:
-        labels: Label set in the order of class indices; empty where answers are language.
+        labels: Labels in the order of the class indices; empty where answers are language.
         folder: A folder that does not exist yet.
 
     Attributes:
@@ -101,7 +100,7 @@ class ShardWriter:
         """Write a sample.
 
         Raises:
-            DataError: If it bears a label outside the label set, or not one soft label for each.
+            DataError: If it has a label outside the label set, or not one soft label for each.
         """
         self._check(sample)
         self._writer.write(_row(sample))
@@ -156,15 +155,15 @@ def write(samples: Iterable[Sample], labels: Sequence[str], folder: Path) -> int
     """Write samples as a Hugging Face data set.
 
     Args:
-        samples: What to write; consumed once, a sample at a time.
-        labels: Label set in the order of class indices; empty where answers are language.
+        samples: The samples; consumed once.
+        labels: Labels in the order of the class indices; empty where answers are language.
         folder: A folder that does not exist yet.
 
     Returns:
-        How many samples were written.
+        Number of samples written.
 
     Raises:
-        DataError: If there is no sample, or one bears a label outside `labels`.
+        DataError: If there is no sample, or one has a label outside `labels`.
     """
     with ShardWriter(labels, folder) as shard:
         for sample in samples:
@@ -173,7 +172,7 @@ def write(samples: Iterable[Sample], labels: Sequence[str], folder: Path) -> int
 
 
 class Shard(Sequence[Sample]):
-    """What `write` wrote, decoded sample by sample from a memory map.
+    """A data set on disk; samples are decoded one by one from a memory map.
 
     Attributes:
         labels: The label set; empty where answers are language.
@@ -228,7 +227,7 @@ class Shard(Sequence[Sample]):
 
 
 def is_shard(folder: Path) -> bool:
-    """Whether a folder looks like something that `write` wrote."""
+    """Whether a folder looks like a shard."""
     try:
         facts = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
         return set(_features(())) <= set(facts["features"])
@@ -237,7 +236,7 @@ def is_shard(folder: Path) -> bool:
 
 
 def open_shard(folder: Path) -> Shard:
-    """Open what `write` wrote; samples are decoded when they are asked for.
+    """Open a shard; samples are decoded when they are accessed.
 
     Raises:
         DataError: If the folder is missing or is not such a data set.
@@ -257,7 +256,7 @@ def open_shard(folder: Path) -> Shard:
 
 
 def read(folder: Path) -> list[Sample]:
-    """Read what `write` wrote into memory.
+    """Read a whole shard into memory.
 
     Raises:
         DataError: If the folder is missing or is not such a data set.

@@ -1,4 +1,4 @@
-"""Splits that share nothing: checked for given ones, made for sets that come in one piece."""
+"""Disjoint splits: given ones are checked, and sets without splits are divided."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def content_hash(sample: Sample) -> str:
 
 
 class LeakCheck:
-    """Sees to it that no id and no image occurs in two splits; holds hashes, not images."""
+    """Checks that no id and no image occurs in two splits; keeps hashes, not images."""
 
     def __init__(self) -> None:
         self._ids: dict[str, Split] = {}
@@ -35,7 +35,7 @@ class LeakCheck:
         self._leaks = 0
 
     def add(self, split: Split, sample: Sample) -> None:
-        """Take note of a sample."""
+        """Add a sample."""
         other = self._ids.setdefault(sample.id, split)
         if other != split:
             self._note(f"id {sample.id} is in {other} and {split}")
@@ -50,10 +50,10 @@ class LeakCheck:
             self._examples.append(leak)
 
     def finish(self) -> None:
-        """Speak up if something leaked.
+        """Raise if anything leaked.
 
         Raises:
-            DataError: If it did, with the first examples.
+            DataError: An id or image occurs in two splits; the message has the first examples.
         """
         if self._leaks:
             raise DataError(
@@ -63,13 +63,13 @@ class LeakCheck:
 
 
 def check_no_leak(splits: Mapping[Split, Iterable[Sample]]) -> None:
-    """See to it that no id and no image occurs in two splits.
+    """Check that no id and no image occurs in two splits.
 
     Args:
         splits: Samples per split; consumed once.
 
     Raises:
-        DataError: If one does, with the first examples.
+        DataError: An id or image occurs in two splits; the message has the first examples.
     """
     check = LeakCheck()
     for split, samples in splits.items():
@@ -79,17 +79,17 @@ def check_no_leak(splits: Mapping[Split, Iterable[Sample]]) -> None:
 
 
 def split_of(sample_id: str, fractions: Mapping[Split, float], seed: int = 0) -> Split:
-    """The split of a sample, by a hash of its id: it stays where it is as a set grows.
+    """The split of a sample, by a hash of its id, so it does not change when the set grows.
 
-    What stands before ``#`` in an id names the image: all questions about it go together.
+    The part of an id before ``#`` names the image, so all questions about one image share a split.
 
     Args:
         sample_id: Id of the sample.
         fractions: Share of each split, adding up to 1.
-        seed: Another seed gives another division.
+        seed: Seed of the division.
 
     Raises:
-        DataError: If the fractions are no shares of 1.
+        DataError: The fractions do not add up to 1.
     """
     if any(share < 0 for share in fractions.values()) or not isclose(sum(fractions.values()), 1.0):
         shown = ", ".join(f"{split} {share:g}" for split, share in fractions.items())
@@ -110,16 +110,15 @@ def split_samples(
     """Divide samples as `split_of` does.
 
     Args:
-        samples: What to divide; order is kept.
+        samples: The samples; their order is kept.
         fractions: Share of each split, adding up to 1.
-        seed: Another seed gives another division.
+        seed: Seed of the division.
 
     Returns:
         The samples of each split; sizes match the fractions on average only.
 
     Raises:
-        DataError: If the fractions are no shares of 1, or a split that should get samples gets
-            none.
+        DataError: The fractions do not add up to 1, or a split with a positive share is empty.
     """
     divided: dict[Split, list[Sample]] = {split: [] for split in fractions}
     for sample in samples:

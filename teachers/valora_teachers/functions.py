@@ -24,7 +24,7 @@ class FunctionTeacher(BatchTeacher):
     Args:
         function: The callable, or its name.
         task: The domain's task.
-        labels: Labels that the domain asks for; empty for language.
+        labels: Labels of the domain; empty for language.
         names: Label for what the function says, where the two differ.
         batch: Samples per call.
 

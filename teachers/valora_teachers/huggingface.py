@@ -44,15 +44,15 @@ def load_huggingface(
     Args:
         source: A folder, or a name on the hub.
         task: The domain's task.
-        labels: Labels that the domain asks for; the model's classes if None, or empty for language.
+        labels: Labels of the domain; the model's classes if None, or empty for language.
         names: Label for a class name of the model, where the two differ. For a zero-shot detector:
             the phrase that it is asked for, to the label that it stands for.
         prompt: The domain's prompt, for vision-language models (see `valora_data.schema.Domain`).
         threshold: Confidence from which a box counts.
         max_new_tokens: Longest answer of a vision-language model, in tokens.
-        batch: Samples at once.
-        device: In torch's terms.
-        dtype: Of the weights, in torch's terms.
+        batch: Samples per batch.
+        device: Device in torch's terms, such as ``cpu`` or ``cuda``.
+        dtype: Data type of the weights, such as ``float32``.
 
     Raises:
         TeacherError: If it cannot be loaded, or its kind of model does not do the task, or a label

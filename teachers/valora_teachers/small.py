@@ -42,7 +42,7 @@ class SmallSettings:
         depth: Blocks of each of the three stages.
         frames: Frames that are taken of a clip; images have one.
         epochs: Passes over the training samples.
-        batch: Samples a step.
+        batch: Samples per step.
         lr: Peak learning rate of AdamW; it warms up and falls along a cosine.
         weight_decay: Decay of AdamW.
         shift: Largest shift in augmentation, as a share of the side.
@@ -72,7 +72,7 @@ class SmallSettings:
 
 @dataclass(frozen=True, slots=True)
 class SmallReport:
-    """How a training went.
+    """Report of a training.
 
     Attributes:
         loss: Mean training loss of the last epoch.
@@ -109,7 +109,7 @@ class SmallTeacher(BatchTeacher):
         Args:
             folder: The model's folder.
             task: The domain's task.
-            labels: Labels that the domain asks for; the model's classes if None.
+            labels: Labels of the domain; the model's classes if None.
             names: Label for a class name of the model, where the two differ.
 
         Raises:
@@ -155,16 +155,16 @@ def train_small(
     Where samples have soft labels, it learns those.
 
     Args:
-        train_samples: What it learns from; images of any size.
+        train_samples: Training samples, with images of any size.
         task: Classification, video or counting.
-        labels: Label set in the order of class indices.
-        out: Folder to write to; made if missing.
-        settings: How to train.
-        on_epoch: Called after each epoch with its number from 1, their count, and the mean loss.
+        labels: Labels in the order of the class indices.
+        out: Folder to write to; created if missing.
+        settings: Training settings; the defaults if None.
+        on_epoch: Called after each epoch with its number, the number of epochs and the mean loss.
 
     Raises:
-        TeacherError: If the task is another one, there is too little to learn from, or a sample
-            bears a label outside `labels`.
+        TeacherError: If the task is another one, there are too few samples, or a sample
+            has a label outside `labels`.
     """
     settings = settings or SmallSettings()
     started = time.perf_counter()

@@ -52,7 +52,7 @@ class YoloSettings:
         size: Side in pixels that images are resized to; a multiple of 16.
         width: Channels as a share of Ultralytics' full width; YOLO11n has 0.25.
         epochs: Passes over the training images.
-        batch: Images a step.
+        batch: Images per step.
         lr: Peak learning rate of AdamW; it warms up and falls along a cosine.
         weight_decay: Decay of AdamW.
         scale: Largest change of size in augmentation: by a factor from 1/(1 + scale) to 1 + scale.
@@ -84,7 +84,7 @@ class YoloSettings:
 
 @dataclass(frozen=True, slots=True)
 class YoloReport:
-    """How a training went.
+    """Report of a training.
 
     Attributes:
         loss: Mean training loss of the last epoch.
@@ -108,7 +108,7 @@ class YoloTeacher(BatchTeacher):
         Args:
             model: An `ultralytics.YOLO`.
             label_of: Label for each class index of the model; other classes are left out.
-            labels: Label set in the order of class indices.
+            labels: Labels in the order of the class indices.
         """
         super().__init__(Task.DETECTION, labels, PREDICT_BATCH)
         self._model = model
@@ -125,7 +125,7 @@ class YoloTeacher(BatchTeacher):
 
         Args:
             path: The file, trained here or by any Ultralytics version that the installed one reads.
-            labels: Labels that the domain asks for; the model's class names if None.
+            labels: Labels of the domain; the model's class names if None.
             names: Label for a class name of the model, where the two differ.
 
         Raises:
@@ -200,14 +200,14 @@ def train_yolo(
     left alone.
 
     Args:
-        train_samples: What it learns from; images of any size.
-        labels: Label set in the order of class indices.
-        out: Folder to write to; made if missing.
-        settings: How to train.
-        on_epoch: Called after each epoch with its number from 1, their count, and the mean loss.
+        train_samples: Training samples, with images of any size.
+        labels: Labels in the order of the class indices.
+        out: Folder to write to; created if missing.
+        settings: Training settings; the defaults if None.
+        on_epoch: Called after each epoch with its number, the number of epochs and the mean loss.
 
     Raises:
-        TeacherError: If Ultralytics is missing, there is too little to learn from, or a box bears
+        TeacherError: If Ultralytics is missing, there are too few samples, or a box has
             a label outside `labels`.
     """
     settings = settings or YoloSettings()

@@ -32,8 +32,8 @@ class YoloClassifier(BatchTeacher):
             model: An `ultralytics.YOLO` for the task classify.
             label_of: Label for each class index; other classes are left out.
             task: The domain's task: classification or counting.
-            labels: Label set in the order of class indices.
-            batch: Images at once.
+            labels: Labels in the order of the class indices.
+            batch: Images per batch.
         """
         super().__init__(task, labels, batch)
         self._model = model
@@ -52,7 +52,7 @@ class YoloClassifier(BatchTeacher):
         Args:
             path: The file.
             task: The domain's task: classification or counting.
-            labels: Labels that the domain asks for; the model's class names if None.
+            labels: Labels of the domain; the model's class names if None.
             names: Label for a class name of the model, where the two differ; probabilities of
                 several classes that mean one label add up.
 

@@ -50,7 +50,7 @@ class YoloWorld(BatchTeacher):
             task: Detection or grounding.
             phrases: What to look for, to the label that it stands for; empty for grounding.
             text_encoder: Folder, or name on the hub, of CLIP's text encoder.
-            batch: Images at once.
+            batch: Images per batch.
         """
         super().__init__(task, tuple(dict.fromkeys(phrases.values())), batch)
         self._model = model
@@ -72,7 +72,7 @@ class YoloWorld(BatchTeacher):
         Args:
             path: The file.
             task: Detection or grounding.
-            labels: Labels that the domain asks for, which are also looked for, underscores read as
+            labels: Labels of the domain, which are also looked for, underscores read as
                 spaces; empty for grounding.
             names: Further phrases, to the labels that they stand for.
             text_encoder: Folder, or name on the hub, of CLIP's text encoder.

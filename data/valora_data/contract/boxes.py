@@ -31,7 +31,7 @@ def cell_centres(grid: tuple[int, int]) -> Tensor:
 
 
 def encode(boxes: Tensor, cells: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Write boxes in the code of the cells that shall predict them.
+    """Encode boxes relative to the cells that predict them.
 
     Args:
         boxes: (n, 4) float, (x0, y0, x1, y1) in shares of the image.
@@ -74,12 +74,12 @@ def suppress(
         boxes: (n, 4) float, (x0, y0, x1, y1).
         scores: (n,) float confidences.
         classes: (n,) int64.
-        iou: Of two boxes of a class that overlap by more than this, the surer one stays.
+        iou: Overlap above which the less confident of two boxes of a class is dropped.
         min_score: Boxes below it are dropped first.
-        most: Keep at most so many.
+        most: Largest number of boxes to keep.
 
     Returns:
-        (k,) int64 indices into `boxes`, by falling score.
+        (k,) int64 indices into `boxes`, by descending score.
     """
     from torchvision.ops import batched_nms
 
@@ -97,16 +97,16 @@ def read_detections(
     min_score: float,
     most: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn what a detection head says of one image into boxes with calibrated confidences.
+    """Decode a detection head's outputs for one image into boxes with calibrated confidences.
 
     Args:
         raw: (rows · columns, 5 + classes) float: objectness logit, (ox, oy, ow, oh), and class
             logits; a head of a single class has none of the latter.
         grid: Rows and columns.
         calibration: (2,) float, (a, b): confidence is sigmoid(a · logit + b) (Platt scaling).
-        nms_iou: See `suppress`.
+        nms_iou: Overlap for non-maximum suppression, see `suppress`.
         min_score: Confidence below which boxes are dropped.
-        most: Boxes at most.
+        most: Largest number of boxes.
 
     Returns:
         (k, 4) float32 boxes in shares of the image, (k,) float32 confidences, (k,) int64 classes.

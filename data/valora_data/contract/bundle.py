@@ -22,10 +22,10 @@ def file_hash(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle that was read and found whole.
+    """A bundle whose files were read and verified.
 
     Attributes:
-        folder: Where it is.
+        folder: Folder of the bundle.
         manifest: Content of ``bundle.json``.
     """
 
@@ -54,10 +54,10 @@ class Bundle:
 
 
 def read_bundle(folder: Path) -> Bundle:
-    """Read a bundle and verify every file of it.
+    """Read a bundle and verify all its files.
 
     Args:
-        folder: The bundle.
+        folder: Folder of the bundle.
 
     Raises:
         BundleError: If it is no bundle, of a schema that is not known, or was changed since it

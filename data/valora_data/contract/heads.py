@@ -335,7 +335,7 @@ def detections(
     Args:
         raw: (tokens, 5 + classes), see `boxes.read_detections`.
         size: Width and height of the image in pixels.
-        labels: Label set in the order of class indices.
+        labels: Labels in the order of the class indices.
         grid: Rows and columns of visual tokens.
         calibration: (2,) float32, Platt scaling of the confidence.
         nms_iou: Overlap above which the less confident of two boxes of a class is dropped.

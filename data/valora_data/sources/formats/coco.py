@@ -31,7 +31,7 @@ def read_coco(
         json_path: File with `images`, `annotations` and `categories`.
         image_folder: What `file_name` is relative to.
         labels: Category names that the domain asks for; others are left out. None for all.
-        reader: Opens the images; by default one that tolerates few broken files.
+        reader: Opens the images; by default a reader that tolerates few broken files.
 
     Yields:
         One sample per image that decodes, in the file's order; its id is COCO's image id.
@@ -75,7 +75,7 @@ def read_coco_captions(
     Args:
         json_path: File with `images` and `annotations` that have a `caption`.
         image_folder: What `file_name` is relative to.
-        reader: Opens the images; by default one that tolerates few broken files.
+        reader: Opens the images; by default a reader that tolerates few broken files.
 
     Yields:
         One sample per image that decodes and has captions, in the file's order; its id is COCO's

@@ -68,13 +68,13 @@ def read_folder(
 
     Args:
         folder: The folder of one split, or of a set that comes in one piece.
-        task: What the samples are for. Only classification, video and counting can do without a
+        task: Task of the samples. Only classification, video and counting can do without a
             `metadata.jsonl`.
-        labels: Labels that the domain asks for; folders of other classes are left out. None for
+        labels: Labels of the domain; folders of other classes are left out. None for
             all.
         frames: Frames to take of each video, which makes it a folder of videos; None for images.
         columns: A column's name for a field of `records.NAMES`, where it differs.
-        reader: Opens the files; by default one that tolerates few broken ones.
+        reader: Opens the files; by default a reader that tolerates few broken files.
 
     Yields:
         One sample per file that decodes, by path, or per row of the metadata, in its order. The id

@@ -67,8 +67,8 @@ def read_hub(
     Args:
         name: As in `hub_splits`.
         split: The data set's own name of the split; None where there is only one.
-        task: What the samples are for; see `records` for the columns that it reads.
-        labels: Labels that the domain asks for; rows of other declared classes are left out. None
+        task: Task of the samples; see `records` for the columns that it reads.
+        labels: Labels of the domain; rows of other declared classes are left out. None
             for all.
         columns: A column's name for a field (of `records.NAMES`, `image` or `id`), where it
             differs.

@@ -1,4 +1,4 @@
-"""Checks that the readers of people's data sets share: boxes, labels and images."""
+"""Checks that the readers of users' data sets share: boxes, labels and images."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _shown(edges: tuple[float, float, float, float]) -> str:
 
 
 def check_labels(source: str, known: Iterable[str], labels: Sequence[str]) -> None:
-    """See to it that a data set which declares its categories has all that a domain asks for.
+    """Check that a data set which declares its categories has all that a domain asks for.
 
     Raises:
         DataError: If one is missing.

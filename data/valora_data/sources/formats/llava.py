@@ -48,10 +48,10 @@ def read_llava(
     Args:
         json_path: The `.json` or `.jsonl` file.
         image_folder: What paths of images and videos are relative to.
-        task: What the samples are for; every task but detection.
+        task: Task of the samples; every task but detection.
         labels: Answers that the domain chooses from, if it does; None for any.
         frames: Frames to take of a video.
-        reader: Opens the files; by default one that tolerates few broken ones.
+        reader: Opens the files; by default a reader that tolerates few broken files.
 
     Yields:
         Samples in the file's order, with the question as prompt; the id is the entry's, or its

@@ -34,7 +34,7 @@ def read_refcoco(
         image_folder: What `file_name` is relative to.
         split: Only references whose `split` stands for it (testA and testB are both `test`); None
             for all.
-        reader: Opens the images; by default one that tolerates few broken files.
+        reader: Opens the images; by default a reader that tolerates few broken files.
 
     Yields:
         One sample per sentence, in the file's order, with the sentence as prompt and as the box's

@@ -1,4 +1,4 @@
-"""JSON files of people's data sets: lists of entries with ids and keys that must be there."""
+"""JSON files of users' data sets: lists of entries with ids and keys that must be there."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def load_tables(
 
 
 def check_unique(source: str, kind: str, ids: list[Any]) -> None:
-    """See to it that no id occurs twice.
+    """Check that no id occurs twice.
 
     Raises:
         DataError: If one does.
@@ -72,7 +72,7 @@ def check_unique(source: str, kind: str, ids: list[Any]) -> None:
 
 
 def check_keys(source: str, table: str, entries: Any, keys: tuple[str, ...]) -> None:
-    """See to it that every entry of a table has some keys.
+    """Check that every entry of a table has some keys.
 
     Raises:
         DataError: If one lacks a key or is no object.

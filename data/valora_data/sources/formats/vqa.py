@@ -36,7 +36,7 @@ def read_vqa(
         image_folder: Folder of the images.
         labels: Answers that a domain with a closed set allows, such as yes and no; questions with
             another commonest answer are left out. None or empty for any.
-        reader: Opens the images; by default one that tolerates few broken files.
+        reader: Opens the images; by default a reader that tolerates few broken files.
 
     Yields:
         One sample per question, in the file's order, with all annotators' answers in theirs; the

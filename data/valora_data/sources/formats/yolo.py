@@ -33,7 +33,7 @@ def read_yolo(
             files of image paths.
         split: Key of the split in that file, such as ``train`` or ``val``.
         labels: Class names that the domain asks for; others are left out. None for all.
-        reader: Opens the images; by default one that tolerates few broken files.
+        reader: Opens the images; by default a reader that tolerates few broken files.
 
     Yields:
         One sample per image that decodes, in the order of paths; its id is the image's path below
@@ -83,14 +83,14 @@ def write_yolo(
 
     Args:
         samples_by_split: Samples per key of the YAML file, such as ``train`` and ``val``.
-        labels: Label set in the order of class indices.
-        folder: Where to write; made if missing.
+        labels: Labels in the order of the class indices.
+        folder: Where to write; created if missing.
 
     Returns:
         The YAML file, `folder`/data.yaml.
 
     Raises:
-        DataError: If a split is empty or a box bears a label outside `labels`.
+        DataError: If a split is empty or a box has a label outside `labels`.
     """
     index_of = {label: index for index, label in enumerate(labels)}
     for split, samples in samples_by_split.items():

@@ -37,7 +37,7 @@ class SceneDomain:
         task: Its task.
         prompt: The domain's prompt (see `valora_data.schema.Domain`).
         draw: Draws one sample of a split with the given random numbers.
-        labels: Label set in the order of class indices; empty where answers are language.
+        labels: Labels in the order of the class indices; empty where answers are language.
     """
 
     task: Task

@@ -1,4 +1,4 @@
-"""What requests must be answered: by `generate` on PEFT's model of each one's adapter."""
+"""Engines to test, and the expected answers: `generate` on PEFT's model of each adapter."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,17 +19,17 @@ from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.model.lmm import Lmm
 from valora_serve.orchestrator.cost_model import load_or_estimate
-from valora_serve.types import Finish, Output, Request, TokenLogprobs
+from valora_serve.types import Finish, Output, Request, SamplingParams, TokenLogprobs
 
 
 def noise(width: int, height: int, seed: int) -> Image.Image:
-    """An image of random pixels."""
+    """Return an image of random pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
 def ask(text: str, *, images: int = 0, videos: int = 0) -> list[dict[str, Any]]:
-    """A chat turn: a text, and so many images and videos between its halves."""
+    """Return a chat turn: a text with images and videos between its halves."""
     half = len(text) // 2
     parts: list[dict[str, Any]] = [{"type": "text", "text": text[:half]}]
     parts += [{"type": "image"}] * images + [{"type": "video"}] * videos
@@ -39,18 +39,18 @@ def ask(text: str, *, images: int = 0, videos: int = 0) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a request must be answered.
+    """Expected answer of a request.
 
     Attributes:
-        tokens: New ones, the end included if it came.
-        logits: [tokens, vocabulary] float32, what each was chosen from.
+        tokens: Generated token ids, including the stop token if there is one.
+        logits: [tokens, vocabulary] float32, logits that each token was chosen from.
     """
 
     tokens: list[int]
     logits: torch.Tensor
 
     def logprobs(self) -> torch.Tensor:
-        """[tokens, vocabulary] log probabilities."""
+        """Return [tokens, vocabulary] log probabilities."""
         return self.logits.log_softmax(-1)
 
 
@@ -60,7 +60,7 @@ class Reference:
     Args:
         base: Id or folder of the base model.
         adapters: Folders by name.
-        dtype: Of the computation.
+        dtype: Dtype of weights and computation.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Reference:
         self._known: dict[tuple[Any, ...], Expected] = {}
 
     def __call__(self, request: Request) -> Expected:
-        """Answer greedily, one request alone."""
+        """Answer a request greedily, alone in its batch."""
         key = (request.model, request.text, repr(request.messages), request.sampling.max_tokens,
                tuple(image.tobytes() for image in request.images),
                tuple(frame.tobytes() for video in request.videos for frame in video),
@@ -88,7 +88,7 @@ class Reference:
         return self._known[key]
 
     def inputs(self, request: Request) -> Any:
-        """What transformers' processor makes of a request."""
+        """Return the inputs that transformers' processor makes of a request."""
         if request.token_ids is not None:
             ids = torch.tensor([list(request.token_ids)])
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -139,13 +139,13 @@ class Reference:
 
 @dataclass
 class Got:
-    """What the engine said of a request, put together.
+    """Collected outputs of a request.
 
     Attributes:
-        tokens: All of them.
-        text: All of it.
-        logprobs: If asked for.
-        last: The last output.
+        tokens: Generated token ids.
+        text: Generated text.
+        logprobs: Log probabilities, if the request wants them.
+        last: The newest output.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -155,12 +155,12 @@ class Got:
 
     @property
     def finish(self) -> Finish | None:
-        """Why it ended."""
+        """Why the request ended, None if it has not."""
         return None if self.last is None else self.last.finish
 
     @property
     def error(self) -> Exception | None:
-        """What went wrong."""
+        """What went wrong, None if nothing did."""
         return None if self.last is None else self.last.error
 
 
@@ -174,13 +174,13 @@ def _loaded(base: str, dtype: str) -> tuple[Any, Any]:
 def make_engine(
     base: str, adapters: Mapping[str, Path] | None = None, *, fresh: bool = False, **settings: Any
 ) -> Engine:
-    """An engine on the CPU, in fp32 by default, with a cost model that no file changes.
+    """Return an engine on the CPU, in fp32 by default, with the estimated cost model.
 
     Args:
         base: Id or folder of the base model.
         adapters: Folders of adapters by name.
-        fresh: Have the engine load the base model itself, which takes longer.
-        settings: Of the engine.
+        fresh: Whether the engine loads the base model itself, which takes longer.
+        settings: Settings of the engine that differ from the tests' defaults.
     """
     chosen: dict[str, Any] = {
         "pages": 512, "max_requests": 16, "max_tokens": 512, "chunk": 256, "max_adapters": 8,
@@ -198,7 +198,7 @@ def make_engine(
 
 
 def collect(outputs: Iterable[Output], into: dict[str, Got]) -> None:
-    """Put outputs to what their requests have said so far."""
+    """Add outputs to those that were collected before."""
     for output in outputs:
         got = into.setdefault(output.id, Got())
         assert got.finish is None, f"{output.id} goes on after its end"
@@ -211,7 +211,7 @@ def collect(outputs: Iterable[Output], into: dict[str, Got]) -> None:
 def finish(
     engine: Engine, into: dict[str, Got] | None = None, *, steps: int = 3000
 ) -> dict[str, Got]:
-    """Step until nothing is left to do."""
+    """Step until the engine has no requests and outputs left."""
     found = {} if into is None else into
     for _ in range(steps):
         if not engine.busy:
@@ -224,12 +224,13 @@ def finish(
 def run(
     engine: Engine, requests: Sequence[Request], *, together: int | None = None
 ) -> dict[str, Got]:
-    """Answer requests.
+    """Add requests to an engine and step until they are answered.
 
     Args:
         engine: The engine.
-        requests: They.
-        together: So many are asked at first, then one more in every other step; None for all.
+        requests: The requests.
+        together: Number of requests to add before the first step; the others are added one by one
+            in every other step. None to add all.
     """
     found: dict[str, Got] = {}
     waiting = [engine.prepare(request) for request in requests]
@@ -242,8 +243,28 @@ def run(
     return finish(engine, found)
 
 
+def question(name: str, model: str | None = None, *, tokens: int = 6, **more: Any) -> Request:
+    """Return a text request; its tokens depend on its name, so that prefixes differ."""
+    ids = np.random.default_rng(sum(map(ord, name))).integers(10, 2000, 12).tolist()
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    return Request(name, model=model, token_ids=ids, **{"sampling": sampling, **more})
+
+
+def add_requests(engine: Engine, *requests: Request) -> None:
+    """Prepare requests and add them to an engine."""
+    for request in requests:
+        engine.add(engine.prepare(request))
+
+
+def check_answers(found: dict[str, Got], reference: Reference, *requests: Request) -> None:
+    """Check that requests got the expected answers."""
+    for request in requests:
+        assert found[request.id].error is None
+        assert found[request.id].tokens == reference(request).tokens
+
+
 def assert_empty(engine: Engine) -> None:
-    """Nothing runs, waits, is pinned, or holds a page that is not an adapter's."""
+    """Check that no request is left, only the merged adapter is pinned, and no page is lost."""
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.pages_kv) == (0, 0, 0)
     assert len(engine.blocks) == 0
@@ -256,5 +277,5 @@ def assert_empty(engine: Engine) -> None:
 
 
 def relative(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> float:
-    """Size of the difference by size of what is wanted."""
+    """Return the norm of the difference over the norm of `wanted`."""
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))

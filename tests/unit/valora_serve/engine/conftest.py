@@ -1,0 +1,39 @@
+"""A base model, adapters and a bundle for the tests of the engine."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.engine_reference import Reference
+from tests.support.lmm_checkpoints import save_llava
+from tests.support.serve_helpers import LANGUAGE, MLP, DomainSpec, make_adapter, make_bundle
+
+
+@pytest.fixture(scope="package")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_llava(tmp_path_factory.mktemp("llava"), seed=2))
+
+
+@pytest.fixture(scope="package")
+def adapters(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        name: make_adapter(
+            folder / name, base, seed=seed, rank=2 + seed, alpha=5 + seed, strength=0.3,
+            targets=LANGUAGE if seed % 2 else MLP,
+        )
+        for seed, name in enumerate("abcdef")
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="package")
+def reference(base: str, adapters: dict[str, Path]) -> Reference:
+    return Reference(base, adapters)
+
+
+@pytest.fixture(scope="package")
+def scene(base: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle with one domain, which has a head."""
+    spec = {"scene": DomainSpec("adapter-1", "classification", ["x", "y", "z"])}
+    folder = tmp_path_factory.mktemp("bundle") / "scene"
+    return make_bundle(folder, base, domains=spec, adapters={"adapter-1": {}})

@@ -1,0 +1,224 @@
+"""The engine behind an event loop: errors are outputs, cancelling, failing, closing, loading."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engine_reference import (
+    Got,
+    Reference,
+    ask,
+    assert_empty,
+    check_answers,
+    collect,
+    make_engine,
+    question,
+)
+from valora_serve.engine.async_engine import AsyncEngine
+from valora_serve.engine.engine import Engine
+from valora_serve.errors import (
+    AdapterError,
+    CancelledRequestError,
+    RequestError,
+    ServeError,
+    StoppedError,
+    UnknownModelError,
+)
+from valora_serve.types import Finish, Request
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+async def outputs_of(engine: AsyncEngine, request: Request) -> Got:
+    found: dict[str, Got] = {}
+    async for output in engine.generate(request):
+        collect([output], found)
+    return found[request.id]
+
+
+def served(
+    base: str,
+    adapters: dict[str, Path],
+    body: Callable[[AsyncEngine, Engine], Any],
+    **settings: Any,
+) -> Any:
+    """Run a coroutine with an engine behind an event loop, then close the engine."""
+    inner = make_engine(base, adapters, **settings)
+
+    async def main() -> Any:
+        engine = AsyncEngine(inner)
+        try:
+            return await asyncio.wait_for(body(engine, inner), 60)
+        finally:
+            await engine.close()
+
+    result = asyncio.run(main())
+    assert not inner.busy
+    return result
+
+
+def test_many_clients(base: str, adapters: dict[str, Path], reference: Reference) -> None:
+    requests = [question(f"{n}", [None, "a", "b", "c"][n % 4]) for n in range(20)]
+
+    async def body(engine: AsyncEngine, inner: Engine) -> list[Got]:
+        found = await asyncio.gather(*(outputs_of(engine, one) for one in requests))
+        assert engine.healthy
+        assert_empty(inner)
+        return list(found)
+
+    found = served(base, adapters, body, overlap=True)
+    check_answers(dict(zip((one.id for one in requests), found, strict=True)), reference, *requests)
+
+
+def test_errors_come_as_outputs(base: str, adapters: dict[str, Path]) -> None:
+    async def body(engine: AsyncEngine, inner: Engine) -> None:
+        got = await outputs_of(engine, question("x", "nobody"))
+        assert isinstance(got.error, UnknownModelError)
+        got = await outputs_of(engine, question("x", tokens=0))
+        assert isinstance(got.error, RequestError)
+        got = await outputs_of(engine, Request("x", messages=ask("y"), images=["no image"]))  # type: ignore[list-item]
+        assert isinstance(got.error, ServeError)
+        both = await asyncio.gather(*(outputs_of(engine, question("same")) for _ in range(2)))
+        assert sorted(str(one.finish) for one in both) == ["error", "length"]
+        with pytest.raises(UnknownModelError):
+            await engine.unload_adapter("nobody")
+        with pytest.raises(AdapterError):
+            await engine.load_adapter("x", Path("/nowhere"))
+        assert_empty(inner)
+
+    served(base, adapters, body)
+
+
+def test_closing_the_iterator_cancels(base: str, adapters: dict[str, Path]) -> None:
+    async def body(engine: AsyncEngine, inner: Engine) -> None:
+        long = question("long", "a", tokens=500)
+        stream = engine.generate(long)
+        first = await anext(stream)
+        assert first.token_ids
+        await stream.aclose()  # type: ignore[attr-defined]
+        # Its id is taken until it has ended, and nothing of it reaches the next of this id.
+        for _ in range(500):
+            got = await outputs_of(engine, replace(question("other"), id="long"))
+            if got.error is None:
+                break
+            assert "in use" in str(got.error)
+            await asyncio.sleep(0.002)
+        assert got.finish is Finish.LENGTH
+        assert len(got.tokens) == 6
+        assert inner.stats().finished["cancelled"] == 1
+        task = asyncio.create_task(outputs_of(engine, replace(long, id="task")))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        for _ in range(500):
+            if inner.stats().finished["cancelled"] == 2:
+                break
+            await asyncio.sleep(0.002)
+        assert not engine._queues
+        assert await engine.cancel("task") is False
+        assert_empty(inner)
+
+    served(base, adapters, body, overlap=True)
+
+
+def test_cancelling_by_id(base: str, adapters: dict[str, Path]) -> None:
+    async def body(engine: AsyncEngine, inner: Engine) -> None:
+        stream = engine.generate(question("long", tokens=500))
+        await anext(stream)
+        assert await engine.cancel("long") is True
+        last = [output async for output in stream][-1]
+        assert last.finish is Finish.CANCELLED
+        assert isinstance(last.error, CancelledRequestError)
+        assert_empty(inner)
+
+    served(base, adapters, body)
+
+
+@pytest.mark.parametrize("books", [False, True])
+def test_a_failure_of_the_engine_fails_everybody(
+    base: str, adapters: dict[str, Path], books: bool
+) -> None:
+    """Also if the engine cannot even end its requests (`books`)."""
+
+    async def body(engine: AsyncEngine, inner: Engine) -> None:
+        streams = [engine.generate(question(f"{n}", tokens=400)) for n in range(3)]
+        for stream in streams:
+            await anext(stream)
+
+        def fails(*_: object) -> None:
+            raise RuntimeError("device lost")
+
+        if books:
+            inner._answers.end = fails  # type: ignore[method-assign, assignment]
+        inner.runner.step = fails  # type: ignore[method-assign, assignment]
+        for stream in streams:
+            last = [output async for output in stream][-1]
+            assert last.finish is Finish.ERROR
+            assert isinstance(last.error, StoppedError)
+            assert "device lost" in str(last.error)
+        for _ in range(500):
+            if not engine._thread.is_alive():
+                break
+            await asyncio.sleep(0.002)
+        assert not engine.healthy
+        got = await outputs_of(engine, question("late"))
+        assert isinstance(got.error, StoppedError)
+        with pytest.raises(StoppedError):
+            await engine.load_adapter("x", adapters["a"])
+        with pytest.raises(StoppedError):
+            await engine.cancel("x")
+        inner.requests.waiting.clear()
+        inner.requests.running.clear()
+        inner._answers.take()
+
+    served(base, {}, body)
+
+
+def test_closing_lets_running_requests_finish(base: str, reference: Reference) -> None:
+    async def main() -> None:
+        engine = AsyncEngine(make_engine(base))
+        task = asyncio.create_task(outputs_of(engine, one := question("one", tokens=30)))
+        await asyncio.sleep(0.02)
+        closing = asyncio.create_task(engine.close(drain=20.0))
+        await asyncio.sleep(0)
+        got = await outputs_of(engine, question("late"))
+        assert isinstance(got.error, StoppedError)
+        assert (await task).tokens == reference(one).tokens
+        await closing
+        assert not engine.healthy
+        engine = AsyncEngine(make_engine(base))
+        task = asyncio.create_task(outputs_of(engine, question("one", tokens=800)))
+        await asyncio.sleep(0.05)
+        await engine.close()
+        assert isinstance((await task).error, StoppedError)
+
+    asyncio.run(main())
+
+
+def test_loading_and_unloading_behind_the_event_loop(
+    base: str, adapters: dict[str, Path], reference: Reference
+) -> None:
+    async def body(engine: AsyncEngine, inner: Engine) -> None:
+        async def clients() -> None:
+            for n in range(15):
+                one = question(f"client {n}", [None, "a"][n % 2])
+                assert (await outputs_of(engine, one)).tokens == reference(one).tokens
+
+        running = asyncio.create_task(clients())
+        for name in "bcd":
+            model = await engine.load_adapter(name, adapters[name])
+            assert (model.name, model.kind) == (name, "adapter")
+            one = question(f"of {name}", name)
+            assert (await outputs_of(engine, one)).tokens == reference(one).tokens
+            await engine.unload_adapter(name)
+            assert isinstance((await outputs_of(engine, one)).error, UnknownModelError)
+        await running
+        assert [model.name for model in engine.models()] == [base, "a"]
+        assert_empty(inner)
+
+    served(base, {"a": adapters["a"]}, body, overlap=True)

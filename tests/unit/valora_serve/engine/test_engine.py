@@ -1,0 +1,137 @@
+"""Requests that are refused, cancelled or late leave nothing behind."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.engine_reference import (
+    Got,
+    Reference,
+    add_requests,
+    ask,
+    assert_empty,
+    check_answers,
+    collect,
+    finish,
+    make_engine,
+    noise,
+    question,
+    run,
+)
+from valora_serve.errors import (
+    CancelledRequestError,
+    DeadlineError,
+    RequestError,
+    TooLongError,
+)
+from valora_serve.types import Finish, Request
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_prompts_that_do_not_fit(base: str, reference: Reference) -> None:
+    engine = make_engine(base, context_length=40, pages=5, block_size=8)
+    long = replace(question("long"), token_ids=list(range(10, 50)))
+    with pytest.raises(TooLongError, match="40 tokens, the context length is 40"):
+        add_requests(engine, long)
+    with pytest.raises(TooLongError, match=r"pages.*fewer tokens"):
+        add_requests(engine, question("large", tokens=28))
+    with pytest.raises(RequestError, match="max_tokens: expected at least 1"):
+        add_requests(engine, question("none", tokens=0))
+    with pytest.raises(RequestError, match="at least one token"):
+        engine.prepare(replace(question("empty"), token_ids=[]))
+    with pytest.raises(RequestError, match="expected 0 to"):
+        engine.prepare(replace(question("wrong"), token_ids=[10**6]))
+    with pytest.raises(RequestError, match="nothing is asked"):
+        engine.prepare(Request("nothing"))
+    with pytest.raises(RequestError, match="names 1 images, but 0 were sent"):
+        engine.prepare(Request("x", messages=ask("Look", images=1)))
+    with pytest.raises(RequestError):
+        engine.prepare(Request("x", messages=ask("Look"), images=[noise(9, 9, 1)]))
+    with pytest.raises(RequestError):
+        engine.prepare(Request("x", messages=ask("Look", images=1), images=[noise(9, 9, 1)] * 2))
+    assert_empty(engine)
+    fits = question("fits")
+    check_answers(run(engine, [fits]), reference, fits)
+
+
+def test_an_id_that_is_in_use(base: str, reference: Reference) -> None:
+    engine = make_engine(base)
+    add_requests(engine, one := question("one"))
+    again = engine.prepare(question("one"))
+    with pytest.raises(RequestError, match="in use"):
+        engine.add(again)
+    found: dict[str, Got] = {}
+    collect(engine.step(), found)
+    with pytest.raises(RequestError, match="in use"):
+        engine.add(again)
+    check_answers(finish(engine, found), reference, one)
+    engine.add(again)
+    check_answers(finish(engine), reference, one)
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("when", [0, 1, 2, 4])
+@pytest.mark.parametrize("kind", ["text", "image", "head"])
+def test_cancelled(
+    base: str, reference: Reference, scene: Path, overlap: bool, when: int, kind: str
+) -> None:
+    """Cancelled while it waits, between two chunks of its prompt, and while it generates."""
+    engine = make_engine(base, chunk=10, overlap=overlap, policy="valora")
+    one = question("one")
+    if kind == "image":
+        one = replace(one, token_ids=None, messages=ask("Look", images=1), images=[noise(9, 9, 1)])
+    if kind == "head":
+        engine.load(scene)
+        one = replace(one, model="scene")
+    beside = question("beside", tokens=9)
+    add_requests(engine, one, beside)
+    found: dict[str, Got] = {}
+    for _ in range(when):
+        collect(engine.step(), found)
+    over = one.id in found and found[one.id].finish is not None
+    assert engine.cancel("one") is not over
+    assert engine.cancel("one") is False
+    assert engine.cancel("nobody") is False
+    other = question("two")
+    again = replace(other, id="one")
+    add_requests(engine, again)
+    seen: dict[str, Got] = {}
+    collect(engine.step(), seen)
+    if not over:
+        first = seen.pop("one")
+        assert first.finish is Finish.CANCELLED
+        assert isinstance(first.error, CancelledRequestError)
+    finish(engine, seen)
+    assert seen["one"].tokens == reference(other).tokens
+    assert found.get("beside", Got()).tokens + seen["beside"].tokens == reference(beside).tokens
+    assert_empty(engine)
+
+
+def test_deadlines(base: str, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    engine = make_engine(base, policy="unmerge_only")
+    soon, later, never = (
+        question("soon", deadline=2.0), question("later", deadline=50.0), question("never")
+    )  # fmt: skip
+    add_requests(engine, soon, later, never)
+    found: dict[str, Got] = {}
+    collect(engine.step(), found)
+    now[0] += 3.0
+    collect(engine.step(), found)
+    assert found["soon"].finish is Finish.ERROR
+    assert isinstance(found["soon"].error, DeadlineError)
+    check_answers(finish(engine, found), reference, later, never)
+    # Another request of the same id has nothing to do with the old one's deadline.
+    add_requests(engine, replace(later, deadline=None))
+    found = {}
+    collect(engine.step(), found)
+    now[0] += 100.0
+    check_answers(finish(engine, found), reference, later)
+    add_requests(engine, question("at once", deadline=0.0))
+    assert isinstance(finish(engine)["at once"].error, DeadlineError)
+    assert_empty(engine)

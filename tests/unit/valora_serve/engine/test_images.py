@@ -1,0 +1,78 @@
+"""Images that cannot be encoded, and the limit of the image cache."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.engine_reference import (
+    Reference,
+    add_requests,
+    ask,
+    assert_empty,
+    check_answers,
+    finish,
+    make_engine,
+    noise,
+    question,
+    run,
+)
+from valora_serve.errors import (
+    ImageError,
+)
+from valora_serve.types import Request, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, MemoryError])
+def test_an_image_that_the_encoder_cannot_encode(
+    base: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(base, policy="unmerge_only")
+    reference = Reference(base, {})
+    requests = [
+        replace(
+            question(f"{n}"), token_ids=None, messages=ask("Look", images=n % 3),
+            images=[noise(20, 20, n + i) for i in range(n % 3)],
+        )
+        for n in range(5)
+    ]  # fmt: skip
+    bad = replace(
+        requests[2], id="bad", images=[noise(20, 20, 2), noise(20, 20, 77)]
+    )  # one of them is also another's
+    prepared = engine.prepare(bad)
+    wrong = prepared.prompt.visuals[1].tensors["pixel_values"]
+    encode = engine.runner.encode
+
+    def fails(visuals: Any, slots: Any) -> Any:
+        if any(torch.equal(one.tensors["pixel_values"], wrong) for one in visuals):
+            raise error("cannot")
+        return encode(visuals, slots)
+
+    monkeypatch.setattr(engine.runner, "encode", fails)
+    add_requests(engine, *requests[:3])
+    engine.add(prepared)
+    add_requests(engine, *requests[3:])
+    found = finish(engine)
+    assert isinstance(found["bad"].error, ImageError)
+    check_answers(found, reference, *requests)
+    assert engine.images.held_bytes == sum(
+        one.embeddings.numel() * 4 for one in engine.images._kept.values()
+    )
+    assert_empty(engine)
+
+
+def test_the_image_cache_keeps_its_bound(base: str) -> None:
+    one = 16 * 64 * 4  # bytes of an encoded image
+    engine = make_engine(base, image_cache_bytes=2 * one + 1, prefix_cache=False)
+    for n in (1, 2, 1, 3, 1, 2):
+        asked = Request(f"{n}", messages=ask("Look", images=1), images=[noise(20, 20, n)],
+                        sampling=SamplingParams(max_tokens=1))  # fmt: skip
+        run(engine, [asked])
+        assert engine.images.held_bytes == len(engine.images) * one <= 2 * one
+    assert engine.stats().image_hits == 2  # the least recently used one goes
+    engine = make_engine(base, image_cache_bytes=one - 1)
+    run(engine, [asked])
+    assert not len(engine.images)

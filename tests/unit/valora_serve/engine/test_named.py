@@ -1,0 +1,229 @@
+"""Adapters and bundles that are refused, replaced, read again, or have several names."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.engine_reference import (
+    Got,
+    Reference,
+    add_requests,
+    assert_empty,
+    check_answers,
+    collect,
+    finish,
+    make_engine,
+    question,
+    run,
+)
+from tests.support.lmm_checkpoints import save_qwen2_vl
+from tests.support.serve_helpers import LANGUAGE, make_adapter, make_bundle
+from valora_serve.errors import (
+    AdapterError,
+    RequestError,
+    UnknownModelError,
+)
+from valora_serve.types import Finish
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_unknown_names_list_the_known(base: str, adapters: dict[str, Path]) -> None:
+    engine = make_engine(base, {"a": adapters["a"], "b": adapters["b"]})
+    with pytest.raises(UnknownModelError, match=r"nobody.*a, b"):
+        engine.prepare(question("x", "nobody"))
+    assert_empty(engine)
+
+
+def _rewrite(folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = sorted(tensors)[-1]
+    tensors[name] = change(name, tensors[name]).contiguous()
+    save_file(tensors, file)
+
+
+def _truncate(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _configure(folder: Path, **options: object) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | options))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "shape": (lambda f: _rewrite(f, lambda _, t: t[:, :-1]), "expected shape"),
+    "nan": (lambda f: _rewrite(f, lambda _, t: t + torch.eye(*t.shape) * torch.nan), "NaN"),
+    "truncated": (_truncate, "truncated or damaged"),
+    "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "holds no adapter_model"),
+    "no config": (lambda f: (f / "adapter_config.json").write_text("{"), "no readable"),
+    "rank": (lambda f: _configure(f, r=3), "expected shape"),
+    "kind": (lambda f: _configure(f, peft_type="IA3"), "only LORA"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_adapter_is_refused_and_nothing_changes(
+    base: str, adapters: dict[str, Path], reference: Reference, tmp_path: Path, damage: str
+) -> None:
+    folder = Path(shutil.copytree(adapters["c"], tmp_path / "c"))
+    engine = make_engine(base, {"a": adapters["a"]})
+    add_requests(engine, running := question("running", "a"))
+    found: dict[str, Got] = {}
+    collect(engine.step(), found)
+    before = engine.stats()
+    change, message = DAMAGES[damage]
+    change(folder)
+    with pytest.raises(AdapterError, match=message):
+        engine.load(folder, "a")
+    with pytest.raises(UnknownModelError):
+        engine.prepare(question("x", "c"))
+    after = engine.stats()
+    assert (before.pages_free, before.adapters_known) == (after.pages_free, after.adapters_known)
+    check_answers(finish(engine, found), reference, running)
+    assert_empty(engine)
+
+
+def test_an_adapter_of_another_base_model(
+    base: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = str(save_qwen2_vl(tmp_path_factory.mktemp("qwen")))
+    folder = tmp_path_factory.mktemp("other")
+    foreign = make_adapter(folder / "qwen", other, seed=1, targets=r".*visual.*\.qkv")
+    engine = make_engine(base)
+    with pytest.raises(AdapterError, match="base model that it was trained on"):
+        engine.load(foreign, "foreign")
+    larger = make_adapter(folder / "tiny", "tiny", seed=1, targets=LANGUAGE)
+    with pytest.raises(AdapterError, match="base model that it was trained on"):
+        engine.load(larger, "larger")
+    bundle = make_bundle(folder / "bundle", base)
+    manifest = json.loads((bundle / "bundle.json").read_text())
+    manifest["base"]["sha256"] = "0" * 64
+    (bundle / "bundle.json").write_text(json.dumps(manifest))
+    with pytest.raises(AdapterError):
+        engine.load(bundle)
+    assert [model.kind for model in engine.store.models()] == ["base"]
+    assert_empty(engine)
+
+
+def test_a_rank_or_size_that_there_is_no_room_for(base: str, adapters: dict[str, Path]) -> None:
+    engine = make_engine(base, max_rank=4)
+    with pytest.raises(AdapterError, match=r"rank 7.*larger max_rank"):
+        engine.load(adapters["f"], "f")
+    engine = make_engine(base, pages=3)
+    with pytest.raises(AdapterError, match=r"needs \d+ pages.*more memory"):
+        engine.load(adapters["f"], "f")
+
+
+def test_a_changed_file_of_a_bundle(base: str, tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path / "bundle", base)
+    engine = make_engine(base)
+    head = bundle / "heads" / "scene.safetensors"
+    tensors = load_file(head)
+    tensors["bias"] += 1e-3
+    save_file(tensors, head, {"kind": "classification"})
+    with pytest.raises(AdapterError, match="scene"):
+        engine.load(bundle)
+    assert [model.kind for model in engine.store.models()] == ["base"]
+
+
+@pytest.mark.parametrize("change", ["truncated", "changed", "gone"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_file_that_was_changed_when_it_is_needed_again(
+    base: str,
+    adapters: dict[str, Path],
+    reference: Reference,
+    tmp_path: Path,
+    change: str,
+    overlap: bool,
+) -> None:
+    """Host memory has room for one adapter and the device for two; files are read again."""
+    folder = Path(shutil.copytree(adapters["a"], tmp_path / "a"))
+    engine = make_engine(
+        base, {"a": folder, "b": adapters["b"], "c": adapters["c"]},
+        host_bytes=1, slots=2, overlap=overlap,
+    )  # fmt: skip
+    if change == "truncated":
+        _truncate(folder)
+    elif change == "changed":
+        _rewrite(folder, lambda _, tensor: tensor * 1.01)
+    else:
+        shutil.rmtree(folder)
+    requests = [question(name, name) for name in "abc"] + [question("base")]
+    lost = question("lost", "a")
+    found = run(engine, [*requests, lost])
+    for name in ("a", "lost"):
+        assert found[name].finish is Finish.ERROR
+        assert isinstance(found[name].error, AdapterError)
+    check_answers(found, reference, *requests[1:])
+    assert_empty(engine)
+    # The file is put right: the adapter comes back without a restart.
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(adapters["a"], folder)
+    again = question("again", "a")
+    check_answers(run(engine, [again]), reference, again)
+
+
+def test_an_adapter_is_read_again_from_where_it_came_last(
+    base: str, adapters: dict[str, Path], reference: Reference, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(adapters["a"], tmp_path / "a"))
+    engine = make_engine(base, {"a": folder}, host_bytes=1, slots=1)
+    engine.load(adapters["a"], "a")
+    shutil.rmtree(folder)
+    for name in "aba":
+        if name == "b":
+            engine.load(adapters["b"], "b")
+        one = question(name, name)
+        check_answers(run(engine, [one]), reference, one)
+
+
+def test_folders_of_the_same_content(
+    base: str, adapters: dict[str, Path], reference: Reference, tmp_path: Path
+) -> None:
+    copied = Path(shutil.copytree(adapters["a"], tmp_path / "copy"))
+    engine = make_engine(base, {"a": adapters["a"], "again": copied})
+    assert len(engine.adapters) == 1
+    first, second = question("first", "a"), question("second", "a")
+    found = run(engine, [first, replace(second, model="again")])
+    check_answers(found, reference, first, second)
+    engine.named.unregister("a", bundle=False)
+    third = question("third", "a")
+    check_answers(run(engine, [replace(third, model="again")]), reference, third)
+    engine.named.unregister("again", bundle=False)
+    assert len(engine.adapters) == 0
+    assert_empty(engine)
+
+
+def test_the_same_name_with_other_content(
+    base: str, adapters: dict[str, Path], reference: Reference
+) -> None:
+    engine = make_engine(base, {"x": adapters["a"]}, block_size=4)
+    same = question("same")
+    assert (
+        run(engine, [replace(same, model="x")])["same"].tokens
+        == reference(replace(same, model="a")).tokens
+    )
+    add_requests(engine, replace(same, id="old", model="x"))
+    late = engine.prepare(replace(same, id="late", model="x"))
+    engine.load(adapters["b"], "x")
+    engine.add(late)  # it was prepared for the old one, which still has a request
+    add_requests(engine, replace(same, id="new", model="x"))
+    later = engine.prepare(replace(same, id="later", model="x"))
+    found = finish(engine)
+    assert found["old"].tokens == reference(replace(same, model="a")).tokens
+    assert found["new"].tokens == reference(replace(same, model="b")).tokens
+    assert found["late"].tokens == found["old"].tokens
+    assert len(engine.adapters) == 1
+    engine.load(adapters["c"], "x")
+    with pytest.raises(RequestError, match="ask again"):
+        engine.add(later)
+    assert_empty(engine)

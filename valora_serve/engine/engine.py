@@ -178,7 +178,8 @@ class Engine:
             sizing.cost_folder(settings), sizing.machine_name(self.device), lmm.base
         )
         self.policy = make_policy(settings.policy, self.cost, settings.policy_settings)
-        self._trace_file = Path(settings.trace).open("a") if settings.trace else None  # noqa: SIM115
+        path = settings.decision_trace
+        self._trace_file = Path(path).open("a") if path else None  # noqa: SIM115
         self._trace = DecisionTrace(self._trace_file) if self._trace_file else None
         self._overlap = cuda if settings.overlap is None else settings.overlap
         self._flight: Flight | None = None

@@ -40,7 +40,7 @@ class EngineSettings:
         policy_settings: Settings of the policy.
         cost_folder: Where the measured costs of this machine are kept; None for the user's cache.
         profile: Measure the costs at the first start.
-        trace: File that gets one line for every decision; None for none.
+        decision_trace: File to which every decision is appended as a line; None for none.
     """
 
     base: str = "tiny"
@@ -68,7 +68,7 @@ class EngineSettings:
     policy_settings: PolicySettings = field(default_factory=PolicySettings)
     cost_folder: str | None = None
     profile: bool = True
-    trace: str | None = None
+    decision_trace: str | None = None
 
     def __post_init__(self) -> None:
         least = {

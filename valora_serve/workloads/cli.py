@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, help="write the results to this file")
     add("--plot", type=Path, help="plot the average token latency to this file")
-    add("--decisions", type=Path, help="write the decision trace of a single run to this file")
+    add("--decision-trace", type=Path, help="write the decisions of a single run to this file")
     return parser
 
 
@@ -119,14 +119,14 @@ def _runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     )
     machine = SimSettings(max_requests=options.max_requests, pages=options.pages, slo=options.slo)
     cases = list(_cases(options))
-    if options.decisions and len(cases) * len(options.policies) > 1:
-        raise traces.TraceError("--decisions needs one policy, one rate and one skewness.")
+    if options.decision_trace and len(cases) * len(options.policies) > 1:
+        raise traces.TraceError("--decision-trace needs one policy, one rate and one skewness.")
     for rate, skew, workload in cases:
         for name in options.policies:
             policy = make_policy(name, costs, settings)
             began = time.perf_counter()
-            if options.decisions:
-                with options.decisions.open("w", encoding="utf-8") as file:
+            if options.decision_trace:
+                with options.decision_trace.open("w", encoding="utf-8") as file:
                     report = simulate(workload, policy, costs, machine, DecisionTrace(file))
             else:
                 report = simulate(workload, policy, costs, machine)

@@ -350,7 +350,7 @@ def skew(bench):
     policies, shares = bench.arguments.policies, bench.arguments.shares
     found_here = {}
     for policy in policies:
-        options = {"trace": bench.trace(policy)} if bench.arguments.traces else {}
+        options = {"decision_trace": bench.trace(policy)} if bench.arguments.traces else {}
         names = bench.start(policy, 16, **options)
         bench.warm(names)
         for rate, share in product(bench.arguments.rate, shares):

@@ -53,6 +53,6 @@ def test_a_policy_of_another_package(installed, capsys, tmp_path):
     report = simulate(work, make_policy("newest", H200_7B), H200_7B)
     assert report.finished == len(work) and report.modes["unmerged"] == 1
     trace = tmp_path / "decisions.txt"
-    assert main(["--policies", "newest", "--duration", "2", "--decisions", str(trace)]) == 0
+    assert main(["--policies", "newest", "--duration", "2", "--decision-trace", str(trace)]) == 0
     assert "newest" in capsys.readouterr().out
     assert "newest first" in trace.read_text()

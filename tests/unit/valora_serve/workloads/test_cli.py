@@ -26,7 +26,7 @@ def test_command_prints_a_table_and_writes_files(tmp_path, capsys):
 def test_command_replays_files_and_explains(tmp_path, capsys):
     path, decisions = tmp_path / "t.jsonl", tmp_path / "d.txt"
     traces.write(path, traces.poisson(10, 2, adapters=3, skew=0.5))
-    arguments = ["--trace", str(path), "--policies", "cost", "--decisions", str(decisions)]
+    arguments = ["--trace", str(path), "--policies", "cost", "--decision-trace", str(decisions)]
     assert main(arguments) == 0
     assert "cost" in capsys.readouterr().out
     lines = decisions.read_text().splitlines()
@@ -40,7 +40,7 @@ def test_command_says_what_is_wrong(tmp_path, capsys):
     assert main(["--trace", str(path)]) == 1
     assert "has no column 'timestamp'" in capsys.readouterr().err
     assert main(["--rates", "-1"]) == 1
-    assert main(["--decisions", str(tmp_path / "d.txt")]) == 1
+    assert main(["--decision-trace", str(tmp_path / "d.txt")]) == 1
     assert "one policy" in capsys.readouterr().err
     assert main(["--policies", "fifo"]) == 1
     assert "unknown policy 'fifo': choose one of cost, dlora" in capsys.readouterr().err

@@ -1,70 +1,85 @@
-"""From tokens to text, as it comes."""
+"""Streaming detokenisation: text of each new token, and the end of an answer at a stop text.
+
+tokenizers' `DecodeStream` decodes. What it lacks is here: stop texts, the text of an unfinished
+character at the end, going on after bytes that are no UTF-8, and tokenizers of other libraries.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tokenizers.decoders import DecodeStream
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-BYTES = 4
-"""Most bytes of a character."""
 
 
 class Detokenizer:
-    """Text of a growing list of tokens, held back where it may still change.
+    """Text of a growing list of tokens.
 
-    Held back are an incomplete character at the end, and what may become a stop text.
+    Text that may still change is held back: an unfinished character at the end, and the possible
+    beginning of a stop text.
 
     Args:
         tokenizer: transformers' tokenizer.
         stop: Texts that end the answer; they are not part of it.
-        least: Tokens in whose text no stop text is looked for.
+        min_tokens: Number of first tokens in whose text no stop text is looked for.
 
     Attributes:
         stopped: Whether a stop text has come.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], least: int = 0) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str], min_tokens: int = 0) -> None:
         self._tokenizer = tokenizer
+        # transformers' own clean-up of spaces comes after the library's decoding.
+        native = not getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        self._backend = getattr(tokenizer, "backend_tokenizer", None) if native else None
         self._stop = tuple(text for text in stop if text)
-        self._least = least
-        self._tokens: list[int] = []
-        self._start = 0  # tokens before it are text for good
-        self._settled = ""  # text of the tokens from `_start` on that was given out already
-        self._held = ""  # text not given out, as it may become a stop text
+        self._min_tokens = min_tokens
+        self._count = 0
+        self._stream = self._new_stream()
+        self._pending: list[int] = []  # tokens whose text has not come yet
+        self._held = ""  # text that may become a stop text
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Add a token; returns the text that is new and certain."""
-        self._tokens.append(token)
-        text = self._decode(self._tokens[self._start :])
-        if text.endswith(REPLACEMENT):
-            return ""  # a character of which more bytes come
-        new = text[len(self._settled) :]
-        # One token of context is enough for the spaces that tokenizers put between words, if it
-        # has a text of its own; a character's bytes can be as many tokens.
-        for count in range(1, min(BYTES, len(self._tokens) - self._start) + 1):
-            last = self._decode(self._tokens[-count:])
-            if last and REPLACEMENT not in last:
-                self._start, text = len(self._tokens) - count, last
-                break
-        self._settled = text
-        return self._give(new)
+        """Add a token; returns the text that is new and final."""
+        self._count += 1
+        self._pending.append(token)
+        try:
+            text = self._stream.step(self._backend, [token])
+        except Exception as error:
+            if "Invalid prefix" not in str(error):
+                raise
+            # With bytes that are no UTF-8, some tokenizers decode the text before them differently.
+            # That text was returned already, so a new stream goes on behind it.
+            self._stream = self._new_stream()
+            text = self._stream.step(self._backend, self._pending)
+        if text is None:
+            return ""
+        self._pending.clear()
+        return self._up_to_stop(text)
 
     def flush(self) -> str:
-        """The rest, at the end of the answer."""
+        """The text that was held back, at the end of the answer."""
         if self.stopped:
             return ""
-        text = self._decode(self._tokens[self._start :])[len(self._settled) :]
-        self._settled += text
-        rest = self._give(text)
+        text = self._tokenizer.decode(self._pending, skip_special_tokens=True)
+        self._pending.clear()
+        rest = self._up_to_stop(text)
         rest, self._held = rest + self._held, ""
         return rest
 
-    def _give(self, new: str) -> str:
-        if not self._stop or len(self._tokens) <= self._least:
+    def _new_stream(self) -> Any:
+        if self._backend is None:
+            return _PythonStream(self._tokenizer)
+        return DecodeStream(skip_special_tokens=True)
+
+    def _up_to_stop(self, new: str) -> str:
+        """The part of the held and the new text that is certain to come before a stop text."""
+        if not self._stop or self._count <= self._min_tokens:
             return new
         text = self._held + new
         ends = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
@@ -84,6 +99,31 @@ class Detokenizer:
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+class _PythonStream:
+    """The algorithm of `DecodeStream`, for tokenizers that are not of the tokenizers library."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._known, self._prefix = (
+            0,
+            "",
+        )  # the first tokens, whose text was returned, and that text
+
+    def step(self, _: None, tokens: Sequence[int]) -> str | None:
+        """Add tokens; returns the text that is new and final, or None."""
+        self._tokens += tokens
+        text = self._decode()
+        if text.endswith(REPLACEMENT) or len(text) <= len(self._prefix):
+            return None
+        if not text.startswith(self._prefix):
+            raise ValueError("Invalid prefix")
+        new = text[len(self._prefix) :]
+        del self._tokens[: self._known]
+        self._known, self._prefix = len(self._tokens), self._decode()
+        return new
+
+    def _decode(self) -> str:
+        text: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
         return text

@@ -1,4 +1,4 @@
-"""From logits to tokens."""
+"""Sampling: chooses the next token of each row from its logits."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class TokenChoice:
     """How one row's token is chosen.
 
     Attributes:
-        params: What the request asks for.
-        generator: Its own source of randomness, so that a seed repeats whatever runs beside it;
-            None for a greedy choice.
-        forbidden: Tokens that may not come now (ends, before `min_tokens`).
-        allowed: [vocabulary] bool, what the request's constraint allows now; None without one.
+        params: The request's sampling parameters.
+        generator: The request's own random generator, so that a seed gives the same tokens in any
+            batch; None for greedy decoding.
+        forbidden: Ids of tokens that must not be chosen, e.g. the stop ids before `min_tokens`.
+        allowed: [vocabulary] bool, the tokens that the request's constraint allows; None without a
+            constraint.
     """
 
     params: SamplingParams
@@ -36,12 +37,12 @@ class TokenChoice:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the likeliest token is the answer."""
+        """Whether the choice is the argmax of all logits."""
         return self.params.temperature == 0 and not self.forbidden and self.allowed is None
 
 
 def make_generator(params: SamplingParams, device: torch.device) -> torch.Generator | None:
-    """Randomness of a request: seeded, or from the machine."""
+    """Random generator of a request, without a seed a random one; None for greedy decoding."""
     if params.temperature == 0:
         return None
     generator = torch.Generator(device=device)
@@ -56,11 +57,11 @@ def sample(logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
     """Choose a token for every row.
 
     Args:
-        logits: [rows, vocabulary] float32, left as they are.
-        choices: For each row.
+        logits: [rows, vocabulary] float32; they are not changed.
+        choices: How the token of each row is chosen.
 
     Returns:
-        [rows] int64.
+        [rows] int64 token ids.
     """
     if all(choice.is_argmax for choice in choices):
         return logits.argmax(-1)
@@ -74,19 +75,19 @@ def sample(logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
 
 
 def _restrict(logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
-    """Take away the tokens that may not come."""
+    """Set the logits of forbidden tokens to −∞: [rows, vocabulary], a copy."""
     logits = logits.clone()
     for row, choice in enumerate(choices):
         if choice.forbidden:
             logits[row, list(choice.forbidden)] = -torch.inf
         if choice.allowed is not None:
-            away = torch.from_numpy(~choice.allowed).to(logits.device)
-            logits[row].masked_fill_(away, -torch.inf)
+            refused = torch.from_numpy(~choice.allowed).to(logits.device)
+            logits[row].masked_fill_(refused, -torch.inf)
     return logits
 
 
 def _draw(logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
-    """Draw from what temperature, top-k, top-p and min-p leave: [rows, vocabulary] → [rows]."""
+    """Sample with temperature, top-k, top-p and min-p: [rows, vocabulary] → [rows]."""
 
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, device=logits.device)[:, None]
@@ -94,29 +95,30 @@ def _draw(logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
     params = [choice.params for choice in choices]
     logits = logits / column([p.temperature for p in params])
     probabilities, order = logits.softmax(-1).sort(-1, descending=True)
-    place = torch.arange(logits.shape[1], device=logits.device)
+    order_index = torch.arange(logits.shape[1], device=logits.device)
     top_k = column([p.top_k or logits.shape[1] for p in params])
     before = probabilities.cumsum(-1) - probabilities
-    kept = (place < top_k) & (before < column([p.top_p for p in params]))
+    kept = (order_index < top_k) & (before < column([p.top_p for p in params]))
     kept &= probabilities >= column([p.min_p for p in params]) * probabilities[:, :1]
     kept[:, 0] = True
-    # The largest of p / e with exponential e is a draw from p; one stream of e for each request.
+    # The argmax of p / e with exponential noise e is a sample from p; each request has its own
+    # generator of e.
     noise = torch.empty_like(probabilities)
     for row, choice in enumerate(choices):
         noise[row].exponential_(generator=choice.generator)
-    noise.clamp_(min=torch.finfo(noise.dtype).tiny)  # 0 / 0 would win
+    noise.clamp_(min=torch.finfo(noise.dtype).tiny)  # 0 / 0 is NaN, which argmax would choose
     best = (probabilities.masked_fill(~kept, 0) / noise).argmax(-1, keepdim=True)
     return order.gather(-1, best)[:, 0]
 
 
 @dataclass(frozen=True, slots=True)
 class StepLogprobs:
-    """Log probabilities of a step, on the device until they are asked for.
+    """Log probabilities of a step's rows, on the device.
 
     Attributes:
-        chosen: [rows] float32, of the chosen tokens.
-        tokens: [rows, n] int64, the likeliest.
-        values: [rows, n] float32, theirs.
+        chosen: [rows] float32, log probability of the chosen token.
+        tokens: [rows, n] int64, the n most likely tokens.
+        values: [rows, n] float32, their log probabilities.
     """
 
     chosen: Tensor
@@ -125,12 +127,12 @@ class StepLogprobs:
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, most: int) -> StepLogprobs:
-    """Log probabilities before temperature and restrictions.
+    """Log probabilities, before temperature and restrictions.
 
     Args:
         logits: [rows, vocabulary] float32.
-        tokens: [rows] int64, the chosen ones.
-        most: How many of the likeliest.
+        tokens: [rows] int64, the chosen tokens.
+        most: Number of most likely tokens to return.
     """
     scores = logits.log_softmax(-1)
     values, ids = scores.topk(max(most, 1), -1)

@@ -52,9 +52,11 @@ TOKENIZERS = {
 }
 
 
-def pushed(tokenizer: Any, tokens: Sequence[int], stop: Sequence[str] = (), least: int = 0) -> Any:
+def pushed(
+    tokenizer: Any, tokens: Sequence[int], stop: Sequence[str] = (), min_tokens: int = 0
+) -> Any:
     """The pieces, the last one from the flush, and the detokenizer."""
-    text = Detokenizer(tokenizer, stop, least)
+    text = Detokenizer(tokenizer, stop, min_tokens)
     pieces = []
     for token in tokens:
         pieces.append(text.push(token))
@@ -116,6 +118,22 @@ def test_characters_are_never_given_in_parts(name: str, text: str) -> None:
     assert "".join(pieces) == said
     if "\ufffd" not in said:
         assert not any("\ufffd" in piece for piece in pieces)
+
+
+class OtherLibrary:
+    """A tokenizer without a backend of the tokenizers library, like sentencepiece's."""
+
+    def __init__(self, inner: Any) -> None:
+        self.decode = inner.decode
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_tokenizers_of_other_libraries_give_the_same_pieces(name: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[name]
+    tokens = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=30))
+    assert pushed(OtherLibrary(tokenizer), tokens)[0] == pushed(tokenizer, tokens)[0]
 
 
 @pytest.mark.parametrize("character", ["é", "你", "😀", "👩\u200d🚀"])

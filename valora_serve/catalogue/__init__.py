@@ -1,1 +1,1 @@
-"""What a request can name: adapters, heads and domains."""
+"""What requests can name: adapters, and the domains of bundles."""

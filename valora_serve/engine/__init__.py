@@ -1,1 +1,1 @@
-"""Requests in, batches through the model, answers out."""
+"""The engine: takes requests in, computes them in batches, hands outputs out."""

@@ -1,4 +1,4 @@
-"""The engine behind an event loop: what the server talks to."""
+"""The engine behind an event loop: what the server uses."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ T = TypeVar("T")
 _Listener: TypeAlias = "tuple[asyncio.AbstractEventLoop, asyncio.Queue[Output]]"
 
 PAUSE = 0.001
-"""Seconds between looks at adapters that are on their way while there is nothing to compute."""
+"""Seconds between checks of loading adapters while there is nothing to compute."""
 
 
 class AsyncEngine:
     """Runs an `Engine` in a thread of its own; implements `types.EngineClient`.
 
-    Tokens and pixels are prepared in another thread, so that the engine's only computes.
+    Prompts are tokenized and images preprocessed in another thread, so that the engine's thread
+    only computes steps.
 
     Args:
-        engine: The engine; nobody else uses it from now on.
+        engine: The engine; nothing else may use it from now on.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -49,15 +50,15 @@ class AsyncEngine:
         self._stopping = False
         self._draining = False
         self._failed: str | None = None
-        # None: nobody listens any more, but the engine has not ended it yet.
+        # By request id; None: the client has left, and the engine has not ended the request yet.
         self._queues: dict[str, _Listener | None] = {}
         self._closing = threading.Lock()
         self._closed = False
-        # One thread: the tokenizer is not made for two, and the engine's thread wants its core.
+        # One thread: the tokenizer is not thread-safe, and the engine's thread needs a core.
         self._preparing = ThreadPoolExecutor(1, "prepare")
         self._loading = ThreadPoolExecutor(1, "load")
         self._stats = engine.stats()
-        # Detokenizing happens in the engine's thread.
+        # For the event loop's thread; the engine's thread has a copy of its own.
         self._tokenizer = copy.deepcopy(engine.lmm.tokenizer)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -65,6 +66,7 @@ class AsyncEngine:
     # ------------------------------------------------------------------ the engine's thread
 
     def _run(self) -> None:
+        """Run the calls of other threads and the steps of the engine, until it stops or fails."""
         engine = self._engine
         try:
             while not self._stopping:
@@ -94,7 +96,7 @@ class AsyncEngine:
             engine.close()
 
     def _fail_all(self, reason: str) -> None:
-        """Tell everybody who listens, also where the engine's books are beyond repair."""
+        """End all requests with an error, also if the engine itself can no longer end them."""
         try:
             self._deliver(self._engine.fail_all(reason))
         except Exception:
@@ -104,10 +106,10 @@ class AsyncEngine:
         for request_id in tuple(self._queues):
             times = Times(now, finished=now)
             wrong = Output(request_id, finish=Finish.ERROR, error=failed, times=times)
-            self._deliver([wrong])  # who has ended already does not listen
+            self._deliver([wrong])  # requests that have ended have no listener
 
     def _deliver(self, outputs: list[Output]) -> None:
-        """Hand news to the event loops, one call for each loop."""
+        """Hand outputs to the event loops of their requests, with one call for each loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Output], Output]]] = {}
         for output in outputs:
             waiting = self._queues.get(output.id)
@@ -116,11 +118,11 @@ class AsyncEngine:
             elif output.finish is not None:
                 self._queues.pop(output.id, None)
         for loop, news in by_loop.items():
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(_put, news)
 
     def _call(self, function: Callable[[], T]) -> Future[T]:
-        """Have the engine's thread do something between two steps."""
+        """Run a function in the engine's thread, between two steps."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -131,7 +133,7 @@ class AsyncEngine:
                 return
             try:
                 future.set_result(function())
-            except Exception as error:  # noqa: BLE001 - it is the caller's
+            except Exception as error:  # noqa: BLE001 - the caller gets it
                 future.set_exception(error)
 
         with self._closing:
@@ -145,7 +147,7 @@ class AsyncEngine:
     # ------------------------------------------------------------------ requests
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
-        """Ask; see `types.EngineClient`."""
+        """Answer a request with a stream of outputs; see `types.EngineClient`."""
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Output] = asyncio.Queue()
         arrival = time.monotonic()
@@ -175,13 +177,14 @@ class AsyncEngine:
             if done or self._closed:
                 del self._queues[request.id]
             else:
-                # Nobody may have its id before it has ended: what it still says would be taken
-                # for the other's.
+                # The id stays in use until the request has ended; its outputs would reach the
+                # next request of this id otherwise.
                 self._queues[request.id] = None
-                # Behind `add` in the same queue of calls, so it finds what that has added.
+                # Runs after `add`, which is in the same queue of calls.
                 self._call(lambda: self._abandon(request.id))
 
     def _abandon(self, request_id: str) -> None:
+        """Cancel a request whose client has left."""
         if not self._engine.cancel(request_id):
             self._queues.pop(request_id, None)
 
@@ -199,17 +202,17 @@ class AsyncEngine:
             raise StoppedError(self._failed or "the server is shutting down: ask another one")
 
     async def cancel(self, request_id: str) -> bool:
-        """End a request; False if there is none of this id."""
+        """Cancel a request; see `types.EngineClient`."""
         return await asyncio.wrap_future(self._call(lambda: self._engine.cancel(request_id)))
 
     # ------------------------------------------------------------------ models
 
     def models(self) -> list[ServedModel]:
-        """What can be named."""
+        """Return what requests can name; see `types.EngineClient`."""
         return self._engine.store.models()
 
     def stats(self) -> EngineStats:
-        """How the engine is doing, as of its last step."""
+        """Return the state and counters of the engine as of its last step."""
         return self._stats
 
     async def load_adapter(self, name: str, folder: Path) -> ServedModel:
@@ -229,24 +232,24 @@ class AsyncEngine:
         return await asyncio.wrap_future(self._call(lambda: named.register(*read)))
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; see `types.EngineClient`."""
+        """Unload an adapter; see `types.EngineClient`."""
         named = self._engine.named
         await asyncio.wrap_future(self._call(lambda: named.unregister(name, bundle=False)))
 
     async def unload_bundle(self, name: str) -> None:
-        """Forget a bundle with its domains and adapters; see `types.EngineClient`."""
+        """Unload a bundle with its domains and adapters; see `types.EngineClient`."""
         named = self._engine.named
         await asyncio.wrap_future(self._call(lambda: named.unregister(name, bundle=True)))
 
     # ------------------------------------------------------------------ facts
 
     def count_tokens(self, text: str) -> int:
-        """Tokens of a text."""
+        """Return the number of tokens of a text."""
         return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @property
     def tokenizer(self) -> Any:
-        """The base model's tokenizer; a copy for the event loop's thread."""
+        """The base model's tokenizer, for the event loop's thread."""
         return self._tokenizer
 
     @property
@@ -261,11 +264,11 @@ class AsyncEngine:
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine's loop runs."""
+        """Whether the engine runs; False after it has failed or was closed."""
         return self._failed is None and self._thread.is_alive()
 
     async def close(self, drain: float = 0.0) -> None:
-        """Take nothing new, give running requests `drain` seconds, then stop."""
+        """Stop the engine; see `types.EngineClient`."""
         self._draining = True
         end = time.monotonic() + drain
         while self._queues and time.monotonic() < end and self.healthy:
@@ -283,6 +286,7 @@ def _put(news: list[tuple[asyncio.Queue[Output], Output]]) -> None:
 
 
 def _failure(request: Request, error: ServeError, arrival: float) -> Output:
+    """Return the only output of a request that the engine has not taken."""
     cancelled = isinstance(error, CancelledRequestError)
     return Output(
         request.id,

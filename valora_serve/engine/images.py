@@ -1,4 +1,4 @@
-"""Images of a step, encoded together and kept for later requests."""
+"""Encodes the images of a step together, and caches them for later requests."""
 
 from __future__ import annotations
 
@@ -21,19 +21,17 @@ log = logging.getLogger(__name__)
 
 
 class Images:
-    """Encodes what is missing, of all requests of a step at once, and remembers it.
-
-    What is kept is known by the image's content and by what of the adapter changes its encoding.
+    """The image cache, keyed by image and by the adapter's vision weights.
 
     Args:
-        runner: Runs the encoder.
-        adapters: Where the slots of adapters are found.
-        most_bytes: Most bytes to keep.
+        runner: Runs the vision encoder.
+        adapters: Adapters of the engine.
+        most_bytes: Most bytes of encoded images to cache; the least recently used are evicted.
 
     Attributes:
-        queries: Images looked up.
-        hits: Of them found.
-        held_bytes: Bytes kept now.
+        queries: Images looked up since the start.
+        hits: Images found since the start.
+        held_bytes: Bytes of the cached images.
     """
 
     def __init__(self, runner: ModelRunner, adapters: AdapterMemory, most_bytes: int) -> None:
@@ -42,19 +40,21 @@ class Images:
         self._kept: OrderedDict[bytes, VisualFeatures] = OrderedDict()
 
     def __len__(self) -> int:
-        """Images kept."""
+        """Number of cached images."""
         return len(self._kept)
 
     def encode(
         self, shares: Sequence[tuple[SequenceState, int]]
     ) -> list[tuple[SequenceState, ImageError]]:
-        """Fill in `features` of the images that these shares of a step reach.
+        """Set `SequenceState.features` for the images among the tokens of a step.
+
+        Images that are not cached are encoded together, across requests.
 
         Args:
-            shares: Requests and how many of their tokens the step computes.
+            shares: Requests, and the number of tokens that the step computes for each.
 
         Returns:
-            Requests with an image that cannot be encoded, once each, and why.
+            Requests with an image that cannot be encoded, each once, and the error.
         """
         groups: dict[tuple[object, ...], list[tuple[SequenceState, int]]] = {}
         for sequence, count in shares:
@@ -64,7 +64,7 @@ class Images:
                 if number in sequence.features or not reached or self._found(sequence, number):
                     continue
                 pixels = next(iter(visual.tensors.values()))
-                ragged = len(visual.tensors) > 1  # patches of images of any sizes are concatenated
+                ragged = len(visual.tensors) > 1  # patches; images of all sizes fit in one batch
                 shape = None if ragged else pixels.shape[1:]
                 groups.setdefault((visual.kind, shape), []).append((sequence, number))
         broken: dict[str, tuple[SequenceState, ImageError]] = {}
@@ -73,6 +73,7 @@ class Images:
         return list(broken.values())
 
     def _found(self, sequence: SequenceState, number: int) -> bool:
+        """Take an image of a request from the cache; return whether it was there."""
         key = _key(sequence, number)
         self.queries += 1
         features = self._kept.get(key)
@@ -88,20 +89,21 @@ class Images:
         members: Sequence[tuple[SequenceState, int]],
         broken: dict[str, tuple[SequenceState, ImageError]],
     ) -> None:
-        """Encode together; if that fails one by one, so that it hits only whose image it is."""
+        """Encode images together; if that fails one by one, so that only the bad ones fail."""
         try:
-            self._take(members)
-        except Exception:  # noqa: BLE001 - whatever it is, find out whose image it is
+            self._encode(members)
+        except Exception:  # noqa: BLE001 - whatever it is, find the image that causes it
             for member in members:
                 sequence = member[0]
                 try:
-                    self._take([member])
+                    self._encode([member])
                 except Exception as error:
                     log.exception("encoding an image of request %s", sequence.id)
                     wrong = ImageError(f"an image cannot be encoded: {error}")
                     broken.setdefault(sequence.id, (sequence, wrong))
 
-    def _take(self, members: Sequence[tuple[SequenceState, int]]) -> None:
+    def _encode(self, members: Sequence[tuple[SequenceState, int]]) -> None:
+        """Encode images and cache them; equal images are encoded once."""
         distinct: dict[bytes, tuple[SequenceState, int]] = {}
         for sequence, number in members:
             distinct.setdefault(_key(sequence, number), (sequence, number))
@@ -119,6 +121,7 @@ class Images:
             sequence.features[number] = found[_key(sequence, number)]
 
     def _keep(self, key: bytes, features: VisualFeatures) -> None:
+        """Cache an encoded image, and evict the least recently used beyond the limit."""
         size = features.bytes
         if size > self._most:
             return
@@ -132,4 +135,5 @@ class Images:
 
 
 def _key(sequence: SequenceState, number: int) -> bytes:
+    """Return the key of an image of a request in the cache."""
     return sequence.prompt.visuals[number].key + sequence.vision

@@ -1,1 +1,1 @@
-"""One page pool for keys, values and adapter weights."""
+"""Unified memory: KV cache and adapters in one pool of pages."""

@@ -125,7 +125,7 @@ def helps(cls: type) -> dict[str, str]:
     _, _, attributes = (inspect.getdoc(cls) or "").partition("Attributes:\n")
     parts = re.split(r"\n(?= {4}\w+:)", "\n" + attributes)
     found = (part.strip().partition(":") for part in parts)
-    return {name: " ".join(said.split()) for name, colon, said in found if colon}
+    return {name: " ".join(text.replace("`", "").split()) for name, colon, text in found if colon}
 
 
 def _model(classes: Sequence[type], lists: Iterable[str]) -> type[_Settings]:

@@ -52,12 +52,12 @@ WORDS = ["a", "red", "star", "and", "a", "blue", "ring", "over", "the", "green",
 
 
 class FakeEngine:
-    """See `EngineClient`.
+    """An `EngineClient` without a model.
 
     Args:
-        slots: Requests that run at once; others wait.
-        step: Seconds a token takes.
-        tokenizer: For constraints.
+        slots: Most requests that run at a time; others wait.
+        step: Seconds per token.
+        tokenizer: Tokenizer for JSON constraints.
     """
 
     def __init__(self, *, slots=1000, step=0.0, tokenizer=None):

@@ -14,33 +14,33 @@ class EngineSettings:
 
     Attributes:
         base: Base model: ``tiny``, a folder or a hub name.
-        device: ``auto`` takes the GPU if there is one.
-        dtype: ``auto`` is bfloat16 on a GPU and float32 on a CPU.
+        device: ``cuda``, ``cpu``, or ``auto`` for the GPU if there is one.
+        dtype: Data type of the weights; ``auto`` is bfloat16 on a GPU and float32 on a CPU.
         context_length: Longest prompt and answer together, in tokens; None for the model's own.
-        block_size: Tokens a page of keys and values.
+        block_size: Tokens of the KV cache per page.
         pages: Pages of the unified memory; None for as many as `memory` leaves room for.
-        memory: Share of the GPU's memory to use in all.
+        memory: Share of the GPU's memory that the engine uses, in (0, 1].
         max_requests: Most requests that run at a time.
         max_tokens: Most tokens computed in a step.
-        chunk: Most prompt tokens of one request in a step.
+        chunk: Most prompt tokens of one request computed in a step (chunked prefill).
         max_adapters: Most distinct adapters in a step.
-        slots: Most adapters on the device at a time.
+        slots: Most adapters resident on the device at a time.
         max_rank: Largest rank of an adapter.
-        host_bytes: Most bytes of adapters kept in host memory.
+        host_bytes: Most bytes of host memory for adapters.
         attention: Name of the attention backend; ``auto`` takes the fastest that works here.
         graphs: Capture decode steps in CUDA graphs.
-        prompt_graphs: Capture the layers of steps with up to 2,048 rows of prompts as well, most
-            of whose time is the host's otherwise; None for where decode steps are captured.
-        compile: Fuse the small operations of a layer; None for where there is a GPU.
-        overlap: Plan a step while the one before runs; None for where there is a GPU.
-        prefix_cache: Keep computed prefixes for later requests.
-        image_cache_bytes: Most bytes of encoded images kept for later requests.
-        policy: Policy that chooses batches and inference modes, one of
-            `valora_serve.orchestrator.registry.POLICIES`.
+        prompt_graphs: Also capture the layers of prefill steps with up to 2,048 rows, which are
+            limited by the host otherwise; None to do so wherever decode steps are captured.
+        compile: Fuse the small operations of a layer; None to do so on a GPU.
+        overlap: Plan a step while the step before it runs; None to do so on a GPU.
+        prefix_cache: Keep the KV cache of prompts for later requests with the same prefix.
+        image_cache_bytes: Most bytes of encoded images that are cached for later requests.
+        policy: Policy that chooses batches and inference modes, e.g. ``cost``, ``valora`` or
+            ``slora``.
         policy_settings: Settings of the policy.
-        cost_folder: Where the measured costs of this machine are kept; None for the user's cache.
-        profile: Measure the costs at the first start.
-        decision_trace: File to which every decision is appended as a line; None for none.
+        cost_folder: Folder of the costs measured on this machine; None for the user's cache.
+        profile: Measure the costs at the first start on this machine.
+        decision_trace: File for the decision trace, one line per decision; None for none.
     """
 
     base: str = "tiny"

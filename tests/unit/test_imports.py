@@ -1,7 +1,14 @@
-"""Who may import whom (design.md): a serving box has no Hydra, MLflow or Ultralytics."""
+"""Which module may import which, read from the source: every import statement counts.
+
+Imports inside functions and under ``TYPE_CHECKING`` count, too: a circle that only they close
+still means that neither file can be read without the other. So do the ``module:attribute`` strings
+with which a registry names its built-in extensions.
+"""
 
 import ast
 import sys
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -9,12 +16,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = {
     "valora_data": "data/valora_data",
+    "valora_kernels": "kernels/valora_kernels",
     "valora_teachers": "teachers/valora_teachers",
     "valora_train": "valora_train",
-    "valora_kernels": "kernels/valora_kernels",
     "valora_serve": "valora_serve",
 }
-OURS = {
+PACKAGES = {
     "valora_data": set(),
     "valora_kernels": set(),
     "valora_teachers": {"valora_data"},
@@ -24,32 +31,125 @@ OURS = {
 NOT_WHEN_SERVING = {"hydra", "omegaconf", "mlflow", "ultralytics"}
 KERNELS_MAY = {"torch", "triton", "numpy", "rich", *sys.stdlib_module_names}
 
+# Parts of a package, the lowest first; a part imports parts below it only.
+SERVE = ["errors", "types", "catalogue", "orchestrator", "workloads", "memory", "model", "engine"]
+TRAIN = ["errors", "settings", "stage", "metrics", "model", "tasks", "fusion", "reporting",
+         "stages", "cli"]  # fmt: skip
+SERVER_MAY = {"server", "types", "errors", "options"}
 
-def imports(package):
-    for file in sorted((ROOT / FOLDERS[package]).rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                assert node.level == 0, f"{file}: relative import"
-                names = [node.module]
-            else:
-                continue
-            for name in names:
-                yield file.relative_to(ROOT), name.split(".")[0]
+
+@cache
+def modules() -> dict[str, Path]:
+    """Path of every module by its name."""
+    found = {}
+    for folder in FOLDERS.values():
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            parts = file.relative_to((ROOT / folder).parent).with_suffix("").parts
+            found[".".join(part for part in parts if part != "__init__")] = file
+    return found
+
+
+@cache
+def imported(module: str) -> frozenset[str]:
+    """Names that a module imports: modules, or attributes of modules."""
+    names = set()
+    for node in ast.walk(ast.parse(modules()[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            module_name, colon, attribute = node.value.partition(":")
+            if colon and attribute.isidentifier() and module_name in modules():
+                names.add(module_name)
+    return frozenset(names)
+
+
+@cache
+def ours(module: str) -> frozenset[str]:
+    """Modules of this repository that a module imports."""
+    found = set()
+    for name in imported(module):
+        target = name if name in modules() else name.rpartition(".")[0]
+        if target in modules() and target != module:
+            found.add(target)
+    return frozenset(found)
+
+
+def part(module: str) -> str:
+    """``engine`` of ``valora_serve.engine.launch``."""
+    return [*module.split("."), ""][1]
 
 
 @pytest.mark.parametrize("package", sorted(FOLDERS))
 def test_packages_import_only_what_they_may(package):
-    for file, name in imports(package):
-        if name in FOLDERS:
-            assert name == package or name in OURS[package], f"{file} imports {name}"
-        if package in ("valora_serve", "valora_data", "valora_kernels"):
-            assert name not in NOT_WHEN_SERVING, f"{file} imports {name}"
-        if package == "valora_kernels" and name != package:
-            assert name in KERNELS_MAY, f"{file} imports {name}"
+    for module in modules():
+        if module.split(".")[0] != package:
+            continue
+        for name in {name.split(".")[0] for name in imported(module)}:
+            if name in FOLDERS:
+                assert name == package or name in PACKAGES[package], f"{module} imports {name}"
+            if package in ("valora_serve", "valora_data", "valora_kernels"):
+                assert name not in NOT_WHEN_SERVING, f"{module} imports {name}"
+            if package == "valora_kernels" and name != package:
+                assert name in KERNELS_MAY, f"{module} imports {name}"
+
+
+def test_no_circles():
+    graph = TopologicalSorter({module: ours(module) for module in modules()})
+    try:
+        graph.prepare()
+    except CycleError as error:
+        pytest.fail("circular imports: " + " → ".join(reversed(error.args[1])))
+
+
+@pytest.mark.parametrize(("package", "order"), [("valora_serve", SERVE), ("valora_train", TRAIN)])
+def test_parts_import_downwards_only(package, order):
+    wrong = []
+    for module in modules():
+        if module.split(".")[0] != package or part(module) not in order:
+            continue
+        below = order[: order.index(part(module)) + 1]
+        wrong += [
+            f"{module} imports {name}"
+            for name in ours(module)
+            if name.split(".")[0] == package and part(name) not in below
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_server_knows_no_engine_and_no_model():
+    for module in modules():
+        if module.startswith("valora_serve.server"):
+            parts = {part(name) for name in ours(module) if name.startswith("valora_serve")}
+            assert parts <= SERVER_MAY, f"{module} imports {parts - SERVER_MAY}"
+
+
+def test_nothing_imports_how_the_base_model_was_made():
+    inside = "valora_train.base_model"
+    for module in modules():
+        if not module.startswith(inside):
+            assert not any(name.startswith(inside) for name in ours(module)), module
+
+
+@pytest.mark.parametrize("start", ["valora_serve.orchestrator", "valora_train.fusion.plan"])
+def test_decisions_need_no_torch(start):
+    seen, todo = set(), [m for m in modules() if m == start or m.startswith(f"{start}.")]
+    while todo:
+        module = todo.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        assert "torch" not in {n.split(".")[0] for n in imported(module)}, f"{module} imports torch"
+        todo += ours(module)
 
 
 def test_source_roots_are_no_packages():
     for folder in ("kernels", "data", "teachers"):
         assert not (ROOT / folder / "__init__.py").exists()
+
+
+@pytest.mark.parametrize("package", sorted(FOLDERS))
+def test_packages_are_typed(package):
+    assert (ROOT / FOLDERS[package] / "py.typed").is_file()

@@ -24,10 +24,28 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from valora_serve.catalogue.adapters import Adapter
-    from valora_serve.model.linears import GroupSpec
 
 ALIGNMENT = 8
 """A rank row starts at a multiple of this many elements in its page: 16 bytes in 16 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """Names and sizes of linear layers that share their input.
+
+    Attributes:
+        name: Name of the group, which is that of its first module.
+        modules: Full module names of the layers, in the order of their outputs.
+        in_features: Width of the input.
+        out_features: Width of each layer's output.
+        part: ``text`` for the language model, ``vision`` for the vision tower and the projector.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    in_features: int
+    out_features: tuple[int, ...]
+    part: str
 
 
 @dataclass(frozen=True, slots=True)

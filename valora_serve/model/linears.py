@@ -19,6 +19,7 @@ from valora_kernels.launching import ALIGNMENT
 from valora_kernels.merge import MergeableWeights
 from valora_kernels.project import add_projection, linear
 from valora_kernels.reference import atmm_reference
+from valora_serve.memory.unified import GroupSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,25 +38,6 @@ def _uncompiled(function: Function) -> Function:
 
 SHARING = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers of one module that read the same input."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSpec:
-    """Names and sizes of linear layers that share their input.
-
-    Attributes:
-        name: Name of the group, which is that of its first module.
-        modules: Full module names of the layers, in the order of their outputs.
-        in_features: Width of the input.
-        out_features: Width of each layer's output.
-        part: ``text`` for the language model, ``vision`` for the vision tower and the projector.
-    """
-
-    name: str
-    modules: tuple[str, ...]
-    in_features: int
-    out_features: tuple[int, ...]
-    part: str
 
 
 class LoraScope:

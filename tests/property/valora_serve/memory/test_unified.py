@@ -18,8 +18,7 @@ from valora_serve.catalogue.adapters import Adapter, LoraPair
 from valora_serve.errors import AdapterError, BusyError
 from valora_serve.memory.adapter_memory import AdapterMemory, State
 from valora_serve.memory.block_manager import Owner, PagePool
-from valora_serve.memory.unified import PageShape, UnifiedMemory
-from valora_serve.model.linears import GroupSpec
+from valora_serve.memory.unified import GroupSpec, PageShape, UnifiedMemory
 
 GROUPS = (
     GroupSpec("q", ("q", "k", "v"), 12, (16, 6, 5), "text"),

@@ -32,8 +32,8 @@ def learn(base: str, shard: bool, folder: Path, device: str = "cpu") -> None:
         train = TrainSettings(steps=4, steps_per_held=2, batch_size=5, micro_batch=1)
         lora = LoraSettings(rank=4, alpha=8)
         lmm = Lmm(ModelSettings(id=base, shard=shard, device=device), lora, team)
-        assert lmm.parted == (shard and team.size > 1)
-        if lmm.parted:
+        assert lmm.sharded == (shard and team.size > 1)
+        if lmm.sharded:
             parted = [p for p in lmm.model.parameters() if isinstance(p, DTensor)]
             mine = sum(p.to_local().numel() for p in parted)
             assert 0 < mine <= sum(p.numel() for p in parted) / 2 + 64

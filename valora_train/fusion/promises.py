@@ -109,7 +109,7 @@ class Promises:
 
     def write_adapter(self, adapter: str) -> None:
         """Write an adapter in PEFT's format."""
-        self._lmm.save_adapter(adapter, self._folder / "adapters" / adapter, self._base)
+        self._lmm.adapters.save(adapter, self._folder / "adapters" / adapter, self._base)
 
     def carry_over(self, adapter: str, parent: Parent) -> None:
         """Copy an adapter that no attempt has touched, with the figures of its domains."""

@@ -115,8 +115,8 @@ class Trainer:
 
     def open(self, adapter: str, seed: int) -> None:
         """Add a fresh adapter, whose weights and training batches depend on `seed` alone."""
-        self._lmm.adapt(adapter, seed)
-        weights = list(self._lmm.lora_parameters(adapter).values())
+        self._lmm.adapters.add(adapter, seed)
+        weights = list(self._lmm.adapters.parameters(adapter).values())
         optimizer = torch.optim.AdamW(
             [
                 {
@@ -135,7 +135,7 @@ class Trainer:
 
     def close(self, adapter: str) -> None:
         """Remove an adapter with its heads and its optimiser."""
-        self._lmm.remove(adapter)
+        self._lmm.adapters.remove(adapter)
         del self._open[adapter]
 
     def heads(self, adapter: str) -> dict[str, nn.Module]:
@@ -187,7 +187,7 @@ class Trainer:
         rehearsed = list(held) if rehearse else []
         for name, head in opened.heads.items():
             head.requires_grad_(name == domain or name in rehearsed)
-        self._lmm.activate(adapter)
+        self._lmm.adapters.activate(adapter)
         steps = self._settings.steps + self._settings.steps_per_held * len(rehearsed)
         for step in range(steps):
             self._set_lr(opened.optimizer, step / steps)
@@ -295,7 +295,7 @@ class Trainer:
         if head is None:
             return None
         data = self._data[domain]
-        self._lmm.activate(None)
+        self._lmm.adapters.activate(None)
         read = HeadInputs.cat([states.head_inputs() for states in self._states(data.inputs)])
         optimizer = torch.optim.AdamW(
             [{"params": head.parameters(), "peak": self._settings.head_lr}], weight_decay=0.0
@@ -337,7 +337,7 @@ class Trainer:
             split: `Split.VAL` or `Split.TEST`.
             head: The head to use instead of the adapter's own.
         """
-        self._lmm.activate(adapter)
+        self._lmm.adapters.activate(adapter)
         if head is None and adapter is not None:
             head = self._open[adapter].heads.get(domain)
         data = self._data[domain]
@@ -351,7 +351,7 @@ class Trainer:
 
     def _outputs(self, task: DomainTask, head: nn.Module | None, inputs: Sequence[Encoded]) -> Any:
         """Raw outputs for encoded samples, computed by all processes together where possible."""
-        if self._lmm.parted or len(inputs) < self._team.size:  # every process computes everything
+        if self._lmm.sharded or len(inputs) < self._team.size:  # every process computes everything
             return task.read(head, self._lmm, inputs)
         return self._team.collect(task.read(head, self._lmm, self._team.share(inputs)))
 
@@ -364,7 +364,7 @@ class Trainer:
             Tensors on the CPU by name, for `restore` and for safetensors.
         """
         opened = self._open[adapter]
-        state = {f"lora/{key}": p for key, p in self._lmm.lora_parameters(adapter).items()}
+        state = {f"lora/{key}": p for key, p in self._lmm.adapters.parameters(adapter).items()}
         for domain, head in opened.heads.items():
             state |= {f"head/{domain}/{key}": value for key, value in head.state_dict().items()}
         named: list[tuple[str, Tensor]] = list(state.items())
@@ -386,7 +386,7 @@ class Trainer:
             self._add_head(adapter, domain, seed=0)
             opened.heads[domain].load_state_dict(values)
         with torch.no_grad():
-            for key, parameter in self._lmm.lora_parameters(adapter).items():
+            for key, parameter in self._lmm.adapters.parameters(adapter).items():
                 parameter.copy_(parts["lora"][key])
         for key, parameter in self._named_parameters(adapter):
             moments = {
@@ -400,7 +400,7 @@ class Trainer:
         torch.set_rng_state(parts["random"]["torch"].clone())
 
     def _named_parameters(self, adapter: str) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self._lmm.lora_parameters(adapter).items()
+        yield from self._lmm.adapters.parameters(adapter).items()
         for domain, head in self._open[adapter].heads.items():
             for key, parameter in head.named_parameters():
                 yield f"{domain}/{key}", parameter

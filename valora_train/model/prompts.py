@@ -1,4 +1,4 @@
-"""What the LMM is asked, in the forms that it takes on its way through the model."""
+"""Examples, their encoded form, and the hidden states that heads and losses read."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One question, and what shall be answered.
+    """One question about images, with the answer to learn.
 
     Attributes:
-        question: The text of the turn; it stands before the images.
-        images: Images or frames in order.
-        video: Whether they are the frames of a video.
-        answer: The text to learn, given the size of the first image as the model sees it; None
-            where a head answers.
+        question: Text of the turn; it precedes the images.
+        images: Images, or frames of a video, in order.
+        video: Whether the images are the frames of one video.
+        answer: Returns the text to learn, given the size of the first image as the encoder sees
+            it; None if a head answers.
     """
 
     question: str
@@ -41,14 +41,16 @@ class Encoded:
     """An example as the language model takes it.
 
     Attributes:
-        ids: (length,) int64 on the CPU: the prompt and, behind it, the answer to learn.
-        visual: (length,) bool on the CPU, which of them are visual tokens.
-        prompt: Tokens of the prompt.
-        pixels: What the encoder takes; empty if `features` are kept.
+        ids: (length,) int64 on the CPU: token ids of the prompt, then of the answer to learn.
+        visual: (length,) bool on the CPU, whether a token is visual.
+        prompt: Number of tokens of the prompt.
+        pixels: Arguments of the vision encoder by name; empty if `features` are kept.
         features: (visual tokens, width), encoded images; None if they are encoded each time.
-        deep: Added to the outputs of the first layers, each like `features` (Qwen3-VL).
-        positions: (3, length) int64 for models with positions in time, height and width.
-        seen: Size of the first image as the encoder sees it, in pixels.
+        deep: For each of the first layers to whose outputs features are added (Qwen3-VL), the
+            same shape as `features`.
+        positions: (3, length) int64, rotary positions in time, height and width; None if a
+            token's position is its index.
+        seen: Width and height of the first image as the encoder sees it, in pixels.
         grid: Rows and columns of visual tokens of the first image.
         places: (visual tokens,) int64 on the CPU, see `contract.grid_pooling.places_of`.
     """
@@ -66,24 +68,24 @@ class Encoded:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and answer."""
+        """Number of tokens of prompt and answer."""
         return len(self.ids)
 
     @property
     def last(self) -> int | None:
-        """Position of the newest token, where positions have three parts."""
+        """Position of the last token; None if a token's position is its index."""
         return None if self.positions is None else int(self.positions[:, -1].max())
 
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """What heads read of a batch: last hidden states, after the final norm.
+    """The hidden states that heads read, after the final norm.
 
     Attributes:
-        last: (n, width), of the last token of each prompt.
-        visual: (n, tokens, width), of the visual tokens; zeros where there are fewer.
-        real: (n, tokens) bool, which of those there are.
-        places: (n, tokens) int64, where in its image each of them lies.
+        last: (n, width), hidden state of the last token of each prompt.
+        visual: (n, tokens, width), hidden states of the visual tokens, padded with zeros.
+        real: (n, tokens) bool, False for padding.
+        places: (n, tokens) int64, place of each visual token in its image.
     """
 
     last: Tensor
@@ -93,7 +95,7 @@ class HeadInputs:
 
     @classmethod
     def cat(cls, parts: Sequence[HeadInputs]) -> HeadInputs:
-        """One batch after the other."""
+        """Concatenate batches."""
         most = max(part.visual.shape[1] for part in parts)
 
         def padded(part: Tensor) -> Tensor:
@@ -118,11 +120,11 @@ class HiddenStates:
     """Last hidden states of a batch that was padded on the right.
 
     Attributes:
-        hidden: (n, length, width), after the final norm.
-        visual: (n, length) bool, which tokens are visual.
-        prompts: Tokens of each prompt.
-        lengths: Tokens of each prompt and answer.
-        answers: (n, length) int64 token ids, of which those behind the prompts are answers.
+        hidden: (n, length, width), hidden states after the final norm.
+        visual: (n, length) bool, whether a token is visual.
+        prompts: Number of tokens of each prompt.
+        lengths: Number of tokens of each prompt and answer.
+        answers: (n, length) int64 token ids; those behind the prompts are answers.
         places: For each row (visual tokens,) int64 on the CPU, see `Encoded.places`.
     """
 
@@ -134,7 +136,7 @@ class HiddenStates:
     places: tuple[Tensor, ...]
 
     def split(self, counts: Sequence[int]) -> list[HiddenStates]:
-        """Rows of the batch, `counts` at a time."""
+        """Split the batch into batches of `counts` rows."""
         parts, start = [], 0
         for count in counts:
             rows = slice(start, start + count)
@@ -152,7 +154,7 @@ class HiddenStates:
         return parts
 
     def head_inputs(self) -> HeadInputs:
-        """What heads read."""
+        """Return the hidden states that heads read."""
         n, _, width = self.hidden.shape
         rows = torch.arange(n, device=self.hidden.device)
         at = torch.tensor([prompt - 1 for prompt in self.prompts], device=self.hidden.device)
@@ -167,11 +169,11 @@ class HiddenStates:
         return HeadInputs(last, pad_sequence(list(seen), batch_first=True), real, places)
 
     def answer_pairs(self) -> tuple[Tensor, Tensor]:
-        """What the answers are learnt from, all answers in one.
+        """Return the answer tokens of all rows with the hidden states that predict them.
 
         Returns:
-            (tokens, width), the hidden states that each answer token is predicted from, and
-            (tokens,) int64, those tokens.
+            (tokens, width), the hidden state before each answer token, and (tokens,) int64, the
+            answer tokens.
         """
         places = torch.arange(self.hidden.shape[1], device=self.hidden.device)
         start = torch.tensor(self.prompts, device=places.device)[:, None]

@@ -1,7 +1,7 @@
 """Processes that train one adapter together, as `accelerate launch` or `torchrun` start them.
 
-Every process draws the same batch and learns its share of it; gradients are added up. LoRA weights
-and heads are on every process; the layers of the frozen model may be parted among them.
+Every process draws the same batch and computes the gradients of its share; gradients are summed.
+Every process holds the LoRA weights and heads; the frozen model's layers may be sharded.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Team:
-    """The processes of this training, in lockstep: what one calls, all call.
+    """The processes of one training run; all of them make the same calls in the same order.
 
     Args:
-        device: What they train on, such as ``cuda`` or ``cpu``.
+        device: Device that they train on, such as ``cuda`` or ``cpu``.
 
     Attributes:
-        rank: Of this process, from 0.
+        rank: Index of this process, from 0.
         size: Number of processes.
     """
 
@@ -48,18 +48,18 @@ class Team:
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes files and speaks for all."""
+        """Whether this process is the one that writes files and logs."""
         return self.rank == 0
 
     def share(self, items: Any) -> Any:
-        """Every `size`-th of a tensor's rows or a list's items: those of this process."""
+        """Return the rows of a tensor, or the items of a list, that this process computes."""
         return items[self.rank :: self.size]
 
     def collect(self, mine: Any) -> Any:
-        """Put the shares of all processes together again, in the order that `share` took them from.
+        """Gather the results of all processes, in the order of the items that `share` divided.
 
         Args:
-            mine: What came out for the own share: a tensor's rows or a list.
+            mine: Results for this process's share: a tensor's rows or a list.
         """
         if self.size == 1:
             return mine
@@ -77,17 +77,17 @@ class Team:
         """Replace gradients by their sum over the processes.
 
         Args:
-            parameters: The same on every process.
-            loss: Of the own share.
+            parameters: Parameters, the same ones on every process.
+            loss: Loss of this process's share.
 
         Returns:
-            The sum of the losses.
+            The sum of the losses over the processes.
         """
         if self.size == 1:
             return loss
         trained = [p for p in parameters if p.requires_grad]
         for parameter in trained:
-            if parameter.grad is None:  # no sample of it in the own share
+            if parameter.grad is None:  # this process's share had no sample for it
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in trained if p.grad is not None]
         told = torch.tensor([loss], device=gradients[0].device)
@@ -99,7 +99,7 @@ class Team:
         return float(told)
 
     def agree(self, value: Any) -> Any:
-        """What the leader has, so that all decide alike."""
+        """Return the leader's value on every process, so that all decide alike."""
         if self.size == 1:
             return value
         told = [value]
@@ -107,17 +107,17 @@ class Team:
         return told[0]
 
     def wait(self) -> None:
-        """Go on when all have come here."""
+        """Wait until every process has come here."""
         self.agree(None)
 
-    def part(self, core: nn.Module, layers: Sequence[nn.Module]) -> None:
-        """Part a frozen model's layers among the processes (FSDP2); each is gathered when it runs.
+    def shard(self, decoder: nn.Module, layers: Sequence[nn.Module]) -> None:
+        """Shard the layers of a frozen model (FSDP2); a layer is gathered while it runs.
 
-        Adapters that are added later stay whole on every process.
+        Adapters that are added later are whole on every process.
 
         Args:
-            core: What runs the layers; its other weights stay whole.
-            layers: They.
+            decoder: The module that runs the layers; its other weights stay whole.
+            layers: The layers.
         """
         if self.size == 1:
             return
@@ -125,7 +125,7 @@ class Team:
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(self._kind, (self.size,))
-        whole = set(core.parameters()) - {p for layer in layers for p in layer.parameters()}
+        whole = set(decoder.parameters()) - {p for layer in layers for p in layer.parameters()}
         for layer in layers:
             fully_shard(layer, mesh=mesh)
-        fully_shard(core, mesh=mesh, ignored_params=whole)
+        fully_shard(decoder, mesh=mesh, ignored_params=whole)

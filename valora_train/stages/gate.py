@@ -66,7 +66,7 @@ class BundleModel:
         )
         self._lmm = Lmm(model, lora)
         for name, adapter in bundle.adapters.items():
-            self._lmm.load_adapter(name, bundle.folder / adapter["path"])
+            self._lmm.adapters.load(name, bundle.folder / adapter["path"])
         self.tasks: dict[str, DomainTask] = {}
         self._heads: dict[str, Any] = {}
         for name, facts in bundle.domains.items():
@@ -88,7 +88,7 @@ class BundleModel:
         import torch
 
         task, head = self.tasks[domain], self._heads[domain]
-        self._lmm.activate(self._bundle.domains[domain]["adapter"])
+        self._lmm.adapters.activate(self._bundle.domains[domain]["adapter"])
         with torch.no_grad():
             # Encoded in the batches of training: other shapes round differently.
             encoded = self._lmm.encode([task.asked(sample) for sample in samples], task.whole)

@@ -182,7 +182,7 @@ class BaseModel:
         self.dtype: torch.dtype = model.dtype
         self.config: Any = model.config
         self.width = int(self.config.get_text_config().hidden_size)
-        self.image_token: int | None = getattr(self.config, "image_token_id", None)
+        self.image_token = int(self.config.image_token_id)
         self.video_token = self.architecture.video_token(self.config)
         self.fixed_grid = self.architecture.fixed_grid(self.config)
         self.stop_ids = self._stop_ids()

@@ -21,9 +21,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tests.bench.valora_serve.serve_models import llava_7b
 from tests.support.lmm_checkpoints import save_llava
+from valora_data.contract.architectures.registry import architecture_of
 from valora_data.schema import Answer, Domain, Sample, Split, Task
 from valora_train.fusion.trainer import DomainData, Trainer
-from valora_train.model.lmm import Lmm, target_pattern
+from valora_train.model.adapters import target_pattern
+from valora_train.model.lmm import Lmm
 from valora_train.settings import HeadSettings, LoraSettings, ModelSettings, TrainSettings
 from valora_train.tasks import make_task
 
@@ -107,12 +109,12 @@ def ours(
     trainer = Recording(lmm, {"some": data}, train)
     trainer.open("one", seed=0)
     if compiled:
-        for layer in lmm._text.layers:
+        for layer in lmm.language_model.layers:
             layer.compile()
     times: list[float] = []
     trainer.train("one", "some", held=(), rehearse=False, seed=0,
                   on_step=lambda *_: times.append(now(model.device)))  # fmt: skip
-    weights = sum(p.numel() for n, p in lmm._text.named_parameters()
+    weights = sum(p.numel() for n, p in lmm.language_model.named_parameters()
                   if "lora" not in n and "embed" not in n)  # fmt: skip
     weights += lmm.model.lm_head.weight.numel()
     steps = np.diff(times[len(times) // 3 :])
@@ -144,7 +146,7 @@ def plain(
     base.requires_grad_(False)
     lora = train.lora
     peft = get_peft_model(base, LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=target_pattern(lora)))  # fmt: skip
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=target_pattern(lora, architecture_of(base))))  # fmt: skip
     end = processor.tokenizer.eos_token_id
     rows = []
     for sample in given:

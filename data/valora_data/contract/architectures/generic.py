@@ -83,6 +83,8 @@ def _language_model(model: Any) -> Any:
 
 def _unmet(model: Any, given: Collection[str]) -> str | None:
     """What both need; `given` are the arguments that the encoder is called with."""
+    if getattr(model.config, "image_token_id", None) is None:
+        return "it has no image token"
     function = getattr(getattr(model, "model", None), "get_image_features", None)
     if function is None:
         return "it has no get_image_features"

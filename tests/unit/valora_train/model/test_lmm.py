@@ -19,8 +19,9 @@ from transformers import (
 
 from tests.support.helpers import coloured_squares
 from tests.support.lmm_checkpoints import CHECKPOINTS
+from valora_data.contract.base_model import check_image_token
 from valora_data.errors import BundleError, DataError
-from valora_train.model.lmm import Lmm, check_image_token
+from valora_train.model.lmm import Lmm
 from valora_train.model.prompts import Example
 from valora_train.settings import LoraSettings, ModelSettings
 
@@ -57,7 +58,7 @@ def images():
 
 def disturb(lmm, name):
     generator = torch.Generator().manual_seed(len(name))
-    for parameter in lmm.lora_parameters(name).values():
+    for parameter in lmm.adapters.parameters(name).values():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
 
 
@@ -83,12 +84,12 @@ def test_the_prompt_changes_what_visual_tokens_know(random_llava, images):
 def test_saved_adapters_load_in_plain_peft(random_llava, images, tmp_path, vision):
     lmm = load(random_llava, vision_tower=vision, projector=vision, rslora=vision)
     for name in ("one", "two"):
-        lmm.adapt(name, seed=1)
+        lmm.adapters.add(name, seed=1)
         disturb(lmm, name)
-        lmm.save_adapter(name, tmp_path / name, "some-base")
+        lmm.adapters.save(name, tmp_path / name, "some-base")
     processor = AutoProcessor.from_pretrained(random_llava)
     for name in ("one", "two"):
-        lmm.activate(name)
+        lmm.adapters.activate(name)
         hidden = visual(lmm, PROMPTS, images)
         base = AutoModelForImageTextToText.from_pretrained(random_llava)
         model = PeftModel.from_pretrained(base, tmp_path / name)
@@ -100,24 +101,24 @@ def test_saved_adapters_load_in_plain_peft(random_llava, images, tmp_path, visio
 
 def test_targets_are_the_language_models_alone_by_default(random_llava):
     lmm = load(random_llava)
-    lmm.adapt("one", seed=1)
-    names = lmm.lora_parameters("one")
+    lmm.adapters.add("one", seed=1)
+    names = lmm.adapters.parameters("one")
     assert len(names) == 2 * 2 * 4  # two layers, A and B, q k v o
     assert all("language_model" in name for name in names)
     vision = load(random_llava, vision_tower=True, projector=True)
-    vision.adapt("one", seed=1)
-    kinds = {name.split(".layers.")[0].split(".")[-1] for name in vision.lora_parameters("one")}
+    vision.adapters.add("one", seed=1)
+    kinds = {name.split(".layers.")[0].split(".")[-1] for name in vision.adapters.parameters("one")}
     assert any("vision" in n or "encoder" in n for n in kinds)
-    assert any("multi_modal_projector" in n for n in vision.lora_parameters("one"))
+    assert any("multi_modal_projector" in n for n in vision.adapters.parameters("one"))
 
 
 def test_without_adapter_it_is_the_base_again(random_llava, images):
     lmm = load(random_llava)
     before = visual(lmm, PROMPTS, images)
-    lmm.adapt("one", seed=1)
+    lmm.adapters.add("one", seed=1)
     disturb(lmm, "one")
     assert not torch.equal(visual(lmm, PROMPTS, images), before)
-    lmm.activate(None)
+    lmm.adapters.activate(None)
     assert torch.equal(visual(lmm, PROMPTS, images), before)
 
 
@@ -255,10 +256,10 @@ def test_checkpointed_gradients_are_the_same(family, checkpoint):
     for checkpointing in (False, True):
         settings = ModelSettings(id=str(checkpoint), gradient_checkpointing=checkpointing)
         lmm = Lmm(settings, LoraSettings(rank=4))
-        lmm.adapt("one", seed=2)
+        lmm.adapters.add("one", seed=2)
         disturb(lmm, "one")
         lmm.states(lmm.encode(questions(family))).head_inputs().last.sum().backward()
-        found.append({key: p.grad for key, p in lmm.lora_parameters("one").items()})
+        found.append({key: p.grad for key, p in lmm.adapters.parameters("one").items()})
     for key, grad in found[0].items():
         torch.testing.assert_close(found[1][key], grad, atol=1e-4, rtol=1e-3)
         assert grad.abs().max() > 0
@@ -276,13 +277,13 @@ def test_adapters_on_a_16_bit_base_compute_in_its_precision(family, checkpoint):
     found = {}
     for dtype in ("float32", "bfloat16"):
         lmm = Lmm(ModelSettings(id=str(checkpoint), dtype=dtype), LoraSettings(rank=4))
-        lmm.adapt("one", seed=2)
+        lmm.adapters.add("one", seed=2)
         disturb(lmm, "one")
         layers = [m for n, m in lmm.model.named_modules() if n.endswith("lora_A.one")]
         inside = watched(layers)
         read = lmm.states(lmm.encode(questions(family))).head_inputs()
         read.last.float().square().sum().backward()
-        weights = lmm.lora_parameters("one")
+        weights = lmm.adapters.parameters("one")
         assert {p.dtype for p in weights.values()} == {torch.float32}
         assert set(inside) == {getattr(torch, dtype)}
         found[dtype] = read.last.detach().float(), {k: p.grad for k, p in weights.items()}
@@ -295,8 +296,8 @@ def test_adapters_on_a_16_bit_base_compute_in_its_precision(family, checkpoint):
 
 def test_vision_and_projector_are_found_in_every_family(family, checkpoint):
     lmm = load(checkpoint, vision_tower=True, projector=True)
-    lmm.adapt("one", seed=1)
-    names = set(lmm.lora_parameters("one"))
+    lmm.adapters.add("one", seed=1)
+    names = set(lmm.adapters.parameters("one"))
     inner = "vision_tower" if family == "llava" else "visual.blocks"
     outer = "multi_modal_projector" if family == "llava" else "merger"
     for part in ("language_model", inner, outer):

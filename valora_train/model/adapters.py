@@ -1,0 +1,133 @@
+"""LoRA adapters on the base model, through PEFT."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from valora_data.contract.architectures.base import Architecture
+    from valora_data.contract.base_model import BaseModel
+    from valora_train.settings import LoraSettings
+
+
+class Adapters:
+    """The adapters of a base model, by name; one of them, or none, is active.
+
+    Args:
+        model: The base model; PEFT wraps its linear layers in place.
+        lora: Rank, scaling and targets of new adapters.
+    """
+
+    def __init__(self, model: BaseModel, lora: LoraSettings) -> None:
+        self._model, self._lora = model, lora
+        self._peft: Any = None
+
+    def add(self, name: str, seed: int) -> None:
+        """Add an adapter that changes nothing yet (B = 0), and activate it.
+
+        Args:
+            name: Name of the adapter.
+            seed: Seed of A.
+        """
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(
+            r=self._lora.rank,
+            lora_alpha=self._lora.alpha,
+            use_rslora=self._lora.rslora,
+            target_modules=target_pattern(self._lora, self._model.architecture),
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            if self._peft is None:
+                self._peft = get_peft_model(self._model.model, config, adapter_name=name)
+            else:
+                self._peft.add_adapter(name, config)
+        self._keep_precision()
+        self.activate(name)
+
+    def load(self, name: str, folder: Path) -> None:
+        """Load an adapter from a PEFT folder."""
+        from peft import PeftModel
+
+        if self._peft is None:
+            self._peft = PeftModel.from_pretrained(self._model.model, folder, adapter_name=name)
+        else:
+            self._peft.load_adapter(folder, adapter_name=name)
+        self._keep_precision()
+
+    def _keep_precision(self) -> None:
+        """On a 16-bit base, let autocast cast LoRA's few weights; PEFT would cast activations."""
+        if self._model.dtype == torch.float32:
+            return
+        for module in self._model.model.modules():
+            if hasattr(module, "cast_input_dtype_enabled"):
+                module.cast_input_dtype_enabled = False
+
+    def activate(self, name: str | None) -> None:
+        """Make an adapter the active one, or none."""
+        if self._peft is None:
+            return
+        if name is None:
+            self._peft.base_model.disable_adapter_layers()
+            return
+        self._peft.base_model.enable_adapter_layers()
+        self._peft.set_adapter(name)
+
+    def save(self, name: str, folder: Path, base: str) -> None:
+        """Write an adapter in PEFT's format; plain PEFT loads it onto the base model.
+
+        Args:
+            name: Name of the adapter.
+            folder: Folder for `adapter_config.json` and `adapter_model.safetensors`.
+            base: Id of the base model, for the configuration.
+        """
+        from peft.utils import get_peft_model_state_dict
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = get_peft_model_state_dict(self._peft, adapter_name=name)
+        save_file(
+            {key: value.detach().cpu().contiguous() for key, value in weights.items()},
+            folder / "adapter_model.safetensors",
+            {"format": "pt"},
+        )
+        config = copy.copy(self._peft.peft_config[name])
+        config.base_model_name_or_path = base
+        config.inference_mode = True
+        config.save_pretrained(folder)
+
+    def remove(self, name: str) -> None:
+        """Delete an adapter."""
+        self._peft.delete_adapter(name)
+
+    def parameters(self, name: str) -> dict[str, torch.nn.Parameter]:
+        """Return an adapter's weights by module path, e.g. ``…0.self_attn.q_proj.lora_A``."""
+        suffix = f".{name}.weight"
+        return {
+            key.removesuffix(suffix): value
+            for key, value in self._model.model.named_parameters()
+            if key.endswith(suffix) and ".lora_" in key
+        }
+
+
+def target_pattern(lora: LoraSettings, architecture: Architecture) -> str:
+    """Return the regular expression, over full module paths, of the layers that PEFT adapts.
+
+    Args:
+        lora: Names of the language model's layers, and whether the vision tower and the projector
+            are adapted too.
+        architecture: Names the layers of vision tower and projector.
+    """
+    parts = [rf".*language_model.*\.({'|'.join(map(re.escape, lora.targets))})"]
+    if lora.vision_tower:
+        parts += architecture.tower_targets
+    if lora.projector:
+        parts += architecture.projector_targets
+    return "|".join(f"({part})" for part in parts)

@@ -1,0 +1,247 @@
+"""From examples to what the language model takes: token ids, positions, pixels or features."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from valora_data.contract.architectures.base import IMAGE, PIXELS, VIDEO
+from valora_data.contract.grid_pooling import places_of
+from valora_data.errors import BundleError, DataError
+from valora_train.model.prompts import Encoded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from valora_data.contract.base_model import BaseModel
+    from valora_train.model.prompts import Example
+
+
+class Encoder:
+    """Turns examples into the language model's inputs.
+
+    The question precedes the images: in a causal language model, visual tokens that follow the
+    question know what is asked, so that a linear head on them can answer in one pass. (Chat
+    templates that put images first, such as that of LLaVA-1.5, are used as they are.)
+
+    Args:
+        model: The base model.
+        batch_size: Most images that are processed together.
+        keep_features: Whether images are encoded here, once, and their features kept instead of
+            their pixels.
+    """
+
+    def __init__(self, model: BaseModel, batch_size: int, *, keep_features: bool) -> None:
+        self._model, self._batch_size, self._keep = model, batch_size, keep_features
+        self._prompts: dict[tuple[str, int], Tensor] = {}
+        self._answers: dict[str, Tensor] = {}
+
+    def __call__(self, examples: Sequence[Example], whole: bool = True) -> list[Encoded]:
+        """Encode examples, whose images may have any size.
+
+        Args:
+            examples: The examples.
+            whole: Whether to keep the tokens behind the last visual token; heads on visual tokens
+                do without them.
+
+        Returns:
+            One entry for each example, in order.
+
+        Raises:
+            DataError: An example has no image, or a video no frames.
+            BundleError: The base model's images cannot be laid out on a grid.
+        """
+        fixed = self._model.fixed_grid
+        found: list[Encoded] = []
+        for batch in _batches(examples, self._batch_size):
+            if fixed is None:
+                part = [self._processed(example) for example in batch]
+            else:
+                part = self._on_fixed_grid(batch, fixed)
+            if not whole:
+                part = [_cut(item) for item in part]
+            if self._keep:
+                with torch.no_grad():
+                    part = self._with_features(part)
+            found += part
+        return found
+
+    def _on_fixed_grid(self, batch: Sequence[Example], grid: tuple[int, int]) -> list[Encoded]:
+        """Encode examples of a model whose images all have the same number of visual tokens.
+
+        Images are processed together, and the token ids of a question are made once.
+        """
+        model = self._model
+        images = [image for example in batch for image in example.images]
+        pixels = model.processor.image_processor(images, return_tensors="pt")[PIXELS[IMAGE]]
+        pixels = pixels.to(model.device, model.dtype)
+        found = []
+        for example, part in zip(
+            batch, pixels.split([len(example.images) for example in batch]), strict=True
+        ):
+            ids = self._prompt(example.question, len(example.images), grid)
+            item = Encoded(
+                ids,
+                ids == model.image_token,
+                len(ids),
+                (part.shape[-1], part.shape[-2]),
+                grid,
+                places_of(*grid, len(example.images)),
+                {PIXELS[IMAGE]: part},
+            )
+            found.append(self._with_answer(item, example))
+        return found
+
+    def _prompt(self, question: str, images: int, grid: tuple[int, int]) -> Tensor:
+        """Return the token ids of a question and images, up to the answer: (length,) int64."""
+        key = (question, images)
+        if key not in self._prompts:
+            from PIL import Image
+
+            text = self._render(question, IMAGE, images)
+            blank = [Image.new("RGB", (8, 8))] * images
+            row = self._model.process(text, blank)["input_ids"][0]
+            found = int((row == self._model.image_token).sum())
+            expected = images * grid[0] * grid[1]
+            if found != expected:
+                raise BundleError(
+                    f"expected {expected} visual tokens for {images} images, got {found}: check "
+                    "the processor of the base model"
+                )
+            self._prompts[key] = row
+        return self._prompts[key]
+
+    def _render(self, question: str, kind: str, count: int, answer: str | None = None) -> str:
+        parts = [{"type": "text", "text": question}, *[{"type": kind}] * count]
+        turns: list[dict[str, Any]] = [{"role": "user", "content": parts}]
+        if answer is not None:
+            said = [{"type": "text", "text": answer}]
+            turns.append({"role": "assistant", "content": said})
+        return self._model.render(turns, generate=answer is None)
+
+    def _processed(self, example: Example) -> Encoded:
+        """Encode an example by the processor, which knows how many tokens each image has."""
+        model = self._model
+        if example.video and model.video_token is not None:
+            kind, token = VIDEO, model.video_token
+            text = self._render(example.question, VIDEO, 1)
+            inputs = model.process(text, videos=[example.images])
+        else:
+            kind, token = IMAGE, model.image_token
+            text = self._render(example.question, IMAGE, len(example.images))
+            inputs = model.process(text, example.images)
+        ids = inputs["input_ids"][0]
+        visual = ids == token
+        parts = model.split(kind, inputs, int(visual.sum()))
+        grids = [part.grid for part in parts if part.grid is not None]
+        if len(grids) < len(parts):
+            raise BundleError(
+                f"base model {model.base} does not say how its visual tokens lie in an image: "
+                "register its architecture, with the grid, in valora.architectures"
+            )
+        found = model.positions(inputs)
+        item = Encoded(
+            ids,
+            visual,
+            len(ids),
+            parts[0].size,
+            grids[0][1:],
+            torch.cat([places_of(rows, columns, times) for times, rows, columns in grids]),
+            {
+                name: torch.cat([part.tensors[name] for part in parts]).to(model.device)
+                for name in parts[0].tensors
+            },
+            positions=None if found is None else found[0],
+        )
+        return self._with_answer(item, example)
+
+    def _with_answer(self, item: Encoded, example: Example) -> Encoded:
+        if example.answer is None:
+            return item
+        answer = self._answer(example.answer(item.seen))
+        positions = item.positions
+        if positions is not None:
+            more = int(positions.max()) + 1 + torch.arange(len(answer))
+            positions = torch.cat([positions, more.expand(3, -1)], dim=1)
+        return replace(
+            item,
+            ids=torch.cat([item.ids, answer]),
+            visual=torch.cat([item.visual, torch.zeros(len(answer), dtype=torch.bool)]),
+            positions=positions,
+        )
+
+    def _answer(self, answer: str) -> Tensor:
+        """Return the token ids of an answer as the chat template writes it, with its end token."""
+        if answer not in self._answers:
+            tokenizer = self._model.tokenizer
+            before = self._render("?", IMAGE, 0)
+            after = self._render("?", IMAGE, 0, answer)
+            text = after.removeprefix(before) if after.startswith(before) else answer
+            end = tokenizer.eos_token or ""
+            text = text.rstrip()
+            text = (text.removesuffix(end) if end else text).rstrip()
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            self._answers[answer] = torch.tensor([*ids, tokenizer.eos_token_id])
+        return self._answers[answer]
+
+    def _with_features(self, batch: Sequence[Encoded]) -> list[Encoded]:
+        """Replace pixels by features."""
+        features, deep = visual_features(self._model, batch)
+        counts = [int(item.visual.sum()) for item in batch]
+        layers = [layer.split(counts) for layer in deep]
+        return [
+            replace(
+                item, features=part, deep=tuple(layer[row] for layer in layers), pixels={}
+            )
+            for row, (item, part) in enumerate(zip(batch, features.split(counts), strict=True))
+        ]  # fmt: skip
+
+
+def visual_features(model: BaseModel, batch: Sequence[Encoded]) -> tuple[Tensor, list[Tensor]]:
+    """Return the visual features of a batch: those that were kept, or encoded now.
+
+    Args:
+        model: The base model.
+        batch: Examples that all have features, or none.
+
+    Returns:
+        (visual tokens, width) in the order of the batch; and for each of the first layers to
+        whose outputs features are added, the same shape.
+    """
+    if batch[0].features is not None:
+        deep = [torch.cat(layer) for layer in zip(*(item.deep for item in batch), strict=True)]
+        return torch.cat([item.features for item in batch if item.features is not None]), deep
+    names = list(batch[0].pixels)
+    if any(list(item.pixels) != names for item in batch):  # images and videos
+        found = [visual_features(model, [item]) for item in batch]
+        layers = zip(*(deep for _, deep in found), strict=True)
+        return torch.cat([part for part, _ in found]), [torch.cat(layer) for layer in layers]
+    parts, deep = model.visual_features([item.pixels for item in batch])
+    return torch.cat(parts), deep
+
+
+def _batches(examples: Sequence[Example], most: int) -> Iterator[Sequence[Example]]:
+    """Yield examples with at most `most` images together, but at least one example."""
+    start = images = 0
+    for at, example in enumerate(examples):
+        if at > start and images + len(example.images) > most:
+            yield examples[start:at]
+            start, images = at, 0
+        images += len(example.images)
+        if not example.images:
+            raise DataError("an example has no image, or a video no frames: leave it out")
+    if examples:
+        yield examples[start:]
+
+
+def _cut(item: Encoded) -> Encoded:
+    """Remove the tokens behind the last visual token; no token before them sees them."""
+    end = int(torch.nonzero(item.visual)[-1]) + 1
+    positions = None if item.positions is None else item.positions[:, :end]
+    return replace(
+        item, ids=item.ids[:end], visual=item.visual[:end], prompt=end, positions=positions
+    )

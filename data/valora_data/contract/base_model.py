@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from valora_data.contract.architectures.registry import architecture_of
+from valora_data.contract.architectures.registry import ARCHITECTURES, architecture_of
 from valora_data.contract.bundle import file_hash
 from valora_data.errors import BundleError
 
@@ -107,10 +107,15 @@ def load_model(base: str, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]
     Raises:
         BundleError: If there is no such model, or it takes no images.
     """
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoModelForImageTextToText, AutoProcessor, PretrainedConfig
 
     source = base_folder(base)
     try:
+        described, _ = PretrainedConfig.get_config_dict(source)
+        kind = str(described.get("model_type"))
+        if kind in ARCHITECTURES:
+            # Imports the package that registers it, which may bring the transformers model along.
+            _ = ARCHITECTURES[kind]
         processor: Any = AutoProcessor.from_pretrained(source)
         model: Any = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype, **options)
     except (OSError, ValueError, ImportError) as error:

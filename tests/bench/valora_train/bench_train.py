@@ -145,8 +145,9 @@ def plain(
     base = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, model.dtype))
     base.requires_grad_(False)
     lora = train.lora
-    peft = get_peft_model(base, LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=target_pattern(lora, architecture_of(base))))  # fmt: skip
+    targets = target_pattern(lora, architecture_of(base))
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)
+    peft = get_peft_model(base, config)
     end = processor.tokenizer.eos_token_id
     rows = []
     for sample in given:

@@ -1,0 +1,206 @@
+"""Architectures by model type: one of another package, generic ones, and what is refused."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlavaForConditionalGeneration,
+)
+
+from tests.support.engine_reference import make_engine, noise, run
+from tests.support.lmm_checkpoints import CHECKPOINTS
+from valora_data.contract.architectures.base import Part
+from valora_data.contract.architectures.generic import GenericGrid, GenericSquare
+from valora_data.contract.architectures.registry import ARCHITECTURES, architecture_of
+from valora_data.errors import BundleError
+from valora_serve.types import Request, SamplingParams
+from valora_train.model.lmm import Lmm
+from valora_train.model.prompts import Example
+from valora_train.settings import LoraSettings, ModelSettings
+
+EXAMPLE = '''
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaModel
+
+from valora_data.contract.architectures.llava import Llava
+
+
+class KestrelConfig(LlavaConfig):
+    model_type = "kestrel"
+
+
+class KestrelModel(LlavaModel):
+    """LLaVA whose projector is called `bridge`."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.bridge = self.multi_modal_projector
+        del self.multi_modal_projector
+
+    @property
+    def multi_modal_projector(self):
+        return self.bridge
+
+
+class KestrelForConditionalGeneration(LlavaForConditionalGeneration):
+    config_class = KestrelConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = KestrelModel(config)
+        self.post_init()
+
+
+AutoConfig.register("kestrel", KestrelConfig)
+AutoModelForImageTextToText.register(KestrelConfig, KestrelForConditionalGeneration)
+
+
+class Kestrel(Llava):
+    vision_modules = ("vision_tower", "bridge")
+    projector = "bridge"
+    projector_targets = (r".*bridge\\.linear_[12]",)
+
+
+extension = Kestrel
+'''
+
+
+def save_kestrel(folder: Path) -> Path:
+    """A LLaVA checkpoint of another model type, with the projector's weights renamed."""
+    llava = CHECKPOINTS["llava"](folder.with_name("llava"), seed=3)
+    shutil.copytree(llava, folder)
+    config = (folder / "config.json").read_text()
+    config = config.replace('"model_type": "llava"', '"model_type": "kestrel"')
+    (folder / "config.json").write_text(config.replace("LlavaFor", "KestrelFor"))
+    model = LlavaForConditionalGeneration.from_pretrained(llava)
+    save_file(
+        {
+            name.replace("multi_modal_projector", "bridge"): weight.contiguous()
+            for name, weight in model.state_dict().items()
+        },
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    return folder
+
+
+def test_one_of_another_package_is_trained_and_served(installed, tmp_path):
+    installed("valora.architectures", "kestrel", EXAMPLE)
+    base = str(save_kestrel(tmp_path / "kestrel"))
+    lora = LoraSettings(rank=4, alpha=12, vision_tower=True, projector=True)
+    lmm = Lmm(ModelSettings(id=base), lora)
+    lmm.adapters.add("one", seed=1)
+    weights = lmm.adapters.parameters("one")
+    assert any(".bridge.linear_2." in name for name in weights)
+    generator = torch.Generator().manual_seed(4)
+    for weight in weights.values():
+        weight.data.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
+    lmm.adapters.save("one", tmp_path / "one", base)
+    image = noise(40, 30, 1)
+    encoded = lmm.encode([Example("Say it.", (image,))])
+    assert lmm.states(encoded).head_inputs().visual.shape == (1, 16, lmm.width)
+    written = lmm.write(encoded, 8)
+    lmm.adapters.activate(None)
+    assert lmm.write(encoded, 8) != written
+
+    engine = make_engine(base, {"one": tmp_path / "one"}, fresh=True)
+    assert engine.lmm.targets.parts["model.bridge.linear_1"] is Part.PROJECTOR
+    parts = [{"type": "text", "text": "Say it."}, {"type": "image"}]
+    request = Request(
+        "x",
+        model="one",
+        messages=[{"role": "user", "content": parts}],
+        images=[image],
+        sampling=SamplingParams(max_tokens=8),
+    )
+    assert run(engine, [request])["x"].text.strip() == written[0]
+
+
+def build(kind, **config):
+    with torch.device("meta"):
+        return kind.from_config(AutoConfig.for_model(**config))
+
+
+TEXT = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+}  # fmt: skip
+CLIP = {
+    "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 16,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8,
+}  # fmt: skip
+
+
+def test_the_shape_of_llava_is_enough():
+    model = build(
+        AutoModelForImageTextToText,
+        model_type="vipllava",
+        image_token_index=3,
+        vision_feature_layers=[-1, -2],
+        text_config={"model_type": "llama", **TEXT},
+        vision_config=CLIP,
+    )
+    found = architecture_of(model)
+    assert isinstance(found, GenericSquare)
+    assert found.fixed_grid(model.config) == (4, 4)
+    assert set(found.adaptable(model)) == {
+        "model.language_model.layers", "model.vision_tower", "model.multi_modal_projector"
+    }  # fmt: skip
+
+
+def test_the_shape_of_qwen_vl_is_enough():
+    model = build(
+        AutoModelForImageTextToText,
+        model_type="glm4v",
+        text_config=TEXT,
+        vision_config={
+            "depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 16,
+            "intermediate_size": 16,
+        },
+    )  # fmt: skip
+    found = architecture_of(model)
+    assert isinstance(found, GenericGrid)
+    assert found.three_positions
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "llama", **TEXT}, "it has no image token"),
+        (
+            {
+                "model_type": "paligemma",
+                "text_config": {"model_type": "gemma", **TEXT},
+                "vision_config": {**CLIP, "model_type": "siglip_vision_model"},
+            },
+            "its visual tokens attend to those behind them",
+        ),
+        (
+            {
+                "model_type": "llava_next",
+                "text_config": {"model_type": "llama", **TEXT},
+                "vision_config": CLIP,
+            },
+            "its get_image_features needs image_sizes",
+        ),
+    ],
+)
+def test_others_are_refused_with_the_list_of_known_ones(config, reason):
+    kind = AutoModelForCausalLM if config["model_type"] == "llama" else AutoModelForImageTextToText
+    with pytest.raises(BundleError) as caught:
+        architecture_of(build(kind, **config), "some/model")
+    message = str(caught.value)
+    assert f"base model some/model has the architecture {config['model_type']!r}" in message
+    assert "llava, qwen2_5_vl, qwen2_vl, qwen3_vl" in message
+    assert reason in message
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(BundleError, match="unknown LMM architecture 'kite': choose one of llava, "):
+        ARCHITECTURES["kite"]

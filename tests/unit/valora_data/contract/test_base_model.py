@@ -1,0 +1,120 @@
+"""A base model: loading it, and what training and serving read of it."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import (
+    AutoProcessor,
+    LlamaConfig,
+    LlamaForCausalLM,
+    VipLlavaConfig,
+    VipLlavaForConditionalGeneration,
+)
+
+from tests.support.engine_reference import make_engine, noise
+from tests.support.lmm_checkpoints import CHECKPOINTS
+from valora_data.contract.architectures.generic import GenericSquare
+from valora_data.contract.base_model import BaseModel, base_folder, check_image_token, load_model
+from valora_data.errors import BundleError
+from valora_serve.model.prompt import prepare_prompt
+from valora_serve.types import Request
+from valora_train.model.lmm import Lmm
+from valora_train.model.prompts import Example
+from valora_train.settings import LoraSettings, ModelSettings
+
+
+@pytest.mark.parametrize("family", list(CHECKPOINTS))
+def test_training_and_serving_read_a_prompt_alike(family, tmp_path):
+    base = str(CHECKPOINTS[family](tmp_path / family, seed=5))
+    trained = Lmm(ModelSettings(id=base), LoraSettings())
+    served = make_engine(base).lmm
+    frames = [noise(40, 32, 20 + n) for n in range(4)]
+    images = [noise(20, 48, 2), noise(64, 24, 3)]
+    for video, shown in ((False, images), (True, frames)):
+        (encoded,) = trained.encode([Example("Which one is it?", tuple(shown), video=video)])
+        media = [{"type": "video"}] if video else [{"type": "image"}] * len(shown)
+        asked = Request(
+            "x",
+            messages=[
+                {"role": "user", "content": [{"type": "text", "text": "Which one is it?"}, *media]}
+            ],
+            images=[] if video else shown,
+            videos=[shown] if video else [],
+        )
+        prompt = prepare_prompt(served, asked)
+        assert prompt.ids == encoded.ids.tolist()
+        if encoded.positions is None:
+            assert prompt.positions is None
+        else:
+            assert torch.equal(torch.as_tensor(prompt.positions), encoded.positions)
+        places = torch.cat([visual.places() for visual in prompt.visuals])
+        assert torch.equal(places, encoded.places)
+        features = torch.cat([served.encode([one])[0].embeddings for one in prompt.visuals])
+        torch.testing.assert_close(features, encoded.features, atol=1e-5, rtol=1e-5)
+    assert (trained.stop_ids, trained.width) == (served.stop_ids, served.width)
+    assert trained.context_length == served.context_length == 1024
+
+
+def test_the_shipped_model():
+    model = BaseModel("tiny", *load_model("tiny", torch.float32))
+    assert model.stop_ids == {model.tokenizer.eos_token_id}
+    assert model.fixed_grid == model.grid_of(noise(50, 20, 1))
+    assert model.vocabulary == model.logits(torch.zeros(1, model.width)).shape[1]
+    tokenizer = model.tokenizer
+    written = model.render([{"role": "user", "content": [{"type": "text", "text": "word"}]}])
+    assert written.startswith(tokenizer.bos_token)
+    assert model.tokenize(written).count(tokenizer.bos_token_id) == 1
+
+
+def test_a_model_of_a_known_shape_is_loaded(random_llava, tmp_path):
+    folder = tmp_path / "vip"
+    model, _ = load_model(str(random_llava), torch.float32)
+    config = {**model.config.to_dict(), "vision_feature_layers": [-1, -1]}
+    config.pop("model_type")
+    VipLlavaForConditionalGeneration(VipLlavaConfig(**config)).save_pretrained(folder)
+    AutoProcessor.from_pretrained(random_llava).save_pretrained(folder)
+    found = BaseModel(str(folder), *load_model(str(folder), torch.float32))
+    assert isinstance(found.architecture, GenericSquare)
+    assert found.fixed_grid == (4, 4)
+
+
+@pytest.mark.parametrize("name", ["/nowhere/model", "./nothing"])
+def test_a_missing_base_model_is_one_sentence(name):
+    with pytest.raises(BundleError, match="does not exist: check the path"):
+        load_model(name, torch.float32)
+
+
+def test_a_tokenizer_that_splits_the_image_token_is_refused(random_llava, tmp_path):
+    folder = tmp_path / "split"
+    shutil.copytree(random_llava, folder)
+    file = folder / "tokenizer.json"
+    parts = json.loads(file.read_text())
+    parts["added_tokens"] = [t for t in parts["added_tokens"] if t["content"] != "<image>"]
+    file.write_text(json.dumps(parts))
+    file = folder / "tokenizer_config.json"
+    known = {k: v for k, v in json.loads(file.read_text()).items() if "special_tokens" not in k}
+    file.write_text(json.dumps(known | {"image_token": None}))
+    with pytest.raises(BundleError, match="splits the image token '<image>' into"):
+        load_model(str(folder), torch.float32)
+
+
+def test_a_model_without_images_is_refused(tmp_path):
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(BundleError, match="cannot load base model") as caught:
+        load_model(str(tmp_path), torch.float32)
+    assert "\n" not in str(caught.value)
+    plain = SimpleNamespace(tokenizer=None)
+    with pytest.raises(BundleError, match="has no image token, so it takes no images"):
+        check_image_token("words", config, plain)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(BundleError, match=r"holds no config\.json: name a folder"):
+        base_folder(str(tmp_path))

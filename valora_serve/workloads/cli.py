@@ -80,23 +80,24 @@ def _parser() -> argparse.ArgumentParser:
     add("--cv", type=float, default=1.0, help="slora: coefficient of variation of the gaps")
     add("--duration", type=float, default=30.0, help="seconds of arrivals")
     add("--requests", type=int, default=400, help="at_once: number of requests")
-    add("--no-heads", dest="heads", action="store_false", help="video: generate, without heads")
+    add("--heads", action=argparse.BooleanOptionalAction, default=True, help="video: use heads")
     add("--latency-limit", type=float, help="latency limit of every request in seconds")
     add("--seed", type=int, default=0, help="random seed")
 
     add = parser.add_argument_group("policies").add_argument
     names = ", ".join(POLICIES)
-    add("--policies", nargs="+", metavar="NAME", default=list(POLICIES), help=f"among {names}")
+    add("--policies", nargs="+", metavar="NAME", default=list(POLICIES), help=f"some of {names}")
     add("--theta", type=float, default=policy.theta, help="valora: starvation threshold in seconds")
     add("--clusters", type=int, default=policy.clusters, help="S-LoRA's adapter clustering")
-    add("--no-groups", dest="groups", action="store_false", help="cost: run as many as fit")
+    optional = argparse.BooleanOptionalAction
+    add("--groups", action=optional, default=policy.groups, help="cost: fewer at a time than fit")
     add("--early-abort", action="store_true", help="S-LoRA's admission control")
     add("--slo", type=float, default=policy.slo, help="limit of the time to first token in seconds")
 
     add = parser.add_argument_group("machine").add_argument
     add("--costs", type=Path, help="measured costs, instead of the estimate for an H200")
     add("--lora-cost", type=float, default=1.0, help="factor on the cost of LoRA terms")
-    add("--max-requests", type=int, default=machine.max_requests, help="running requests")
+    add("--max-requests", type=int, default=machine.max_requests, help="most running requests")
     add("--pages", type=int, default=machine.pages, help="pages of unified memory, 16 tokens each")
 
     add = parser.add_argument_group("output").add_argument

@@ -20,11 +20,12 @@ from uvicorn.server import HANDLED_SIGNALS
 from valora_serve.server.access.admission import Admission, RateLimiter
 from valora_serve.server.access.guard import Guard
 from valora_serve.server.access.keys import KeyRing
+from valora_serve.server.access.rules import Access, RouteTable, Rules
+from valora_serve.server.api.registry import endpoints
 from valora_serve.server.api.schema import ErrorAnswer
 from valora_serve.server.api.system import own_version
 from valora_serve.server.constrain import Grammars
 from valora_serve.server.context import ServerContext
-from valora_serve.server.endpoints import Access, RouteTable, Rules, endpoints
 from valora_serve.server.envelope import Envelope, handle_errors
 from valora_serve.server.loading.served_set import ServedSet
 from valora_serve.server.media.reader import MediaReader

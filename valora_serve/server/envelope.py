@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from valora_serve.server.access.guard import Guard
-    from valora_serve.server.endpoints import RouteTable
+    from valora_serve.server.access.rules import RouteTable
     from valora_serve.server.settings import ServerSettings
     from valora_serve.server.telemetry.metrics import Metrics
 

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from valora_serve.errors import ForbiddenError
-from valora_serve.server.endpoints import Access
+from valora_serve.server.access.rules import Access
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from valora_serve.server.access.admission import RateLimiter
     from valora_serve.server.access.keys import KeyRing
-    from valora_serve.server.endpoints import Rules
+    from valora_serve.server.access.rules import Rules
 
 
 class Guard:

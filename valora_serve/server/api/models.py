@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter
 
+from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import error_answers
 from valora_serve.server.api.schema import (
     Done,
@@ -17,7 +18,6 @@ from valora_serve.server.api.schema import (
     UnloadAdapterRequest,
     UnloadBundleRequest,
 )
-from valora_serve.server.endpoints import Access, allow
 
 if TYPE_CHECKING:
     from valora_serve.server.context import ServerContext

@@ -14,9 +14,9 @@ from fastapi import APIRouter
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import FileResponse, Response
 
+from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import answer, error_answers
 from valora_serve.server.api.schema import Health, Status, Version
-from valora_serve.server.endpoints import Access, allow
 
 if TYPE_CHECKING:
     from valora_serve.server.context import ServerContext

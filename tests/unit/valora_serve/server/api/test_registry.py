@@ -5,7 +5,7 @@ import pytest
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import serving
 from valora_data.errors import UnknownNameError
-from valora_serve.server.endpoints import ENDPOINTS
+from valora_serve.server.api.registry import ENDPOINTS
 
 COUNT = """
 from fastapi import APIRouter
@@ -32,7 +32,7 @@ def extension(context):
 LEVELS = """
 from fastapi import APIRouter, Request
 
-from valora_serve.server.endpoints import Access, allow
+from valora_serve.server.access.rules import Access, allow
 
 
 def extension(context):

@@ -1,8 +1,4 @@
-"""HTTP endpoints: how they are registered, and what their routes declare about access.
-
-An endpoint is a function that takes the `ServerContext` and returns a FastAPI router. Another
-package adds one with an entry point in the group ``valora.endpoints``.
-"""
+"""What a route declares about access: who may send requests, and how large they may be."""
 
 from __future__ import annotations
 
@@ -13,26 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.routing import Match
 
-from valora_data.registry import Registry
-
 if TYPE_CHECKING:
-    from fastapi import APIRouter
     from starlette.routing import BaseRoute
     from starlette.types import Scope
 
-    from valora_serve.server.context import ServerContext
-
-    Endpoint = Callable[[ServerContext], APIRouter]
     F = TypeVar("F", bound=Callable[..., Any])
 
-_BUILTIN = {
-    "chat": "valora_serve.server.api.chat:router",
-    "completions": "valora_serve.server.api.completions:router",
-    "vision": "valora_serve.server.api.vision:router",
-    "models": "valora_serve.server.api.models:router",
-    "system": "valora_serve.server.api.system:router",
-}
-ENDPOINTS: Registry[Endpoint] = Registry("valora.endpoints", "endpoint", _BUILTIN)
 _RULES = "valora_rules"
 
 
@@ -75,12 +57,6 @@ def allow(
         return function
 
     return mark
-
-
-def endpoints() -> Iterator[Endpoint]:
-    """All endpoints, the built-in ones first, so that no other can take over their paths."""
-    for name in sorted(ENDPOINTS, key=lambda name: name not in _BUILTIN):
-        yield ENDPOINTS[name]
 
 
 class RouteTable:

@@ -1,0 +1,33 @@
+"""Endpoints by name: functions that take the `ServerContext` and return a FastAPI router.
+
+Another package adds one with an entry point in the group ``valora.endpoints``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from valora_data.registry import Registry
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+
+    from valora_serve.server.context import ServerContext
+
+    Endpoint = Callable[[ServerContext], APIRouter]
+
+_BUILTIN = {
+    "chat": "valora_serve.server.api.chat:router",
+    "completions": "valora_serve.server.api.completions:router",
+    "vision": "valora_serve.server.api.vision:router",
+    "models": "valora_serve.server.api.models:router",
+    "system": "valora_serve.server.api.system:router",
+}
+ENDPOINTS: Registry[Endpoint] = Registry("valora.endpoints", "endpoint", _BUILTIN)
+
+
+def endpoints() -> Iterator[Endpoint]:
+    """All endpoints, the built-in ones first, so that no other can take over their paths."""
+    for name in sorted(ENDPOINTS, key=lambda name: name not in _BUILTIN):
+        yield ENDPOINTS[name]

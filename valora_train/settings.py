@@ -104,7 +104,8 @@ class DomainSettings:
     @property
     def video(self) -> bool:
         """Whether samples are videos."""
-        return self.task is Task.VIDEO or self.source.kind == "videofolder"
+        declared = self.task is not None and self.task.spec.video
+        return declared or self.source.kind == "videofolder"
 
 
 @dataclass(frozen=True)

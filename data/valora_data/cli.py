@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from valora_data.errors import DataError
 from valora_data.schema import Sample, Task
+from valora_data.tasks import task_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (check, preview):
         command.add_argument("path", metavar="PATH", help="file, folder, or name on the hub")
         command.add_argument("--kind", help="kind of source; guessed from the path")
-        command.add_argument("--task", choices=[str(task) for task in Task], help="guessed")
+        command.add_argument("--task", choices=task_names(), help="guessed")
         command.add_argument("--labels", help="labels of the domain, with commas; all by default")
         command.add_argument("--images", help="folder of the images")
         command.add_argument("--annotations", help="annotations to a file of VQA questions")

@@ -6,43 +6,77 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isclose
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from valora_data.errors import DataError
+from valora_data.tasks import TaskSpec, task_names, task_spec
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-class Task(StrEnum):
-    """The task types of VaLoRA §6.1, and counting; each has one standard metric (`METRICS`)."""
+class Task(str):
+    """Name of a task type, one of `valora_data.tasks.task_names`.
 
-    CLASSIFICATION = "classification"
-    DETECTION = "detection"
-    VIDEO = "video"
-    VQA = "vqa"
-    CAPTION = "caption"
-    GROUNDING = "grounding"
-    COUNTING = "counting"
+    There is one object for each name, so that names can be compared with `is`. The attributes are
+    the built-in types: those of VaLoRA §6.1, and counting. Other packages add more.
+
+    Args:
+        name: The name.
+
+    Raises:
+        DataError: There is no task type of this name.
+    """
+
+    CLASSIFICATION: ClassVar[Task]
+    DETECTION: ClassVar[Task]
+    VIDEO: ClassVar[Task]
+    VQA: ClassVar[Task]
+    CAPTION: ClassVar[Task]
+    GROUNDING: ClassVar[Task]
+    COUNTING: ClassVar[Task]
+
+    _known: ClassVar[dict[str, Task]] = {}
+
+    def __new__(cls, name: str) -> Task:
+        """Return the one object of a name."""
+        if name not in cls._known:
+            task_spec(name)
+            cls._known[name] = super().__new__(cls, name)
+        return cls._known[name]
+
+    @property
+    def spec(self) -> TaskSpec:
+        """What is declared about the type."""
+        return task_spec(self)
+
+    @classmethod
+    def all(cls) -> tuple[Task, ...]:
+        """Every type: the built-in ones, then those of other packages."""
+        return tuple(cls(name) for name in task_names())
+
+    @classmethod
+    def _validate(cls, name: str) -> Task:
+        try:
+            return cls(name)
+        except DataError as error:
+            raise ValueError(str(error)) from error
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """How pydantic, which reads the settings, makes one of a string."""
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(cls._validate, core_schema.str_schema())
 
 
-METRICS = {
-    Task.CLASSIFICATION: "top1",
-    Task.DETECTION: "f1@0.5",
-    Task.VIDEO: "top1",
-    Task.VQA: "vqa",
-    Task.CAPTION: "cider",
-    Task.GROUNDING: "acc@iou0.5",
-    Task.COUNTING: "exact",
-}
-LARGEST = {Task.CAPTION: 10.0}
-"""Largest value of a task's metric where that is not 1."""
-CLOSED_TASKS = frozenset({Task.CLASSIFICATION, Task.DETECTION, Task.VIDEO, Task.COUNTING})
-"""Tasks whose domains list their answers; a head can give them in one pass."""
-OPEN_TASKS = frozenset({Task.CAPTION, Task.GROUNDING})
-"""Tasks whose answers are language; visual question answering may be either."""
-CHOICE_TASKS = frozenset({Task.CLASSIFICATION, Task.VIDEO, Task.VQA, Task.COUNTING})
-"""Tasks that choose one of the labels, where there are labels."""
+Task.CLASSIFICATION = Task("classification")
+Task.DETECTION = Task("detection")
+Task.VIDEO = Task("video")
+Task.VQA = Task("vqa")
+Task.CAPTION = Task("caption")
+Task.GROUNDING = Task("grounding")
+Task.COUNTING = Task("counting")
 
 
 class Split(StrEnum):
@@ -118,6 +152,21 @@ class Answer:
         if self.count is not None and self.count < 0:
             raise DataError(f"a count must not be negative, got {self.count}: fix the data set")
 
+    @classmethod
+    def chosen(cls, task: Task, choice: str, soft: tuple[float, ...] = ()) -> Answer:
+        """The answer of a model that chooses one of the labels.
+
+        Args:
+            task: The task type, whose answer field is filled.
+            choice: The label.
+            soft: A probability for each of the domain's labels; empty if unknown.
+        """
+        if task.spec.answer == "count":
+            return cls(count=int(choice), soft=soft)
+        if task.spec.answer == "answers":
+            return cls(answers=(choice,), soft=soft)
+        return cls(label=choice, soft=soft)
+
     @property
     def choice(self) -> str | None:
         """The answer as one of a closed set: label, count as digits, or commonest VQA answer.
@@ -184,7 +233,7 @@ class Domain:
                 f"domain name {self.name!r} must be letters, digits and underscores: rename it"
             )
         self._check_labels()
-        most = 1.0 if self.relative else LARGEST.get(self.task, 1.0)
+        most = 1.0 if self.relative else self.task.spec.largest
         if not 0.0 < self.required <= most:
             raise DataError(
                 f"required accuracy of domain {self.name} must lie in (0, {most:g}], "
@@ -192,21 +241,21 @@ class Domain:
             )
 
     def _check_labels(self) -> None:
-        labels = self.labels
-        if len(set(labels)) != len(labels) or (self.task in CLOSED_TASKS and not labels):
+        labels, spec = self.labels, self.task.spec
+        if len(set(labels)) != len(labels) or (spec.labels == "required" and not labels):
             raise DataError(f"domain {self.name} needs a list of distinct labels, got {labels}")
-        if self.task in OPEN_TASKS and labels:
+        if spec.labels == "none" and labels:
             raise DataError(
-                f"domain {self.name} is of task {self.task}, which answers in language: "
+                f"domain {self.name} is of task {self.task}, which does not choose from labels: "
                 "leave its labels empty"
             )
-        if self.task in CHOICE_TASKS and len(labels) == 1:
+        if spec.choice and len(labels) == 1:
             raise DataError(
                 f"domain {self.name} has one class, {labels[0]!r}, so that there is nothing to "
                 "choose: add a label"
             )
         words = [label for label in labels if not label.isdecimal()]
-        if self.task is Task.COUNTING and words:
+        if spec.answer == "count" and words:
             raise DataError(
                 f"domain {self.name} counts, so that its labels must be digits, got {words[0]!r}"
             )
@@ -214,7 +263,7 @@ class Domain:
     @property
     def metric(self) -> str:
         """Name of the task's standard metric."""
-        return METRICS[self.task]
+        return self.task.spec.metric
 
     def question(self, sample: Sample) -> str:
         """The prompt for a sample: its own prompt, inserted at the domain's ``{}``."""

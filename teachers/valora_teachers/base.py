@@ -233,11 +233,7 @@ def choice_answer(task: Task, labels: Sequence[str], soft: Sequence[float]) -> A
 
 def with_choice(task: Task, choice: str, soft: tuple[float, ...] = ()) -> Answer:
     """An answer with a chosen label in the field that the task uses."""
-    if task == "counting":
-        return Answer(count=int(choice), soft=soft)
-    if task == "vqa":
-        return Answer(answers=(choice,), soft=soft)
-    return Answer(label=choice, soft=soft)
+    return Answer.chosen(task, choice, soft)
 
 
 def check_answers(who: str, task: Task, answers: Sequence[Answer]) -> None:
@@ -247,7 +243,7 @@ def check_answers(who: str, task: Task, answers: Sequence[Answer]) -> None:
         TeacherError: All answers are empty.
     """
     if not any(a.boxes or a.choice is not None or a.captions for a in answers):
-        what = "finds nothing" if task in ("detection", "grounding") else "answers nothing"
+        what = "finds nothing" if task.spec.answer == "boxes" else "answers nothing"
         raise TeacherError(
             f"{who} {what} on {len(answers)} samples: check that it fits the domain, or lower its "
             "threshold"

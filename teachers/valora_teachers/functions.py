@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from valora_data.errors import DataError
-from valora_data.schema import CHOICE_TASKS, Answer, Box, Sample, Task
+from valora_data.schema import Answer, Box, Sample, Task
 from valora_teachers.base import BATCH, BatchTeacher, TeacherError, choice_answer, with_choice
 
 Function = Callable[[list[Sample]], Sequence[Any]]
@@ -105,7 +105,7 @@ class FunctionTeacher(BatchTeacher):
         answers = tuple(self._label(text) for text in answer.answers)
         named = Answer(boxes, label, answer.soft, answers, answer.captions, answer.count)
         used = [box.label for box in boxes] if self.task is Task.DETECTION else []
-        if self.task in CHOICE_TASKS and named.choice is not None:
+        if self.task.spec.choice and named.choice is not None:
             used.append(named.choice)
         for word in used:
             if self.labels and word not in self.labels:

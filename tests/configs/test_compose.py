@@ -59,7 +59,7 @@ def test_every_yaml_composes_and_fits(overrides):
         assert set(plain[group]) == set(as_dict(getattr(found, group))), group
 
 
-@pytest.mark.parametrize("task", [task for task in Task if task is not Task.DETECTION])
+@pytest.mark.parametrize("task", [task for task in Task.all() if task is not Task.DETECTION])
 def test_built_in_domains_ask_and_answer_as_they_are_drawn(task):
     for name in builtin_names(task):
         found = settings(f"task={task}", f"+domain/{task}@domains.x={name}", "task.only=[x]")
@@ -71,7 +71,7 @@ def test_built_in_domains_ask_and_answer_as_they_are_drawn(task):
         assert domain.source.counts["val"] >= 250
 
 
-@pytest.mark.parametrize("task", list(Task))
+@pytest.mark.parametrize("task", Task.all())
 def test_every_task_has_four_domains(task):
     found = settings(f"task={task}")
     assert len(found.chosen()) >= 4

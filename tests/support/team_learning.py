@@ -19,7 +19,7 @@ from valora_train.fusion.trainer import DomainData, Trainer
 from valora_train.model.lmm import Lmm
 from valora_train.model.team import Team
 from valora_train.settings import HeadSettings, LoraSettings, ModelSettings, TrainSettings
-from valora_train.tasks import make_task
+from valora_train.tasks.registry import make_task
 
 LABELS = ("no", "yes")
 
@@ -57,7 +57,7 @@ def learn(base: str, shard: bool, folder: Path, device: str = "cpu") -> None:
         kept["losses"] = torch.tensor(losses)
         kept["accuracy"] = torch.tensor([one.accuracy for one in reached.values()])
         save_file(kept, folder / f"{team.rank}.safetensors")
-        said = [one.text for one in reached["says"].said]
+        said = [one.text for one in reached["says"].predictions]
         assert len(said) == 7 and team.collect(team.share(said)) == said
 
 

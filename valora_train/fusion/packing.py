@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from valora_train.fusion.trainer import Trainer
     from valora_train.model.team import Team
     from valora_train.settings import FusionSettings
-    from valora_train.tasks import Evaluation
+    from valora_train.tasks.base import Evaluation
 
 
 @dataclass(frozen=True)

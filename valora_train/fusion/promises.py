@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from valora_train.fusion.trainer import Trainer
     from valora_train.model.lmm import Lmm
     from valora_train.settings import DomainSettings
-    from valora_train.tasks import Evaluation
+    from valora_train.tasks.base import Evaluation
 
 
 class Promises:
@@ -104,7 +104,7 @@ class Promises:
             "labels": settings.labels,
             "prompt": settings.prompt,
             "media": "video" if task.video else "images",
-            **task.facts(head),
+            **task.metadata(head),
         }
 
     def write_adapter(self, adapter: str) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from valora_train.model.lmm import Lmm
     from valora_train.settings import TrainSettings
-    from valora_train.tasks import DomainTask, Evaluation
+    from valora_train.tasks.base import DomainTask, Evaluation
 
 FROZEN_BATCH = 64  # samples per forward pass of the frozen base, and per step of a head alone
 LENGTH_RATIO = 1.3  # domains whose longest samples differ by more are not padded to one length
@@ -67,13 +67,15 @@ class DomainData:
         samples = list(taught)
         if mirror:
             samples += [task.mirrored(sample) for sample in taught]
-        self.inputs = lmm.encode([task.taught(sample) for sample in samples], task.whole)
+        self.inputs = lmm.encode(
+            [task.training_example(sample) for sample in samples], task.whole_prompt
+        )
         self.targets = task.targets(samples, self.inputs)
         if self.targets is not None:
             self.targets = self.targets.to(lmm.device)
         self.splits = {
             split: LabelledSplit(
-                lmm.encode([task.asked(sample) for sample in samples], task.whole), samples
+                lmm.encode([task.prompt(sample) for sample in samples], task.whole_prompt), samples
             )
             for split, samples in labelled.items()
         }
@@ -305,7 +307,7 @@ class Trainer:
         for step in range(steps):
             self._set_lr(optimizer, step / steps)
             rows = torch.randint(len(data.inputs), (FROZEN_BATCH,), generator=generator)
-            loss = data.task.probe_loss(head, read[rows], data.targets[rows])
+            loss = data.task.head_loss(head, read[rows], data.targets[rows])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
@@ -346,14 +348,14 @@ class Trainer:
             raw = self._outputs(data.task, head, part.inputs)
             if split is Split.VAL:
                 data.task.calibrate(head, raw, part.samples)
-            said = data.task.said(head, raw, part.samples)
-        return data.task.evaluation(head, said, part.samples)
+            predictions = data.task.predictions(head, raw, part.samples)
+        return data.task.evaluate(head, predictions, part.samples)
 
     def _outputs(self, task: DomainTask, head: nn.Module | None, inputs: Sequence[Encoded]) -> Any:
         """Raw outputs for encoded samples, computed by all processes together where possible."""
         if self._lmm.sharded or len(inputs) < self._team.size:  # every process computes everything
-            return task.read(head, self._lmm, inputs)
-        return self._team.collect(task.read(head, self._lmm, self._team.share(inputs)))
+            return task.outputs(head, self._lmm, inputs)
+        return self._team.collect(task.outputs(head, self._lmm, self._team.share(inputs)))
 
     # --- snapshots ----------------------------------------------------------------------------
 

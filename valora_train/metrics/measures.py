@@ -1,7 +1,4 @@
-"""The standard metric of each task, from what was said to a number with an interval.
-
-Detection has its own, in `evaluate`.
-"""
+"""Metrics that are means over samples, with confidence intervals; `evaluate` measures detection."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from valora_data.errors import DataError
-from valora_data.schema import Task
 from valora_train.metrics.evaluate import BOOTSTRAPS
 from valora_train.metrics.vqa_score import vqa_score
 
@@ -31,7 +27,7 @@ class Scores:
     """A metric that is the mean over samples.
 
     Attributes:
-        each: (n,) float64, what every sample adds to it.
+        each: (n,) float64, the metric of each sample.
         details: Further metrics by name.
     """
 
@@ -40,7 +36,7 @@ class Scores:
 
     @property
     def mean(self) -> float:
-        """The metric."""
+        """The mean of the samples; 0 if there are none."""
         return float(self.each.mean()) if len(self.each) else 0.0
 
     def interval(self, seed: int = 0) -> tuple[float, float]:
@@ -53,58 +49,36 @@ class Scores:
         return float(low), float(high)
 
 
-def measure(task: Task, said: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
-    """Compare answers with the truth by the task's standard metric.
-
-    Args:
-        task: Any but detection.
-        said: What a model or teacher answered to each sample.
-        truth: What is true of each.
-
-    Raises:
-        DataError: If the truth of a sample is not known.
-    """
-    if len(said) != len(truth):
-        raise ValueError(f"expected answers to {len(truth)} samples, got {len(said)}")
-    match task:
-        case Task.CLASSIFICATION | Task.VIDEO:
-            return _top1(said, truth)
-        case Task.COUNTING:
-            return _counts(said, truth)
-        case Task.VQA:
-            each = [
-                vqa_score(one.choice or "", _known(other.answers, task))
-                for one, other in zip(said, truth, strict=True)
-            ]
-            return Scores(np.array(each, np.float64))
-        case Task.CAPTION:
-            return cider([one.captions for one in said], [other.captions for other in truth])
-        case Task.GROUNDING:
-            return _grounding(said, truth)
-    raise ValueError(f"detection is measured by valora_train.metrics.evaluate, got task {task}")
+def _pairs(predicted: Sequence[Answer], truth: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
+    if len(predicted) != len(truth):
+        raise ValueError(f"expected answers to {len(truth)} samples, got {len(predicted)}")
+    return list(zip(predicted, truth, strict=True))
 
 
-def _known(value: Sequence[str], task: Task) -> Sequence[str]:
+def _known(value: Sequence[str], task: str) -> Sequence[str]:
     if not value:
         raise DataError(f"a sample of task {task} has no answer to compare with: leave it out")
     return value
 
 
-def _top1(said: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
+def top1(predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
+    """Top-1 accuracy: the share of samples whose label is right."""
     hits = [
         one.choice is not None and one.choice == other.choice
-        for one, other in zip(said, truth, strict=True)
+        for one, other in _pairs(predicted, truth)
     ]
     return Scores(np.array(hits, np.float64))
 
 
-def _counts(said: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
-    """Exact counts; also those that are off by one at most, and the mean absolute error."""
-    far = 10**6  # of what is no number at all
-    choices = [answer.choice or "" for answer in said]
-    counts = [int(choice) if choice.isdecimal() else far for choice in choices]
+def exact_counts(predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
+    """Share of exact counts; also of those off by one at most, and the mean absolute error."""
+    far = 10**6  # distance of what is no number at all
+    choices = [
+        (one.choice or "", int(other.choice or 0)) for one, other in _pairs(predicted, truth)
+    ]
     gaps = np.array(
-        [abs(c - int(other.choice or 0)) for c, other in zip(counts, truth, strict=True)], np.int64
+        [abs((int(choice) if choice.isdecimal() else far) - count) for choice, count in choices],
+        np.int64,
     )
     near = gaps[gaps < far // 2]
     details = {"within_one": float((gaps <= 1).mean()) if len(gaps) else 0.0}
@@ -112,13 +86,26 @@ def _counts(said: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
     return Scores((gaps == 0).astype(np.float64), details)
 
 
-def _grounding(said: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
-    """Whether the first box that is said overlaps the true one by IoU 0.5; also the mean IoU."""
+def vqa(predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
+    """VQA score: agreement with the annotators, see `vqa_score`.
+
+    Raises:
+        DataError: A sample has no answer of an annotator.
+    """
+    each = [
+        vqa_score(one.choice or "", _known(other.answers, "vqa"))
+        for one, other in _pairs(predicted, truth)
+    ]
+    return Scores(np.array(each, np.float64))
+
+
+def box_accuracy(predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
+    """Share of first boxes that overlap a true one by IoU 0.5; also the mean IoU."""
     import torch
     from torchvision.ops import box_iou
 
     overlaps = []
-    for one, other in zip(said, truth, strict=True):
+    for one, other in _pairs(predicted, truth):
         if not one.boxes or not other.boxes:
             overlaps.append(0.0)
             continue
@@ -130,20 +117,25 @@ def _grounding(said: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
     return Scores((iou >= IOU).astype(np.float64), details)
 
 
-def cider(said: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> Scores:
+def cider(predicted: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> Scores:
     """CIDEr-D (Vedantam et al. 2015) by pycocoevalcap, between 0 and 10.
 
-    Its tokenizer needs Java, so that words are cut here: lower case, without punctuation.
+    Its tokenizer needs Java; captions are split into words here: lower case, no punctuation.
 
     Args:
-        said: A caption for each image, in a list of one; an empty list says nothing.
-        references: At least one for each.
+        predicted: A caption for each image, in a list of one; an empty list is no caption.
+        references: At least one reference caption for each image.
+
+    Raises:
+        DataError: An image has no reference caption.
     """
     from pycocoevalcap.cider.cider import Cider
 
-    candidates = {i: [_words(captions[0] if captions else "")] for i, captions in enumerate(said)}
+    candidates = {
+        i: [_words(captions[0] if captions else "")] for i, captions in enumerate(predicted)
+    }
     known = {
-        i: [_words(text) for text in _known(captions, Task.CAPTION)]
+        i: [_words(text) for text in _known(captions, "caption")]
         for i, captions in enumerate(references)
     }
     if not known:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from valora_train.fusion.trainer import Trainer
     from valora_train.reporting.progress import Display, Step
     from valora_train.reporting.tracking import AttemptRun, Tracker
-    from valora_train.tasks import Evaluation
+    from valora_train.tasks.base import Evaluation
 
 SHEET_IMAGES = 12  # images on a contact sheet
 COLOURS = {"committed": "green", "rolled back": "red", "unreachable": "magenta"}
@@ -128,7 +128,7 @@ class FusionReport:
     def contact_sheet(self, domain: str, evaluation: Evaluation, split: Split) -> Image:
         """The first samples of a split with the answers that were evaluated."""
         samples = self._trainer.samples(domain, split)[:SHEET_IMAGES]
-        answers = [said.answer for said in evaluation.said[:SHEET_IMAGES]]
+        answers = [one.answer for one in evaluation.predictions[:SHEET_IMAGES]]
         if evaluation.threshold is None:
             return pictures.answer_sheet(samples, answers, self._trainer.task(domain).domain)
         boxes = [answer.boxes for answer in answers]

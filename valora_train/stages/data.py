@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from valora_data.errors import DataError
 from valora_data.prepare import TRUTH, prepare
-from valora_data.schema import CHOICE_TASKS, Split
+from valora_data.schema import Split
 from valora_data.shards import open_shard
 from valora_data.sources.registry import Source, open_source
 from valora_train.settings import as_dict
@@ -92,7 +92,8 @@ def build_data(domain: DomainSettings, folder: Path, on_step: Step = lambda *_: 
 
 def _check_choices(domain: DomainSettings, folder: Path) -> None:
     """Check that answers are among the labels, and that training samples have several."""
-    if domain.task not in CHOICE_TASKS or not domain.labels:
+    assert domain.task is not None, "`Settings.chosen` fills it in"
+    if not domain.task.spec.choice or not domain.labels:
         return
     chosen = {answer.choice for answer in open_shard(folder / Split.TRAIN).answers()}
     unknown = sorted(str(choice) for choice in chosen if choice not in domain.labels)

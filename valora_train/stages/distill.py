@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data import shards
 from valora_data.errors import DataError
-from valora_data.schema import Answer, Sample, Split, Task
+from valora_data.schema import Answer, Sample, Split
 from valora_train.metrics.evaluate import Matches, match
-from valora_train.metrics.measures import measure
 from valora_train.settings import as_dict
 from valora_train.stage import Stage, digest, read_json, write_json
 from valora_train.stages.data import TRUTH
+from valora_train.tasks.registry import TASK_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -144,7 +144,7 @@ def build_distilled(
         known = data / (TRUTH if split is Split.UNLABELLED else split)
         if known.is_dir():
             truth[split] = shards.open_shard(known).answers()
-    if domain.task is Task.DETECTION:
+    if domain.task.spec.detects:
         kept, report = _keep_boxes(domain, teacher, found, truth)
     else:
         kept, report = _keep_answers(domain, teacher, found, truth)
@@ -219,7 +219,9 @@ def _keep_answers(
         )
     accuracy = {}
     for split, answers in truth.items():
-        scores = measure(domain.task, [sample.answer for sample in found[split]], answers)
+        scores = TASK_TYPES[domain.task].measure(
+            [sample.answer for sample in found[split]], answers
+        )
         accuracy[split] = {
             "accuracy": scores.mean, "ci95": scores.interval(), **scores.details,
         }  # fmt: skip

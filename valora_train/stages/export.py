@@ -187,7 +187,9 @@ def _golden_examples(
     wanted = [n for n, answer in enumerate(test.answers()) if threshold is None or answer.boxes]
     samples = [test[number] for number in wanted[:EXAMPLES_PER_DOMAIN]]
     examples = []
-    for number, (sample, said) in enumerate(zip(samples, model.answer(name, samples), strict=True)):
+    for number, (sample, prediction) in enumerate(
+        zip(samples, model.answer(name, samples), strict=True)
+    ):
         files = []
         for place, image in enumerate(sample.images):
             files.append(f"golden/{name}-{number}{f'-{place}' if place else ''}.png")
@@ -202,7 +204,7 @@ def _golden_examples(
             example["question"] = task.domain.question(sample)
         if "max_tokens" in manifest["domains"][name]:
             example["max_tokens"] = manifest["domains"][name]["max_tokens"]
-        example["expected"] = task.golden(said, threshold)
+        example["expected"] = task.golden(prediction, threshold)
         examples.append(example)
     return examples
 

@@ -33,7 +33,7 @@ from valora_train.reporting.tracking import NoTracker, Tracker
 from valora_train.settings import as_dict
 from valora_train.stage import Stage, digest, write_json
 from valora_train.stages.distill import TAUGHT, teacher_accuracy
-from valora_train.tasks import make_task
+from valora_train.tasks.registry import make_task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

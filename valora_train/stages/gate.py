@@ -23,12 +23,12 @@ from valora_data.schema import Answer, Domain, Sample, Split, Task
 from valora_train.errors import GateError
 from valora_train.model.lmm import Lmm
 from valora_train.settings import HeadSettings, LoraSettings, ModelSettings
-from valora_train.tasks import load_head, make_task
+from valora_train.tasks.registry import load_head, make_task
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from valora_train.tasks import DomainTask, Said
+    from valora_train.tasks.base import DomainTask, Prediction
 
 GOLDEN = "golden/golden.json"
 CONFIG = "adapter_config.json"
@@ -83,7 +83,7 @@ class BundleModel:
         )
         return make_task(domain, settings, self._lmm, video=facts.get("media") == "video")
 
-    def answer(self, domain: str, samples: Sequence[Sample]) -> list[Said]:
+    def answer(self, domain: str, samples: Sequence[Sample]) -> list[Prediction]:
         """The bundle's answers for samples; their true answers are not used."""
         import torch
 
@@ -91,13 +91,15 @@ class BundleModel:
         self._lmm.adapters.activate(self._bundle.domains[domain]["adapter"])
         with torch.no_grad():
             # Encoded in the batches of training: other shapes round differently.
-            encoded = self._lmm.encode([task.asked(sample) for sample in samples], task.whole)
-            return task.said(head, task.read(head, self._lmm, encoded), samples)
+            encoded = self._lmm.encode(
+                [task.prompt(sample) for sample in samples], task.whole_prompt
+            )
+            return task.predictions(head, task.outputs(head, self._lmm, encoded), samples)
 
     def accuracy(self, domain: str, samples: Sequence[Sample]) -> float:
         """Accuracy of the bundle on samples with true answers."""
-        said = self.answer(domain, samples)
-        return self.tasks[domain].evaluation(self._heads[domain], said, samples).accuracy
+        predictions = self.answer(domain, samples)
+        return self.tasks[domain].evaluate(self._heads[domain], predictions, samples).accuracy
 
 
 def golden_sample(folder: Path, example: Mapping[str, Any]) -> Sample:
@@ -123,10 +125,10 @@ def check_golden(model: BundleModel, bundle: Bundle) -> int:
     for example in examples:
         domain = example["domain"]
         task = model.tasks[domain]
-        said = model.answer(domain, [golden_sample(bundle.folder, example)])[0]
+        prediction = model.answer(domain, [golden_sample(bundle.folder, example)])[0]
         threshold = bundle.domains[domain].get("threshold")
-        found = task.golden(said, threshold)
-        if not task.same(found, example["expected"], threshold):
+        found = task.golden(prediction, threshold)
+        if not task.matches(found, example["expected"], threshold):
             raise GateError(
                 f"golden example {example['image']} of {domain} came out differently: expected "
                 f"{example['expected']}, got {found}; export the bundle again"

@@ -1,34 +1,40 @@
-"""What tells one task from another: how a domain is asked, learns, answers and is measured."""
+"""The behaviour of a task type: prompts, targets, head, loss, metric and golden examples."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from valora_data.errors import BundleError
+from valora_train.model.prompts import Example
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor, nn
 
-    from valora_data.contract.heads import Head
+    from valora_data.contract.heads import Head, HeadResult
     from valora_data.schema import Answer, Domain, Sample
+    from valora_data.tasks import TaskSpec
+    from valora_train.metrics.measures import Scores
     from valora_train.model.lmm import Lmm
-    from valora_train.model.prompts import Encoded, Example, HeadInputs, HiddenStates
+    from valora_train.model.prompts import Encoded, HeadInputs, HiddenStates
     from valora_train.settings import HeadSettings
 
-MEASURED_AT_ONCE = 64
+EVALUATION_BATCH = 64
+"""Samples that go through the model at once when a head is measured."""
 
 
 @dataclass(frozen=True)
-class Said:
-    """An answer of the model.
+class Prediction:
+    """The model's answer to a sample.
 
     Attributes:
-        answer: In the form that metrics read.
-        text: What it wrote, where it writes.
+        answer: The answer in the form that metrics read.
+        text: The generated text; None where a head answers.
     """
 
     answer: Answer
@@ -40,82 +46,132 @@ class Evaluation:
     """What a domain reaches on a split.
 
     Attributes:
-        accuracy: By the task's standard metric.
-        interval: 95 % bootstrap interval of it.
+        accuracy: Value of the task's standard metric.
+        interval: Its 95 % bootstrap interval.
+        predictions: The answer to every sample.
         details: Further metrics by name.
-        said: The answer to every sample.
         threshold: Confidence from which a box counts; None where there are no boxes.
     """
 
     accuracy: float
     interval: tuple[float, float]
-    said: list[Said]
+    predictions: list[Prediction]
     details: dict[str, float] = field(default_factory=dict)
     threshold: float | None = None
 
 
 class DomainTask(ABC):
-    """A domain's task.
+    """A domain with the behaviour of its task type. Every task type is a subclass.
+
+    Another package adds one with an entry point in the group ``valora.tasks``.
 
     Args:
         domain: The domain.
-        settings: Of heads and answers.
+        settings: Settings of heads and answers.
         video: Whether samples are videos and not images.
 
     Attributes:
-        whole: Whether what follows the last visual token is read.
+        spec: What is declared about the task type.
+        whole_prompt: Whether the tokens behind the last visual token are needed.
     """
 
-    whole: ClassVar[bool] = True
+    spec: ClassVar[TaskSpec]
+    whole_prompt: ClassVar[bool] = True
 
-    def __init__(self, domain: Domain, settings: HeadSettings, video: bool) -> None:
+    def __init__(self, domain: Domain, settings: HeadSettings, video: bool = False) -> None:
         self.domain = domain
         self.settings = settings
         self.video = video
 
+    @classmethod
+    def create(
+        cls,
+        domain: Domain,
+        settings: HeadSettings,
+        lmm: Lmm,
+        *,
+        video: bool,
+        first_head: Tensor | None,
+    ) -> DomainTask:
+        """Build the task of a domain for a model.
+
+        Args:
+            domain: The domain.
+            settings: Settings of heads and answers.
+            lmm: The model.
+            video: Whether samples are videos and not images.
+            first_head: A generic detection head that the base model ships, see `DetectionTask`.
+        """
+        return cls(domain, settings, video)
+
+    @classmethod
+    @abstractmethod
+    def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
+        """The standard metric of predicted answers, of the LMM or of a teacher.
+
+        Args:
+            predicted: The answer to each sample.
+            truth: The true answer to each sample.
+
+        Raises:
+            DataError: The truth of a sample is not known.
+        """
+
     # --- learning -------------------------------------------------------------------------------
 
-    @abstractmethod
-    def asked(self, sample: Sample) -> Example:
-        """A sample as it is asked."""
+    def prompt(self, sample: Sample) -> Example:
+        """The prompt for a sample: the question, and all images or frames."""
+        return Example(self.domain.question(sample), sample.images, self.video)
 
-    def taught(self, sample: Sample) -> Example:
-        """A sample as it is learnt; with the answer where it is text."""
-        return self.asked(sample)
+    def training_example(self, sample: Sample) -> Example:
+        """The prompt for a sample, with the answer to learn where it is text."""
+        return self.prompt(sample)
 
-    @abstractmethod
     def mirrored(self, sample: Sample) -> Sample:
-        """The same, left to right."""
+        """The sample with its images mirrored left to right; the answer stays."""
+        from PIL import ImageOps
+
+        first, *rest = (ImageOps.mirror(image) for image in sample.images)
+        return replace(sample, image=first, rest=tuple(rest))
 
     @abstractmethod
     def targets(self, samples: Sequence[Sample], encoded: Sequence[Encoded]) -> Any:
-        """What a head should say; rows can be taken, and it moves to a device.
+        """The targets of a head; they can be indexed with rows and moved to a device.
 
         Args:
-            samples: With answers.
+            samples: Samples with answers.
             encoded: The same samples, encoded.
 
         Raises:
-            DataError: If a sample has no answer that can be learnt.
+            DataError: A sample has no answer that can be learnt.
         """
 
     @abstractmethod
     def new_head(self, lmm: Lmm, first: Encoded, seed: int) -> nn.Module | None:
-        """A fresh head; None where the model writes its answers.
+        """A head with initial weights; None where the model writes its answers.
 
         Args:
-            lmm: What it reads.
-            first: One of the samples.
-            seed: Of its weights.
+            lmm: The model whose hidden states it reads.
+            first: One of the samples, encoded.
+            seed: Seed of the initial weights.
         """
 
     @abstractmethod
     def loss(self, head: Any, states: HiddenStates, targets: Any, lmm: Lmm) -> Tensor:
-        """Training loss of a batch of this domain."""
+        """Training loss of a batch of this domain.
 
-    def probe_loss(self, head: Any, read: HeadInputs, targets: Any) -> Tensor:
-        """The same of a head on the frozen base."""
+        Args:
+            head: The head, if there is one.
+            states: Last hidden states of the batch.
+            targets: Targets of the same samples.
+            lmm: The model.
+        """
+
+    def head_loss(self, head: Any, inputs: HeadInputs, targets: Any) -> Tensor:
+        """Training loss of a batch, given what the head reads."""
         raise NotImplementedError(f"{self.domain.task} has no head")
+
+    # --- heads in bundles -----------------------------------------------------------------------
 
     def stored_head(self, head: Any) -> Head:
         """A trained head in the form that bundles hold."""
@@ -125,50 +181,110 @@ class DomainTask(ABC):
         """The module of a head from a bundle.
 
         Raises:
-            BundleError: It is another kind of head than the task's.
+            BundleError: The head is of another kind than the task's.
         """
         raise BundleError(
-            f"domain {self.domain.name} has a {head.kind} head, but task {self.domain.task} has "
-            "none: export the bundle again"
+            f"domain {self.domain.name} of task {self.domain.task} cannot use a {head.kind} head: "
+            "export the bundle again"
         )
 
     # --- answering ------------------------------------------------------------------------------
 
     @abstractmethod
-    def read(self, head: Any, lmm: Lmm, batch: Sequence[Encoded]) -> Any:
-        """What the model gives for prompts, before it is interpreted; no gradients."""
+    def outputs(self, head: Any, lmm: Lmm, batch: Sequence[Encoded]) -> Any:
+        """Raw outputs of the head or the model for prompts, without gradients."""
 
-    @abstractmethod
-    def calibrate(self, head: Any, raw: Any, samples: Sequence[Sample]) -> None:
-        """Fit what makes answers of raw output to the validation split."""
-
-    @abstractmethod
-    def said(self, head: Any, raw: Any, samples: Sequence[Sample]) -> list[Said]:
-        """The answers; the truth of `samples` is not looked at."""
-
-    @abstractmethod
-    def evaluation(self, head: Any, said: list[Said], samples: Sequence[Sample]) -> Evaluation:
-        """How good they are."""
-
-    def threshold(self, head: Any) -> float | None:
-        """Confidence from which an answer counts, None if all do."""
-        return None
-
-    # --- golden examples and pictures -----------------------------------------------------------
-
-    @abstractmethod
-    def golden(self, said: Said, threshold: float | None) -> Any:
-        """An answer as ``golden.json`` holds it.
+    def calibrate(  # noqa: B027  # overriding it is optional
+        self, head: Any, raw: Any, samples: Sequence[Sample]
+    ) -> None:
+        """Fit how raw outputs become answers, on the validation split; by default nothing.
 
         Args:
-            said: The answer.
+            head: The head, which keeps what was fitted.
+            raw: `outputs` of the samples.
+            samples: The validation samples, with answers.
+        """
+
+    @abstractmethod
+    def predictions(self, head: Any, raw: Any, samples: Sequence[Sample]) -> list[Prediction]:
+        """Answers from raw outputs; the true answers of `samples` are not read."""
+
+    def evaluate(
+        self, head: Any, predictions: list[Prediction], samples: Sequence[Sample]
+    ) -> Evaluation:
+        """Compare predictions with the truth by the task's metric.
+
+        Args:
+            head: The head, if there is one.
+            predictions: The answers.
+            samples: The same samples, with true answers.
+        """
+        truth = [sample.answer for sample in samples]
+        scores = self.measure([one.answer for one in predictions], truth)
+        return Evaluation(scores.mean, scores.interval(), predictions, scores.details)
+
+    def threshold(self, head: Any) -> float | None:
+        """Confidence from which an answer counts; None if all do."""
+        return None
+
+    # --- golden examples and the manifest -------------------------------------------------------
+
+    @abstractmethod
+    def golden(self, prediction: Prediction, threshold: float | None) -> Any:
+        """A prediction as ``golden.json`` holds it.
+
+        Args:
+            prediction: The prediction.
             threshold: Confidence from which an answer counts; None if all do.
         """
 
     @abstractmethod
-    def same(self, found: Any, expected: Any, threshold: float | None) -> bool:
-        """Whether an answer reproduces a golden one; both as `golden` returns them."""
+    def matches(self, found: Any, expected: Any, threshold: float | None) -> bool:
+        """Whether a prediction reproduces a golden one; both as `golden` returns them."""
+
+    def metadata(self, head: Any) -> dict[str, Any]:
+        """What the manifest says of the domain beside its accuracy."""
+        return {}
+
+
+class HeadTask(DomainTask):
+    """A task that a head answers.
+
+    A subclass says how a module of the head is made, stored and loaded, what its targets and its
+    loss are, and how its outputs become answers.
+
+    Attributes:
+        result: Form of the answer.
+    """
+
+    result: ClassVar[type[HeadResult]]
 
     @abstractmethod
-    def facts(self, head: Any) -> dict[str, Any]:
-        """What the manifest says of the domain beside its accuracy."""
+    def head_loss(self, head: Any, inputs: HeadInputs, targets: Any) -> Tensor:
+        """Training loss of a batch, given what the head reads."""
+
+    @abstractmethod
+    def stored_head(self, head: Any) -> Head:
+        """A trained head in the form that bundles hold."""
+
+    def loss(self, head: Any, states: HiddenStates, targets: Any, lmm: Lmm) -> Tensor:
+        """Training loss of a batch of this domain."""
+        return self.head_loss(head, states.head_inputs(), targets)
+
+    def outputs(self, head: Any, lmm: Lmm, batch: Sequence[Encoded]) -> Tensor:
+        """(n, …) float32 on the CPU, what the head returns."""
+        step = EVALUATION_BATCH
+        raw = [
+            self.head_outputs(head, lmm.states(batch[at : at + step]).head_inputs()).cpu()
+            for at in range(0, len(batch), step)
+        ]
+        return torch.cat(raw)
+
+    def head_outputs(self, head: Any, inputs: HeadInputs) -> Tensor:
+        """(n, …) float32, what the head returns for n prompts."""
+        raw: Tensor = head(inputs)
+        return raw
+
+    def matches(self, found: Any, expected: Any, threshold: float | None) -> bool:
+        """Whether a prediction reproduces a golden one, within the tolerances of its form."""
+        return self.result.matches(found, expected, threshold or 0.0)

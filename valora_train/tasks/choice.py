@@ -1,21 +1,16 @@
-"""Closed sets of answers: classification, video actions, counting, and questions with few answers.
-
-A linear head gives the answer in one pass.
-"""
+"""Tasks that choose one of a domain's labels; a linear head answers in one pass."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from valora_data.contract.heads import LabelHead, LabelResult, confidences
 from valora_data.errors import DataError
-from valora_data.schema import Answer, Task
-from valora_train.metrics.measures import measure
-from valora_train.model.prompts import Example
-from valora_train.tasks.base import MEASURED_AT_ONCE, DomainTask, Evaluation, Said
+from valora_data.schema import Answer
+from valora_train.tasks.base import Evaluation, HeadTask, Prediction
 from valora_train.tasks.linear_head import POOLINGS, ChoiceTargets, LinearHead
 
 if TYPE_CHECKING:
@@ -26,37 +21,29 @@ if TYPE_CHECKING:
     from valora_data.contract.heads import Head
     from valora_data.schema import Sample
     from valora_train.model.lmm import Lmm
-    from valora_train.model.prompts import Encoded, HeadInputs, HiddenStates
-
-KINDS = {Task.CLASSIFICATION: "classification", Task.VIDEO: "action", Task.COUNTING: "counting"}
+    from valora_train.model.prompts import Encoded, HeadInputs
 
 
-class ChoiceTask(DomainTask):
-    """One of a domain's labels."""
+class ChoiceTask(HeadTask):
+    """Chooses one of a domain's labels.
+
+    Attributes:
+        head_kind: Kind of the head, a name in `contract.heads.HEAD_KINDS`.
+    """
+
+    result = LabelResult
+    head_kind: ClassVar[str]
 
     @property
     def kind(self) -> str:
-        """The head's kind in docs/bundle.md."""
-        if self.domain.task is Task.VQA:
-            return "yes_no" if set(self.domain.labels) == {"yes", "no"} else "classification"
-        return KINDS[self.domain.task]
-
-    def asked(self, sample: Sample) -> Example:
-        """The question, and all images or frames."""
-        return Example(self.domain.question(sample), sample.images, self.video)
-
-    def mirrored(self, sample: Sample) -> Sample:
-        """All images, left to right; the answer stays."""
-        from PIL import ImageOps
-
-        first, *rest = (ImageOps.mirror(image) for image in sample.images)
-        return replace(sample, image=first, rest=tuple(rest))
+        """Kind of the domain's head."""
+        return self.head_kind
 
     def targets(self, samples: Sequence[Sample], encoded: Sequence[Encoded]) -> ChoiceTargets:
         """The labels, and the teacher's probabilities."""
         labels = self.domain.labels
         soft = torch.zeros(len(samples), len(labels))
-        places = []
+        indices = []
         for row, sample in enumerate(samples):
             choice = sample.answer.choice
             if choice not in labels:
@@ -65,103 +52,87 @@ class ChoiceTask(DomainTask):
                     f"which is none of its labels ({', '.join(labels)}): add it or leave the "
                     "sample out"
                 )
-            places.append(labels.index(choice))
+            indices.append(labels.index(choice))
             if sample.answer.soft:
                 soft[row] = torch.tensor(sample.answer.soft)
-        if len(set(places)) == 1:
+        if len(set(indices)) == 1:
             raise DataError(
                 f"all {len(samples)} training samples of domain {self.domain.name} are "
-                f"{labels[places[0]]!r}, so that there is nothing to tell apart: add samples of "
+                f"{labels[indices[0]]!r}, so that there is nothing to tell apart: add samples of "
                 "other labels, or check the teacher"
             )
-        return ChoiceTargets(torch.tensor(places), soft)
+        return ChoiceTargets(torch.tensor(indices), soft)
 
     def new_head(self, lmm: Lmm, first: Encoded, seed: int) -> LinearHead:
-        """A fresh head with every pooling that is to be tried."""
+        """A head with initial weights for every pooling that is to be tried."""
         wanted = self.settings.pooling
         poolings = POOLINGS if wanted == "auto" else (wanted,)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return LinearHead(lmm.width, self.domain.labels, self.kind, poolings).to(lmm.device)
 
-    def loss(
-        self, head: LinearHead, states: HiddenStates, targets: ChoiceTargets, lmm: Lmm
-    ) -> Tensor:
-        """Of hard and soft labels, see `distillation_loss`."""
-        return self.probe_loss(head, states.head_inputs(), targets)
-
-    def probe_loss(self, head: LinearHead, read: HeadInputs, targets: ChoiceTargets) -> Tensor:
-        """The same of hidden states."""
-        return head.loss(head(read), targets, self.settings)
+    def head_loss(self, head: LinearHead, inputs: HeadInputs, targets: ChoiceTargets) -> Tensor:
+        """Loss of hard and soft labels, see `distillation_loss`."""
+        return head.loss(self.head_outputs(head, inputs), targets, self.settings)
 
     def stored_head(self, head: LinearHead) -> LabelHead:
-        """The head with the pooling that was chosen."""
+        """The head with the chosen pooling."""
         return head.stored()
 
     def load_head(self, head: Head) -> nn.Module:
         """The module of a head from a bundle."""
         return LinearHead.of(head) if isinstance(head, LabelHead) else super().load_head(head)
 
-    def read(self, head: LinearHead, lmm: Lmm, batch: Sequence[Encoded]) -> Tensor:
-        """(n, poolings, labels) float32 on the CPU."""
-        step = MEASURED_AT_ONCE
-        raw = [
-            head(lmm.states(batch[at : at + step]).head_inputs()).cpu()
-            for at in range(0, len(batch), step)
-        ]
-        return torch.cat(raw)
-
     def calibrate(self, head: LinearHead, raw: Tensor, samples: Sequence[Sample]) -> None:
-        """The pooling, then the temperature."""
-        labels = {label: place for place, label in enumerate(self.domain.labels)}
+        """Choose the pooling, then fit the temperature.
+
+        Args:
+            head: The head.
+            raw: (n, poolings, labels) float32.
+            samples: The validation samples.
+        """
+        labels = {label: index for index, label in enumerate(self.domain.labels)}
         truth = torch.tensor([labels.get(sample.answer.choice or "", -1) for sample in samples])
-        head.choose(raw, truth)
+        head.choose_pooling(raw, truth)
         head.calibrate(raw[:, int(head.chosen)], truth)
 
-    def said(self, head: LinearHead, raw: Tensor, samples: Sequence[Sample]) -> list[Said]:
-        """The likeliest label and a confidence for each."""
+    def predictions(
+        self, head: LinearHead, raw: Tensor, samples: Sequence[Sample]
+    ) -> list[Prediction]:
+        """The most probable label, with a probability for each."""
         shares = confidences(raw[:, int(head.chosen)], head.temperature.cpu())
-        return [Said(self._answer(row)) for row in shares.tolist()]
+        return [Prediction(self._answer(row)) for row in shares.tolist()]
 
     def _answer(self, shares: Sequence[float]) -> Answer:
         label = self.domain.labels[max(range(len(shares)), key=shares.__getitem__)]
-        soft = tuple(shares)
-        if self.domain.task is Task.COUNTING:
-            return Answer(count=int(label), soft=soft)
-        if self.domain.task is Task.VQA:
-            return Answer(answers=(label,), soft=soft)
-        return Answer(label=label, soft=soft)
+        return Answer.chosen(self.domain.task, label, tuple(shares))
 
-    def evaluation(
-        self,
-        head: LinearHead,
-        said: list[Said],
-        samples: Sequence[Sample],
+    def evaluate(
+        self, head: LinearHead, predictions: list[Prediction], samples: Sequence[Sample]
     ) -> Evaluation:
         """The task's metric, and the calibration error of the confidences."""
+        found = super().evaluate(head, predictions, samples)
         truth = [sample.answer for sample in samples]
-        scores = measure(self.domain.task, [one.answer for one in said], truth)
-        details = scores.details | {"ece": self._calibration_error(said, truth)}
-        return Evaluation(scores.mean, scores.interval(), said, details)
+        ece = self._calibration_error(predictions, truth)
+        return replace(found, details=found.details | {"ece": ece})
 
-    def _calibration_error(self, said: Sequence[Said], truth: Sequence[Answer]) -> float:
+    def _calibration_error(
+        self, predictions: Sequence[Prediction], truth: Sequence[Answer]
+    ) -> float:
         from torchmetrics.functional.classification import binary_calibration_error
 
-        sure = torch.tensor([max(one.answer.soft) for one in said])
-        hit = [one.answer.choice == other.choice for one, other in zip(said, truth, strict=True)]
-        return float(binary_calibration_error(sure, torch.tensor(hit, dtype=torch.int64), 15))
+        pairs = zip(predictions, truth, strict=True)
+        hit = [one.answer.choice == other.choice for one, other in pairs]
+        confidence = torch.tensor([max(one.answer.soft) for one in predictions])
+        return float(binary_calibration_error(confidence, torch.tensor(hit, dtype=torch.int64), 15))
 
-    def golden(self, said: Said, threshold: float | None) -> dict[str, Any]:
+    def golden(self, prediction: Prediction, threshold: float | None) -> dict[str, Any]:
         """The label and its confidence."""
-        answer = said.answer
+        answer = prediction.answer
         shares = dict(zip(self.domain.labels, answer.soft, strict=True))
         label = answer.choice or ""
         return LabelResult(kind=self.kind, label=label, confidences=shares).golden()
 
-    def same(self, found: Any, expected: Any, threshold: float | None) -> bool:
-        """Whether the labels are equal and the confidences close."""
-        return LabelResult.matches(found, expected, 0.0)
-
-    def facts(self, head: LinearHead) -> dict[str, Any]:
-        """What the head looks at."""
+    def metadata(self, head: LinearHead) -> dict[str, Any]:
+        """The pooling of the head."""
         return {"pooling": head.pooling}

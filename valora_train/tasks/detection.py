@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from valora_data.contract.heads import DETECTION, BoxesResult, BoxHead, Detection
+from valora_data.contract.heads import DETECTION as KIND
+from valora_data.contract.heads import BoxesResult, BoxHead, Detection
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Sample
+from valora_data.tasks import DETECTION
 from valora_train.metrics.evaluate import match
 from valora_train.model.prompts import Example
-from valora_train.tasks.base import DomainTask, Evaluation, Said
+from valora_train.tasks.base import Evaluation, HeadTask, Prediction
 from valora_train.tasks.detection_head import DetectionHead, DetectionTargets
 
 if TYPE_CHECKING:
@@ -23,45 +25,66 @@ if TYPE_CHECKING:
     from valora_data.contract.heads import Head
     from valora_data.schema import Domain
     from valora_train.metrics.evaluate import Matches
+    from valora_train.metrics.measures import Scores
     from valora_train.model.lmm import Lmm
-    from valora_train.model.prompts import Encoded, HeadInputs, HiddenStates
+    from valora_train.model.prompts import Encoded, HeadInputs
     from valora_train.settings import HeadSettings
+    from valora_train.tasks.base import DomainTask
 
-MIN_SCORE = 0.01  # of the boxes that are measured; mAP and calibration need the unsure ones too
+MIN_SCORE = 0.01
+"""Confidence from which boxes are measured; mAP and calibration need those below the threshold."""
 
 
-class DetectionTask(DomainTask):
-    """Detection in one domain.
+class DetectionTask(HeadTask):
+    """Finds the objects of a domain.
 
     Args:
         domain: The domain.
-        settings: Of its head.
+        settings: Settings of its head.
         first_head: (5, width + 1): weight and bias of a generic objectness and box head to start
             from, if the base model ships one.
     """
 
-    whole: ClassVar[bool] = False
+    spec = DETECTION
+    result = BoxesResult
+    whole_prompt: ClassVar[bool] = False
 
     def __init__(
         self, domain: Domain, settings: HeadSettings, first_head: Tensor | None = None
     ) -> None:
-        super().__init__(domain, settings, video=False)
+        super().__init__(domain, settings)
         self._first_head = first_head
 
-    def asked(self, sample: Sample) -> Example:
-        """The domain's prompt and the image."""
+    @classmethod
+    def create(
+        cls,
+        domain: Domain,
+        settings: HeadSettings,
+        lmm: Lmm,
+        *,
+        video: bool,
+        first_head: Tensor | None,
+    ) -> DomainTask:
+        """Build the task of a domain, whose head starts from the base model's generic one."""
+        return cls(domain, settings, first_head)
+
+    @classmethod
+    def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
+        """Refused: F1 depends on a threshold, see `metrics.evaluate`."""
+        raise NotImplementedError("detections are measured by valora_train.metrics.evaluate.match")
+
+    def prompt(self, sample: Sample) -> Example:
+        """The prompt for a sample: the question and one image."""
         return Example(self.domain.question(sample), (sample.image,))
 
     def mirrored(self, sample: Sample) -> Sample:
-        """The image and its boxes, left to right."""
-        from PIL import ImageOps
-
+        """The sample with its image and boxes mirrored left to right."""
         width = sample.image.width
         boxes = tuple(replace(b, x0=width - b.x1, x1=width - b.x0) for b in sample.answer.boxes)
-        return replace(sample, image=ImageOps.mirror(sample.image), answer=Answer(boxes))
+        return replace(super().mirrored(sample), answer=Answer(boxes))
 
     def targets(self, samples: Sequence[Sample], encoded: Sequence[Encoded]) -> DetectionTargets:
-        """What each visual token should say.
+        """The targets of each visual token.
 
         Raises:
             DataError: If images have different grids of visual tokens.
@@ -75,7 +98,7 @@ class DetectionTask(DomainTask):
         return DetectionTargets.of(samples, self.domain.labels, grids[0])
 
     def new_head(self, lmm: Lmm, first: Encoded, seed: int) -> DetectionHead:
-        """A fresh head, or the generic one of the base model."""
+        """A head with initial weights, or those of the base model's generic head."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             head = DetectionHead(lmm.width, self.domain.labels, first.grid).to(lmm.device)
@@ -85,21 +108,16 @@ class DetectionTask(DomainTask):
                 head.linear.bias[:5].copy_(self._first_head[:, -1])
         return head
 
-    def loss(
-        self,
-        head: DetectionHead,
-        states: HiddenStates,
-        targets: DetectionTargets,
-        lmm: Lmm,
+    def head_loss(
+        self, head: DetectionHead, inputs: HeadInputs, targets: DetectionTargets
     ) -> Tensor:
-        """Of objectness, boxes and classes, see `DetectionHead.loss`."""
-        return self.probe_loss(head, states.head_inputs(), targets)
+        """Loss of objectness, boxes and classes, see `DetectionHead.loss`."""
+        return head.loss(self.head_outputs(head, inputs), targets, self.settings)
 
-    def probe_loss(
-        self, head: DetectionHead, read: HeadInputs, targets: DetectionTargets
-    ) -> Tensor:
-        """The same of hidden states."""
-        return head.loss(head(read.visual), targets, self.settings)
+    def head_outputs(self, head: DetectionHead, inputs: HeadInputs) -> Tensor:
+        """(n, tokens, 5 + classes) float32, from the hidden states of the visual tokens."""
+        raw: Tensor = head(inputs.visual)
+        return raw
 
     def stored_head(self, head: DetectionHead) -> BoxHead:
         """The head with its calibration and threshold."""
@@ -109,44 +127,46 @@ class DetectionTask(DomainTask):
         """The module of a head from a bundle."""
         return DetectionHead.of(head) if isinstance(head, BoxHead) else super().load_head(head)
 
-    def read(self, head: DetectionHead, lmm: Lmm, batch: Sequence[Encoded]) -> Tensor:
-        """(n, tokens, 5 + classes) float32 on the CPU."""
-        raw = [
-            head(lmm.states(batch[start : start + 64]).head_inputs().visual).cpu()
-            for start in range(0, len(batch), 64)
-        ]
-        return torch.cat(raw)
-
     def calibrate(self, head: DetectionHead, raw: Tensor, samples: Sequence[Sample]) -> None:
-        """Platt scaling of the confidence, then the threshold with the best F1."""
-        head.calibrate(self._match(self.said(head, raw, samples), samples))
-        matches = self._match(self.said(head, raw, samples), samples)
+        """Fit the Platt scaling of the confidence, then the threshold with the best F1.
+
+        Args:
+            head: The head.
+            raw: (n, tokens, 5 + classes) float32.
+            samples: The validation samples.
+        """
+        head.calibrate(self._match(self.predictions(head, raw, samples), samples))
+        matches = self._match(self.predictions(head, raw, samples), samples)
         head.threshold.fill_(matches.best_threshold())
 
-    def said(self, head: DetectionHead, raw: Tensor, samples: Sequence[Sample]) -> list[Said]:
-        """Boxes of every image, unsure ones included."""
+    def predictions(
+        self, head: DetectionHead, raw: Tensor, samples: Sequence[Sample]
+    ) -> list[Prediction]:
+        """The boxes of every image from `MIN_SCORE` on."""
         return [
-            Said(Answer(tuple(head.predict(row, sample.image.size, self.settings, MIN_SCORE))))
+            Prediction(
+                Answer(tuple(head.predict(row, sample.image.size, self.settings, MIN_SCORE)))
+            )
             for row, sample in zip(raw, samples, strict=True)
         ]
 
-    def _match(self, said: Sequence[Said], samples: Sequence[Sample]) -> Matches:
+    def _match(self, predictions: Sequence[Prediction], samples: Sequence[Sample]) -> Matches:
         return match(
-            [one.answer.boxes for one in said],
+            [one.answer.boxes for one in predictions],
             [sample.answer.boxes for sample in samples],
             self.domain.labels,
         )
 
-    def evaluation(
-        self, head: DetectionHead, said: list[Said], samples: Sequence[Sample]
+    def evaluate(
+        self, head: DetectionHead, predictions: list[Prediction], samples: Sequence[Sample]
     ) -> Evaluation:
         """F1 at the head's threshold, COCO mAP, calibration error of the confidences."""
-        matches = self._match(said, samples)
+        matches = self._match(predictions, samples)
         threshold = float(head.threshold)
         return Evaluation(
             matches.f1(threshold),
             matches.f1_interval(threshold),
-            said,
+            predictions,
             {"map": matches.map, "ece": matches.calibration_error()},
             threshold,
         )
@@ -155,19 +175,15 @@ class DetectionTask(DomainTask):
         """Confidence from which a box counts."""
         return float(head.threshold)
 
-    def golden(self, said: Said, threshold: float | None) -> list[dict[str, Any]]:
-        """The boxes from the head's threshold on."""
+    def golden(self, prediction: Prediction, threshold: float | None) -> list[dict[str, Any]]:
+        """The boxes from the threshold on."""
         found = tuple(
             Detection(box.label, box.confidence, box.xyxy)
-            for box in said.answer.boxes
+            for box in prediction.answer.boxes
             if box.confidence >= (threshold or 0.0)
         )
-        return BoxesResult(kind=DETECTION, detections=(found,)).golden()
+        return BoxesResult(kind=KIND, detections=(found,)).golden()
 
-    def same(self, found: Any, expected: Any, threshold: float | None) -> bool:
-        """Whether the boxes agree; those close to the threshold may be missing."""
-        return BoxesResult.matches(found, expected, threshold or 0.0)
-
-    def facts(self, head: DetectionHead) -> dict[str, Any]:
+    def metadata(self, head: DetectionHead) -> dict[str, Any]:
         """The threshold."""
         return {"threshold": float(head.threshold)}

@@ -96,7 +96,7 @@ class LinearHead(nn.Module):
         ]
         return torch.stack(losses).mean()
 
-    def choose(self, logits: Tensor, truth: Tensor) -> None:
+    def choose_pooling(self, logits: Tensor, truth: Tensor) -> None:
         """Choose the pooling with the most hits on validation; of equal ones the likeliest truth.
 
         Args:

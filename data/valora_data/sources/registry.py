@@ -12,21 +12,32 @@ from valora_data.schema import Sample, Split, Task
 from valora_data.sources.formats.videos import FRAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
     from valora_data.sources.formats.labelled import ImageReader
 
-READS: Mapping[str, frozenset[Task]] = {
-    "scenes": frozenset(Task),
+
+class _Except:
+    """All task types but some."""
+
+    def __init__(self, *tasks: Task) -> None:
+        self._tasks = frozenset(tasks)
+
+    def __contains__(self, task: object) -> bool:
+        return task not in self._tasks
+
+
+READS: Mapping[str, Container[Task]] = {
+    "scenes": _Except(),
     "coco": frozenset({Task.DETECTION, Task.CAPTION}),
     "yolo": frozenset({Task.DETECTION}),
-    "imagefolder": frozenset(Task) - {Task.VIDEO},
+    "imagefolder": _Except(Task.VIDEO),
     "videofolder": frozenset({Task.VIDEO, Task.VQA, Task.CAPTION, Task.COUNTING}),
-    "llava": frozenset(Task) - {Task.DETECTION},
+    "llava": _Except(Task.DETECTION),
     "vqa": frozenset({Task.VQA}),
     "refcoco": frozenset({Task.GROUNDING}),
-    "hub": frozenset(Task),
-    "shards": frozenset(Task),
+    "hub": _Except(),
+    "shards": _Except(),
 }
 """Kinds of sources, and for which tasks each has answers."""
 

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from valora_data.errors import DataError
-from valora_data.schema import CHOICE_TASKS, Sample, Split, Task
+from valora_data.schema import Sample, Split, Task
 from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.registry import Source, open_source
 from valora_data.splits import content_hash
@@ -124,7 +124,7 @@ def _note(facts: SplitFacts, sample: Sample, task: Task) -> None:
     facts.samples += 1
     facts.images += len(sample.images)
     facts.sizes[sample.image.size] += 1
-    if task is Task.DETECTION:
+    if task.spec.detects:
         facts.labels.update(box.label for box in answer.boxes)
         return
     if answer.choice is not None:
@@ -156,7 +156,8 @@ def _problems(found: Inspection) -> list[str]:
     ]
     labels = {name: facts.labels for name, facts in found.splits.items() if facts.labels}
     learnt = labels.get(str(Split.TRAIN), labels.get("all"))
-    if found.task in CHOICE_TASKS - {Task.VQA} and learnt is not None:
+    spec = found.task.spec
+    if spec.choice and spec.labels == "required" and learnt is not None:
         if len(learnt) == 1:
             problems.append(f"there is only one class, {next(iter(learnt))!r}: add another")
         for name, used in labels.items():

@@ -27,7 +27,7 @@ from valora_train.fusion.trainer import DomainData, Trainer
 from valora_train.model.adapters import target_pattern
 from valora_train.model.lmm import Lmm
 from valora_train.settings import HeadSettings, LoraSettings, ModelSettings, TrainSettings
-from valora_train.tasks import make_task
+from valora_train.tasks.registry import make_task
 
 WORDS = tuple("red green blue star moon left right top small big the a of and one".split())  # noqa: SIM905
 

@@ -116,7 +116,7 @@ def test_questions_about_one_image_are_no_duplicates(
     assert "1 pictures occur again in their own split" in out
 
 
-@pytest.mark.parametrize("task", list(Task))
+@pytest.mark.parametrize("task", Task.all())
 def test_what_the_factory_wrote(task: Task, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     from valora_data.sources.scenes.builtin import builtin_names
 

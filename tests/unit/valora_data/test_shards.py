@@ -176,8 +176,8 @@ def test_domains_of_every_task() -> None:
         (Task.VQA, ("yes",), "domain d has one class, 'yes'"),
         (Task.CLASSIFICATION, (), "needs a list of distinct labels"),
         (Task.DETECTION, ("a", "a"), "needs a list of distinct labels"),
-        (Task.CAPTION, ("a", "b"), "answers in language: leave its labels empty"),
-        (Task.GROUNDING, ("a",), "answers in language: leave its labels empty"),
+        (Task.CAPTION, ("a", "b"), "does not choose from labels: leave its labels empty"),
+        (Task.GROUNDING, ("a",), "does not choose from labels: leave its labels empty"),
         (Task.COUNTING, ("one", "two"), "labels must be digits, got 'one'"),
     ],
 )

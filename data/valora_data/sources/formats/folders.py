@@ -125,7 +125,7 @@ def _files(folder: Path, suffixes: frozenset[str]) -> list[Path]:
 def _by_class(
     folder: Path, task: Task, labels: Sequence[str] | None, opener: _Opener
 ) -> Iterator[Sample]:
-    if task not in (Task.CLASSIFICATION, Task.VIDEO, Task.COUNTING):
+    if task.spec.answer not in ("label", "count"):
         raise DataError(
             f"{folder.name} has no {METADATA}, which task {task} needs: write one row with "
             "file_name and the answer for each file"
@@ -152,7 +152,7 @@ def _by_class(
         images = opener.open(path)
         if images:
             answer = Answer(label=label)
-            if task is Task.COUNTING and label is not None:
+            if task.spec.answer == "count" and label is not None:
                 answer = Answer(count=read_count(label, labels, f"folder {label}"))
             name = path.relative_to(folder).as_posix()
             yield Sample(name, images[0], answer, rest=tuple(images[1:]))
@@ -162,7 +162,7 @@ def _listed(folder: Path, rows: RowReader, opener: _Opener) -> Iterator[Sample]:
     entries = _metadata(folder / METADATA)
     opener.reader.total += len(entries)
     often = Counter(str(entry["file_name"]) for entry in entries)
-    several = rows.task in (Task.VQA, Task.GROUNDING)
+    several = rows.task.spec.prompted
     for name, count in often.items():
         if count > 1 and not several:
             raise DataError(f"{folder.name}/{METADATA} lists {name} {count} times: keep one row")

@@ -73,16 +73,17 @@ class RowReader:
         Raises:
             DataError: If a column is missing or its value is of no use.
         """
-        if self.task in (Task.CLASSIFICATION, Task.VIDEO):
+        answer, prompted = self.task.spec.answer, self.task.spec.prompted
+        if answer == "label":
             return self._classified(row, where)
-        if self.task is Task.DETECTION:
+        if answer == "boxes" and not prompted:
             return [(None, Answer(self._objects(row, size, where)))]
-        if self.task is Task.COUNTING:
+        if answer == "count":
             return [(None, Answer(count=self._count(row, where)))]
-        if self.task is Task.CAPTION:
+        if answer == "captions":
             captions = _texts(self._get(row, "captions", where), ("raw", "caption", "text"))
             return [(None, Answer(captions=_filled(captions, "caption", where)))]
-        if self.task is Task.GROUNDING:
+        if answer == "boxes":
             phrases = _texts(self._get(row, "phrase", where), ("sent", "raw", "phrase"))
             bbox = self._get(row, "bbox", where)
             return [

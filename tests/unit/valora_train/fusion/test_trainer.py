@@ -9,7 +9,7 @@ from valora_data.schema import Domain, Split, Task
 from valora_train.fusion.trainer import DomainData, Trainer
 from valora_train.model.lmm import Lmm
 from valora_train.settings import HeadSettings, LoraSettings, ModelSettings, TrainSettings
-from valora_train.tasks import make_task
+from valora_train.tasks.registry import make_task
 
 COLOURS = {"apple": "red", "sky": "blue"}
 
@@ -137,7 +137,7 @@ def test_adapters_do_not_touch_each_other(random_llava):
         torch.equal(now[key], before[key]) for key in before if not key.startswith("random/torch")
     )
     trainer.close("adapter-2")
-    assert trainer.evaluate("adapter-1", "apple", Split.VAL).said[0].answer.boxes is not None
+    assert trainer.evaluate("adapter-1", "apple", Split.VAL).predictions[0].answer.boxes is not None
 
 
 def test_it_learns(random_llava):

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from valora_data.errors import DataError
-from valora_data.schema import Answer, Box, Task
-from valora_train.metrics.measures import cider, measure
+from valora_data.schema import Answer, Box
+from valora_train.metrics.measures import box_accuracy, cider, exact_counts, top1, vqa
 from valora_train.metrics.vqa_score import normalized, vqa_score
 
 WORDS = st.sampled_from(["red", "blue", "2", "two", "yes"])
@@ -50,13 +50,13 @@ def test_answers_that_count_as_one(one, other):
 def test_top1_counts_and_within_one():
     said = [Answer(count=n) for n in (1, 2, 3, 5)]
     truth = [Answer(count=n) for n in (1, 3, 5, 5)]
-    scores = measure(Task.COUNTING, said, truth)
+    scores = exact_counts(said, truth)
     assert scores.mean == 0.5
     assert scores.details == {"within_one": 0.75, "mae": 0.75}
     labels = [Answer(label=name) for name in ("a", "b", "c")]
     other = [Answer(label=name) for name in ("a", "c", "c")]
-    assert measure(Task.CLASSIFICATION, labels, other).mean == pytest.approx(2 / 3)
-    assert measure(Task.CLASSIFICATION, [Answer()], [Answer(label="a")]).mean == 0.0
+    assert top1(labels, other).mean == pytest.approx(2 / 3)
+    assert top1([Answer()], [Answer(label="a")]).mean == 0.0
 
 
 def test_grounding_at_iou_one_half():
@@ -67,7 +67,7 @@ def test_grounding_at_iou_one_half():
         Answer((Box(20, 20, 30, 30, "a"), Box(0, 0, 10, 10, "a"))),  # the first counts
         Answer(),
     ]
-    scores = measure(Task.GROUNDING, said, truth)
+    scores = box_accuracy(said, truth)
     assert scores.each.tolist() == [1.0, 0.0, 0.0, 0.0]
     assert scores.details["mean_iou"] == pytest.approx((0.51 + 0.49) / 4)
 
@@ -120,8 +120,7 @@ def test_cider_is_that_of_the_paper():
 
 
 def test_intervals_hold_the_mean():
-    scores = measure(
-        Task.CLASSIFICATION,
+    scores = top1(
         [Answer(label="a")] * 50,
         [Answer(label="a" if n % 5 else "b") for n in range(50)],
     )
@@ -133,4 +132,4 @@ def test_intervals_hold_the_mean():
 
 def test_truth_that_is_not_known_is_one_sentence():
     with pytest.raises(DataError, match="no answer to compare with"):
-        measure(Task.VQA, [Answer(answers=("a",))], [Answer()])
+        vqa([Answer(answers=("a",))], [Answer()])

@@ -111,11 +111,11 @@ def test_the_pooling_with_the_most_hits_on_validation_is_chosen():
     right = F.one_hot(truth, 3).float() * 5
     wrong = right.roll(1, dims=-1)
     logits = torch.stack([wrong, right, torch.cat([right[:3], wrong[3:]])], dim=1)
-    head.choose(logits, truth)
+    head.choose_pooling(logits, truth)
     assert head.pooling == "visual_mean"
     # Of equal hits the likelier; a sample without a known truth does not count.
     both = torch.stack([right, right * 2, wrong], dim=1)
-    head.choose(both, torch.tensor([0, 1, 2, -1]))
+    head.choose_pooling(both, torch.tensor([0, 1, 2, -1]))
     assert head.pooling == "visual_mean"
 
 
@@ -148,7 +148,7 @@ def test_it_learns_from_what_only_attention_sees():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    head.choose(head(read), label)
+    head.choose_pooling(head(read), label)
     assert head.pooling == "attention"
     assert (head(read)[:, int(head.chosen)].argmax(-1) == label).float().mean() > 0.95
 

@@ -31,10 +31,10 @@ from valora_train.stages.distill import (
     build_teacher,
     teacher_accuracy,
 )
-from valora_train.tasks import make_task
-from valora_train.tasks.base import Said
+from valora_train.tasks.base import Prediction
 from valora_train.tasks.choice import ChoiceTask
 from valora_train.tasks.language import LanguageTask
+from valora_train.tasks.registry import make_task
 
 SQUARE = Image.new("RGB", (100, 50))
 
@@ -83,14 +83,14 @@ def test_open_answers_are_written(lmm, task):
 )
 def test_what_is_learnt_is_the_answer_and_nothing_else(lmm, task, answer, text):
     made = make_task(domain(task, prompt="tell {}"), HeadSettings(), lmm)
-    example = made.taught(Sample("a", SQUARE, answer, "left cat"))
+    example = made.training_example(Sample("a", SQUARE, answer, "left cat"))
     assert example.question == "tell left cat"
     assert example.answer((48, 48)) == text
-    assert made.asked(Sample("a", SQUARE, answer, "left cat")).answer is None
+    assert made.prompt(Sample("a", SQUARE, answer, "left cat")).answer is None
     # And it is read back to full marks.
     sample = Sample("a", SQUARE, answer, "left cat")
-    said = made.said(None, [(text, (48, 48))], [replace(sample, answer=Answer())])
-    evaluated = made.evaluation(None, said, [sample])
+    said = made.predictions(None, [(text, (48, 48))], [replace(sample, answer=Answer())])
+    evaluated = made.evaluate(None, said, [sample])
     if task is Task.CAPTION:  # CIDEr of a single image is 0: every word is everywhere
         assert said[0].answer.captions == ("a cat",)
     else:
@@ -134,7 +134,7 @@ def test_answers_that_no_head_can_learn(lmm, labels, answers, message):
 def test_text_that_cannot_be_learnt_or_mirrored(lmm):
     made = make_task(domain(Task.CAPTION), HeadSettings(), lmm)
     with pytest.raises(DataError, match="has no answer to learn"):
-        made.taught(Sample("a", SQUARE, Answer()))
+        made.training_example(Sample("a", SQUARE, Answer()))
     with pytest.raises(DataError, match=r"set domains\.some\.mirror=false"):
         made.mirrored(Sample("a", SQUARE, Answer(captions=("left",))))
 
@@ -153,14 +153,14 @@ def test_a_processor_that_crops_is_refused_for_boxes(random_llava, tmp_path):
 
 def test_golden_rows_tell_answers_apart(lmm):
     choice = make_task(domain(Task.COUNTING, ("0", "1")), HeadSettings(), lmm)
-    row = choice.golden(Said(Answer(count=1, soft=(0.2, 0.8))), None)
+    row = choice.golden(Prediction(Answer(count=1, soft=(0.2, 0.8))), None)
     assert row == {"label": "1", "confidence": 0.8}
-    assert choice.same(row, {"label": "1", "confidence": 0.795}, None)
-    assert not choice.same(row, {"label": "1", "confidence": 0.7}, None)
-    assert not choice.same(row, {"label": "0", "confidence": 0.8}, None)
+    assert choice.matches(row, {"label": "1", "confidence": 0.795}, None)
+    assert not choice.matches(row, {"label": "1", "confidence": 0.7}, None)
+    assert not choice.matches(row, {"label": "0", "confidence": 0.8}, None)
     words = make_task(domain(Task.VQA), HeadSettings(), lmm)
-    assert words.same({"text": "red"}, words.golden(Said(Answer(), "red"), None), None)
-    assert not words.same({"text": "red"}, {"text": "blue"}, None)
+    assert words.matches({"text": "red"}, words.golden(Prediction(Answer(), "red"), None), None)
+    assert not words.matches({"text": "red"}, {"text": "blue"}, None)
 
 
 def test_gradients_of_a_step_do_not_depend_on_its_pieces(random_llava):

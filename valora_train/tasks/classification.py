@@ -1,0 +1,26 @@
+"""Image classification: one of a domain's labels, top-1 accuracy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from valora_data.tasks import CLASSIFICATION
+from valora_train.metrics.measures import Scores, top1
+from valora_train.tasks.choice import ChoiceTask
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from valora_data.schema import Answer
+
+
+class ClassificationTask(ChoiceTask):
+    """Classifies images."""
+
+    spec = CLASSIFICATION
+    head_kind = "classification"
+
+    @classmethod
+    def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
+        """Top-1 accuracy."""
+        return top1(predicted, truth)

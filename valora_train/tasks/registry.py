@@ -1,0 +1,80 @@
+"""The task types by name, and how the task of a domain is built."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from valora_data.contract.heads import read_head
+from valora_data.errors import DataError
+from valora_data.registry import Registry
+from valora_data.tasks import GROUP
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+    from valora_data.schema import Domain
+    from valora_train.model.lmm import Lmm
+    from valora_train.settings import HeadSettings
+    from valora_train.tasks.base import DomainTask
+
+TASK_TYPES: Registry[type[DomainTask]] = Registry(
+    GROUP,
+    "task type",
+    {
+        "classification": "valora_train.tasks.classification:ClassificationTask",
+        "detection": "valora_train.tasks.detection:DetectionTask",
+        "video": "valora_train.tasks.video:VideoTask",
+        "vqa": "valora_train.tasks.vqa:VqaTask",
+        "caption": "valora_train.tasks.caption:CaptionTask",
+        "grounding": "valora_train.tasks.grounding:GroundingTask",
+        "counting": "valora_train.tasks.counting:CountingTask",
+    },
+    DataError,
+)
+
+
+def make_task(
+    domain: Domain,
+    settings: HeadSettings,
+    lmm: Lmm,
+    *,
+    video: bool = False,
+    first_head: Tensor | None = None,
+) -> DomainTask:
+    """Build the task of a domain for a model.
+
+    Args:
+        domain: The domain.
+        settings: Settings of heads and answers.
+        lmm: The model.
+        video: Whether samples are videos and not images.
+        first_head: A generic detection head that the base model ships, see `DetectionTask`.
+
+    Raises:
+        DataError: The task type is unknown, or answers are boxes and the model's image processor
+            crops images.
+    """
+    task_type = TASK_TYPES[domain.task]
+    if task_type.spec.answer == "boxes" and lmm.crops:
+        raise DataError(
+            f"the image processor of the base model cuts off the borders of images, which belies "
+            f"the boxes of domain {domain.name}: save the processor with do_center_crop=false and "
+            "a size of height and width"
+        )
+    return task_type.create(domain, settings, lmm, video=video, first_head=first_head)
+
+
+def load_head(task: DomainTask, file: Path | None, width: int) -> nn.Module | None:
+    """The head of a domain from a bundle; None where the model writes its answers.
+
+    Args:
+        task: The domain's task.
+        file: File of the head in the bundle; None if there is none.
+        width: Size of the model's hidden states.
+
+    Raises:
+        BundleError: The file is damaged or holds a head that does not fit.
+    """
+    return None if file is None else task.load_head(read_head(file, width))

@@ -381,4 +381,9 @@ def _look_up(settings: Any, key: str) -> Any:
 
 def as_dict(settings: Any) -> dict[str, Any]:
     """A dataclass of settings as JSON values."""
-    return asdict(settings)
+    return asdict(settings, dict_factory=_plain_dict)
+
+
+def _plain_dict(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    # OmegaConf, which writes the configuration for MLflow, takes no subclass of str.
+    return {key: str(value) if isinstance(value, Task) else value for key, value in items}

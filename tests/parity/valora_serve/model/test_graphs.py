@@ -1,4 +1,4 @@
-"""Steps with prompts through fixed buffers, as a graph replays them, against steps as they are."""
+"""Steps with prompts in fixed buffers, as a graph replays them, against eager steps."""
 
 import pytest
 from PIL import Image
@@ -24,7 +24,7 @@ def folders(tmp_path_factory):
     }
 
 
-def answers(folders, policy, rehearse=False, **options):
+def answers(folders, policy, compile_kernels=False, **options):
     engine = Engine(
         EngineSettings(policy=policy, pages=300, chunk=40, max_tokens=150, max_requests=12,
                        profile=False, **options)
@@ -46,7 +46,7 @@ def answers(folders, policy, rehearse=False, **options):
         engine.add(engine.prepare(request))
     said = {}
     while engine.busy:
-        if rehearse and len(said) in (3, 9):
+        if compile_kernels and len(said) in (3, 9):
             engine.runner.compile_kernels()
         for output in engine.step():
             assert output.error is None
@@ -71,8 +71,8 @@ def test_fixed_buffers_change_nothing(folders, policy, monkeypatch):
     assert sum(replayed) > 10
 
 
-def test_a_rehearsal_between_steps_changes_nothing(folders):
-    assert answers(folders, "dlora", rehearse=True) == answers(folders, "dlora")
+def test_compiling_kernels_between_steps_changes_nothing(folders):
+    assert answers(folders, "dlora", compile_kernels=True) == answers(folders, "dlora")
 
 
 def test_adapters_that_come_after_the_start_are_captured(folders):

@@ -1,5 +1,7 @@
 """Backends by name: built-in ones, the choice of ``auto``, and one of another package."""
 
+import sys
+
 import pytest
 import torch
 
@@ -46,6 +48,22 @@ extension = LoopBackend
 '''
 
 
+PLAIN = """
+from valora_serve.model.attention.base import AttentionBackend
+from valora_serve.model.attention.torch_backend import TorchPlan
+
+
+class PlainBackend(AttentionBackend):
+    auto_rank = 25  # `auto` asks it before flex (30); None: chosen by name only
+
+    def plan(self, rows):
+        return TorchPlan(self._cache, rows)
+
+
+extension = PlainBackend
+"""
+
+
 @pytest.fixture
 def kv_cache():
     pages = torch.zeros(4, 2, 8, 2, 16)
@@ -81,7 +99,8 @@ def test_an_unknown_name_lists_the_backends(kv_cache):
         make_backend("nothing", kv_cache)
 
 
-def test_a_missing_library_is_named(kv_cache):
+def test_a_missing_library_is_named(kv_cache, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(SettingsError, match=r"'flashinfer' is not installed .*flashinfer"):
         make_backend("flashinfer", kv_cache)
 
@@ -94,8 +113,7 @@ def test_auto_asks_the_backends_in_the_order_of_their_rank(kv_cache, installed, 
     monkeypatch.setattr(TorchBackend, "unsuitable", classmethod(lambda _, cache: "not today"))
     assert FlashInferBackend.unsuitable(kv_cache) == "FlashInfer needs a CUDA GPU"
     assert type(make_backend("auto", kv_cache)) is BACKENDS["flex"]
-    source = OUTSIDE + "    auto_rank = 25\n".replace("    ", "LoopBackend.")
-    module = installed("valora.attention_backends", "ranked", source)
+    module = installed("valora.attention_backends", "plain", PLAIN)
     assert type(make_backend("auto", kv_cache)).__module__ == module
 
 

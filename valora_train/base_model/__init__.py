@@ -1,1 +1,1 @@
-"""How the base model valora-tiny was pretrained; nothing imports this package."""
+"""The recipe of the base model valora-tiny; nothing else imports it."""

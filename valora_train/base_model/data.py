@@ -1,7 +1,7 @@
-"""What the base model reads: its tokenizer and processor, and an endless stream of questions.
+"""Data of the base model: tokenizer, processor, and an endless stream of training samples.
 
-A sample is one turn, `<s><|user|>` prompt `<image>`… `<|assistant|>` answer `</s>`: the prompt
-stands before the image, so that causal visual tokens know what they are asked about.
+A sample is one turn, `<s><|user|>` prompt `<image>`… `<|assistant|>` answer `</s>`. The prompt
+precedes the image, so that the visual tokens can attend to it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VISUAL_TOKENS = (SIZE // PATCH) ** 2
 SPECIALS = ("<pad>", "<s>", "</s>", "<image>", "<|system|>", "<|user|>", "<|assistant|>")
 MARKUP = ("<ref>", "</ref>", "<box>", "</box>")
 TRAINING_SEEDS = 1_000_000_000
-"""Scenes for training have this seed or a larger one; smaller seeds are for evaluation."""
+"""Training scenes use this seed and larger ones; evaluation uses smaller seeds."""
 
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
@@ -63,7 +63,7 @@ CHAT_TEMPLATE = """\
 """
 
 DOMAIN_NAMES = ("license plate", "traffic sign", "vehicle", "vegetation", "bicycle", "person")
-"""What the built-in domains detect: known to the tokenizer, never seen by the model."""
+"""Labels of the built-in detection domains: in the tokenizer, but never in the training data."""
 
 LATER_WORDS = """
 object image images video frame frames picture photo question answer option options choose
@@ -86,10 +86,10 @@ tank court pool ship
 
 
 def build_tokenizer() -> Tokenizer:
-    """Byte-level BPE in which words carry their space and each number to 1000 is one token.
+    """A byte-level BPE tokenizer in which every number up to 1000 is one token.
 
-    Merges come from everything that generic scenes can ask, from the detection domains' names and
-    from words of later tasks.
+    Merges are learned from the vocabulary of generic scenes, from the names of the detection
+    domains and from words of other tasks. A word's token includes the space before it.
     """
     numbers = [str(n) for n in range(10, 1001)]
     split = Regex(r" ?\p{L}+|\p{N}+| ?[^\s\p{L}\p{N}]+|\s+")
@@ -103,7 +103,7 @@ def build_tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     core = sorted(set(re.findall(r"[a-z]+", " ".join([*vocabulary(), *DOMAIN_NAMES]))))
     later = sorted(set(re.findall(r"[a-z]+", LATER_WORDS)))
-    # A comma before it gives a word its form without a space, as at the start of an answer.
+    # After a comma, a word has no leading space, as at the start of an answer.
     corpus = [f" {word},{word}" for word in [*core * 5, *later]]
     corpus += ["(1,2),(3,4) . ? ! :"] * 9
     trainer = trainers.BpeTrainer(
@@ -118,15 +118,15 @@ def build_tokenizer() -> Tokenizer:
     merges = [tuple(pair) for pair in learned["merges"]]
     for number in numbers:
         vocab.setdefault(number, len(vocab))
-    # Not special, so that they stand in the text of an answer.
+    # Not special tokens, because decoding must keep them in the text of an answer.
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in MARKUP])
-    # With `ignore_merges` a piece that is a token is taken whole: numbers need no merges.
+    # With `ignore_merges`, a piece in the vocabulary becomes one token: numbers need no merges.
     tokenizer.model = models.BPE(vocab=vocab, merges=merges, ignore_merges=True)
     return tokenizer
 
 
 def build_processor() -> Any:
-    """The processor that ships with the model: plain resizing to 96 × 96, and the chat template."""
+    """The processor that ships with the model: resizing to 96 × 96, and the chat template."""
     from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(
@@ -157,14 +157,14 @@ def build_processor() -> Any:
 
 
 def domain_tokens(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
-    """Tokens that are words of the detection domains, which training must leave as they began."""
+    """Ids of the tokens that are words of the detection domains, which must not be trained."""
     words = {token: i for token, i in tokenizer.get_vocab().items() if domain_words_in(token)}
     return np.array(sorted(words.values()), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Samples of one size, so that batches need little padding.
+    """A group of samples of similar length, so that batches need little padding.
 
     Attributes:
         images: Images per sample.
@@ -190,35 +190,35 @@ SHORT_TASKS = (
     ["detect"] * 8 + ["count"] * 5 + ["where"] * 2 + ["color"] * 3 + ["pattern"] * 2 + ["size"]
     + ["yes_no"] * 4 + ["relation"] * 3 + ["classify"] * 3 + ["repeat"]
 )  # fmt: skip
-"""What short samples ask, in these proportions."""
+"""Tasks of short samples; repeated names set the proportions."""
 
 INDEX = {
     name: i for names in (tuple(SHAPES), tuple(COLORS), PATTERNS) for i, name in enumerate(names)
 }
-"""Index of each shape, colour and pattern among its kind."""
+"""Index of each shape, colour and pattern within its kind."""
 
 LOGGED = [*TASKS, "which_image", "motion", "repeat"]
 SHARE_OF_FEW = {"short": 0.2, "long": 0.75}
-"""Share of scenes with a single thing (short), or few enough things for a caption (long)."""
+"""Share of scenes with a single object (short), or with few enough objects for a caption (long)."""
 
 CHUNK = 32
-"""Samples that are made and travel together."""
+"""Number of samples that a worker makes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Samples of one bucket over a shared set of images, or a batch made of such.
+    """Samples of one bucket that share a set of images, or a batch of such chunks.
 
     Attributes:
-        pixels: (u, 96, 96, 3) uint8.
-        things: (u, MOST_THINGS, 7) float32, all that is in the images: (x0, y0, x1, y1) in shares
-            of the image, and the indices of shape, colour and pattern.
-        n_things: (u,) int64, how many of them count.
-        pick: (b, images) int64, which images each sample shows, in order.
-        ids: (b, length) int64, padded on the right.
-        span: (b, 2) int64, where the answer begins and where what follows it begins.
-        boxes: (b, MOST_THINGS, 4) float32, (x0, y0, x1, y1) in shares of the image.
-        n_boxes: (b,) int64, how many of them count; −1 where nothing is to be detected.
+        pixels: (u, 96, 96, 3) uint8, the images.
+        things: (u, MOST_THINGS, 7) float32, the objects of each image: (x0, y0, x1, y1) relative to
+            the image size, and the indices of shape, colour and pattern.
+        n_things: (u,) int64, number of objects of each image.
+        pick: (b, images) int64, indices of the images of each sample, in order.
+        ids: (b, length) int64, token ids, padded on the right.
+        span: (b, 2) int64, start and end of the answer tokens.
+        boxes: (b, MOST_THINGS, 4) float32, boxes to detect, relative to the image size.
+        n_boxes: (b,) int64, number of boxes to detect; −1 where the sample is not about detection.
         task: (b,) int64, index into `LOGGED`.
     """
 
@@ -234,7 +234,7 @@ class Chunk:
 
     @staticmethod
     def join(chunks: list[Chunk]) -> Chunk:
-        """One chunk with the samples of all."""
+        """Concatenate chunks."""
         starts = np.cumsum([0, *(len(c.pixels) for c in chunks)])
         picks = [c.pick + start for c, start in zip(chunks, starts, strict=False)]
         rest = ("ids", "span", "boxes", "n_boxes", "task")
@@ -248,11 +248,11 @@ class Chunk:
 
 
 class SampleMaker:
-    """Draws scenes, asks about them and encodes the samples of one bucket after another.
+    """Draws scenes, generates questions about them and encodes them as samples.
 
     Args:
-        seed: Equal seeds make equal samples.
-        tokenizer: From `build_tokenizer`.
+        seed: Seed of scenes and questions.
+        tokenizer: Tokenizer of `build_tokenizer`.
     """
 
     def __init__(self, seed: int, tokenizer: Tokenizer) -> None:
@@ -263,7 +263,7 @@ class SampleMaker:
         self.speakable = np.array([i for i in range(tokenizer.get_vocab_size()) if i not in hidden])
 
     def make(self, name: str) -> Chunk:
-        """One chunk of the bucket `name`."""
+        """Make a chunk of the bucket `name`."""
         bucket = BUCKETS[name]
         images: list[Scene] = []
         samples: list[tuple[Question, list[int]]] = []
@@ -306,7 +306,7 @@ class SampleMaker:
         return int(self.rng.integers(TRAINING_SEEDS, 2**62))
 
     def _ask(self, scene: Scene, bucket: str) -> list[Question]:
-        """Several questions about one scene, or what it allows of them."""
+        """Several different questions about one scene."""
         rng = self.rng
         tasks = (
             ["caption", "box"]
@@ -323,7 +323,7 @@ class SampleMaker:
         return list(asked.values())
 
     def _ask_series(self, n: int, images: list[Scene]) -> list[tuple[Question, list[int]]]:
-        """Two or more questions about n images, which are added to `images`."""
+        """Questions about series of n images, which are added to `images`."""
         first = len(images)
         if self.rng.random() < 0.7:
             frames, shape, way = draw_clip(self._seed(), n)
@@ -343,8 +343,8 @@ class SampleMaker:
     ) -> tuple[npt.NDArray[np.int64], tuple[int, int]]:
         special = self.special
         if question.task == "repeat":
-            # Copying random tokens keeps every row of the embedding alive, also those that no
-            # answer uses. The domains' words are left out.
+            # Copying random tokens trains every row of the embedding, also those that no answer
+            # uses, but not the domains' words.
             words = self.rng.choice(self.speakable, int(self.rng.integers(2, 7))).tolist()
             prompt, answer = [*self.tokenizer.encode("repeat").ids, *words], words
         else:
@@ -372,16 +372,16 @@ def _work(seed: int, tokenizer: str, out: Queue[tuple[str, Chunk]]) -> None:
 
 
 class Stream:
-    """Batches from a pool that worker processes keep renewing.
+    """Batches from a pool of chunks that worker processes replace continuously.
 
-    Training never waits for drawing: while no new samples are there, it meets pooled ones again,
-    in other company and with other noise.
+    Training never waits for the workers: until new chunks arrive, batches reuse chunks of the pool,
+    in other combinations and with other noise.
 
     Args:
-        seed: Seed of the workers and of what is drawn from the pool.
-        tokenizer: From `build_tokenizer`.
+        seed: Seed of the workers and of the choice of chunks.
+        tokenizer: Tokenizer of `build_tokenizer`.
         workers: Number of processes.
-        pool: Largest number of chunks that are kept of a bucket.
+        pool: Largest number of chunks per bucket.
     """
 
     def __init__(self, seed: int, tokenizer: Tokenizer, workers: int, pool: int = 2000) -> None:
@@ -401,7 +401,7 @@ class Stream:
         threading.Thread(target=self._collect, daemon=True).start()
 
     def check(self) -> None:
-        """Raises if a worker has died."""
+        """Raise an error if a worker has died."""
         dead = [worker.pid for worker in self.workers if not worker.is_alive()]
         if dead:
             raise RuntimeError(
@@ -409,7 +409,7 @@ class Stream:
             )
 
     def close(self) -> None:
-        """Ends the workers; what is pooled stays."""
+        """Stop the workers; chunks in the pool remain."""
         for worker in self.workers:
             worker.terminate()
 
@@ -425,7 +425,7 @@ class Stream:
             self.made += len(chunk.task)
 
     def batch(self, size: int) -> Chunk:
-        """About `size` samples of one bucket, which is drawn by its share."""
+        """A batch of about `size` samples of one bucket, which is drawn according to its share."""
         names = list(BUCKETS)
         name = str(self.rng.choice(names, p=[bucket.share for bucket in BUCKETS.values()]))
         chunks = self.pool[name]

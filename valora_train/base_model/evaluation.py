@@ -1,6 +1,6 @@
-"""Measures the base model on held-out generic scenes, as it was written to disk.
+"""Evaluates the checkpoint of the base model on held-out generic scenes.
 
-Everything goes through the processor, the chat template and greedy generation, as for any user.
+Questions go through the processor, the chat template and greedy generation, as a user's would.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ TARGETS = {
     "detect": 0.85, "count": 0.90, "where": 0.90, "color": 0.90, "yes_no": 0.90, "box": 0.75,
     "caption": 0.70,
 }  # fmt: skip
-"""What issue 2 asks for; the other abilities are reported."""
+"""Accuracy that is required of an ability; the others are only reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A question with the images that it is about."""
+    """A question with its images."""
 
     question: Question
     scenes: tuple[Scene, ...]
 
 
 def questions(task: str, n: int, first_seed: int, *, novel: bool = False) -> list[Asked]:
-    """`n` questions of one task, each about scenes of its own.
+    """Questions of one task, each about scenes of its own.
 
     Args:
-        task: A key of `TASKS`, or `which_image`, `motion`.
-        n: How many.
-        first_seed: Scenes are drawn from this seed on.
-        novel: Whether each asks for a combination of colour and shape kept from training
-            (detection only).
+        task: A key of `TASKS`, `which_image` or `motion`.
+        n: Number of questions.
+        first_seed: Seed of the first scene.
+        novel: Whether each question is about a combination of colour and shape that training never
+            shows (detection only).
     """
     asked: list[Asked] = []
     seed = first_seed
@@ -84,11 +84,11 @@ def questions(task: str, n: int, first_seed: int, *, novel: bool = False) -> lis
 
 
 class BaseModel:
-    """The shipped model with its processor and detection head, weights as stored, in float32.
+    """A checkpoint with its processor and detection head, computed in float32.
 
     Args:
-        folder: Where `valora_train.base_model.pretrain` wrote them.
-        device: Where to compute.
+        folder: Folder that `valora_train.base_model.pretrain` wrote.
+        device: Device to compute on; a GPU by default if there is one.
     """
 
     def __init__(self, folder: Path, device: torch.device | None = None) -> None:
@@ -102,7 +102,7 @@ class BaseModel:
         self.head = {name: tensor.float().to(self.device) for name, tensor in head.items()}
 
     def inputs(self, asked: Sequence[Asked]) -> Any:
-        """Model inputs of questions, padded on the left."""
+        """Model inputs for questions, padded on the left."""
         texts, images = [], []
         for item in asked:
             parts: list[dict[str, str]] = [{"type": "text", "text": item.question.prompt}]
@@ -136,7 +136,7 @@ class BaseModel:
 
     @torch.inference_mode()
     def detect(self, asked: Sequence[Asked], batch: int = 64) -> list[tuple[Tensor, Tensor]]:
-        """Boxes (k, 4) in shares of the image and confidences (k,) for each question."""
+        """Boxes (k, 4), relative to the image size, and confidences (k,) for each question."""
         found = []
         for at in range(0, len(asked), batch):
             inputs = self.inputs(asked[at : at + batch])
@@ -156,7 +156,7 @@ class BaseModel:
 
 
 def matches(boxes: Tensor, scores: Tensor, truth: Tensor, iou: float = 0.5) -> Tensor:
-    """Which boxes hit: greedily by falling score, each true box once, (k,) bool."""
+    """Which boxes match a true box, (k,) bool: greedily by falling score, each true box once."""
     hits = torch.zeros(len(boxes), dtype=torch.bool)
     if not len(boxes) or not len(truth):
         return hits
@@ -170,7 +170,7 @@ def matches(boxes: Tensor, scores: Tensor, truth: Tensor, iou: float = 0.5) -> T
 
 
 def f1(found: Sequence[tuple[Tensor, Tensor]], asked: Sequence[Asked], threshold: float) -> float:
-    """F1 at IoU 0.5 over all questions, of boxes whose confidence reaches the threshold."""
+    """F1 at IoU 0.5 over all questions, for boxes whose confidence reaches the threshold."""
     hits = said = there = 0
     for (boxes, scores), item in zip(found, asked, strict=True):
         keep = scores >= threshold
@@ -182,13 +182,13 @@ def f1(found: Sequence[tuple[Tensor, Tensor]], asked: Sequence[Asked], threshold
 
 
 def best_threshold(found: Sequence[tuple[Tensor, Tensor]], asked: Sequence[Asked]) -> float:
-    """The confidence from 0.1 to 0.9 that gives the highest F1."""
+    """The confidence between 0.1 and 0.9 with the highest F1."""
     candidates = [i / 20 for i in range(2, 19)]
     return max(candidates, key=lambda threshold: f1(found, asked, threshold))
 
 
 def is_right(task: str, said: str, truth: str) -> bool:
-    """Whether an answer counts: exact, for captions in any order, for boxes by IoU 0.5."""
+    """Whether an answer is right: equal; captions in any order, boxes at IoU 0.5."""
     if task == "caption":
         return caption_phrases(said) == caption_phrases(truth)
     if task == "box":
@@ -219,7 +219,7 @@ def measure(model: BaseModel, n: int, tasks: Iterable[str]) -> dict[str, float]:
 
 
 def evaluate(folder: Path, n: int = 600) -> dict[str, float]:
-    """Measures every ability, prints a table and adds the figures to `figures.json`."""
+    """Measure every ability, print a table and add the figures to `figures.json`."""
     from rich.console import Console
     from rich.table import Table
 

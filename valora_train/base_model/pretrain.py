@@ -1,9 +1,10 @@
 """The recipe of valora-tiny, the base model that ships with the project (`make base`).
 
-A LLaVA of about 4 M parameters in plain transformers classes is pretrained from scratch on
-generic scenes: detection by one linear layer over the visual tokens, and language for everything
-else. The schedule runs on the clock, so that the recipe fits whatever time there is; the shipped
-checkpoint took minutes on one GPU. A second run may go on from a checkpoint (`--start`).
+A LLaVA with about 4 M parameters, built from transformers' own classes, is pretrained from scratch
+on generic scenes. Detection is learned by one linear layer over the visual tokens, everything else
+as written answers. The learning rate follows the clock, so that the recipe fits the time that is
+given; the shipped checkpoint took 25 minutes on one GPU. A run can start from a checkpoint
+(`--start`).
 
     python -m valora_train.base_model.pretrain --out data/valora_data/tiny --minutes 9
     python -m valora_train.base_model.pretrain --start data/valora_data/tiny --rate 8e-4 --minutes 9
@@ -48,11 +49,11 @@ from valora_train.base_model.data import (
 GRID = (SIZE // PATCH, SIZE // PATCH)
 HIDDEN = 192
 REACH = 0.75
-"""Cells answer for a box whose centre is at most this many cells away, if they lie in it."""
+"""Largest distance, in cells, between the centres of a cell and of a box that it predicts."""
 
 
 def build_model(processor: Any) -> Any:
-    """A `LlavaForConditionalGeneration` with fresh weights that fits the processor."""
+    """A `LlavaForConditionalGeneration` with fresh weights that matches the processor."""
     from transformers import (
         CLIPVisionConfig,
         LlamaConfig,
@@ -96,7 +97,7 @@ def build_model(processor: Any) -> Any:
 
 
 class DetectionHead(nn.Module):
-    """One linear layer per visual token: objectness and a box, as `contract.boxes` codes it."""
+    """Linear layers on every visual token: objectness and a box, encoded as in `contract.boxes`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,22 +106,23 @@ class DetectionHead(nn.Module):
         nn.init.constant_(self.objectness.bias, -3.0)  # few cells hold something
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits (..., cells) and codes (..., cells, 4) of hidden states (..., cells, 192)."""
+        """Objectness logits (..., cells) and box codes (..., cells, 4) of hidden states."""
         return self.objectness(hidden).squeeze(-1), self.box(hidden)
 
 
 def assign(boxes: Tensor, n_boxes: Tensor) -> tuple[Tensor, Tensor]:
-    """Which cells answer for which box.
+    """Assign cells to boxes.
 
-    The cell that holds a box's centre always does; so do cells whose own centre lies in the box
-    within `REACH` of its centre. A cell that could answer for several takes the nearest.
+    A box is assigned to the cell that contains its centre, and to the cells whose own centre lies
+    in the box and at most `REACH` cells from the box's centre. A cell with several candidates gets
+    the nearest box.
 
     Args:
-        boxes: (b, n, 4) float, (x0, y0, x1, y1) in shares of the image.
-        n_boxes: (b,) int64, how many of them count.
+        boxes: (b, n, 4) float, (x0, y0, x1, y1) relative to the image size.
+        n_boxes: (b,) int64, number of valid boxes; the rest of `boxes` is padding.
 
     Returns:
-        (b, cells) bool, whether a cell answers, and (b, cells) int64, for which box.
+        (b, cells) bool, whether a box is assigned to the cell, and (b, cells) int64, its index.
     """
     cells = cell_centres(GRID).to(boxes)
     centres = (boxes[..., :2] + boxes[..., 2:]) / 2
@@ -137,22 +139,22 @@ def assign(boxes: Tensor, n_boxes: Tensor) -> tuple[Tensor, Tensor]:
 def detection_loss(
     logits: Tensor, codes: Tensor, boxes: Tensor, n_boxes: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy of objectness plus distance and GIoU of boxes, per answering cell.
+    """Cross-entropy of objectness plus distance and GIoU of boxes, per assigned cell.
 
     Args:
         logits: (b, cells) float32.
         codes: (b, cells, 4) float32.
-        boxes: (b, n, 4) float32, (x0, y0, x1, y1) in shares of the image.
-        n_boxes: (b,) int64, how many of them count.
+        boxes: (b, n, 4) float32, (x0, y0, x1, y1) relative to the image size.
+        n_boxes: (b,) int64, number of valid boxes.
 
     Returns:
-        The loss, and what `assign` says.
+        The loss, and the two results of `assign`.
     """
     answers, which = assign(boxes, n_boxes)
     count = answers.sum().clamp_min(1)
     objectness = F.binary_cross_entropy_with_logits(logits, answers.float(), reduction="sum")
-    # Dense and masked instead of indexed: the GPU never waits for a count. Cells that answer for
-    # nothing get the whole image as a harmless truth.
+    # Dense and masked instead of indexed, so that the CPU never waits for the GPU. Cells without a
+    # box get the whole image as a target, which is masked out.
     truth = boxes.gather(1, which[..., None].expand(-1, -1, 4))
     truth = torch.where(answers[..., None], truth, truth.new_tensor([0.0, 0.0, 1.0, 1.0]))
     cells = torch.arange(which.shape[1], device=which.device).repeat(len(which))
@@ -164,11 +166,11 @@ def detection_loss(
 
 
 class Tutor(nn.Module):
-    """Dense help for the vision tower, thrown away after training.
+    """An auxiliary loss for the vision tower; its weights are not saved.
 
-    One linear layer over the projected visual features, which no prompt has touched, says for
-    every cell whether a thing is there, its box, shape, colour and pattern. Without it the tower
-    learns from a few answer tokens per image only, and several times slower.
+    Linear layers on the projected visual features, which do not depend on the prompt, predict for
+    every cell whether an object is there, its box, shape, colour and pattern. Without this dense
+    loss, the vision tower learns from a few answer tokens per image and several times slower.
     """
 
     def __init__(self) -> None:
@@ -178,7 +180,7 @@ class Tutor(nn.Module):
         self.naming = nn.Linear(HIDDEN, sum(self.kinds))
 
     def forward(self, features: Tensor, things: Tensor, n_things: Tensor) -> Tensor:
-        """Loss of features (u, cells, 192) for the things of each image; see `Chunk`."""
+        """Loss of features (u, cells, 192) for the objects of each image (see `Chunk.things`)."""
         features = features.float()
         logits, codes = self.detection(features)
         loss, answers, which = detection_loss(logits, codes, things[..., :4], n_things)
@@ -190,13 +192,13 @@ class Tutor(nn.Module):
 
 
 class Batch:
-    """A `Chunk` on the device, and where answers stand in it.
+    """A `Chunk` on the device, with the positions of its answer tokens.
 
     Attributes:
         pixels, things, n_things, pick, ids, boxes, n_boxes, task: As in `Chunk`.
-        row: (a,) int64, the sample of each answer token.
-        column: (a,) int64, its place in the sample.
-        wanted: (d,) int64, the samples that ask for detection.
+        row: (a,) int64, index of the sample of each answer token.
+        column: (a,) int64, position of each answer token in its sample.
+        wanted: (d,) int64, indices of the samples that ask for detection.
     """
 
     def __init__(self, chunk: Chunk, device: torch.device) -> None:
@@ -204,7 +206,7 @@ class Batch:
         row, column = np.nonzero((at >= chunk.span[:, :1]) & (at < chunk.span[:, 1:]))
 
         def move(array: npt.NDArray[Any]) -> Tensor:
-            """Copies without waiting where the device allows it."""
+            """Copy to the device, asynchronously if it is a GPU."""
             tensor = torch.from_numpy(array)
             pinned = tensor.pin_memory() if device.type == "cuda" else tensor
             return pinned.to(device, non_blocking=True)
@@ -218,7 +220,7 @@ class Batch:
 
 
 def prefetch(stream: Stream, size: int, device: torch.device) -> Iterator[Batch]:
-    """Batches of about `size` samples, made ready by a thread while the last one is learned."""
+    """Yield batches of about `size` samples, prepared by a thread during training."""
     ready: queue.Queue[Batch] = queue.Queue(maxsize=4)
 
     def prepare() -> None:
@@ -231,7 +233,7 @@ def prefetch(stream: Stream, size: int, device: torch.device) -> Iterator[Batch]
 
 
 def augment(pixels: Tensor) -> Tensor:
-    """Normalised images in [−1, 1] with new light and grain, (n, 3, 96, 96), from uint8 ones."""
+    """Images normalised to [−1, 1] with random brightness and noise, (n, 3, 96, 96), from uint8."""
     image = pixels.permute(0, 3, 1, 2).float() / 127.5 - 1.0
     shape = (len(image), 1, 1, 1)
     gain = torch.empty(shape, device=image.device).uniform_(0.9, 1.1)
@@ -241,7 +243,7 @@ def augment(pixels: Tensor) -> Tensor:
 
 
 def forward(model: Any, batch: Batch, image_token: int) -> tuple[Tensor, Tensor]:
-    """The hidden states of samples and the features of images; each image is encoded once.
+    """Hidden states of samples and visual features of images; each image is encoded once.
 
     Returns:
         Last hidden states after the final norm, (b, length, 192), and projected visual features,
@@ -253,19 +255,19 @@ def forward(model: Any, batch: Batch, image_token: int) -> tuple[Tensor, Tensor]
     embeddings = core.get_input_embeddings()(batch.ids)
     mask = (batch.ids == image_token)[..., None]
     embeddings = embeddings.masked_scatter(mask, visual[batch.pick].to(embeddings.dtype))
-    # Padding stands on the right, where causal attention never looks.
+    # Padding is on the right, which causal attention does not see.
     hidden: Tensor = core.language_model(inputs_embeds=embeddings, use_cache=False)[0]
     return hidden, visual
 
 
 class Pretraining:
-    """The losses of a batch, with a running account of what is answered right.
+    """The losses of a batch, and running statistics of right answers.
 
     Args:
-        model: From `build_model`.
+        model: Model of `build_model`.
         head: The detection head.
-        processor: From `build_processor`.
-        device: Where to compute.
+        processor: Processor of `build_processor`.
+        device: Device to train on.
     """
 
     def __init__(self, model: Any, head: DetectionHead, processor: Any, device: torch.device):
@@ -273,7 +275,7 @@ class Pretraining:
         self.image_token = int(model.config.image_token_id)
         silent = torch.zeros(VOCABULARY, device=device)
         silent[torch.from_numpy(domain_tokens(processor.tokenizer.backend_tokenizer))] = -torch.inf
-        # Softmax never sees the domains' words, so that their embeddings stay as they began.
+        # The softmax leaves out the domains' words, so that their embeddings are not trained.
         self.silent = silent
         self.right = torch.zeros(len(LOGGED), device=device)
         self.asked = torch.zeros(len(LOGGED), device=device)
@@ -281,7 +283,7 @@ class Pretraining:
         self.losses = torch.zeros(3, device=device)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """All that learns, with names."""
+        """All trained parameters with their names."""
         parts: tuple[Any, ...] = (self.model, self.head, self.tutor)
         return [item for part in parts for item in part.named_parameters()]
 
@@ -301,7 +303,7 @@ class Pretraining:
         tutor = self.tutor(visual, batch.things, batch.n_things)
         boxes = torch.zeros_like(words)
         if len(batch.wanted):
-            # The image is one run of tokens; it starts after the prompt.
+            # The image's tokens are contiguous and start after the prompt.
             start = (batch.ids[batch.wanted] == self.image_token).int().argmax(1)
             cells = start[:, None] + torch.arange(GRID[0] * GRID[1], device=self.device)
             scores, codes = self.head(hidden[batch.wanted[:, None], cells].float())
@@ -313,7 +315,7 @@ class Pretraining:
         return total
 
     def report(self) -> dict[str, float]:
-        """Losses, and shares of answers that were right to the last token since the last call."""
+        """Mean losses, and the share of fully right answers per task since the last call."""
         shares = (self.right / self.asked.clamp_min(1)).tolist()
         figures: dict[str, float] = dict(
             zip(("words", "boxes", "tutor"), self.losses.tolist(), strict=True)
@@ -330,7 +332,7 @@ class Pretraining:
 def make_optimizer(
     named: list[tuple[str, nn.Parameter]], rate: float, device: torch.device
 ) -> torch.optim.Optimizer:
-    """AdamW that decays matrices but neither embeddings nor biases and norms."""
+    """AdamW with weight decay on matrices, but not on embeddings, biases and norms."""
     decayed = [p for name, p in named if p.ndim > 1 and "embed" not in name]
     rest = [p for name, p in named if p.ndim <= 1 or "embed" in name]
     return torch.optim.AdamW(
@@ -342,12 +344,12 @@ def make_optimizer(
 
 
 def schedule(progress: float) -> float:
-    """Share of the learning rate after a share of the time: a short warm-up, then a cosine."""
+    """Factor of the learning rate after a share of the time: a short warm-up, then a cosine."""
     return min(1.0, progress / 0.02 + 0.01) * (0.5 + 0.5 * math.cos(math.pi * min(progress, 1.0)))
 
 
 def save(model: Any, head: nn.Module, processor: Any, out: Path) -> None:
-    """Writes the checkpoint in bfloat16, with the detection head and the processor."""
+    """Write the checkpoint in bfloat16, with the detection head and the processor."""
     rounded = {name: t.detach().to(torch.bfloat16).cpu() for name, t in head.state_dict().items()}
     out.mkdir(parents=True, exist_ok=True)
     processor.save_pretrained(out)
@@ -366,7 +368,7 @@ def save(model: Any, head: nn.Module, processor: Any, out: Path) -> None:
 
 
 def load(folder: Path) -> tuple[Any, DetectionHead, Any]:
-    """Model, detection head and processor of a checkpoint, to learn on from there in float32."""
+    """Load model, detection head and processor of a checkpoint in float32, for training."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     head = DetectionHead()
@@ -384,16 +386,16 @@ def train(
     seed: int,
     start_from: Path | None = None,
 ) -> None:
-    """Pretrains and writes the checkpoint to `out`, also every two minutes.
+    """Pretrain, and write the checkpoint every two minutes and at the end.
 
     Args:
         out: Folder of the checkpoint.
-        minutes: How long; the learning rate follows the share of it that has passed.
+        minutes: Training time in minutes, which also determines the learning-rate schedule.
         batch_size: Samples per step.
-        rate: Highest learning rate.
-        workers: Processes that draw scenes.
+        rate: Peak learning rate.
+        workers: Number of processes that draw scenes.
         seed: Seed of weights and scenes.
-        start_from: A checkpoint to go on from with a fresh schedule; None starts from scratch.
+        start_from: Checkpoint to start from, with a new schedule; None for fresh weights.
     """
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
@@ -457,7 +459,7 @@ def train(
 
 
 def main() -> None:
-    """Command line of the recipe."""
+    """Train, then evaluate; with `--evaluate`, evaluate only."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("data/valora_data/tiny"))
     parser.add_argument("--minutes", type=float, default=9.0)
@@ -465,8 +467,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1.5e-3)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--start", type=Path, help="checkpoint to go on from")
-    parser.add_argument("--evaluate", action="store_true", help="only measure what is there")
+    parser.add_argument("--start", type=Path, help="checkpoint to start from")
+    parser.add_argument("--evaluate", action="store_true", help="evaluate without training")
     parser.add_argument("--questions", type=int, default=600, help="held-out questions per ability")
     args = parser.parse_args()
     if not args.evaluate:

@@ -10,10 +10,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from valora_data.schema import Domain, Task
+from valora_data.sources.registry import FORMATS
 from valora_train.errors import SettingsError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+    from valora_data.sources.base import SourceFormat
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,9 @@ class SourceSettings:
     """The source of a domain's samples.
 
     Attributes:
-        kind: `scenes` (drawn here), or what people have: `coco`, `yolo`, `imagefolder`,
-            `videofolder`, `llava`, `vqa`, `refcoco`, `hub`, `shards` (see
-            `valora_data.sources.registry`).
+        kind: Format of the data set: `scenes` (drawn here), `coco`, `yolo`, `imagefolder`,
+            `videofolder`, `llava`, `vqa`, `refcoco`, `hub`, `shards`, or one that another package
+            registers (see `valora_data.sources.registry`).
         path: Path of the file or folder, or name of the data set on the hub.
         images: Folder of the images, for formats whose files name them.
         annotations: File of the annotations, for `vqa`.
@@ -43,6 +46,15 @@ class SourceSettings:
     counts: dict[str, int] = field(default_factory=dict)
     fractions: dict[str, float] = field(default_factory=dict)
     seed: int = 0
+
+    @property
+    def format(self) -> SourceFormat:
+        """The data-set format that `kind` names.
+
+        Raises:
+            DataError: There is no such format; the message lists all.
+        """
+        return FORMATS[self.kind]()
 
 
 @dataclass(frozen=True)
@@ -105,7 +117,7 @@ class DomainSettings:
     def video(self) -> bool:
         """Whether samples are videos."""
         declared = self.task is not None and self.task.spec.video
-        return declared or self.source.kind == "videofolder"
+        return declared or self.source.format.video
 
 
 @dataclass(frozen=True)
@@ -345,6 +357,7 @@ def from_config(config: DictConfig) -> Settings:
 
     Raises:
         SettingsError: For an unknown key, or a value of the wrong type or out of range.
+        DataError: For a domain that cannot be, or an unknown source kind.
     """
     from omegaconf import OmegaConf
     from pydantic import TypeAdapter, ValidationError
@@ -370,6 +383,7 @@ def from_config(config: DictConfig) -> Settings:
         raise SettingsError(f"heads.soft must lie in [0, 1], got {settings.heads.soft}")
     for domain in settings.chosen():
         domain.domain()  # raises for invalid values
+        _ = domain.source.format  # raises for an unknown kind
     return settings
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from valora_data.sources.registry import Source
+    from valora_data.sources.base import Source
     from valora_data.validation.inspection import Inspection, SplitFacts
 
 BAR = 30
@@ -72,48 +72,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _source(options: argparse.Namespace) -> Source:
-    from valora_data.shards import open_shard
-    from valora_data.sources.registry import Source, detect_kind, shard_folders
-    from valora_data.validation.inspection import guess_task, task_of
+    from valora_data.sources.base import Source
+    from valora_data.sources.registry import FORMATS, detect_kind
 
-    path = Path(options.path)
-    on_hub = not path.exists() and options.kind in (None, "hub") and options.path.count("/") == 1
-    kind = options.kind or ("hub" if on_hub else detect_kind(path))
+    kind = options.kind or detect_kind(options.path)
     for column in options.column:
         if "=" not in column:
             raise DataError(f"--column {column} names no column: write FIELD=NAME")
     columns = dict(column.split("=", 1) for column in options.column)
-    if options.task:
-        task = Task(options.task)
-    elif kind == "shards":
-        first = next(iter(shard_folders(path).values()))
-        task = task_of(open_shard(first)[0])
-    else:
-        task = guess_task(kind, _columns(kind, options.path))
+    task = Task(options.task) if options.task else FORMATS[kind]().guess_task(options.path)
     labels = tuple(label.strip() for label in options.labels.split(",")) if options.labels else ()
     return Source(
         kind, task, labels, path=options.path, images=options.images,
         annotations=options.annotations, columns=columns, frames=options.frames,
     )  # fmt: skip
-
-
-def _columns(kind: str, path: str) -> set[str]:
-    """Names that tell the task: columns of the metadata or tables of the file."""
-    import json
-
-    if kind == "hub":
-        from valora_data.sources.formats.hub import hub_columns
-
-        return hub_columns(path)
-    if kind in ("imagefolder", "videofolder"):
-        files = sorted(Path(path).glob("**/metadata.jsonl"))
-        lines = files[0].read_text(encoding="utf-8").splitlines() if files else []
-        return set(json.loads(lines[0])) if lines else set()
-    if kind == "coco":
-        from valora_data.sources.formats.tables import load_json
-
-        return set(load_json(Path(path)))
-    return set()
 
 
 def _check(source: Source, out: Path, console: Console) -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from valora_data.sources.registry import Splits
+    from valora_data.sources.base import Splits
 
 TRUTH = "unlabelled_truth"
 """Folder beside the splits: the answers of the unlabelled split, where they are known."""

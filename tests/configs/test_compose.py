@@ -125,6 +125,7 @@ def test_the_papers_requirements_are_the_default():
         ("domains.person.labels=[]", "domain person needs a list of distinct labels"),
         ("domains.person.name=a-b", "domain name 'a-b' must be letters"),
         ("task.type=poetry", "bad setting task.type='poetry'"),
+        ("domains.person.source.kind=tar", "unknown source kind 'tar': choose one of coco, hub"),
     ],
 )
 def test_bad_settings_are_one_sentence(override, message):

@@ -14,7 +14,8 @@ from valora_data.errors import DataError
 from valora_data.prepare import TRUTH, prepare
 from valora_data.schema import Split
 from valora_data.shards import open_shard
-from valora_data.sources.registry import Source, open_source
+from valora_data.sources.base import Source
+from valora_data.sources.registry import open_source
 from valora_train.settings import as_dict
 from valora_train.stage import Stage, digest
 
@@ -34,7 +35,7 @@ def data_stage(domain: DomainSettings) -> Stage:
             continue
         if Path(path).exists():
             inputs[path] = digest(Path(path))
-        elif source.kind != "hub":
+        elif not source.format.remote:
             raise DataError(f"data of domain {domain.name} not found: {path} does not exist")
     settings = {
         "labels": domain.labels,
@@ -59,28 +60,24 @@ def build_data(domain: DomainSettings, folder: Path, on_step: Step = lambda *_: 
     """
     source = domain.source
     assert domain.task is not None, "`Settings.chosen` fills it in"
-    if source.kind != "scenes" and source.path is None:
-        raise DataError(
-            f"domain {domain.name} has no file to read: set domains.{domain.name}.source.path"
-        )
-    opened = open_source(
-        Source(
-            kind=source.kind,
-            task=domain.task,
-            labels=tuple(domain.labels),
-            name=domain.name,
-            path=source.path,
-            images=source.images,
-            annotations=source.annotations,
-            columns=source.columns,
-            frames=source.frames,
-            counts=source.counts,
-            seed=source.seed,
-        )
-    )
     total = sum(source.counts.values())
     fractions = {Split(split): share for split, share in source.fractions.items()}
     try:
+        opened = open_source(
+            Source(
+                kind=source.kind,
+                task=domain.task,
+                labels=tuple(domain.labels),
+                name=domain.name,
+                path=source.path,
+                images=source.images,
+                annotations=source.annotations,
+                columns=source.columns,
+                frames=source.frames,
+                counts=source.counts,
+                seed=source.seed,
+            )
+        )
         prepare(
             opened, domain.labels, fractions, folder, source.seed,
             lambda done: on_step(done, max(done, total), 0.0),

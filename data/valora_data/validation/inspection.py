@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from valora_data.errors import DataError
 from valora_data.schema import Sample, Split, Task
 from valora_data.sources.formats.labelled import ImageReader
-from valora_data.sources.registry import Source, open_source
+from valora_data.sources.registry import open_source
 from valora_data.splits import content_hash
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy.typing as npt
+
+    from valora_data.sources.base import Source
 
 THUMB = 8
 """Side of the thumbnails that near duplicates are compared by, in pixels."""
@@ -248,53 +249,3 @@ def _small(image: Image.Image) -> Image.Image:
     copy = image.copy()
     copy.thumbnail((96, 96))
     return copy
-
-
-def task_of(sample: Sample) -> Task:
-    """The task that a sample's answer belongs to.
-
-    Raises:
-        DataError: The sample has no answer.
-    """
-    answer = sample.answer
-    if answer.boxes:
-        return Task.DETECTION if sample.prompt is None else Task.GROUNDING
-    if answer.label is not None:
-        return Task.VIDEO if sample.rest else Task.CLASSIFICATION
-    held = {Task.CAPTION: answer.captions, Task.VQA: answer.answers}
-    for task, texts in held.items():
-        if texts:
-            return task
-    if answer.count is not None:
-        return Task.COUNTING
-    raise DataError(f"sample {sample.id} holds no answer: give the task with --task")
-
-
-def guess_task(source_kind: str, columns: set[str]) -> Task:
-    """The most likely task of a source.
-
-    Args:
-        source_kind: Kind of the source.
-        columns: Its columns or tables, for kinds that serve several tasks.
-
-    Raises:
-        DataError: The columns do not determine the task.
-    """
-    fixed = {"yolo": Task.DETECTION, "llava": Task.VQA, "vqa": Task.VQA, "refcoco": Task.GROUNDING}
-    if source_kind in fixed:
-        return fixed[source_kind]
-    if source_kind == "coco":
-        return Task.DETECTION if "categories" in columns else Task.CAPTION
-    marks = {
-        "question": Task.VQA, "objects": Task.DETECTION, "phrase": Task.GROUNDING,
-        "expression": Task.GROUNDING, "sentence": Task.GROUNDING, "caption": Task.CAPTION,
-        "captions": Task.CAPTION, "text": Task.CAPTION, "count": Task.COUNTING,
-    }  # fmt: skip
-    for column, task in marks.items():
-        if column in columns:
-            return task
-    if not columns or "label" in columns or "labels" in columns:
-        return Task.VIDEO if source_kind == "videofolder" else Task.CLASSIFICATION
-    raise DataError(
-        f"columns {', '.join(sorted(columns))} do not tell the task: give one with --task"
-    )

@@ -14,8 +14,8 @@ from tests.unit.valora_data.sources.formats.test_videos import write_video
 from valora_data import shards
 from valora_data.cli import main
 from valora_data.schema import Split, Task
+from valora_data.sources.base import Source
 from valora_data.sources.formats.yolo import write_yolo
-from valora_data.sources.registry import Source
 from valora_data.sources.scenes.builtin import builtin_labels, builtin_samples
 from valora_data.sources.scenes.detection import detection_samples
 from valora_data.validation.inspection import inspect, perceptual_hash
@@ -175,6 +175,9 @@ def test_mistakes_are_told_in_one_sentence(
         (["check", str(tmp_path / "no")], "no does not exist: check the path"),
         (["check", str(pets), "--task", "vqa"], "has no metadata.jsonl, which task vqa needs"),
         (["check", str(pets), "--column", "x"], "--column x names no column"),
+        (["check", str(pets), "--kind", "tar"], "unknown source kind 'tar': choose one of coco"),
+        (["check", str(pets), "--kind", "scenes"], "does not tell its task: give one with --task"),
+        (["check", str(pets), "--kind", "shards"], "holds no shards"),
         (["preview", str(pets), "--split", "test"], "no split 'test', only all, val"),
         (["preview", str(pets), "--count", "0"], "--count must be at least 1"),
         (["check", str(pets), "--labels", "cat,fox"], "has no category 'fox'"),

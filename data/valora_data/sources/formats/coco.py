@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import DataError
-from valora_data.schema import Answer, Box, Sample
+from valora_data.schema import Answer, Box, Sample, Task
+from valora_data.sources.base import Location, Source, SourceFormat, Splits
 from valora_data.sources.formats.labelled import ImageReader, check_labels, checked_box
-from valora_data.sources.formats.tables import check_unique, load_tables
+from valora_data.sources.formats.tables import check_unique, load_json, load_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from valora_data.sources.formats.tables import Entries
+
+
+class CocoFormat(SourceFormat):
+    """One file of instances or captions."""
+
+    files = "COCO JSON"
+
+    def supports(self, task: Task) -> bool:
+        """Object detection and captions."""
+        return task.spec.detects or task.spec.answer == "captions"
+
+    def recognises(self, location: Location) -> bool:
+        """A JSON object with `images`."""
+        return "images" in location.keys
+
+    def guess_task(self, path: str) -> Task:
+        """Detection if there are categories."""
+        return Task.DETECTION if "categories" in load_json(Path(path)) else Task.CAPTION
+
+    def open(self, source: Source) -> Splits:
+        """All images as one piece: COCO has a file for each split."""
+        file, images = Path(source.location), source.image_folder
+        if source.task.spec.answer == "captions":
+            return {None: partial(read_coco_captions, file, images, source.reader)}
+        return {None: partial(read_coco, file, images, source.labels or None, source.reader)}
 
 
 def read_coco(

@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Sample, Split, Task
+from valora_data.sources.base import (
+    Location,
+    Source,
+    SourceFormat,
+    Splits,
+    take_missing_from_train,
+)
 from valora_data.sources.formats import videos
 from valora_data.sources.formats.labelled import ImageReader, check_labels
-from valora_data.sources.formats.records import RowReader, read_count
+from valora_data.sources.formats.records import RowReader, read_count, task_of_columns
 from valora_data.sources.formats.yolo import SUFFIXES as IMAGES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from PIL import Image
 
@@ -32,6 +40,57 @@ SPLIT_NAMES: Mapping[str, Split] = {
     "testing": Split.TEST, "testA": Split.TEST, "testB": Split.TEST,
 }  # fmt: skip
 """What other tools call our splits."""
+
+
+class ImageFolderFormat(SourceFormat):
+    """A folder of images."""
+
+    def supports(self, task: Task) -> bool:
+        """All tasks but those about videos."""
+        return not task.spec.video
+
+    def recognises(self, location: Location) -> bool:
+        """Folders that hold images."""
+        return location.path.is_dir() and bool(location.suffixes & IMAGES)
+
+    def guess_task(self, path: str) -> Task:
+        """The task that the columns of the first `metadata.jsonl` belong to."""
+        files = sorted(Path(path).glob(f"**/{METADATA}"))
+        lines = files[0].read_text(encoding="utf-8").splitlines() if files else []
+        columns = json.loads(lines[0]) if lines else {}
+        return task_of_columns(columns, Task.VIDEO if self.video else Task.CLASSIFICATION)
+
+    def open(self, source: Source) -> Splits:
+        """The splits that folders are named after, or all files as one piece."""
+        whole = Path(source.location)
+        folders = folder_splits(whole)
+        places = take_missing_from_train(folders) if folders else {None: whole}
+        return {
+            split: partial(
+                read_folder,
+                folder,
+                source.task,
+                source.labels or None,
+                frames=source.frames if self.video else None,
+                columns=source.columns,
+                reader=source.reader,
+            )
+            for split, folder in places.items()
+        }
+
+
+class VideoFolderFormat(ImageFolderFormat):
+    """A folder of videos."""
+
+    video = True
+
+    def supports(self, task: Task) -> bool:
+        """Tasks about videos, and those that are asked about any image but give no boxes."""
+        return task.spec.video or task.spec.answer not in ("label", "boxes")
+
+    def recognises(self, location: Location) -> bool:
+        """Folders that hold videos."""
+        return location.path.is_dir() and bool(location.suffixes & (videos.SUFFIXES - {".gif"}))
 
 
 def folder_splits(folder: Path) -> dict[Split, Path]:

@@ -5,6 +5,7 @@ They are streamed: nothing is kept but the row at hand.
 
 from __future__ import annotations
 
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,16 +14,63 @@ from PIL import Image, ImageOps
 
 from valora_data.errors import DataError
 from valora_data.schema import Sample, Split, Task
+from valora_data.sources.base import (
+    Location,
+    Source,
+    SourceFormat,
+    Splits,
+    take_missing_from_train,
+)
 from valora_data.sources.formats import videos
 from valora_data.sources.formats.folders import SPLIT_NAMES
 from valora_data.sources.formats.labelled import ImageReader, check_labels
-from valora_data.sources.formats.records import RowReader
+from valora_data.sources.formats.records import RowReader, task_of_columns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 PATIENCE = 100
 """Rows of a stream before its share of broken images counts: its length is not known."""
+
+
+class HubFormat(SourceFormat):
+    """A data set by its name on the hub, or a folder of tables."""
+
+    remote = True
+
+    def supports(self, task: Task) -> bool:
+        """All tasks."""
+        return True
+
+    def recognises(self, location: Location) -> bool:
+        """Folders of Arrow or Parquet files, and ``owner/name`` that is not on this machine."""
+        if location.path.is_dir():
+            return bool(location.suffixes & {".arrow", ".parquet"})
+        return not location.path.exists() and location.text.count("/") == 1
+
+    def guess_task(self, path: str) -> Task:
+        """The task that the columns belong to."""
+        return task_of_columns(hub_columns(path), Task.CLASSIFICATION)
+
+    def open(self, source: Source) -> Splits:
+        """The splits that the data set names, or its only one as one piece."""
+        name = source.location
+        named = hub_splits(name)
+        places: Mapping[Split | None, str | None]
+        places = take_missing_from_train(named) if named else {None: None}
+        return {
+            split: partial(
+                read_hub,
+                name,
+                theirs,
+                source.task,
+                source.labels or None,
+                columns=source.columns,
+                frames=source.frames,
+                reader=source.reader,
+            )
+            for split, theirs in places.items()
+        }
 
 
 def hub_splits(name: str) -> dict[Split, str]:
@@ -158,7 +206,7 @@ def _class_names(
     features: Mapping[str, Any], columns: Mapping[str, str], task: Task
 ) -> list[str] | None:
     """Names that the data set declares for its class indices."""
-    if task is Task.DETECTION:
+    if task.spec.detects:
         objects: Any = features.get(columns.get("objects", "objects"), {})
         objects = getattr(objects, "feature", objects)  # a list of objects
         candidates = list(objects.values()) if isinstance(objects, dict) else []

@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import re
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Sample, Task
+from valora_data.sources.base import Location, Source, SourceFormat, Splits
 from valora_data.sources.formats import videos
 from valora_data.sources.formats.labelled import ImageReader, checked_box, stray_label
 from valora_data.sources.formats.records import read_count
@@ -20,7 +23,6 @@ from valora_data.sources.formats.tables import check_keys, load_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from PIL import Image
 
@@ -32,6 +34,39 @@ IN_SHARES = re.compile(r"\[\s*([\d.]+),\s*([\d.]+),\s*([\d.]+),\s*([\d.]+)\s*\]"
 REFERRED = re.compile(r"<ref>(.*?)</ref>")
 GRID = 1000
 """Boxes in `<box>` are on Qwen-VL's grid; those in brackets are LLaVA's, in shares of the image."""
+
+
+class LlavaFormat(SourceFormat):
+    """One file of conversations."""
+
+    files = "LLaVA JSON"
+
+    def supports(self, task: Task) -> bool:
+        """All tasks but object detection: conversations do not list objects."""
+        return not task.spec.detects
+
+    def recognises(self, location: Location) -> bool:
+        """JSON Lines, or JSON whose entries have `conversations`."""
+        lines = location.path.suffix == ".jsonl" and location.path.is_file()
+        return lines or "conversations" in location.keys
+
+    def guess_task(self, path: str) -> Task:
+        """Visual question answering."""
+        return Task.VQA
+
+    def open(self, source: Source) -> Splits:
+        """All conversations as one piece."""
+        return {
+            None: partial(
+                read_llava,
+                Path(source.location),
+                source.image_folder,
+                source.task,
+                source.labels or None,
+                frames=source.frames,
+                reader=source.reader,
+            )
+        }
 
 
 def read_llava(
@@ -62,7 +97,7 @@ def read_llava(
         DataError: If the file is missing, corrupt or without images, a conversation is not made of
             questions and answers, has other images than it shows, or an answer is of no use.
     """
-    if task is Task.DETECTION:
+    if task.spec.detects:
         raise DataError(
             f"{json_path.name}: conversations do not list objects: use COCO or Ultralytics files "
             "for detection"
@@ -87,9 +122,9 @@ def read_llava(
         for number, (question, text) in enumerate(turns):
             answer = _answer(text, task, labels, images[0].size, f"{where}, question {number}")
             prompt: str | None = PLACE.sub(" ", question).strip()
-            if task is Task.GROUNDING:
+            if answer.boxes:
                 prompt = answer.boxes[0].label or prompt
-            if task in (Task.CLASSIFICATION, Task.VIDEO, Task.COUNTING, Task.CAPTION):
+            if not task.spec.prompted:
                 prompt = prompt or None
             name = key if len(turns) == 1 else f"{key}#{number}"
             yield Sample(name, images[0], _named(answer, prompt), prompt, tuple(images[1:]))
@@ -169,15 +204,15 @@ def _answer(
     text = text.strip()
     if not text:
         raise DataError(f"{where}: the answer is empty: write one or remove the question")
-    if task is Task.GROUNDING:
+    if task.spec.answer == "boxes":
         return Answer(_boxes(text, size, where))
-    if task is Task.CAPTION:
+    if task.spec.answer == "captions":
         return Answer(captions=(text,))
-    if task is Task.COUNTING:
+    if task.spec.answer == "count":
         return Answer(count=read_count(text, labels, where))
     if labels and text not in labels:
         raise stray_label(where, text, labels)
-    return Answer(answers=(text,)) if task is Task.VQA else Answer(label=text)
+    return Answer.chosen(task, text)
 
 
 def _boxes(text: str, size: tuple[int, int], where: str) -> tuple[Box, ...]:

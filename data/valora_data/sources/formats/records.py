@@ -22,7 +22,7 @@ from valora_data.sources.formats.coco import pixel_box
 from valora_data.sources.formats.labelled import stray_label
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "label": ("label", "labels", "class"),
@@ -35,6 +35,33 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "bbox": ("bbox", "box"),
     "count": ("count", "label"),
 }
+
+TASKS: Mapping[str, Task] = {
+    "question": Task.VQA, "objects": Task.DETECTION, "phrase": Task.GROUNDING,
+    "expression": Task.GROUNDING, "sentence": Task.GROUNDING, "caption": Task.CAPTION,
+    "captions": Task.CAPTION, "text": Task.CAPTION, "count": Task.COUNTING,
+}  # fmt: skip
+"""Columns that tell the task, the most specific first."""
+
+
+def task_of_columns(columns: Collection[str], labelled: Task) -> Task:
+    """The most likely task of a table.
+
+    Args:
+        columns: Names of the columns.
+        labelled: Task of a table whose answers are labels, or that has no columns.
+
+    Raises:
+        DataError: The columns do not tell the task.
+    """
+    for column, task in TASKS.items():
+        if column in columns:
+            return task
+    if not columns or "label" in columns or "labels" in columns:
+        return labelled
+    raise DataError(
+        f"columns {', '.join(sorted(columns))} do not tell the task: give one with --task"
+    )
 
 
 @dataclass(slots=True)

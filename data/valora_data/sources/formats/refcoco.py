@@ -7,18 +7,55 @@ a sample. (The original `refs(unc).p` is a pickle, which runs code when it is re
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import DataError
-from valora_data.schema import Answer, Sample, Split
+from valora_data.schema import Answer, Sample, Split, Task
+from valora_data.sources.base import (
+    Location,
+    Source,
+    SourceFormat,
+    Splits,
+    take_missing_from_train,
+)
 from valora_data.sources.formats.coco import pixel_box
 from valora_data.sources.formats.folders import SPLIT_NAMES
 from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.formats.tables import check_keys, check_unique, load_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Iterator, Mapping
+
+
+class RefCocoFormat(SourceFormat):
+    """One file of references."""
+
+    files = "RefCOCO JSON"
+
+    def supports(self, task: Task) -> bool:
+        """Referring expressions."""
+        return task.spec.answer == "boxes" and task.spec.prompted
+
+    def recognises(self, location: Location) -> bool:
+        """A JSON object with `refs`, or a list of references, which have `sentences`."""
+        return bool(location.keys & {"refs", "sentences"})
+
+    def guess_task(self, path: str) -> Task:
+        """Referring expressions."""
+        return Task.GROUNDING
+
+    def open(self, source: Source) -> Splits:
+        """The splits that the references name, or all references as one piece."""
+        file = Path(source.location)
+        named = {split: split for split in refcoco_splits(file)}
+        places: Mapping[Split | None, Split | None]
+        places = take_missing_from_train(named) if named else {None: None}
+        return {
+            key: partial(read_refcoco, file, source.image_folder, split, source.reader)
+            for key, split in places.items()
+        }
 
 
 def read_refcoco(
@@ -60,11 +97,9 @@ def read_refcoco(
         if picture is None:
             continue
         for number, sentence in enumerate(ref["sentences"]):
-            text = (
-                sentence.get("sent") or sentence.get("raw")
-                if isinstance(sentence, dict)
-                else (sentence)
-            )
+            text = sentence
+            if isinstance(sentence, dict):
+                text = sentence.get("sent") or sentence.get("raw")
             if not text or not str(text).strip():
                 raise DataError(f"{where}: sentence {number} is empty: write it or remove it")
             phrase = str(text).strip()

@@ -3,21 +3,60 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import DataError
-from valora_data.schema import Answer, Sample
+from valora_data.schema import Answer, Sample, Task
+from valora_data.sources.base import Location, Source, SourceFormat, Splits
 from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.formats.tables import check_unique, load_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 QUESTIONS = {"questions": ("question_id", "image_id", "question")}
 ANNOTATIONS = {"annotations": ("question_id", "answers")}
+
+
+class VqaFormat(SourceFormat):
+    """A file of questions; `Source.annotations` is the file of answers."""
+
+    files = "VQA JSON"
+
+    def supports(self, task: Task) -> bool:
+        """Visual question answering."""
+        return task.spec.answer == "answers"
+
+    def recognises(self, location: Location) -> bool:
+        """A JSON object with `questions`."""
+        return "questions" in location.keys
+
+    def guess_task(self, path: str) -> Task:
+        """Visual question answering."""
+        return Task.VQA
+
+    def open(self, source: Source) -> Splits:
+        """All questions as one piece: VQA v2 has a file for each split."""
+        file = Path(source.location)
+        if source.annotations is None:
+            raise DataError(
+                f"{file.name} holds questions without answers: set source.annotations to the "
+                "file of annotations"
+            )
+        return {
+            None: partial(
+                read_vqa,
+                file,
+                Path(source.annotations),
+                source.image_folder,
+                source.labels or None,
+                source.reader,
+            )
+        }
 
 
 def read_vqa(

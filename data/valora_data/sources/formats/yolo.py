@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from valora_data.errors import DataError
-from valora_data.schema import Answer, Box, Sample, Split
+from valora_data.schema import Answer, Box, Sample, Split, Task
+from valora_data.sources.base import (
+    Location,
+    Source,
+    SourceFormat,
+    Splits,
+    take_missing_from_train,
+)
 from valora_data.sources.formats.labelled import ImageReader, check_labels, checked_box
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
+
+
+class YoloFormat(SourceFormat):
+    """A YAML file with the folders of the splits."""
+
+    files = "Ultralytics YAML"
+
+    def supports(self, task: Task) -> bool:
+        """Object detection."""
+        return task.spec.detects
+
+    def recognises(self, location: Location) -> bool:
+        """YAML files."""
+        return location.path.is_file() and location.path.suffix in (".yaml", ".yml")
+
+    def guess_task(self, path: str) -> Task:
+        """Object detection."""
+        return Task.DETECTION
+
+    def open(self, source: Source) -> Splits:
+        """The splits that the file names."""
+        file = Path(source.location)
+        names = take_missing_from_train({split: split for split in yolo_splits(file)})
+        return {
+            key: partial(read_yolo, file, name, source.labels or None, source.reader)
+            for key, name in names.items()
+        }
 
 
 def read_yolo(

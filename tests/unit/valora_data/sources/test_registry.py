@@ -1,6 +1,7 @@
 """One door to all sources: kinds are recognised, splits are found, what does not fit is refused."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,13 @@ import pytest
 from tests.unit.valora_data.sources.formats.test_folders import metadata, picture
 from tests.unit.valora_data.sources.formats.test_videos import write_video
 from valora_data import shards
+from valora_data.cli import main
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Sample, Split, Task
-from valora_data.sources.registry import READS, Source, detect_kind, open_source
+from valora_data.sources.base import Source
+from valora_data.sources.registry import FORMATS, detect_kind, open_source
+from valora_train.settings import DomainSettings, SourceSettings
+from valora_train.stages.data import build_data, data_stage
 
 
 def test_splits_of_a_folder(tmp_path: Path) -> None:
@@ -69,16 +74,16 @@ def test_kinds_are_recognised(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit() -> None:
-    with pytest.raises(DataError, match="unknown kind of source 'tar': choose from scenes, coco"):
+    with pytest.raises(DataError, match="unknown source kind 'tar': choose one of coco, hub, im"):
         open_source(Source("tar", Task.VQA, path="x"))
-    with pytest.raises(DataError, match="yolo has no answers for task vqa: choose from scenes, im"):
+    with pytest.raises(DataError, match="yolo has no answers for task vqa: choose one of hub, im"):
         open_source(Source("yolo", Task.VQA, path="x"))
     with pytest.raises(DataError, match=r"kind coco needs a path: set source\.path"):
         open_source(Source("coco", Task.DETECTION))
     with pytest.raises(DataError, match=r"set source\.annotations to the file"):
         open_source(Source("vqa", Task.VQA, path="q.json"))
     for task in Task.all():
-        assert sum(task in tasks for tasks in READS.values()) >= 3
+        assert sum(found().supports(task) for found in FORMATS.values()) >= 3
 
 
 def test_a_folder_of_shards_is_a_source(tmp_path: Path) -> None:
@@ -106,3 +111,78 @@ def test_metadata_of_another_split_is_its_own(tmp_path: Path) -> None:
     assert {key: [s.answer.choice for s in stream()] for key, stream in splits.items()} == {
         None: ["train"], Split.TEST: ["test"],
     }  # fmt: skip
+
+
+CSV = """
+import csv
+from functools import partial
+
+from valora_data.schema import Answer, Sample, Task
+from valora_data.sources.base import SourceFormat
+from valora_data.sources.formats.labelled import ImageReader
+
+
+class CsvFormat(SourceFormat):
+    files = "CSV of file,label"
+
+    def supports(self, task):
+        return task.spec.answer == "label"
+
+    def recognises(self, location):
+        return location.path.suffix == ".csv"
+
+    def guess_task(self, path):
+        return Task.CLASSIFICATION
+
+    def open(self, source):
+        return {None: partial(self.read, source)}
+
+    def read(self, source):
+        with open(source.location, newline="") as file:
+            rows = list(csv.DictReader(file))
+        reader = source.reader or ImageReader(source.location)
+        reader.total += len(rows)
+        for row in rows:
+            image = reader.open(source.image_folder / row["file"])
+            if image is not None:
+                yield Sample(row["file"], image, Answer(label=row["label"]))
+        reader.finish()
+
+
+extension = CsvFormat
+"""
+
+
+def test_a_format_of_another_package(
+    installed: Callable[[str, str, str], str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    installed("valora.sources", "csv", CSV)
+    names = [f"{index}.png" for index in range(24)]
+    for index, name in enumerate(names):
+        picture(tmp_path / "set" / name, index)
+    rows = [f"{name},{('cat', 'dog')[i % 2]}" for i, name in enumerate(names)]
+    file = tmp_path / "set" / "labels.csv"
+    file.write_text("\n".join(["file,label", *rows]))
+
+    assert main(["check", str(file), "--out", str(tmp_path / "out")]) == 0
+    assert "task classification" in capsys.readouterr().out
+    assert (tmp_path / "out" / "all.png").is_file()
+
+    source = SourceSettings(kind="csv", path=str(file))
+    domain = DomainSettings("pet", Task.CLASSIFICATION, ["cat", "dog"], source=source)
+    assert str(file) in data_stage(domain).inputs
+    build_data(domain, tmp_path / "data")
+    found = {split: shards.open_shard(tmp_path / "data" / split) for split in Split}
+    assert sorted(s.id for shard in found.values() for s in shard) == sorted(names)
+    for sample in found[Split.TRAIN]:
+        assert sample.answer.label == ("cat", "dog")[int(sample.id.removesuffix(".png")) % 2]
+
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(
+        DataError, match=r"expected a folder, or one of COCO JSON, CSV of file,label"
+    ):
+        detect_kind(tmp_path / "notes.txt")
+    with pytest.raises(DataError, match="csv has no answers for task vqa: choose one of hub"):
+        open_source(Source("csv", Task.VQA, path=str(file)))
+    with pytest.raises(DataError, match="unknown source kind 'xml': choose one of coco, csv, hub"):
+        open_source(Source("xml", Task.VQA, path=str(file)))

@@ -1,0 +1,171 @@
+"""What a data-set format is, and what it is asked to open."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from valora_data.errors import DataError
+from valora_data.schema import Sample, Split, Task
+from valora_data.sources.formats.tables import load_json
+from valora_data.sources.formats.videos import FRAMES
+
+if TYPE_CHECKING:
+    from valora_data.sources.formats.labelled import ImageReader
+
+T = TypeVar("T")
+Splits = dict[Split | None, Callable[[], Iterator[Sample]]]
+"""Streams of samples by split, each of which can be started again and again.
+
+The key None holds the samples of a data set without splits. If the data set names some splits but
+not all of them, it holds the part from which the missing splits are taken.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the samples of a domain come from.
+
+    Attributes:
+        kind: Name of the format (see `valora_data.sources.registry.FORMATS`).
+        task: Task of the domain.
+        labels: Labels of the domain. Empty where answers are language, or to take every label.
+        name: Name of the domain; `scenes` draws the built-in domain of this name.
+        path: File, folder or name of the data set, as the format has it.
+        images: Folder of the images, for formats whose files name them; None for the folder of
+            the file.
+        annotations: File of the annotations, for `vqa`.
+        columns: Name of the column for a field of `records.NAMES`, where it differs.
+        frames: Number of frames taken of each video.
+        counts: Number of samples drawn for each split, for `scenes`.
+        seed: Seed for drawing.
+        reader: Opens images and counts broken ones; None for a reader that tolerates few.
+    """
+
+    kind: str
+    task: Task
+    labels: tuple[str, ...] = ()
+    name: str = ""
+    path: str | None = None
+    images: str | None = None
+    annotations: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    frames: int = FRAMES
+    counts: Mapping[str, int] = field(default_factory=dict)
+    seed: int = 0
+    reader: ImageReader | None = None
+
+    @property
+    def location(self) -> str:
+        """`path`, for formats that need one.
+
+        Raises:
+            DataError: There is no path.
+        """
+        if self.path is None:
+            raise DataError(f"a source of kind {self.kind} needs a path: set source.path")
+        return self.path
+
+    @property
+    def image_folder(self) -> Path:
+        """Folder of the images: `images`, or the folder of the file."""
+        return Path(self.images) if self.images else Path(self.location).parent
+
+
+class Location:
+    """A path that a user gave, with what formats recognise it by; each is read once.
+
+    Args:
+        text: File, folder or name of a data set.
+
+    Attributes:
+        text: What the user wrote.
+        path: The same as a path.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.path = Path(text)
+
+    @cached_property
+    def suffixes(self) -> frozenset[str]:
+        """Suffixes in lower case of the file, or of all files in the folder."""
+        files = self.path.rglob("*") if self.path.is_dir() else [self.path]
+        return frozenset(file.suffix.lower() for file in files if file.is_file())
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """Keys of a JSON file's object, or of its first entry if it is a list.
+
+        Raises:
+            DataError: The file is not valid JSON.
+        """
+        if self.path.suffix != ".json" or not self.path.is_file():
+            return frozenset()
+        content = load_json(self.path)
+        first = content[0] if isinstance(content, list) and content else content
+        return frozenset(first) if isinstance(first, dict) else frozenset()
+
+
+class SourceFormat(ABC):
+    """A data-set format; its name in the registry is the `source.kind` of the configuration.
+
+    Attributes:
+        files: What a file of the format is, for messages, e.g. ``COCO JSON``; empty for
+            formats that are folders or nothing on disk.
+        remote: Whether the path may be a name of something that is not on this machine.
+        video: Whether all samples are videos.
+    """
+
+    files: ClassVar[str] = ""
+    remote: ClassVar[bool] = False
+    video: ClassVar[bool] = False
+
+    @abstractmethod
+    def supports(self, task: Task) -> bool:
+        """Whether the format holds answers for a task."""
+
+    @abstractmethod
+    def open(self, source: Source) -> Splits:
+        """The splits of a source, as streams.
+
+        Args:
+            source: What to read. Its task is one that the format supports.
+
+        Raises:
+            DataError: A setting or a file is missing, or a file is corrupt. The streams raise it
+                for what they find later.
+        """
+
+    def recognises(self, location: Location) -> bool:
+        """Whether a path is of this format. Formats that are never guessed leave this out."""
+        return False
+
+    def guess_task(self, path: str) -> Task:
+        """The most likely task of a data set.
+
+        Args:
+            path: `Source.path`.
+
+        Raises:
+            DataError: The data set does not tell its task.
+        """
+        raise DataError(f"{path} does not tell its task: give one with --task")
+
+
+def take_missing_from_train(splits: Mapping[Split, T]) -> dict[Split | None, T]:
+    """Splits by key of `Splits`, where missing splits are to be taken from the training split.
+
+    Args:
+        splits: The splits that a data set names.
+
+    Returns:
+        The same; if one of our splits is missing, the training split has the key None.
+    """
+    if all(split in splits for split in Split):
+        return {split: part for split, part in splits.items()}  # noqa: C416
+    return {(None if split is Split.TRAIN else split): part for split, part in splits.items()}

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point.
 
     Returns:
-        0; 1 if something is wrong with the data; 2 for arguments that make no sense.
+        0; 1 if something is wrong with the data; 2 for invalid arguments.
     """
     options = _parser().parse_args(arguments)
     from rich.console import Console
@@ -58,12 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     preview.add_argument("--seed", type=int, default=0, help="another seed chooses others")
     for command in (check, preview):
         command.add_argument("path", metavar="PATH", help="file, folder, or name on the hub")
-        command.add_argument("--kind", help="kind of source; guessed from the path")
-        command.add_argument("--task", choices=task_names(), help="guessed")
-        command.add_argument("--labels", help="labels of the domain, with commas; all by default")
+        command.add_argument("--kind", help="format, such as coco; guessed from the path")
+        command.add_argument("--task", choices=task_names(), help="task; guessed from the data")
+        command.add_argument("--labels", help="labels, separated by commas; all by default")
         command.add_argument("--images", help="folder of the images")
-        command.add_argument("--annotations", help="annotations to a file of VQA questions")
-        command.add_argument("--frames", type=int, default=4, help="frames to take of a video")
+        command.add_argument("--annotations", help="file of answers to a file of VQA questions")
+        command.add_argument("--frames", type=int, default=4, help="frames taken of each video")
         command.add_argument(
             "--column", action="append", default=[], metavar="FIELD=NAME",
             help="name of a column, such as label=species; may be repeated",
@@ -189,7 +189,7 @@ def _preview(source: Source, options: argparse.Namespace, console: Console) -> i
 
 
 class _Reservoir:
-    """A fair choice of samples from a stream, in the stream's order."""
+    """A uniform random choice of samples from a stream, in the stream's order."""
 
     def __init__(self, size: int, seed: int) -> None:
         self._size = size

@@ -1,1 +1,1 @@
-"""Where samples come from: files of people, and scenes that we draw."""
+"""Sources of samples: data sets of users, and built-in scenes that are drawn."""

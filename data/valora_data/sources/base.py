@@ -84,7 +84,7 @@ class Location:
 
     Attributes:
         text: What the user wrote.
-        path: The same as a path.
+        path: `text` as a path.
     """
 
     def __init__(self, text: str) -> None:
@@ -164,7 +164,7 @@ def take_missing_from_train(splits: Mapping[Split, T]) -> dict[Split | None, T]:
         splits: The splits that a data set names.
 
     Returns:
-        The same; if one of our splits is missing, the training split has the key None.
+        All of them; if a split of `Split` is missing, the training split has the key None.
     """
     if all(split in splits for split in Split):
         return {split: part for split, part in splits.items()}  # noqa: C416

@@ -9,8 +9,8 @@ import torch
 import transformers
 from PIL import Image
 
+from tests.support.data_sets import write_video
 from tests.support.helpers import save_random_llava
-from tests.unit.valora_data.sources.formats.test_videos import write_video
 from valora_data.schema import Answer, Sample, Task
 from valora_data.sources.formats.videos import read_frames
 from valora_teachers.base import TeacherError, check_answers

@@ -1,8 +1,8 @@
-"""Folders of images or videos, as Hugging Face's `imagefolder` and `videofolder` have them.
+"""Folders of images or videos in the layout of Hugging Face's `imagefolder` and `videofolder`.
 
-Either a folder per class, or any folders with a `metadata.jsonl`: one object per line, whose
-`file_name` is relative to that file and whose other columns `records` reads. Folders named like
-splits at the top make splits.
+Either each class has a folder, or a `metadata.jsonl` lists the files: one object per line, whose
+`file_name` is relative to that file and whose other columns a `RowReader` reads. Folders at the
+top that are named like splits hold the splits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SPLIT_NAMES: Mapping[str, Split] = {
     "validation": Split.VAL, "valid": Split.VAL, "dev": Split.VAL, "test": Split.TEST,
     "testing": Split.TEST, "testA": Split.TEST, "testB": Split.TEST,
 }  # fmt: skip
-"""What other tools call our splits."""
+"""Split by the names that other tools use."""
 
 
 class ImageFolderFormat(SourceFormat):

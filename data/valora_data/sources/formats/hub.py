@@ -1,6 +1,6 @@
 """Data sets of the Hugging Face hub, by name, or local folders that `datasets` can load.
 
-They are streamed: nothing is kept but the row at hand.
+Rows are streamed: only one is in memory at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 PATIENCE = 100
-"""Rows of a stream before its share of broken images counts: its length is not known."""
+"""Least number of rows that the share of broken images refers to: a stream has no length."""
 
 
 class HubFormat(SourceFormat):
@@ -115,7 +115,7 @@ def read_hub(
     Args:
         name: As in `hub_splits`.
         split: The data set's own name of the split; None where there is only one.
-        task: Task of the samples; see `records` for the columns that it reads.
+        task: Task of the samples, which decides on the columns (see `RowReader`).
         labels: Labels of the domain; rows of other declared classes are left out. None
             for all.
         columns: A column's name for a field (of `records.NAMES`, `image` or `id`), where it
@@ -127,7 +127,7 @@ def read_hub(
         One sample per row, or per phrase; the id is that of the row, or its number.
 
     Raises:
-        DataError: If the data set or a column is missing, a row is of no use, or too many images
+        DataError: If the data set or a column is missing, a row cannot be read, or too many images
             cannot be decoded.
     """
     import datasets

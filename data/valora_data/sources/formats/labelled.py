@@ -29,7 +29,7 @@ class ImageReader:
 
     Attributes:
         source: The data set, for messages.
-        total: How many images it lists.
+        total: Number of images that the data set lists.
         tolerance: Share of them that may fail to decode.
         skipped: Names of images that did not decode.
     """

@@ -95,7 +95,8 @@ def read_llava(
 
     Raises:
         DataError: If the file is missing, corrupt or without images, a conversation is not made of
-            questions and answers, has other images than it shows, or an answer is of no use.
+            questions and answers, its placeholders and images differ in number, or an answer cannot
+            be read.
     """
     if task.spec.detects:
         raise DataError(

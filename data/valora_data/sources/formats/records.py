@@ -1,7 +1,7 @@
 """Rows of a table about images: `metadata.jsonl` of a folder, or a data set on the hub.
 
-What a task reads from a row, by the names that are customary on the hub; the first that is there
-counts. `columns` of a source maps a field to another name.
+A task reads these columns, which have the names that are customary on the hub; the first one that
+exists is used. `Source.columns` maps a field to another name.
 
 - classification, video: `label` (a name, or a class index where the names are declared), `soft`
 - detection: `objects` with `bbox` (x, y, width, height in pixels) and `category`
@@ -86,7 +86,7 @@ class RowReader:
     def read(
         self, row: Mapping[str, Any], size: tuple[int, int], where: str
     ) -> list[tuple[str | None, Answer]]:
-        """What a row says: questions or phrases, where samples have their own, with answers.
+        """The answers of a row, each with its question or phrase if it has one.
 
         Args:
             row: Values by column.
@@ -94,11 +94,11 @@ class RowReader:
             where: Names the row in messages.
 
         Returns:
-            One pair, or one for each of several phrases; none if the row's declared class is none
-            that the domain asks for.
+            One pair, or one for each of several phrases; none if the row is of a declared class
+            that the domain does not ask for.
 
         Raises:
-            DataError: If a column is missing or its value is of no use.
+            DataError: If a column is missing or its value cannot be read.
         """
         answer, prompted = self.task.spec.answer, self.task.spec.prompted
         if answer == "label":

@@ -1,4 +1,4 @@
-"""Referring expressions in JSON, as RefCOCO, RefCOCO+ and RefCOCOg have them.
+"""Referring expressions in JSON: RefCOCO, RefCOCO+ and RefCOCOg.
 
 A file with `images`, `annotations` (pixel x, y, width, height) and `refs`; or one with `refs`
 alone, whose entries carry `file_name` and `bbox` themselves. Each of a reference's `sentences` is

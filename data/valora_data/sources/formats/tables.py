@@ -33,7 +33,7 @@ def load_json(json_path: Path) -> Any:
 def load_tables(
     json_path: Path, required: Mapping[str, tuple[str, ...]], what: str
 ) -> dict[str, Entries]:
-    """Tables of a JSON file in the manner of COCO.
+    """Tables of a JSON file in the style of COCO.
 
     Args:
         json_path: The file.

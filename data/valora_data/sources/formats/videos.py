@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 SUFFIXES = frozenset({".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"})
 FRAMES = 8
-"""Frames that are taken of a video unless something else is asked for."""
+"""Default number of frames that are taken of a video."""
 
 
 def frame_places(total: int, count: int) -> list[int]:
-    """Which frames are taken: the middle one of each of `count` equal parts of the video.
+    """Indices of the frames to take: the middle of each of `count` equal parts of the video.
 
     Args:
         total: Frames in the video.
@@ -72,7 +72,7 @@ def _open(av: Any, video: Path | bytes) -> Any:
 
 
 def _packets(av: Any, video: Path | bytes) -> int:
-    """How many frames the video should have, without decoding it."""
+    """Number of frames that the video should have, counted without decoding it."""
     with _open(av, video) as container:
         if not container.streams.video:
             return 0
@@ -80,7 +80,7 @@ def _packets(av: Any, video: Path | bytes) -> int:
 
 
 def _decode(av: Any, video: Path | bytes, places: list[int] | None) -> dict[int, Image.Image]:
-    """The frames at some places; at all, emptied, if None."""
+    """Frames by index; if `places` is None, every index without its frame."""
     frames: dict[int, Any] = {}
     with _open(av, video) as container:
         stream = container.streams.video[0]

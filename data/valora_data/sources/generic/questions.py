@@ -1,6 +1,6 @@
 """Questions about generic scenes with their answers: all abilities that later tasks build on.
 
-The prompt is everything the model reads before the image; the answer is what it shall write.
+The prompt is all the text that the model reads before the image; the answer is its target text.
 Detection has boxes instead of a text.
 """
 

@@ -1,4 +1,4 @@
-"""A photograph to put drawn things on: what the built-in scenes but those of detection share."""
+"""Boards: photographs that the built-in scenes, except those of detection, draw on."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Board:
         return cls(np.zeros((SIZE, SIZE, 3), np.float32) + np.float32(rng.uniform(0, 60, 3)))
 
     def copy(self) -> Board:
-        """The same board, to go on differently."""
+        """A copy of the board, on which other things can be drawn."""
         return Board(self.pixels.copy(), list(self.boxes))
 
     def add(

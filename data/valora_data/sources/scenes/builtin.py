@@ -35,7 +35,7 @@ SCENES: Mapping[Task, Mapping[str, SceneDomain]] = {
     Task.GROUNDING: GROUNDING,
     Task.COUNTING: COUNTING,
 }
-"""Drawn domains but those of detection, by task and name."""
+"""Drawn domains of every task except detection, by task and name."""
 
 
 class ScenesFormat(SourceFormat):

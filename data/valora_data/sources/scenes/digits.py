@@ -28,7 +28,7 @@ def digit_samples(split: Split, count: int, seed: int = 0) -> Iterator[Sample]:
 
     Args:
         split: Which part of the images, which is the same for every seed.
-        count: How many; the splits hold 719, 449, 270 and 359.
+        count: Number of digits; the splits hold 719, 449, 270 and 359.
         seed: Decides the order.
 
     Yields:

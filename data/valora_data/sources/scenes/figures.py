@@ -1,4 +1,4 @@
-"""Someone drawn in a given posture, so that frames of a clip show the same person moving."""
+"""People drawn in a given posture, so that the frames of a clip show one person moving."""
 
 from __future__ import annotations
 

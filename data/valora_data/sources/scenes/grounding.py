@@ -1,4 +1,4 @@
-"""Built-in referring expressions: a thing by its colour, place, size, pattern or digit."""
+"""Built-in referring expressions, which name things by colour, place, size, pattern or digit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What resembles the six classes and is none of them: the hard negatives of the built-in scenes.
+"""Hard negatives of the built-in scenes: things that resemble the six classes.
 
 A near-miss shares colour, outline or parts with its class and lacks what makes it one: characters
 on a plate, border and symbol of a sign, windows and wheels of a vehicle, leaves of a plant, a frame

@@ -1,4 +1,4 @@
-"""What a built-in domain is: a task, a question, a label set, and how one sample is drawn."""
+"""A built-in domain: its task, question and label set, and the function that draws a sample."""
 
 from __future__ import annotations
 

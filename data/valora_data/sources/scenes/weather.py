@@ -1,4 +1,4 @@
-"""Weather that lies over a picture: rain, snow, fog or night."""
+"""Weather that is drawn over a picture: rain, snow, fog or night."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the built-in language domains speak: places, numbers, articles, annotators, and layouts."""
+"""Wording of the built-in language domains: places, numbers, articles, annotators, layouts."""
 
 from __future__ import annotations
 

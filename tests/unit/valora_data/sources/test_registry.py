@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.valora_data.sources.formats.test_folders import metadata, picture
-from tests.unit.valora_data.sources.formats.test_videos import write_video
+from tests.support.data_sets import metadata, picture, write_video
 from valora_data import shards
 from valora_data.cli import main
 from valora_data.errors import DataError
@@ -84,23 +83,6 @@ def test_what_does_not_fit() -> None:
         open_source(Source("vqa", Task.VQA, path="q.json"))
     for task in Task.all():
         assert sum(found().supports(task) for found in FORMATS.values()) >= 3
-
-
-def test_a_folder_of_shards_is_a_source(tmp_path: Path) -> None:
-    """What a stage wrote can be given to another project."""
-    image = picture(tmp_path / "a.png", 0)
-    sample = Sample("a", image, Answer(label="dog"), None)
-    for split in ("train", "test"):
-        shards.write([sample], ("cat", "dog"), tmp_path / "data" / split)
-    splits = open_source(Source("shards", Task.CLASSIFICATION, path=str(tmp_path / "data")))
-    assert set(splits) == {Split.TRAIN, Split.TEST}
-    splits |= open_source(Source("shards", Task.VQA, path=str(tmp_path / "data" / "train")))
-    for stream in splits.values():
-        (found,) = stream()
-        assert (found.id, found.answer.label) == ("a", "dog")
-        assert found.image.tobytes() == image.tobytes()
-    with pytest.raises(DataError, match="holds no shards"):
-        open_source(Source("shards", Task.VQA, path=str(tmp_path)))
 
 
 def test_metadata_of_another_split_is_its_own(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import pytest
 from PIL import Image
 from pycocotools.coco import COCO
 
+from tests.support.data_sets import picture, write_json
 from valora_data.errors import DataError
-from valora_data.sources.formats.coco import read_coco
+from valora_data.sources.formats.coco import read_coco, read_coco_captions
 
 # Sparse ids in no order, a category that nobody asks for, a crowd, images of two shapes.
 CATEGORIES = [{"id": 90, "name": "cat"}, {"id": 3, "name": "dog"}, {"id": 17, "name": "cow"}]
@@ -166,3 +167,28 @@ def test_too_many_images_that_do_not_decode(tmp_path: Path) -> None:
     (tmp_path / "39.png").unlink()
     with pytest.raises(DataError, match=r"3 of 40 images cannot be decoded .* more than 5%"):
         read(tmp_path, content)
+
+
+def test_captions_agree_with_pycocotools(tmp_path: Path, capsys: object) -> None:
+    for index in range(3):
+        picture(tmp_path / f"{index}.png", index)
+    images = [{"id": 40 + i, "file_name": f"{i}.png"} for i in range(3)]
+    texts = [(40, "a cat"), (42, "a dog "), (40, "one cat")]
+    annotations = [{"id": i, "image_id": image, "caption": text}
+                   for i, (image, text) in enumerate(texts)]  # fmt: skip
+    file = write_json(tmp_path / "captions.json", {"images": images, "annotations": annotations})
+    samples = list(read_coco_captions(file, tmp_path))
+    theirs = COCO(str(file))
+    expected = {
+        str(image): tuple(a["caption"].strip() for a in theirs.imgToAnns[image])
+        for image in theirs.getImgIds()
+        if theirs.imgToAnns[image]
+    }
+    assert {s.id: s.answer.captions for s in samples} == expected
+    write_json(file, {"images": images, "annotations": []})
+    with pytest.raises(DataError, match="no image has a caption"):
+        list(read_coco_captions(file, tmp_path))
+    stray = annotations[0] | {"image_id": 9}
+    write_json(file, {"images": images, "annotations": [*annotations, stray]})
+    with pytest.raises(DataError, match="belongs to image 9, which is not listed"):
+        list(read_coco_captions(file, tmp_path))

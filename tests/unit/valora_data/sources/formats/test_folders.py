@@ -1,31 +1,14 @@
 """Folders of images and videos, beside what `datasets` makes of them."""
 
-import json
 from pathlib import Path
 
 import datasets
-import numpy as np
 import pytest
-from PIL import Image
 
-from tests.unit.valora_data.sources.formats.test_videos import write_video
+from tests.support.data_sets import metadata, picture, write_video
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Split, Task
 from valora_data.sources.formats.folders import folder_splits, read_folder
-
-
-def picture(path: Path, seed: int, size: tuple[int, int] = (12, 8)) -> Image.Image:
-    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    image = Image.fromarray(pixels)
-    image.save(path)
-    return image
-
-
-def metadata(folder: Path, *rows: object) -> None:
-    folder.mkdir(exist_ok=True)
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / "metadata.jsonl").write_text(text, encoding="utf-8")
 
 
 @pytest.fixture

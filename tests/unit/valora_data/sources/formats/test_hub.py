@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.unit.valora_data.sources.formats.test_videos import write_video
+from tests.support.data_sets import write_video
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Split, Task
 from valora_data.sources.formats.hub import hub_splits, read_hub

@@ -1,6 +1,5 @@
 """Videos: the right frames, turned upright, and one sentence for each broken file."""
 
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -9,26 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.support.data_sets import write_video
 from valora_data.errors import DataError
 from valora_data.sources.formats import videos
 from valora_data.sources.formats.videos import frame_places, read_frames
 
 av = pytest.importorskip("av")
-
-
-def write_video(path: Path, levels: list[int], size: tuple[int, int] = (32, 16)) -> Path:
-    """A video whose frames are grey, each of its own level, with a bright left edge."""
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=Fraction(10))
-        stream.width, stream.height = size
-        stream.pix_fmt = "yuv420p"
-        stream.bit_rate = 4_000_000
-        for level in levels:
-            pixels = np.full((size[1], size[0], 3), level, np.uint8)
-            pixels[:, : size[0] // 4] = 255
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode())
-    return path
 
 
 def level(image: Image.Image) -> float:

@@ -1,0 +1,56 @@
+"""Small data sets on disk: pictures, videos, metadata and JSON files."""
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from valora_data.schema import Split, Task
+from valora_data.sources.scenes.builtin import builtin_samples
+
+
+def picture(path: Path, seed: int, size: tuple[int, int] = (12, 8)) -> Image.Image:
+    """A picture of noise, written to a file."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = Image.fromarray(pixels)
+    image.save(path)
+    return image
+
+
+def natural_picture(seed: int) -> Image.Image:
+    """A drawn scene with a vehicle, which no other seed gives."""
+    (sample,) = builtin_samples(Task.CLASSIFICATION, "vehicle_type", Split.TRAIN, 1, seed)
+    return sample.image
+
+
+def metadata(folder: Path, *rows: object) -> None:
+    """A `metadata.jsonl` with some rows."""
+    folder.mkdir(exist_ok=True)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metadata.jsonl").write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, content: object) -> Path:
+    """A JSON file."""
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def write_video(path: Path, levels: list[int], size: tuple[int, int] = (32, 16)) -> Path:
+    """A video whose frames are grey, each of its own level, with a bright left edge."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=Fraction(10))
+        stream.width, stream.height = size
+        stream.pix_fmt = "yuv420p"
+        stream.bit_rate = 4_000_000
+        for level in levels:
+            pixels = np.full((size[1], size[0], 3), level, np.uint8)
+            pixels[:, : size[0] // 4] = 255
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return path

@@ -1,0 +1,107 @@
+"""LLaVA files: what they say comes out, what is wrong is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.support.data_sets import picture, write_json, write_video
+from valora_data.errors import DataError
+from valora_data.schema import Answer, Box, Task
+from valora_data.sources.formats.llava import read_llava
+
+
+def talk(*turns: str, **entry: object) -> dict[str, object]:
+    people = ("human", "gpt")
+    said = [{"from": people[i % 2], "value": text} for i, text in enumerate(turns)]
+    return {"id": "x", "image": "a.png", "conversations": said} | entry
+
+
+def test_conversations_become_questions(tmp_path: Path) -> None:
+    image = picture(tmp_path / "a.png", 0)
+    file = write_json(
+        tmp_path / "talk.json",
+        [
+            talk("<image>\nWho is it?", "me", "And where?", "here", id="first"),
+            {"id": "text", "conversations": talk("hi", "ho")["conversations"]},
+            talk("Why?\n<image>", "so"),
+        ],
+    )
+    samples = list(read_llava(file, tmp_path, Task.VQA))
+    assert [(s.id, s.prompt, s.answer.answers) for s in samples] == [
+        ("first#0", "Who is it?", ("me",)), ("first#1", "And where?", ("here",)),
+        ("x", "Why?", ("so",)),
+    ]  # fmt: skip
+    assert samples[1].image.tobytes() == image.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("task", "turns", "prompt", "answer"),
+    [
+        (Task.CAPTION, ("<image>\nDescribe.", "a cat"), "Describe.", Answer(captions=("a cat",))),
+        (Task.CAPTION, ("<image>", "a cat"), None, Answer(captions=("a cat",))),
+        (Task.CLASSIFICATION, ("<image>\nWhat?", "cat"), "What?", Answer(label="cat")),
+        (Task.COUNTING, ("<image>\nHow many?", "3"), "How many?", Answer(count=3)),
+        (
+            Task.GROUNDING,
+            ("<image>\nlocate", "<ref>the cat</ref><box>(250,500),(500,1000)</box>"),
+            "the cat", Answer((Box(3, 4, 6, 8, "the cat"),)),
+        ),
+        (
+            Task.GROUNDING, ("<image>\nthe left cat", "[0.25, 0.5, 0.5, 1.0]"),
+            "the left cat", Answer((Box(3, 4, 6, 8, "the left cat"),)),
+        ),
+    ],
+)  # fmt: skip
+def test_conversations_for_every_task(
+    tmp_path: Path, task: Task, turns: tuple[str, ...], prompt: str | None, answer: Answer
+) -> None:
+    picture(tmp_path / "a.png", 0, (12, 8))
+    file = tmp_path / "talk.jsonl"
+    file.write_text(json.dumps(talk(*turns)) + "\n\n")
+    (sample,) = read_llava(file, tmp_path, task)
+    assert (sample.id, sample.prompt, sample.answer) == ("x", prompt, answer)
+
+
+def test_several_images_and_videos(tmp_path: Path) -> None:
+    for index, name in enumerate("ab"):
+        picture(tmp_path / f"{name}.png", index)
+    write_video(tmp_path / "c.mp4", [20, 60, 100, 140])
+    file = write_json(
+        tmp_path / "talk.json",
+        [
+            talk("<image> and <image>\nsame?", "no", image=["a.png", "b.png"]),
+            talk("<video>\nwhat?", "a fade", image=None, video="c.mp4", id="y"),
+        ],
+    )
+    both, video = read_llava(file, tmp_path, Task.VQA, frames=2)
+    assert (len(both.images), both.prompt) == (2, "and same?")
+    assert both.rest[0].tobytes() == Image.open(tmp_path / "b.png").tobytes()
+    assert (len(video.images), video.prompt) == (2, "what?")
+
+
+@pytest.mark.parametrize(
+    ("task", "entry", "message"),
+    [
+        (Task.VQA, talk("hi"), "told by human: expected human and gpt in turn"),
+        (Task.VQA, talk("a", "b", "c", "d") | {"conversations": []}, "told by nobody"),
+        (Task.VQA, talk("<image><image>?", "b"), "has 1 images and 2 <image>"),
+        (Task.VQA, talk("<image>?", ""), "question 0: the answer is empty"),
+        (Task.VQA, {"id": 1, "conversations": []}, "no conversation has an image"),
+        (Task.VQA, {"id": 1, "image": "a.png"}, "entry 0 of 'conversations' has no conversations"),
+        (Task.VQA, talk("<image>?", "b", image="gone.png"), "1 of 1 images cannot be decoded"),
+        (Task.CLASSIFICATION, talk("<image>?", "fox"), "label 'fox' is not one of cat, dog"),
+        (Task.GROUNDING, talk("<image>?", "over there"), "'over there' holds no box"),
+        (Task.GROUNDING, talk("<image>?", "[0.5, 0.5, 0.5, 0.9]"), "has no area"),
+        (Task.COUNTING, talk("<image>?", "some"), "count 'some' is no whole number"),
+        (Task.DETECTION, talk("<image>?", "b"), "conversations do not list objects"),
+    ],
+)
+def test_conversations_of_no_use(
+    tmp_path: Path, task: Task, entry: dict[str, object], message: str
+) -> None:
+    picture(tmp_path / "a.png", 0)
+    labels = ["cat", "dog"] if task is Task.CLASSIFICATION else None
+    with pytest.raises(DataError, match=message):
+        list(read_llava(write_json(tmp_path / "talk.json", [entry]), tmp_path, task, labels))

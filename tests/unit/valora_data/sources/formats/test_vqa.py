@@ -1,0 +1,67 @@
+"""VQA files: what they say comes out, what is wrong is named."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.data_sets import picture, write_json
+from valora_data.errors import DataError
+from valora_data.sources.formats.vqa import read_vqa
+
+
+def vqa_files(folder: Path) -> tuple[Path, Path]:
+    questions = [
+        {"question_id": 70, "image_id": 5, "question": "Is it red?"},
+        {"question_id": 71, "image_id": 5, "question": "What is it?"},
+        {"question_id": 72, "image_id": 6, "question": "Is it old? ", "image": "own.png"},
+    ]
+    given = {70: ["yes"] * 2 + ["no"], 71: ["cat", "dog", "cat"], 72: ["no", "no", "yes"]}
+    annotations = [
+        {"question_id": key, "image_id": 5, "answers": [{"answer": a, "answer_id": i + 1}
+         for i, a in enumerate(answers)]}
+        for key, answers in reversed(given.items())
+    ]  # fmt: skip
+    picture(folder / "COCO_val2014_000000000005.jpg", 5)
+    picture(folder / "own.png", 6)
+    return (
+        write_json(folder / "q.json", {"data_subtype": "val2014", "questions": questions}),
+        write_json(folder / "a.json", {"annotations": annotations}),
+    )
+
+
+def test_questions_and_annotations(tmp_path: Path) -> None:
+    samples = list(read_vqa(*vqa_files(tmp_path), tmp_path))
+    assert [(s.id, s.prompt, s.answer.answers) for s in samples] == [
+        ("5#70", "Is it red?", ("yes", "yes", "no")),
+        ("5#71", "What is it?", ("cat", "dog", "cat")),
+        ("6#72", "Is it old?", ("no", "no", "yes")),
+    ]  # fmt: skip
+    own = np.asarray(Image.open(tmp_path / "own.png"))
+    assert (np.asarray(samples[2].image) == own).all()
+
+
+def test_a_closed_set_of_answers(tmp_path: Path) -> None:
+    samples = list(read_vqa(*vqa_files(tmp_path), tmp_path, ["no", "yes"]))
+    assert [s.answer.choice for s in samples] == ["yes", "no"]
+    with pytest.raises(DataError, match="no question is answered by one of left, right"):
+        list(read_vqa(*vqa_files(tmp_path), tmp_path, ["left", "right"]))
+
+
+def test_questions_of_no_use(tmp_path: Path) -> None:
+    questions, annotations = vqa_files(tmp_path)
+    with pytest.raises(DataError, match=r"has no list 'questions': expected VQA questions with"):
+        list(read_vqa(annotations, annotations, tmp_path))
+    content = json.loads(annotations.read_text())
+    fewer = write_json(tmp_path / "fewer.json", {"annotations": content["annotations"][1:]})
+    with pytest.raises(DataError, match=r"question 72 has no annotation in fewer\.json"):
+        list(read_vqa(questions, fewer, tmp_path))
+    content["annotations"][0]["answers"] = []
+    empty = write_json(tmp_path / "empty.json", content)
+    with pytest.raises(DataError, match=r"empty\.json: question 72 has no answers"):
+        list(read_vqa(questions, empty, tmp_path))
+    (tmp_path / "own.png").unlink()
+    with pytest.raises(DataError, match=r"1 of 3 images cannot be decoded.*own\.png"):
+        list(read_vqa(questions, annotations, tmp_path))

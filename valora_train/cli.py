@@ -17,6 +17,7 @@ from valora_data.errors import ValoraError
 from valora_train.fusion.strategies.registry import make_strategy
 from valora_train.model.team import Team
 from valora_train.reporting.progress import Display, stopwatch
+from valora_train.tasks.registry import check_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,6 +43,7 @@ def run(settings: Settings, display: Display, wait: bool = False) -> None:
     fuses = settings.command in ("fuse", "export")
     if fuses:
         make_strategy(settings.fusion.strategy)  # a wrong name is reported before anything is done
+    check_options(settings.heads)
     team = Team(settings.model.device)
     if not team.leads:
         display = Display(Console(quiet=True))

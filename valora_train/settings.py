@@ -246,6 +246,8 @@ class HeadSettings:
         class_weight: Weight of the class cross-entropy.
         nms_iou: IoU above which the less confident of two boxes is suppressed.
         most: Largest number of boxes per image.
+        options: Settings that a task type declares itself (`DomainTask.options_type`), by the name
+            of the task type.
     """
 
     objectness_weight: float = 1.0
@@ -257,6 +259,7 @@ class HeadSettings:
     soft: float = 0.5
     temperature: float = 2.0
     max_tokens: int = 64
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.support.engine_reference import make_engine
 from tests.support.http_helpers import data_url, serving
 from valora_data.contract.bundle import read_bundle
-from valora_data.errors import DataError
+from valora_data.errors import DataError, ValoraError
 from valora_data.schema import Task
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.server.loading.golden import replay
@@ -20,6 +20,7 @@ from valora_train.reporting.progress import Display
 from valora_train.settings import (
     DomainSettings,
     FusionSettings,
+    HeadSettings,
     LoraSettings,
     ModelSettings,
     PathSettings,
@@ -75,6 +76,8 @@ class NumberHead(Head):
 extension = NumberHead
 """
 TASK = """
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import nn
@@ -86,9 +89,15 @@ from valora_train.metrics.measures import Scores
 from valora_train.tasks.base import HeadTask, Prediction
 
 
+@dataclass(frozen=True)
+class NumberOptions:
+    bias: float = 0.0
+
+
 class NumberTask(HeadTask):
     spec = TaskSpec("within_one", answer="count")
     result = NumberResult
+    options_type = NumberOptions
 
     @classmethod
     def measure(cls, predicted, truth):
@@ -101,7 +110,9 @@ class NumberTask(HeadTask):
     def new_head(self, lmm, first, seed):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            return nn.Linear(lmm.width, 1)
+            head = nn.Linear(lmm.width, 1)
+        nn.init.constant_(head.bias, self.options.bias)
+        return head
 
     def head_outputs(self, head, inputs):
         return head(inputs.last.float())
@@ -142,7 +153,7 @@ def write_data(folder):
     return folder
 
 
-def settings_of(base, folder, data):
+def settings_of(base, folder, data, options):
     domain = DomainSettings(
         name="gauge", task=Task("number"), prompt="what does it show?", required=0.01,
         teacher="labels", source=SourceSettings(kind="imagefolder", path=str(data)),
@@ -152,6 +163,7 @@ def settings_of(base, folder, data):
         domains={"gauge": domain},
         model=ModelSettings(id=str(base), batch_size=4),
         fusion=FusionSettings(margin=-1.0),
+        heads=HeadSettings(options=options),
         train=TrainSettings(
             steps=3, batch_size=4, probe_steps=2, threads=1, flip=False,
             lora=LoraSettings(rank=4, alpha=8),
@@ -168,14 +180,17 @@ def test_a_task_of_another_package_is_trained_and_served(
     installed("valora.tasks", "number", TASK.replace("HEADS", heads))
     paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]  # for the export gate's process
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    data = write_data(tmp_path / "data")
     run(
-        settings_of(random_llava, tmp_path, write_data(tmp_path / "data")),
+        settings_of(random_llava, tmp_path, data, {"number": {"bias": 50.0}}),
         Display(Console(quiet=True)),
     )
     folder = tmp_path / "bundles" / "gauges"
     promise = read_bundle(folder).domains["gauge"]
     assert (promise["task"], promise["metric"]) == ("number", "within_one")
     golden = json.loads((folder / "golden" / "golden.json").read_text())
+    # Three steps do not move the bias far from where the option put it.
+    assert all(abs(example["expected"]["value"] - 50) < 10 for example in golden)
     engine = AsyncEngine(make_engine(str(random_llava)))
 
     async def load() -> int:
@@ -189,6 +204,26 @@ def test_a_task_of_another_package_is_trained_and_served(
         found = answer.raise_for_status().json()
     assert found["kind"] == "number"
     assert found["results"][0]["value"] == pytest.approx(golden[0]["expected"]["value"], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"number": {"slope": 1}}, r"bad setting heads\.options\.number\.slope=1: unexpected"),
+        ({"number": {"bias": "much"}}, r"bad setting heads\.options\.number\.bias='much': input"),
+        ({"caption": {"bias": 1}}, "task type caption has no options, got bias: leave heads"),
+        ({"poetry": {"bias": 1}}, "unknown task type 'poetry'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_before_any_stage(
+    installed, tmp_path, options, message
+):
+    heads = installed("valora.head_kinds", "number", HEAD)
+    installed("valora.tasks", "number", TASK.replace("HEADS", heads))
+    wanted = settings_of("tiny", tmp_path, tmp_path / "none", options)
+    with pytest.raises(ValoraError, match=message):
+        run(wanted, Display(Console(quiet=True)))
+    assert not (tmp_path / "work").exists()
 
 
 def test_an_unknown_task_lists_what_there_is():

@@ -82,6 +82,8 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
         "train": settings.train,
     }
     values: dict[str, Any] = {key: as_dict(value) for key, value in facts.items()}
+    if not settings.heads.options:  # stages of runs without options keep their hashes
+        del values["heads"]["options"]
     values["domains"] = [
         {
             "name": item.settings.name,

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from valora_data.errors import BundleError
+from valora_train.errors import SettingsError
 from valora_train.model.prompts import Example
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -73,15 +74,55 @@ class DomainTask(ABC):
     Attributes:
         spec: What is declared about the task type.
         whole_prompt: Whether the tokens behind the last visual token are needed.
+        options_type: A dataclass of the settings that only this task type has; they are given in
+            `heads.options`, below the name of the task type. None if it has none.
+        options: The domain's settings of that dataclass; None if the task type has none.
     """
 
     spec: ClassVar[TaskSpec]
     whole_prompt: ClassVar[bool] = True
+    options_type: ClassVar[type | None] = None
 
     def __init__(self, domain: Domain, settings: HeadSettings, video: bool = False) -> None:
         self.domain = domain
         self.settings = settings
         self.video = video
+        self.options: Any = self.read_options(
+            domain.task, settings.options.get(str(domain.task), {})
+        )
+
+    @classmethod
+    def read_options(cls, name: str, values: Mapping[str, Any]) -> Any:
+        """Read the settings of this task type.
+
+        Args:
+            name: Name of the task type.
+            values: The settings as they are given in `heads.options`.
+
+        Returns:
+            An instance of `options_type`; None if the task type has no settings.
+
+        Raises:
+            SettingsError: A key is unknown, or a value is missing or of the wrong type.
+        """
+        if cls.options_type is None:
+            if values:
+                raise SettingsError(
+                    f"task type {name} has no options, got {', '.join(values)}: leave "
+                    f"heads.options.{name} out"
+                )
+            return None
+        from pydantic import TypeAdapter, ValidationError
+
+        try:
+            return TypeAdapter(cls.options_type).validate_python(dict(values), extra="forbid")
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(("heads.options", name, *map(str, first["loc"])))
+            raise SettingsError(
+                f"bad setting {where}={first['input']!r}: {first['msg'][0].lower()}"
+                f"{first['msg'][1:]}"
+            ) from error
 
     @classmethod
     def create(

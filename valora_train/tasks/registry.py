@@ -35,6 +35,17 @@ TASK_TYPES: Registry[type[DomainTask]] = Registry(
 )
 
 
+def check_options(settings: HeadSettings) -> None:
+    """Check the settings that task types declare themselves.
+
+    Raises:
+        DataError: A task type is unknown.
+        SettingsError: A key is unknown, or a value is missing or of the wrong type.
+    """
+    for name, values in settings.options.items():
+        TASK_TYPES[name].read_options(name, values)
+
+
 def make_task(
     domain: Domain,
     settings: HeadSettings,

@@ -109,7 +109,7 @@ class Request:
         images: RGB images.
         videos: Videos, each a sequence of RGB frames.
         head: Whether the domain's head answers, if it has one; otherwise text is generated.
-        min_score: Least confidence of a detection head's boxes; the domain's threshold if None.
+        min_score: Least confidence of a box head's boxes; the domain's threshold if None.
         sampling: How tokens are chosen and when generation stops.
         deadline: Seconds from arrival within which the request must be answered; None for no limit.
     """

@@ -235,13 +235,13 @@ class HeadSettings:
     """Heads (VaLoRA §4.2.2) and written answers.
 
     Attributes:
-        pooling: Pooling of linear heads: `last` (the last token), `visual_mean` (the mean of the
+        pooling: Pooling of label heads: `last` (the last token), `visual_mean` (the mean of the
             visual tokens), `attention` (their weighted mean), `grid` (their means in 4 × 4 parts of
             the image), or `auto`, which chooses on validation.
-        soft: Weight of the teacher's soft labels in the loss of linear heads, in [0, 1].
+        soft: Weight of the teacher's soft labels in the loss of label heads, in [0, 1].
         temperature: Temperature of the soft labels and of the logits compared with them.
         max_tokens: Largest number of tokens of a written answer.
-        objectness_weight: Weight of the objectness loss of detection heads.
+        objectness_weight: Weight of the objectness loss of box heads.
         box_weight: Weight of the generalised-IoU loss.
         class_weight: Weight of the class cross-entropy.
         nms_iou: IoU above which the less confident of two boxes is suppressed.

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tests.support.engine_reference import make_engine
 from tests.support.lmm_checkpoints import CHECKPOINTS
-from valora_data.contract.bundle import read_bundle
+from valora_data.contract.bundle import GOLDEN, read_bundle
 from valora_data.schema import Task
 from valora_data.sources.scenes.builtin import builtin_labels, builtin_prompt
 from valora_serve.engine.async_engine import AsyncEngine
@@ -32,7 +32,7 @@ from valora_train.settings import (
     TaskSettings,
     TrainSettings,
 )
-from valora_train.tasks.linear_head import POOLINGS
+from valora_train.tasks.label_head import POOLINGS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -124,7 +124,7 @@ def test_domains_of_every_task_share_an_adapter(everything: Path) -> None:
     assert bundle.domains["ball_path"]["media"] == "video"
     assert bundle.domains["weather"]["pooling"] in POOLINGS
     assert "within_one" in " ".join(bundle.domains["people_count"]["accuracy"])
-    golden = json.loads((everything / "golden" / "golden.json").read_text())
+    golden = json.loads((everything / GOLDEN).read_text())
     assert {example["domain"] for example in golden} == set(EVERY_TASK)
     for name in EVERY_TASK:
         assert (everything / "pictures" / f"{name}.png").is_file()

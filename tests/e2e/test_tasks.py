@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tests.support.engine_reference import make_engine
 from tests.support.http_helpers import data_url, serving
-from valora_data.contract.bundle import read_bundle
+from valora_data.contract.bundle import GOLDEN, read_bundle
 from valora_data.errors import DataError, ValoraError
 from valora_data.schema import Task
 from valora_serve.engine.async_engine import AsyncEngine
@@ -188,7 +188,7 @@ def test_a_task_of_another_package_is_trained_and_served(
     folder = tmp_path / "bundles" / "gauges"
     promise = read_bundle(folder).domains["gauge"]
     assert (promise["task"], promise["metric"]) == ("number", "within_one")
-    golden = json.loads((folder / "golden" / "golden.json").read_text())
+    golden = json.loads((folder / GOLDEN).read_text())
     # Three steps do not move the bias far from where the option put it.
     assert all(abs(example["expected"]["value"] - 50) < 10 for example in golden)
     engine = AsyncEngine(make_engine(str(random_llava)))

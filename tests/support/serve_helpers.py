@@ -19,7 +19,7 @@ from valora_data.contract.grid_pooling import PLACES
 from valora_data.contract.heads import write_head
 from valora_serve.catalogue.adapters import ModelTargets
 from valora_train.settings import HeadSettings
-from valora_train.tasks.detection_head import DetectionHead
+from valora_train.tasks.box_head import BoxHeadModule
 
 LANGUAGE = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj)"
 MLP = r".*language_model.*\.(gate_proj|up_proj|down_proj)"
@@ -89,11 +89,11 @@ def grid_of(base: str) -> tuple[int, int]:
     return side, side
 
 
-def make_detection_head(
+def make_box_head(
     file: Path, width: int, labels: list[str], grid: tuple[int, int], *, seed: int
 ) -> Path:
-    """Save a random detection head that finds some boxes, as `valora_train` saves it."""
-    head = DetectionHead(width, labels, grid)
+    """Save a random box head that finds some boxes, as `valora_train` saves it."""
+    head = BoxHeadModule(width, labels, grid)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         head.linear.weight.normal_(std=0.05, generator=generator)
@@ -105,7 +105,7 @@ def make_detection_head(
     return file
 
 
-def make_linear_head(
+def make_label_head(
     file: Path,
     width: int,
     labels: list[str],
@@ -115,7 +115,7 @@ def make_linear_head(
     pooling: str = "last",
     temperature: float | None = None,
 ) -> Path:
-    """Save a random linear head in the format of docs/bundle.md."""
+    """Save a random label head in the format of docs/bundle.md."""
     generator = torch.Generator().manual_seed(seed)
     inputs = width * (PLACES if pooling == "grid" else 1)
     tensors = {
@@ -203,9 +203,9 @@ def make_bundle(
         file = folder / f"heads/{domain}.safetensors"
         chosen = 100 * seed + 50 + number
         if spec.kind == "detection":
-            make_detection_head(file, width, spec.labels, grid, seed=chosen)
+            make_box_head(file, width, spec.labels, grid, seed=chosen)
         elif spec.kind is not None:
-            make_linear_head(
+            make_label_head(
                 file,
                 width,
                 spec.labels,

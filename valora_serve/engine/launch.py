@@ -12,7 +12,7 @@ import torch
 
 from valora_kernels.metadata import NONE
 from valora_serve.errors import RequestError, ServeError
-from valora_serve.model.heads import HeadInput, HeadSet
+from valora_serve.model.heads import HeadRequest, HeadSet
 from valora_serve.model.sampler import TokenChoice
 from valora_serve.model.work import Work
 
@@ -124,7 +124,7 @@ class Launcher:
                 sequence.features.clear()
                 if sequence.head is not None:
                     answering.append(sequence)
-                    inputs.append(self._head_input(sequence))
+                    inputs.append(self._head_request(sequence))
         heads = self._heads.launch(inputs) if inputs else None
         for sequence in answering:  # its keys and values are not needed any more
             self._requests.release(sequence)
@@ -224,7 +224,7 @@ class Launcher:
         # The constraint allows stop tokens only: the answer ends before min_tokens.
         return TokenChoice(params, sequence.generator, (), allowed)
 
-    def _head_input(self, sequence: SequenceState) -> HeadInput:
+    def _head_request(self, sequence: SequenceState) -> HeadRequest:
         """Return what the head of a request computes, whose prompt is all computed."""
         head, visuals = sequence.head, sequence.prompt.visuals
         assert head is not None
@@ -235,4 +235,4 @@ class Launcher:
         places = None
         if head.reads_places:
             places = torch.cat([item.places() for item in visuals])
-        return HeadInput(head, hidden, visual, sizes, sequence.request.min_score, places)
+        return HeadRequest(head, hidden, visual, sizes, sequence.request.min_score, places)

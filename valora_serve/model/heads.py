@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeadInput:
+class HeadRequest:
     """The input of a head for one request.
 
     Attributes:
@@ -81,7 +81,7 @@ class HeadLogits:
 
     def __init__(
         self,
-        inputs: Sequence[HeadInput],
+        inputs: Sequence[HeadRequest],
         errors: Sequence[ServeError | None],
         logits: torch.Tensor,
         shapes: Sequence[tuple[int, int]],
@@ -118,7 +118,7 @@ class HeadLogits:
 class HeadSet:
     """Runs heads of any kinds and sizes in one batch."""
 
-    def launch(self, inputs: Sequence[HeadInput]) -> HeadLogits:
+    def launch(self, inputs: Sequence[HeadRequest]) -> HeadLogits:
         """Compute the logits of a batch without waiting for the device.
 
         There is one matrix product for each distinct head, and one copy to the host. An input
@@ -163,12 +163,12 @@ class HeadSet:
             flat = host
         return HeadLogits(inputs, errors, flat, shapes, copied)
 
-    def run(self, inputs: Sequence[HeadInput]) -> list[HeadResult | ServeError]:
+    def run(self, inputs: Sequence[HeadRequest]) -> list[HeadResult | ServeError]:
         """Answer a batch: a result, or an error that concerns only its own input."""
         return self.launch(inputs).read()
 
 
-def _rows(item: HeadInput) -> torch.Tensor:
+def _rows(item: HeadRequest) -> torch.Tensor:
     """[rows, inputs] float32 that the head's linear layer acts on."""
     hidden = item.hidden
     visual = hidden[:0]

@@ -41,14 +41,14 @@ TARGETS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SceneQuestion:
     """A question with its images."""
 
     question: Question
     scenes: tuple[Scene, ...]
 
 
-def questions(task: str, n: int, first_seed: int, *, novel: bool = False) -> list[Asked]:
+def questions(task: str, n: int, first_seed: int, *, novel: bool = False) -> list[SceneQuestion]:
     """Questions of one task, each about scenes of its own.
 
     Args:
@@ -58,15 +58,15 @@ def questions(task: str, n: int, first_seed: int, *, novel: bool = False) -> lis
         novel: Whether each question is about a combination of colour and shape that training never
             shows (detection only).
     """
-    asked: list[Asked] = []
+    items: list[SceneQuestion] = []
     seed = first_seed
-    while len(asked) < n:
+    while len(items) < n:
         seed += 10
         rng = np.random.default_rng(seed)
         frames = int(rng.integers(2, 5))
         if task == "motion":
             scenes, shape, way = draw_clip(seed, frames)
-            asked.append(Asked(ask_motion(shape, way), scenes))
+            items.append(SceneQuestion(ask_motion(shape, way), scenes))
             continue
         if task == "which_image":
             scenes = tuple(draw_scene(seed + i, 3) for i in range(frames))
@@ -79,11 +79,11 @@ def questions(task: str, n: int, first_seed: int, *, novel: bool = False) -> lis
                 boxes = tuple(t.box for t in scenes[0].things if t.name == name)
                 question = Question("detect", f"detect {name}", boxes=boxes)
         if question is not None:
-            asked.append(Asked(question, scenes))
-    return asked
+            items.append(SceneQuestion(question, scenes))
+    return items
 
 
-class BaseModel:
+class Checkpoint:
     """A checkpoint with its processor and detection head, computed in float32.
 
     Args:
@@ -101,10 +101,10 @@ class BaseModel:
         head = load_file(folder / "detection_head.safetensors")
         self.head = {name: tensor.float().to(self.device) for name, tensor in head.items()}
 
-    def inputs(self, asked: Sequence[Asked]) -> Any:
+    def inputs(self, items: Sequence[SceneQuestion]) -> Any:
         """Model inputs for questions, padded on the left."""
         texts, images = [], []
-        for item in asked:
+        for item in items:
             parts: list[dict[str, str]] = [{"type": "text", "text": item.question.prompt}]
             parts += [{"type": "image"}] * len(item.scenes)
             texts.append(
@@ -117,29 +117,31 @@ class BaseModel:
         return inputs.to(self.device)
 
     @torch.inference_mode()
-    def write(self, asked: Sequence[Asked], batch: int = 64) -> list[str]:
+    def write(self, items: Sequence[SceneQuestion], batch: int = 64) -> list[str]:
         """The greedy answer to each question."""
         answers: dict[int, str] = {}
         by_images: dict[int, list[int]] = defaultdict(list)
-        for i, item in enumerate(asked):
+        for i, item in enumerate(items):
             by_images[len(item.scenes)].append(i)
         for members in by_images.values():
             for at in range(0, len(members), batch):
                 some = members[at : at + batch]
-                inputs = self.inputs([asked[i] for i in some])
+                inputs = self.inputs([items[i] for i in some])
                 ids = self.model.generate(**inputs, max_new_tokens=60, do_sample=False)
                 for i, row in zip(some, ids[:, inputs["input_ids"].shape[1] :], strict=True):
                     end = (row == self.processor.tokenizer.eos_token_id).nonzero().flatten()
                     said = row[: int(end[0])] if len(end) else row
                     answers[i] = self.processor.tokenizer.decode(said).strip()
-        return [answers[i] for i in range(len(asked))]
+        return [answers[i] for i in range(len(items))]
 
     @torch.inference_mode()
-    def detect(self, asked: Sequence[Asked], batch: int = 64) -> list[tuple[Tensor, Tensor]]:
+    def detect(
+        self, items: Sequence[SceneQuestion], batch: int = 64
+    ) -> list[tuple[Tensor, Tensor]]:
         """Boxes (k, 4), relative to the image size, and confidences (k,) for each question."""
         found = []
-        for at in range(0, len(asked), batch):
-            inputs = self.inputs(asked[at : at + batch])
+        for at in range(0, len(items), batch):
+            inputs = self.inputs(items[at : at + batch])
             hidden = self.model.model(**inputs, use_cache=False).last_hidden_state
             visual = hidden[inputs["input_ids"] == self.model.config.image_token_id]
             visual = visual.view(-1, GRID[0] * GRID[1], hidden.shape[-1])
@@ -169,10 +171,12 @@ def matches(boxes: Tensor, scores: Tensor, truth: Tensor, iou: float = 0.5) -> T
     return hits
 
 
-def f1(found: Sequence[tuple[Tensor, Tensor]], asked: Sequence[Asked], threshold: float) -> float:
+def f1(
+    found: Sequence[tuple[Tensor, Tensor]], items: Sequence[SceneQuestion], threshold: float
+) -> float:
     """F1 at IoU 0.5 over all questions, for boxes whose confidence reaches the threshold."""
     hits = said = there = 0
-    for (boxes, scores), item in zip(found, asked, strict=True):
+    for (boxes, scores), item in zip(found, items, strict=True):
         keep = scores >= threshold
         truth = torch.tensor(item.question.boxes, dtype=torch.float32).view(-1, 4) / SIZE
         hits += int(matches(boxes[keep], scores[keep], truth).sum())
@@ -181,10 +185,10 @@ def f1(found: Sequence[tuple[Tensor, Tensor]], asked: Sequence[Asked], threshold
     return 2 * hits / max(said + there, 1)
 
 
-def best_threshold(found: Sequence[tuple[Tensor, Tensor]], asked: Sequence[Asked]) -> float:
+def best_threshold(found: Sequence[tuple[Tensor, Tensor]], items: Sequence[SceneQuestion]) -> float:
     """The confidence between 0.1 and 0.9 with the highest F1."""
     candidates = [i / 20 for i in range(2, 19)]
-    return max(candidates, key=lambda threshold: f1(found, asked, threshold))
+    return max(candidates, key=lambda threshold: f1(found, items, threshold))
 
 
 def is_right(task: str, said: str, truth: str) -> bool:
@@ -197,7 +201,7 @@ def is_right(task: str, said: str, truth: str) -> bool:
     return said == truth
 
 
-def measure(model: BaseModel, n: int, tasks: Iterable[str]) -> dict[str, float]:
+def measure(model: Checkpoint, n: int, tasks: Iterable[str]) -> dict[str, float]:
     """Accuracy of each task on `n` held-out questions; F1 at IoU 0.5 for detection."""
     figures: dict[str, float] = {}
     for task in tasks:
@@ -205,14 +209,14 @@ def measure(model: BaseModel, n: int, tasks: Iterable[str]) -> dict[str, float]:
             tuning = questions("detect", n, THRESHOLD_SEEDS)
             figures["threshold"] = threshold = best_threshold(model.detect(tuning), tuning)
             for key, first in (("detect", TEST_SEEDS), ("detect_new_combination", NOVEL_SEEDS)):
-                asked = questions("detect", n, first, novel=first == NOVEL_SEEDS)
-                figures[key] = f1(model.detect(asked), asked, threshold)
+                items = questions("detect", n, first, novel=first == NOVEL_SEEDS)
+                figures[key] = f1(model.detect(items), items, threshold)
             continue
-        asked = questions(task, n, TEST_SEEDS)
-        answers = model.write(asked)
+        items = questions(task, n, TEST_SEEDS)
+        answers = model.write(items)
         right = [
             is_right(task, said, item.question.answer)
-            for said, item in zip(answers, asked, strict=True)
+            for said, item in zip(answers, items, strict=True)
         ]
         figures[task] = sum(right) / n
     return figures
@@ -223,7 +227,7 @@ def evaluate(folder: Path, n: int = 600) -> dict[str, float]:
     from rich.console import Console
     from rich.table import Table
 
-    figures = measure(BaseModel(folder), n, [*TASKS, "which_image", "motion"])
+    figures = measure(Checkpoint(folder), n, [*TASKS, "which_image", "motion"])
     table = Table("ability", "reached", "required", title=f"{n} held-out questions each")
     for name, value in figures.items():
         target = TARGETS.get(name)

@@ -96,7 +96,7 @@ def build_model(processor: Any) -> Any:
     return LlavaForConditionalGeneration(config)
 
 
-class DetectionHead(nn.Module):
+class PretrainingHead(nn.Module):
     """Linear layers on every visual token: objectness and a box, encoded as in `contract.boxes`."""
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class Tutor(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.detection = DetectionHead()
+        self.detection = PretrainingHead()
         self.kinds = [len(SHAPES), len(COLORS), len(PATTERNS)]
         self.naming = nn.Linear(HIDDEN, sum(self.kinds))
 
@@ -270,7 +270,7 @@ class Pretraining:
         device: Device to train on.
     """
 
-    def __init__(self, model: Any, head: DetectionHead, processor: Any, device: torch.device):
+    def __init__(self, model: Any, head: PretrainingHead, processor: Any, device: torch.device):
         self.model, self.head, self.device = model.to(device), head.to(device), device
         self.image_token = int(model.config.image_token_id)
         silent = torch.zeros(VOCABULARY, device=device)
@@ -367,11 +367,11 @@ def save(model: Any, head: nn.Module, processor: Any, out: Path) -> None:
         path.chmod(0o644)
 
 
-def load(folder: Path) -> tuple[Any, DetectionHead, Any]:
+def load(folder: Path) -> tuple[Any, PretrainingHead, Any]:
     """Load model, detection head and processor of a checkpoint in float32, for training."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    head = DetectionHead()
+    head = PretrainingHead()
     head.load_state_dict(load_file(folder / "detection_head.safetensors"))
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     return model, head, AutoProcessor.from_pretrained(folder)
@@ -402,7 +402,7 @@ def train(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if start_from is None:
         processor = build_processor()
-        model, head = build_model(processor), DetectionHead()
+        model, head = build_model(processor), PretrainingHead()
     else:
         model, head, processor = load(start_from)
     stream = Stream(seed, processor.tokenizer.backend_tokenizer, workers)

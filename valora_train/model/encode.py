@@ -25,7 +25,7 @@ class Encoder:
     """Turns examples into the language model's inputs.
 
     The question precedes the images: in a causal language model, visual tokens that follow the
-    question know what is asked, so that a linear head on them can answer in one pass. (Chat
+    question know what is asked, so that a label head on them can answer in one pass. (Chat
     templates that put images first, such as that of LLaVA-1.5, are used as they are.)
 
     Args:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data import shards
 from valora_data.contract.base_model import base_hash
-from valora_data.contract.bundle import MANIFEST, Bundle, read_bundle, write_manifest
+from valora_data.contract.bundle import GOLDEN, MANIFEST, Bundle, read_bundle, write_manifest
 from valora_data.errors import BundleError
 from valora_data.schema import Split
 from valora_train.errors import GateError
@@ -24,7 +24,7 @@ from valora_train.reporting.bundle_card import bundle_card
 from valora_train.reporting.tracking import register_bundle
 from valora_train.settings import as_dict
 from valora_train.stage import read_json, versions, write_json
-from valora_train.stages.gate import GOLDEN, BundleModel
+from valora_train.stages.gate import BundleModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

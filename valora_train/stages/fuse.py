@@ -278,7 +278,7 @@ def _load_lazily(
 ) -> Mapping[str, DomainData]:
     """The samples of the domains, encoded when they are first needed."""
     inputs = {item.settings.name: item for item in domains}
-    first_head = _pretrained_detection_head(settings.model.id)
+    first_head = _pretraining_head(settings.model.id)
 
     def load(name: str) -> DomainData:
         item = inputs[name]
@@ -325,8 +325,8 @@ class _LazyMapping(Mapping[str, DomainData]):
         return len(self._names)
 
 
-def _pretrained_detection_head(base: str) -> Tensor | None:
-    """The generic detection head that a base model may ship, (5, width + 1), bias last."""
+def _pretraining_head(base: str) -> Tensor | None:
+    """The pretraining head that a base model may ship, (5, width + 1), bias last."""
     file = Path(base_folder(base)) / "detection_head.safetensors"
     if not file.is_file():
         return None

@@ -17,7 +17,7 @@ from PIL import Image
 
 from valora_data import shards
 from valora_data.contract.base_model import check_base
-from valora_data.contract.bundle import Bundle, read_bundle
+from valora_data.contract.bundle import GOLDEN, Bundle, read_bundle
 from valora_data.errors import ValoraError
 from valora_data.schema import Answer, Domain, Sample, Split, Task
 from valora_train.errors import GateError
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from valora_train.tasks.base import DomainTask, Prediction
 
-GOLDEN = "golden/golden.json"
 CONFIG = "adapter_config.json"
 ACCURACY_TOLERANCE = 1e-3
 

@@ -141,7 +141,7 @@ class DomainTask(ABC):
             settings: Settings of heads and answers.
             lmm: The model.
             video: Whether samples are videos and not images.
-            first_head: A generic detection head that the base model ships, see `DetectionTask`.
+            first_head: A pretraining head that the base model ships, see `DetectionTask`.
         """
         return cls(domain, settings, video)
 

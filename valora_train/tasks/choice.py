@@ -1,4 +1,4 @@
-"""Tasks that choose one of a domain's labels; a linear head answers in one pass."""
+"""Tasks that choose one of a domain's labels; a label head answers in one pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from valora_data.contract.heads import LabelHead, LabelResult, confidences
 from valora_data.errors import DataError
 from valora_data.schema import Answer
 from valora_train.tasks.base import Evaluation, HeadTask, Prediction
-from valora_train.tasks.linear_head import POOLINGS, ChoiceTargets, LinearHead
+from valora_train.tasks.label_head import POOLINGS, ChoiceTargets, LabelHeadModule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,27 +63,31 @@ class ChoiceTask(HeadTask):
             )
         return ChoiceTargets(torch.tensor(indices), soft)
 
-    def new_head(self, lmm: Lmm, first: Encoded, seed: int) -> LinearHead:
+    def new_head(self, lmm: Lmm, first: Encoded, seed: int) -> LabelHeadModule:
         """A head with initial weights for every pooling that is to be tried."""
         wanted = self.settings.pooling
         poolings = POOLINGS if wanted == "auto" else (wanted,)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            return LinearHead(lmm.width, self.domain.labels, self.kind, poolings).to(lmm.device)
+            return LabelHeadModule(lmm.width, self.domain.labels, self.kind, poolings).to(
+                lmm.device
+            )
 
-    def head_loss(self, head: LinearHead, inputs: HeadInputs, targets: ChoiceTargets) -> Tensor:
+    def head_loss(
+        self, head: LabelHeadModule, inputs: HeadInputs, targets: ChoiceTargets
+    ) -> Tensor:
         """Loss of hard and soft labels, see `distillation_loss`."""
         return head.loss(self.head_outputs(head, inputs), targets, self.settings)
 
-    def stored_head(self, head: LinearHead) -> LabelHead:
+    def stored_head(self, head: LabelHeadModule) -> LabelHead:
         """The head with the chosen pooling."""
         return head.stored()
 
     def load_head(self, head: Head) -> nn.Module:
         """The module of a head from a bundle."""
-        return LinearHead.of(head) if isinstance(head, LabelHead) else super().load_head(head)
+        return LabelHeadModule.of(head) if isinstance(head, LabelHead) else super().load_head(head)
 
-    def calibrate(self, head: LinearHead, raw: Tensor, samples: Sequence[Sample]) -> None:
+    def calibrate(self, head: LabelHeadModule, raw: Tensor, samples: Sequence[Sample]) -> None:
         """Choose the pooling, then fit the temperature.
 
         Args:
@@ -97,7 +101,7 @@ class ChoiceTask(HeadTask):
         head.calibrate(raw[:, int(head.chosen)], truth)
 
     def predictions(
-        self, head: LinearHead, raw: Tensor, samples: Sequence[Sample]
+        self, head: LabelHeadModule, raw: Tensor, samples: Sequence[Sample]
     ) -> list[Prediction]:
         """The most probable label, with a probability for each."""
         shares = confidences(raw[:, int(head.chosen)], head.temperature.cpu())
@@ -108,7 +112,7 @@ class ChoiceTask(HeadTask):
         return Answer.chosen(self.domain.task, label, tuple(shares))
 
     def evaluate(
-        self, head: LinearHead, predictions: list[Prediction], samples: Sequence[Sample]
+        self, head: LabelHeadModule, predictions: list[Prediction], samples: Sequence[Sample]
     ) -> Evaluation:
         """The task's metric, and the calibration error of the confidences."""
         found = super().evaluate(head, predictions, samples)
@@ -133,6 +137,6 @@ class ChoiceTask(HeadTask):
         label = answer.choice or ""
         return LabelResult(kind=self.kind, label=label, confidences=shares).golden()
 
-    def metadata(self, head: LinearHead) -> dict[str, Any]:
+    def metadata(self, head: LabelHeadModule) -> dict[str, Any]:
         """The pooling of the head."""
         return {"pooling": head.pooling}

@@ -15,7 +15,7 @@ from valora_data.tasks import DETECTION
 from valora_train.metrics.evaluate import match
 from valora_train.model.prompts import Example
 from valora_train.tasks.base import Evaluation, HeadTask, Prediction
-from valora_train.tasks.detection_head import DetectionHead, DetectionTargets
+from valora_train.tasks.box_head import BoxHeadModule, DetectionTargets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,15 +93,15 @@ class DetectionTask(HeadTask):
         if len(grids) > 1:
             raise DataError(
                 f"images of domain {self.domain.name} give grids of {grids[0]} and {grids[-1]} "
-                "visual tokens, but a detection head reads one grid: bring the images to one size"
+                "visual tokens, but a box head reads one grid: bring the images to one size"
             )
         return DetectionTargets.of(samples, self.domain.labels, grids[0])
 
-    def new_head(self, lmm: Lmm, first: Encoded, seed: int) -> DetectionHead:
+    def new_head(self, lmm: Lmm, first: Encoded, seed: int) -> BoxHeadModule:
         """A head with initial weights, or those of the base model's generic head."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            head = DetectionHead(lmm.width, self.domain.labels, first.grid).to(lmm.device)
+            head = BoxHeadModule(lmm.width, self.domain.labels, first.grid).to(lmm.device)
         if self._first_head is not None:
             with torch.no_grad():
                 head.linear.weight[:5].copy_(self._first_head[:, :-1])
@@ -109,25 +109,25 @@ class DetectionTask(HeadTask):
         return head
 
     def head_loss(
-        self, head: DetectionHead, inputs: HeadInputs, targets: DetectionTargets
+        self, head: BoxHeadModule, inputs: HeadInputs, targets: DetectionTargets
     ) -> Tensor:
-        """Loss of objectness, boxes and classes, see `DetectionHead.loss`."""
+        """Loss of objectness, boxes and classes, see `BoxHeadModule.loss`."""
         return head.loss(self.head_outputs(head, inputs), targets, self.settings)
 
-    def head_outputs(self, head: DetectionHead, inputs: HeadInputs) -> Tensor:
+    def head_outputs(self, head: BoxHeadModule, inputs: HeadInputs) -> Tensor:
         """(n, tokens, 5 + classes) float32, from the hidden states of the visual tokens."""
         raw: Tensor = head(inputs.visual)
         return raw
 
-    def stored_head(self, head: DetectionHead) -> BoxHead:
+    def stored_head(self, head: BoxHeadModule) -> BoxHead:
         """The head with its calibration and threshold."""
         return head.stored(self.settings)
 
     def load_head(self, head: Head) -> nn.Module:
         """The module of a head from a bundle."""
-        return DetectionHead.of(head) if isinstance(head, BoxHead) else super().load_head(head)
+        return BoxHeadModule.of(head) if isinstance(head, BoxHead) else super().load_head(head)
 
-    def calibrate(self, head: DetectionHead, raw: Tensor, samples: Sequence[Sample]) -> None:
+    def calibrate(self, head: BoxHeadModule, raw: Tensor, samples: Sequence[Sample]) -> None:
         """Fit the Platt scaling of the confidence, then the threshold with the best F1.
 
         Args:
@@ -140,7 +140,7 @@ class DetectionTask(HeadTask):
         head.threshold.fill_(matches.best_threshold())
 
     def predictions(
-        self, head: DetectionHead, raw: Tensor, samples: Sequence[Sample]
+        self, head: BoxHeadModule, raw: Tensor, samples: Sequence[Sample]
     ) -> list[Prediction]:
         """The boxes of every image from `MIN_SCORE` on."""
         return [
@@ -158,7 +158,7 @@ class DetectionTask(HeadTask):
         )
 
     def evaluate(
-        self, head: DetectionHead, predictions: list[Prediction], samples: Sequence[Sample]
+        self, head: BoxHeadModule, predictions: list[Prediction], samples: Sequence[Sample]
     ) -> Evaluation:
         """F1 at the head's threshold, COCO mAP, calibration error of the confidences."""
         matches = self._match(predictions, samples)
@@ -171,7 +171,7 @@ class DetectionTask(HeadTask):
             threshold,
         )
 
-    def threshold(self, head: DetectionHead) -> float:
+    def threshold(self, head: BoxHeadModule) -> float:
         """Confidence from which a box counts."""
         return float(head.threshold)
 
@@ -184,6 +184,6 @@ class DetectionTask(HeadTask):
         )
         return BoxesResult(kind=KIND, detections=(found,)).golden()
 
-    def metadata(self, head: DetectionHead) -> dict[str, Any]:
+    def metadata(self, head: BoxHeadModule) -> dict[str, Any]:
         """The threshold."""
         return {"threshold": float(head.threshold)}

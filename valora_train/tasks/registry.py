@@ -61,7 +61,7 @@ def make_task(
         settings: Settings of heads and answers.
         lmm: The model.
         video: Whether samples are videos and not images.
-        first_head: A generic detection head that the base model ships, see `DetectionTask`.
+        first_head: A pretraining head that the base model ships, see `DetectionTask`.
 
     Raises:
         DataError: The task type is unknown, or answers are boxes and the model's image processor

@@ -97,7 +97,7 @@ def read_detections(
     min_score: float,
     most: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Decode a detection head's outputs for one image into boxes with calibrated confidences.
+    """Decode a box head's outputs for one image into boxes with calibrated confidences.
 
     Args:
         raw: (rows · columns, 5 + classes) float: objectness logit, (ox, oy, ow, oh), and class

@@ -11,6 +11,8 @@ from typing import Any
 from valora_data.errors import BundleError
 
 MANIFEST = "bundle.json"
+GOLDEN = "golden/golden.json"
+"""File of a bundle's golden examples, relative to its folder."""
 SCHEMA_VERSION = 1
 
 

@@ -1,4 +1,4 @@
-"""Pooling `grid` of linear heads: what is where, at 4 × 4 places of an image (docs/bundle.md)."""
+"""Pooling `grid` of label heads: what is where, at 4 × 4 places of an image (docs/bundle.md)."""
 
 from __future__ import annotations
 

@@ -330,7 +330,7 @@ def detections(
     min_score: float,
     most: int,
 ) -> tuple[Detection, ...]:
-    """Objects in one image, from the raw outputs of a detection head.
+    """Objects in one image, from the raw outputs of a box head.
 
     Args:
         raw: (tokens, 5 + classes), see `boxes.read_detections`.

@@ -115,7 +115,7 @@ def add_adapters(engine, count, ranks, distinct=16, seed=0):
 
 
 def add_head(engine, name, adapter, labels, seed=0):
-    """A domain with a linear head that reads the last token, on an adapter that is there."""
+    """A domain with a label head that reads the last token, on an adapter that is there."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(len(labels), engine.lmm.width, generator=generator)
     head = LabelHead(

@@ -21,7 +21,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from tests.support.serve_helpers import make_bundle
 from valora_data.contract.base_model import base_folder
 from valora_data.contract.boxes import read_detections
-from valora_data.contract.bundle import read_bundle, write_manifest
+from valora_data.contract.bundle import GOLDEN, read_bundle, write_manifest
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,7 +39,7 @@ def bundle_with_golden(folder, **options):
             image.save(folder / file)
             rows = detect(bundle, facts, image)
             examples.append({"domain": name, "image": file, "expected": rows})
-    (folder / "golden" / "golden.json").write_text(json.dumps(examples))
+    (folder / GOLDEN).write_text(json.dumps(examples))
     manifest = {k: v for k, v in bundle.manifest.items() if k not in ("files", "schema_version")}
     write_manifest(folder, manifest)
     return folder

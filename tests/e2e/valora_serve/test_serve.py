@@ -19,7 +19,7 @@ from PIL import Image
 from tests.e2e.valora_serve.serving import ROOT, Process, bundle_with_golden
 from tests.support.http_helpers import until
 from tests.support.serve_helpers import DomainSpec, make_adapter, make_bundle
-from valora_data.contract.bundle import read_bundle
+from valora_data.contract.bundle import GOLDEN, read_bundle
 
 pytestmark = pytest.mark.slow
 
@@ -263,7 +263,7 @@ def test_a_bundle_that_answers_differently_is_not_served(sample_bundle, tmp_path
     from valora_data.contract.bundle import write_manifest
 
     folder = shutil.copytree(sample_bundle, tmp_path / "b")
-    file = folder / "golden" / "golden.json"
+    file = folder / GOLDEN
     examples = json.loads(file.read_text())
     examples[0]["expected"][0]["box"][0] += 3
     file.write_text(json.dumps(examples))

@@ -54,7 +54,7 @@ _SCHEMAS = {
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _ParsedRequest:
     """A parsed request.
 
     Attributes:
@@ -88,17 +88,17 @@ def router(context: ServerContext) -> APIRouter:
         pixels = request.state.stack.enter_context(context.media.pixels())
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind == "application/json":
-            asked = await _from_json(await request.body(), context, pixels)
+            parsed = await _from_json(await request.body(), context, pixels)
         elif kind == "multipart/form-data":
-            asked = await _from_form(request, context, pixels)
+            parsed = await _from_form(request, context, pixels)
         else:
             raise ContentTypeError(
                 "The body must be application/json or multipart/form-data: send one of these"
             )
-        check_text(len(asked.fields.prompt or ""), context)
-        requests = _requests(context, model, asked, since)
+        check_text(len(parsed.fields.prompt or ""), context)
+        requests = _requests(context, model, parsed, since)
         headers = dict(request.headers)
-        work = _answer(context, model, asked, requests, headers, since)
+        work = _answer(context, model, parsed, requests, headers, since)
         return answer(await until_disconnect(request.receive, work))
 
     return routes
@@ -112,7 +112,7 @@ def _domain(context: ServerContext, name: str) -> ServedModel:
     return domains[name]
 
 
-async def _from_json(body: bytes, context: ServerContext, pixels: Pixels) -> _Asked:
+async def _from_json(body: bytes, context: ServerContext, pixels: Pixels) -> _ParsedRequest:
     try:
         fields = VisionRequest.model_validate_json(body)
     except ValidationError as error:
@@ -124,10 +124,10 @@ async def _from_json(body: bytes, context: ServerContext, pixels: Pixels) -> _As
         video = await context.media.video(fields.video, pixels)
     elif fields.frames:
         video = await context.media.frames(fields.frames, pixels)
-    return _Asked(fields, images, video)
+    return _ParsedRequest(fields, images, video)
 
 
-async def _from_form(request: Request, context: ServerContext, pixels: Pixels) -> _Asked:
+async def _from_form(request: Request, context: ServerContext, pixels: Pixels) -> _ParsedRequest:
     settings = context.settings
     most = settings.max_images + settings.max_video_frames + 1
     files: dict[str, list[bytes]] = {name: [] for name in _FILES}
@@ -162,7 +162,7 @@ async def _from_form(request: Request, context: ServerContext, pixels: Pixels) -
     elif files["frames"]:
         frames = (context.media.decode_image(item, pixels) for item in files["frames"])
         video = await gathered(*frames)
-    return _Asked(fields, decoded, video)
+    return _ParsedRequest(fields, decoded, video)
 
 
 def _check_count(images: int, video: bool, frames: int, context: ServerContext) -> None:
@@ -182,13 +182,13 @@ def _said(error: ValidationError) -> str:
 
 
 def _requests(
-    context: ServerContext, model: ServedModel, asked: _Asked, since: float
+    context: ServerContext, model: ServedModel, parsed: _ParsedRequest, since: float
 ) -> list[types.Request]:
     """Requests to the engine: one for each image, or one for the video."""
-    fields = asked.fields
+    fields = parsed.fields
     messages = None
     if fields.prompt is not None:
-        kind = "image" if asked.video is None else "video"
+        kind = "image" if parsed.video is None else "video"
         content = [{"type": "text", "text": fields.prompt}, {"type": kind}]
         messages = [{"role": "user", "content": content}]
     sampling = SamplingParams(
@@ -203,18 +203,18 @@ def _requests(
         "deadline": time_left(context, model, fields.deadline, since),
     }
     identity = f"vision-{new_id()}"
-    if asked.video is not None:
-        return [types.Request(id=identity, videos=[asked.video], **common)]
+    if parsed.video is not None:
+        return [types.Request(id=identity, videos=[parsed.video], **common)]
     return [
         types.Request(id=f"{identity}-{number}", images=[image], **common)
-        for number, image in enumerate(asked.images)
+        for number, image in enumerate(parsed.images)
     ]
 
 
 async def _answer(
     context: ServerContext,
     model: ServedModel,
-    asked: _Asked,
+    parsed: _ParsedRequest,
     requests: Sequence[types.Request],
     headers: dict[str, str],
     since: float,
@@ -223,10 +223,10 @@ async def _answer(
     with service.admitted(model, requests[0].deadline, len(requests)) as ticket:
         answers = await service.ask_all(ticket, requests, headers)
     lasts = [outputs[-1] for outputs in answers]
-    shown = asked.images if asked.video is None else asked.video[:1]
+    shown = parsed.images if parsed.video is None else parsed.video[:1]
     last = lasts[-1]
     return VisionAnswer(
-        id=requests[0].id.rpartition("-")[0] if asked.video is None else requests[0].id,
+        id=requests[0].id.rpartition("-")[0] if parsed.video is None else requests[0].id,
         created=int(time.time()),
         domain=model.name,
         task=model.task,

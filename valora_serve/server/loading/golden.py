@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from valora_data.contract.bundle import MANIFEST
+from valora_data.contract.bundle import GOLDEN, MANIFEST
 from valora_data.contract.heads import CONFIDENCE_TOLERANCE, golden_text, text_matches
 from valora_serve.errors import AdapterError
 from valora_serve.types import Finish, Request, SamplingParams
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from valora_data.contract.heads import HeadResult
     from valora_serve.types import EngineClient
-
-GOLDEN = "golden/golden.json"
 
 
 async def replay(engine: EngineClient, folder: Path) -> int:

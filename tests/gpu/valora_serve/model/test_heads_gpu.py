@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from valora_data.contract.heads import BoxHead, LabelHead, LabelResult, Pooling
-from valora_serve.model.heads import HeadInput, HeadSet
+from valora_serve.model.heads import HeadRequest, HeadSet
 
 pytestmark = pytest.mark.gpu
 
@@ -41,10 +41,10 @@ def test_heads_launch_without_waiting():
         states = torch.randn(9 + number, 64, generator=generator)
         mask = torch.zeros(9 + number, dtype=torch.bool)
         mask[2:8] = True
-        inputs.append(HeadInput(heads[number % 3], states, mask, [(30, 40)]))
+        inputs.append(HeadRequest(heads[number % 3], states, mask, [(30, 40)]))
     on_gpu = {id(head): head.to("cuda") for head in heads}
     there = [
-        HeadInput(on_gpu[id(item.head)], item.hidden.cuda(), item.visual, item.sizes)
+        HeadRequest(on_gpu[id(item.head)], item.hidden.cuda(), item.visual, item.sizes)
         for item in inputs
     ]
     HeadSet().run(there)  # the first call of a library may wait

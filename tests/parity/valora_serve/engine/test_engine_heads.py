@@ -25,7 +25,7 @@ from valora_data.contract.heads import BoxesResult, BoxHead, LabelResult, read_h
 from valora_data.schema import Box
 from valora_serve.types import Finish, Request, SamplingParams
 from valora_train.settings import HeadSettings
-from valora_train.tasks.detection_head import DetectionHead
+from valora_train.tasks.box_head import BoxHeadModule
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,7 +52,7 @@ OTHERS = {
 
 @pytest.fixture(scope="module")
 def detection(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Domains that a detection head answers, on two adapters."""
+    """Domains that a box head answers, on two adapters."""
     folder = tmp_path_factory.mktemp("bundles") / "detection"
     return make_bundle(folder, "tiny", name="detection", domains=DOMAINS, seed=1)
 
@@ -101,7 +101,7 @@ def trained(detection: Path) -> dict[tuple[str, int], list[Box]]:
     for domain, spec in DOMAINS.items():
         stored = read_head(detection / "heads" / f"{domain}.safetensors", hidden_width("tiny"))
         assert isinstance(stored, BoxHead)
-        head = DetectionHead.of(stored)
+        head = BoxHeadModule.of(stored)
         for n in range(4):
             turn = [{"type": "text", "text": spec.prompt}, {"type": "image"}]
             asked = Request(

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.support.serve_helpers import make_detection_head, make_linear_head
+from tests.support.serve_helpers import make_box_head, make_label_head
 from valora_data.contract.heads import (
     CONFIDENCE_TOLERANCE,
     PIXEL_TOLERANCE,
@@ -25,12 +25,12 @@ WIDTH = 20
 
 
 def detection(folder, labels, seed):
-    return make_detection_head(folder / f"{seed}.safetensors", WIDTH, labels, (3, 4), seed=seed)
+    return make_box_head(folder / f"{seed}.safetensors", WIDTH, labels, (3, 4), seed=seed)
 
 
 def linear(folder, count, seed, **options):
     labels = [f"label {n}" for n in range(count)]
-    return make_linear_head(folder / f"{seed}.safetensors", WIDTH, labels, seed=seed, **options)
+    return make_label_head(folder / f"{seed}.safetensors", WIDTH, labels, seed=seed, **options)
 
 
 def contents(file):
@@ -50,7 +50,7 @@ def test_a_label_head_is_written_as_it_was_read(pooling, tmp_path):
     assert all(torch.equal(tensors[name], others[name]) for name in tensors)
 
 
-def test_a_detection_head_is_written_as_it_was_read(tmp_path):
+def test_a_box_head_is_written_as_it_was_read(tmp_path):
     file = detection(tmp_path, ["a", "b"], 3)
     write_head(tmp_path / "again.safetensors", read_head(file, WIDTH))
     (metadata, tensors), (again, others) = contents(file), contents(tmp_path / "again.safetensors")
@@ -161,7 +161,7 @@ def damage(file, metadata=None, **tensors):
         ({}, {"temperature": torch.tensor([1.0, 2.0])}, "does not fit"),
     ],
 )
-def test_linear_heads_that_do_not_fit(metadata, tensors, message, tmp_path):
+def test_label_heads_that_do_not_fit(metadata, tensors, message, tmp_path):
     file = linear(tmp_path, 3, 2)
     damage(file, metadata, **tensors)
     with pytest.raises(BundleError, match=message) as caught:
@@ -181,7 +181,7 @@ def test_linear_heads_that_do_not_fit(metadata, tensors, message, tmp_path):
         ({}, {"threshold": None}, "lacks 'threshold'"),
     ],
 )
-def test_detection_heads_that_do_not_fit(metadata, tensors, message, tmp_path):
+def test_box_heads_that_do_not_fit(metadata, tensors, message, tmp_path):
     file = detection(tmp_path, ["a", "b"], 2)
     damage(file, metadata, **tensors)
     with pytest.raises(BundleError, match=message):

@@ -16,7 +16,7 @@ from tests.support.serve_helpers import (
     load_base,
     make_adapter,
     make_bundle,
-    make_linear_head,
+    make_label_head,
     targets_of,
 )
 from valora_data.contract.bundle import MANIFEST, write_manifest
@@ -244,7 +244,7 @@ def odd_domains(manifest):
 
 
 def wide_head(folder):
-    make_linear_head(folder / "heads/scene.safetensors", 7, ["forest", "street", "beach"], seed=1)
+    make_label_head(folder / "heads/scene.safetensors", 7, ["forest", "street", "beach"], seed=1)
     rewrite(folder, lambda manifest: None)
 
 

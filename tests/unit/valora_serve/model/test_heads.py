@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.serve_helpers import make_detection_head, make_linear_head
+from tests.support.serve_helpers import make_box_head, make_label_head
 from valora_data.contract.heads import BoxesResult, HeadResult, Pooling, read_head
 from valora_serve.errors import RequestError
-from valora_serve.model.heads import HeadInput, HeadSet, check_visual
+from valora_serve.model.heads import HeadRequest, HeadSet, check_visual
 from valora_train.settings import HeadSettings
-from valora_train.tasks.detection_head import DetectionHead
+from valora_train.tasks.box_head import BoxHeadModule
 
 WIDTH = 20
 GRID = (3, 4)
@@ -31,12 +31,12 @@ def visual(tokens, start, count):
 
 
 def detection(folder, labels, seed):
-    return make_detection_head(folder / f"{seed}.safetensors", WIDTH, labels, GRID, seed=seed)
+    return make_box_head(folder / f"{seed}.safetensors", WIDTH, labels, GRID, seed=seed)
 
 
 def linear(folder, count, seed, **options):
     labels = [f"label {n}" for n in range(count)]
-    return make_linear_head(folder / f"{seed}.safetensors", WIDTH, labels, seed=seed, **options)
+    return make_label_head(folder / f"{seed}.safetensors", WIDTH, labels, seed=seed, **options)
 
 
 @pytest.mark.parametrize("labels", [["plate"], ["car", "bus", "bike"]])
@@ -45,9 +45,9 @@ def test_detection_is_that_of_training(labels, min_score, tmp_path):
     file = detection(tmp_path, labels, 4)
     states, mask = hidden(5 + 2 * CELLS, 1), visual(5 + 2 * CELLS, 3, 2 * CELLS)
     sizes = [(640, 480), (31, 77)]
-    task = HeadInput(read_head(file, WIDTH), states, mask, sizes, min_score)
+    task = HeadRequest(read_head(file, WIDTH), states, mask, sizes, min_score)
     (result,) = HeadSet().run([task])
-    theirs = DetectionHead.of(read_head(file, WIDTH))
+    theirs = BoxHeadModule.of(read_head(file, WIDTH))
     score = float(theirs.threshold) if min_score is None else min_score
     with torch.no_grad():
         raw = theirs(states[3 : 3 + 2 * CELLS])
@@ -79,10 +79,10 @@ def pooled(file, states, mask):
 @pytest.mark.parametrize("count", [2, 11, 101])
 @pytest.mark.parametrize("pooling", list(Pooling))
 @pytest.mark.parametrize("temperature", [None, 2.5])
-def test_linear_heads_in_closed_form(count, pooling, temperature, tmp_path):
+def test_label_heads_in_closed_form(count, pooling, temperature, tmp_path):
     file = linear(tmp_path, count, 7, pooling=pooling, temperature=temperature)
     states, mask = hidden(17, 2), visual(17, 4, 9)
-    task = HeadInput(read_head(file, WIDTH), states, mask, places=torch.tensor([2] * 4 + [9] * 5))
+    task = HeadRequest(read_head(file, WIDTH), states, mask, places=torch.tensor([2] * 4 + [9] * 5))
     (result,) = HeadSet().run([task])
     rest, tensors = pooled(file, states, mask)
     point = {
@@ -123,7 +123,7 @@ def test_heads_of_all_kinds_in_one_batch_answer_as_alone(tmp_path):
     for number in range(14):
         head, length = heads[number * 5 % len(heads)], 14 + number
         states = hidden(length, 50 + number, torch.bfloat16 if number % 2 else torch.float32)
-        tasks.append(HeadInput(head, states, visual(length, 1, CELLS), [(100 + number, 80)], 0.1))
+        tasks.append(HeadRequest(head, states, visual(length, 1, CELLS), [(100 + number, 80)], 0.1))
     together = HeadSet().run(tasks)
     for task, result in zip(tasks, together, strict=True):
         (alone,) = HeadSet().run([task])
@@ -139,7 +139,7 @@ def test_heads_of_all_kinds_in_one_batch_answer_as_alone(tmp_path):
 def test_last_reads_the_last_token_only(tmp_path):
     head = read_head(linear(tmp_path, 3, 2), WIDTH)
     states = hidden(9, 1)
-    both = HeadSet().run([HeadInput(head, states), HeadInput(head, states[-1:])])
+    both = HeadSet().run([HeadRequest(head, states), HeadRequest(head, states[-1:])])
     assert np.array_equal(both[0].logits, both[1].logits)
     assert not head.reads_visual
     assert read_head(linear(tmp_path, 3, 3, pooling="visual_mean"), WIDTH).reads_visual
@@ -148,7 +148,7 @@ def test_last_reads_the_last_token_only(tmp_path):
 def test_sixteen_bit_states_are_read_in_float32(tmp_path):
     file = linear(tmp_path, 5, 2)
     states = hidden(3, 8, torch.bfloat16)
-    (result,) = HeadSet().run([HeadInput(read_head(file, WIDTH), states)])
+    (result,) = HeadSet().run([HeadRequest(read_head(file, WIDTH), states)])
     tensors = load_file(file)
     expected = tensors["weight"].double() @ states[-1].double() + tensors["bias"].double()
     np.testing.assert_allclose(result.logits[0], expected.numpy(), rtol=1e-5, atol=1e-5)
@@ -157,14 +157,14 @@ def test_sixteen_bit_states_are_read_in_float32(tmp_path):
 def test_a_task_that_cannot_be_answered_hits_only_itself(tmp_path):
     head = read_head(detection(tmp_path, ["a"], 1), WIDTH)
     mean = read_head(linear(tmp_path, 3, 2, pooling="visual_mean"), WIDTH)
-    good = HeadInput(head, hidden(20, 1), visual(20, 2, CELLS), [(50, 60)])
+    good = HeadRequest(head, hidden(20, 1), visual(20, 2, CELLS), [(50, 60)])
     results = HeadSet().run(
         [
-            HeadInput(mean, hidden(9, 1)),
+            HeadRequest(mean, hidden(9, 1)),
             good,
-            HeadInput(head, hidden(20, 1), visual(20, 2, CELLS - 1), [(50, 60)]),
-            HeadInput(head, hidden(20, 1), visual(20, 2, CELLS), [(50, 60), (70, 80)]),
-            HeadInput(mean, hidden(9, 1), visual(9, 0, 4)),
+            HeadRequest(head, hidden(20, 1), visual(20, 2, CELLS - 1), [(50, 60)]),
+            HeadRequest(head, hidden(20, 1), visual(20, 2, CELLS), [(50, 60), (70, 80)]),
+            HeadRequest(mean, hidden(9, 1), visual(9, 0, 4)),
         ]
     )
     assert isinstance(results[0], RequestError) and "send an image" in str(results[0])

@@ -24,22 +24,22 @@ from valora_train.base_model.evaluation import (
     NOVEL_SEEDS,
     TEST_SEEDS,
     THRESHOLD_SEEDS,
-    Asked,
-    BaseModel,
+    Checkpoint,
     Question,
+    SceneQuestion,
     f1,
     is_right,
     matches,
     questions,
 )
-from valora_train.base_model.pretrain import GRID, DetectionHead, assign, detection_loss, schedule
+from valora_train.base_model.pretrain import GRID, PretrainingHead, assign, detection_loss, schedule
 
 TINY = Path(__file__).parents[4] / "data/valora_data/tiny"
 
 
 @pytest.fixture(scope="module")
 def tiny():
-    return BaseModel(TINY, torch.device("cpu"))
+    return Checkpoint(TINY, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_the_checkpoint_is_small_and_plain(tiny):
         "box.weight": (4, 192),
         "box.bias": (4,),
     }
-    assert set(DetectionHead().state_dict()) == set(shapes)
+    assert set(PretrainingHead().state_dict()) == set(shapes)
 
 
 def test_the_prompt_comes_before_the_image(tiny):
@@ -162,7 +162,7 @@ def test_training_samples_are_what_the_processor_makes(tiny, tokenizer):
     maker = SampleMaker(0, tokenizer)
     question = Question("color", "what color is the star?", "red")
     ids, (start, end) = maker._encode(question, BUCKETS["short"])
-    inputs = tiny.inputs([Asked(question, (draw_scene(1),))])
+    inputs = tiny.inputs([SceneQuestion(question, (draw_scene(1),))])
     assert inputs["input_ids"][0].tolist() == ids[:start].tolist()
     answer = tiny.processor.tokenizer.decode(ids[start:end])
     assert answer == "red</s>"

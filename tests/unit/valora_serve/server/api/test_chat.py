@@ -123,7 +123,7 @@ def test_an_image_without_text_leaves_the_prompt_to_the_domain(server, client):
     assert len(server.engine.asked[-1].images) == 1
 
 
-def test_a_detection_heads_boxes_are_in_pixels_and_in_words(client):
+def test_a_box_heads_boxes_are_in_pixels_and_in_words(client):
     message = chat(url=data_url(encoded(picture(40, 20))))["messages"]
     answer = ask(client, model="person", messages=message)
     assert answer.choices[0].message.content == "<ref>person</ref><box>(0,0),(500,500)</box>"

@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from tests.support.fake_engine import FakeEngine
+from valora_data.contract.bundle import GOLDEN
 from valora_serve.errors import AdapterError
 from valora_serve.server.loading import golden
 
@@ -15,7 +16,7 @@ def golden_bundle(folder, expected, domain="person", threshold=0.5):
     (folder / "golden").mkdir(parents=True)
     Image.new("RGB", (40, 20)).save(folder / "golden" / "a.png")
     examples = [{"domain": domain, "image": "golden/a.png", "expected": expected}]
-    (folder / "golden" / "golden.json").write_text(json.dumps(examples))
+    (folder / GOLDEN).write_text(json.dumps(examples))
     (folder / "bundle.json").write_text(json.dumps({"domains": {domain: {"threshold": threshold}}}))
     return folder
 
@@ -77,7 +78,7 @@ def test_damaged_golden_examples(tmp_path):
     folder = golden_bundle(tmp_path / "b", [BOX])
     for content in ("{", '[{"domain": "person"}]', '[{"domain": "x", "image": "golden/a.png"}]',
                     '[{"domain": "person", "image": "none.png", "expected": []}]'):  # fmt: skip
-        (folder / "golden" / "golden.json").write_text(content)
+        (folder / GOLDEN).write_text(content)
         with pytest.raises(AdapterError):
             replay(folder)
     assert asyncio.run(golden.replay(FakeEngine(), tmp_path)) == 0

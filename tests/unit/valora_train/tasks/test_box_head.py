@@ -1,4 +1,4 @@
-"""The detection head: losses in closed form, targets by hand, calibration, round trip on disk."""
+"""The box head: losses in closed form, targets by hand, calibration, round trip on disk."""
 
 import math
 
@@ -14,8 +14,8 @@ from valora_data.errors import BundleError
 from valora_data.schema import Answer, Box, Domain, Sample, Task
 from valora_train.metrics.evaluate import Matches
 from valora_train.settings import HeadSettings
+from valora_train.tasks.box_head import BoxHeadModule, DetectionTargets
 from valora_train.tasks.detection import DetectionTask
-from valora_train.tasks.detection_head import DetectionHead, DetectionTargets
 
 GRID = (4, 4)
 LABELS = ("cat", "dog", "eel")
@@ -64,7 +64,7 @@ def test_mirrored_targets_are_mirrored():
 
 def test_loss_in_closed_form():
     torch.manual_seed(3)
-    head = DetectionHead(6, LABELS, GRID)
+    head = BoxHeadModule(6, LABELS, GRID)
     raw = torch.randn(2, 16, 8)
     both = targets([Box(11, 22, 19, 38, "dog", 0.7), Box(21, 42, 29, 58, "eel", 0.4)], [])
     loss = head.loss(raw, both, HeadSettings(2.0, 3.0, 0.5))
@@ -86,7 +86,7 @@ def test_loss_in_closed_form():
 
 
 def test_a_single_class_needs_no_class_logits():
-    head = DetectionHead(6, ["cat"], GRID)
+    head = BoxHeadModule(6, ["cat"], GRID)
     raw = head(torch.randn(3, 16, 6))
     assert raw.shape == (3, 16, 5)
     loss = head.loss(raw, targets([], [], [], labels=["cat"]), HeadSettings())
@@ -94,7 +94,7 @@ def test_a_single_class_needs_no_class_logits():
 
 
 def test_logits_are_fp32_also_from_half_precision():
-    head = DetectionHead(6, LABELS, GRID)
+    head = BoxHeadModule(6, LABELS, GRID)
     assert head(torch.randn(1, 16, 6, dtype=torch.bfloat16)).dtype is torch.float32
 
 
@@ -104,7 +104,7 @@ def test_calibration_recovers_a_known_distortion():
     hit = rng.uniform(size=20_000) < 1 / (1 + np.exp(-(0.5 * logit - 0.8)))
     score = 1 / (1 + np.exp(-logit))
     matches = Matches(score, hit, np.zeros(20_000, np.int64), np.array([1]), 0.0)
-    head = DetectionHead(6, LABELS, GRID)
+    head = BoxHeadModule(6, LABELS, GRID)
     head.calibrate(matches)
     assert head.calibration.tolist() == pytest.approx([0.5, -0.8], abs=0.06)
     # Scores made with that calibration lead to the same one again.
@@ -116,13 +116,13 @@ def test_calibration_recovers_a_known_distortion():
 
 def test_calibration_never_reverses_an_order():
     score = np.linspace(0.01, 0.99, 200)
-    head = DetectionHead(6, LABELS, GRID)
+    head = BoxHeadModule(6, LABELS, GRID)
     head.calibrate(Matches(score, score < 0.5, np.zeros(200, np.int64), np.array([1]), 0.0))
     assert head.calibration.tolist() == [1.0, 0.0]
 
 
 def test_boxes_come_in_pixels_of_the_image_that_was_sent():
-    head = DetectionHead(6, ["cat"], GRID)
+    head = BoxHeadModule(6, ["cat"], GRID)
     raw = torch.full((16, 5), -9.0)
     edges = torch.tensor([[0.25, 0.5, 0.5, 0.75]])
     raw[9, 0] = 4.0
@@ -136,11 +136,11 @@ def test_boxes_come_in_pixels_of_the_image_that_was_sent():
 
 
 def test_round_trip_on_disk(tmp_path):
-    head = DetectionHead(6, LABELS, GRID)
+    head = BoxHeadModule(6, LABELS, GRID)
     head.calibration.copy_(torch.tensor([1.7, -0.3]))
     head.threshold.fill_(0.37)
     write_head(tmp_path / "h.safetensors", head.stored(HeadSettings()))
-    loaded = DetectionHead.of(read_head(tmp_path / "h.safetensors", 6))
+    loaded = BoxHeadModule.of(read_head(tmp_path / "h.safetensors", 6))
     assert (loaded.labels, loaded.grid) == (LABELS, GRID)
     for key, value in head.state_dict().items():
         assert torch.equal(loaded.state_dict()[key], value), key
@@ -148,7 +148,7 @@ def test_round_trip_on_disk(tmp_path):
 
 def test_a_damaged_head_is_refused(tmp_path):
     file = tmp_path / "h.safetensors"
-    write_head(file, DetectionHead(6, LABELS, GRID).stored(HeadSettings()))
+    write_head(file, BoxHeadModule(6, LABELS, GRID).stored(HeadSettings()))
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(BundleError, match=r"head .*h\.safetensors is damaged"):
         read_head(file, 6)

@@ -1,4 +1,4 @@
-"""The linear head: one of a closed set of labels in a single pass (VaLoRA §4.2.2).
+"""The label head: one of a closed set of labels in a single pass (VaLoRA §4.2.2).
 
 It can look at the last token, at the mean of the visual tokens, at a learnt weighting of them, or
 at what is where in the image; all are trained side by side and the one that does best on
@@ -27,7 +27,7 @@ POOLINGS = tuple(str(pooling) for pooling in Pooling)
 TEMPERATURES = (0.05, 20.0)
 
 
-class LinearHead(nn.Module):
+class LabelHeadModule(nn.Module):
     """Logits of a label set, for each way of pooling.
 
     Args:
@@ -147,7 +147,7 @@ class LinearHead(nn.Module):
         )
 
     @classmethod
-    def of(cls, head: LabelHead) -> LinearHead:
+    def of(cls, head: LabelHead) -> LabelHeadModule:
         """The module of a head from a bundle.
 
         Args:

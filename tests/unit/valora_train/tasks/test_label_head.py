@@ -1,4 +1,4 @@
-"""Linear heads: losses in closed form, pooling, calibration; the serving side says the same."""
+"""Label heads: losses in closed form, pooling, calibration; the serving side says the same."""
 
 import math
 
@@ -9,10 +9,15 @@ from torch.nn import functional as F
 
 from valora_data.contract.heads import read_head, write_head
 from valora_data.errors import BundleError
-from valora_serve.model.heads import HeadInput, HeadSet
+from valora_serve.model.heads import HeadRequest, HeadSet
 from valora_train.model.prompts import HeadInputs
 from valora_train.settings import HeadSettings
-from valora_train.tasks.linear_head import POOLINGS, ChoiceTargets, LinearHead, distillation_loss
+from valora_train.tasks.label_head import (
+    POOLINGS,
+    ChoiceTargets,
+    LabelHeadModule,
+    distillation_loss,
+)
 
 LABELS = ("cat", "dog", "eel")
 WIDTH = 6
@@ -29,7 +34,7 @@ def reads(count=5, tokens=4, seed=0):
 
 
 def random_head(poolings=POOLINGS, seed=1):
-    head = LinearHead(WIDTH, LABELS, "classification", poolings)
+    head = LabelHeadModule(WIDTH, LABELS, "classification", poolings)
     generator = torch.Generator().manual_seed(seed)
     for parameter in head.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
@@ -83,10 +88,10 @@ def test_the_server_says_the_same(tmp_path, pooling):
     for row in range(5):
         # A token before the image, the image, and the prompt's last token.
         hidden = torch.cat([torch.zeros(1, WIDTH), read.visual[row], read.last[row : row + 1]])
-        (result,) = HeadSet().run([HeadInput(served, hidden, visual, places=read.places[row])])
+        (result,) = HeadSet().run([HeadRequest(served, hidden, visual, places=read.places[row])])
         told = [result.confidences[label] for label in LABELS]
         assert told == pytest.approx(ours[row].tolist(), abs=1e-5)
-    again = LinearHead.of(served)
+    again = LabelHeadModule.of(served)
     assert again.pooling == pooling
     assert again.labels == LABELS
     assert torch.allclose(
@@ -140,7 +145,7 @@ def test_it_learns_from_what_only_attention_sees():
     real = torch.ones(400, 8, dtype=torch.bool)
     # All in one place, so that `grid` sees no more than the mean.
     read = HeadInputs(torch.randn(400, WIDTH), visual, real, torch.zeros(400, 8, dtype=torch.int64))
-    head = LinearHead(WIDTH, LABELS, "classification")
+    head = LabelHeadModule(WIDTH, LABELS, "classification")
     optimizer = torch.optim.Adam(head.parameters(), lr=0.05)
     targets = ChoiceTargets(label, torch.zeros(400, 3))
     for _ in range(150):

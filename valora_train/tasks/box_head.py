@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from valora_train.settings import HeadSettings
 
 
-class DetectionHead(nn.Module):
+class BoxHeadModule(nn.Module):
     """Objectness, class and box from every visual token; one pass gives all boxes of an image.
 
     Args:
@@ -138,7 +138,7 @@ class DetectionHead(nn.Module):
         )
 
     @classmethod
-    def of(cls, head: BoxHead) -> DetectionHead:
+    def of(cls, head: BoxHead) -> BoxHeadModule:
         """The module of a head from a bundle."""
         module = cls(head.weight.shape[1], head.labels, head.grid)
         module.linear.load_state_dict({"weight": head.weight, "bias": head.bias})

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 ENVIRONMENT = "VALORA_"
 
 
-class _Settings(BaseSettings):
+class _OptionSettings(BaseSettings):
     """Syntax and precedence of all settings; `_model` adds the fields."""
 
     model_config = SettingsConfigDict(
@@ -128,7 +128,7 @@ def helps(cls: type) -> dict[str, str]:
     return {name: " ".join(text.replace("`", "").split()) for name, colon, text in found if colon}
 
 
-def _model(classes: Sequence[type], lists: Iterable[str]) -> type[_Settings]:
+def _model(classes: Sequence[type], lists: Iterable[str]) -> type[_OptionSettings]:
     """One flat settings model with the fields of all classes."""
     fields: dict[str, Any] = {name: (_read_as(name, list[str]), []) for name in lists}
     for cls in classes:
@@ -143,7 +143,7 @@ def _model(classes: Sequence[type], lists: Iterable[str]) -> type[_Settings]:
             if made is not dataclasses.MISSING:
                 default = Field(default_factory=made, description=text)
             fields[item.name] = (_read_as(item.name, hints[item.name]), default)
-    return create_model("Settings", __base__=_Settings, **fields)
+    return create_model("Settings", __base__=_OptionSettings, **fields)
 
 
 def _kind(annotation: Any) -> Any:
@@ -179,7 +179,7 @@ def _parsed(name: str, annotation: Any, value: Any) -> Any:
     return value
 
 
-def _read(model: type[_Settings], file: str) -> dict[str, Any]:
+def _read(model: type[_OptionSettings], file: str) -> dict[str, Any]:
     """Content of a YAML or TOML file; its names may have hyphens."""
     source = TomlConfigSettingsSource if file.endswith(".toml") else YamlConfigSettingsSource
     try:

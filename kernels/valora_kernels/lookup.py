@@ -71,7 +71,7 @@ def _features(shape: Shape) -> np.ndarray:
     )
 
 
-class Table:
+class TilingTable:
     """The fastest tilings that were measured on one GPU.
 
     Args:
@@ -121,7 +121,7 @@ class Table:
         return [near for _, near in self._near(shape, count)]
 
     @classmethod
-    def load(cls, path: Path, gpu: Gpu) -> Table:
+    def load(cls, path: Path, gpu: Gpu) -> TilingTable:
         """Read a table that `save` wrote.
 
         Raises:
@@ -170,11 +170,11 @@ def _check_arrangement(name: str, path: Path) -> None:
 
 
 @cache
-def table_of(gpu: Gpu) -> Table:
+def table_of(gpu: Gpu) -> TilingTable:
     """The table of a GPU; an empty one if nothing was measured on it."""
     if gpu.table is None or not gpu.table.exists():
-        return Table(gpu, [])
-    return Table.load(gpu.table, gpu)
+        return TilingTable(gpu, [])
+    return TilingTable.load(gpu.table, gpu)
 
 
 @lru_cache(maxsize=65536)

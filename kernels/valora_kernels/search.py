@@ -32,9 +32,9 @@ import torch
 from valora_kernels.arrangements.base import ALL
 from valora_kernels.arrangements.registry import ARRANGEMENTS, arrangement
 from valora_kernels.gpus.detect import gpu_of
-from valora_kernels.lookup import Table
+from valora_kernels.lookup import TilingTable
 from valora_kernels.tiling import ProjectionGroup, Shape, Tiling
-from valora_kernels.timing import Workload, replay_times, spread
+from valora_kernels.timing import KernelWorkload, replay_times, spread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -93,7 +93,7 @@ def groups_of_model(config: dict[str, Any]) -> list[tuple[int, tuple[int, ...]]]
     return list(dict.fromkeys(found))
 
 
-def call_of(step: str, tiling: Tiling, work: Workload, one: Inputs) -> Callable[[], object]:
+def call_of(step: str, tiling: Tiling, work: KernelWorkload, one: Inputs) -> Callable[[], object]:
     """The call that is timed: one step of the tiling's arrangement, or all of it."""
     way = arrangement(tiling.arrangement)
     return way.call(step, tiling, one.ys, one.x, one.weights, work.batch)
@@ -107,8 +107,8 @@ Case = tuple[int, int]
 
 
 @cache
-def _small_workload(group: ProjectionGroup) -> Workload:
-    return Workload(
+def _small_workload(group: ProjectionGroup) -> KernelWorkload:
+    return KernelWorkload(
         spread(128, 1), [group.rank], group.in_features, group.out_features, cold=1, most=1
     )
 
@@ -191,7 +191,7 @@ class Search:
     def times(
         self,
         group: ProjectionGroup,
-        work: Workload,
+        work: KernelWorkload,
         step: str,
         tilings: Sequence[Tiling],
         repeats: int = 3,
@@ -236,7 +236,7 @@ class Search:
     def advance(
         self,
         group: ProjectionGroup,
-        works: dict[Case, Workload],
+        works: dict[Case, KernelWorkload],
         searches: dict[tuple[Case, str], Generator[Trial, Times, Times]],
     ) -> Iterator[tuple[tuple[Case, str], Times]]:
         """Advance all searches trial by trial, and yield the result of each when it ends.
@@ -260,7 +260,7 @@ class Search:
         self,
         group: ProjectionGroup,
         case: Case,
-        work: Workload,
+        work: KernelWorkload,
         finalists: Times,
         bar: Progress,
     ) -> None:
@@ -276,7 +276,9 @@ class Search:
     ) -> None:
         """Try only the tilings that were the fastest in another group."""
         cases = [case for case in cases if group.shape(*case) not in self.found]
-        table = Table(self.gpu, ((shape, best[0][1]) for shape, best in self.found.items() if best))
+        table = TilingTable(
+            self.gpu, ((shape, best[0][1]) for shape, best in self.found.items() if best)
+        )
         plans = {}
         for case in cases:
             near = table.neighbours(like.shape(*case), 8)
@@ -300,9 +302,9 @@ class Search:
         return found
 
 
-def workload(group: ProjectionGroup, rows: int, adapters: int) -> Workload:
+def workload(group: ProjectionGroup, rows: int, adapters: int) -> KernelWorkload:
     """Inputs for `rows` rows that share `adapters` adapters evenly."""
-    return Workload(
+    return KernelWorkload(
         spread(rows, adapters), [group.rank] * adapters, group.in_features, group.out_features,
         most=192,
     )  # fmt: skip
@@ -387,7 +389,7 @@ def main() -> None:
     if output is None:
         parser.error(f"the record of {gpu.name} names no table: say with --output where to write")
     output.parent.mkdir(parents=True, exist_ok=True)
-    known = Table.load(output, gpu).entries if output.exists() else {}
+    known = TilingTable.load(output, gpu).entries if output.exists() else {}
     columns = json.loads(output.read_text()) if known else {"microseconds": []}
     measured = dict(zip(known, columns["microseconds"], strict=True))
     journal = output.with_suffix(".partial.jsonl")
@@ -398,7 +400,7 @@ def main() -> None:
     entries = {**known, **best}
     measured |= {s: round(found[0][0], 2) for s, found in search.found.items() if found[0][0]}
     times = [measured.get(shape) for shape in entries]
-    Table(gpu, entries.items()).save(
+    TilingTable(gpu, entries.items()).save(
         output, torch=torch.__version__, seconds=round(time.time() - started), microseconds=times
     )
     print(f"\n{output}: {bar.total} shapes in {time.time() - started:.0f} s, {len(entries)} in all")

@@ -61,7 +61,7 @@ def spread(
     return np.repeat(np.arange(adapters), counts)
 
 
-class Workload:
+class KernelWorkload:
     """Inputs of one operator call, in enough copies that none is in the cache when it is used.
 
     Args:

@@ -214,7 +214,7 @@ def train_yolo(
     started = time.perf_counter()
     _check(train_samples, labels)
     batch_size = min(settings.batch, len(train_samples))
-    data = _Images.of(train_samples, labels, settings.size)
+    data = _TrainingImages.of(train_samples, labels, settings.size)
     rng = torch.Generator().manual_seed(settings.seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
@@ -281,7 +281,7 @@ def _check(train_samples: Sequence[Sample], labels: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Images:
+class _TrainingImages:
     """A labelled data set in memory, every image padded to a square.
 
     Attributes:
@@ -295,7 +295,7 @@ class _Images:
     classes: list[Tensor]
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], labels: Sequence[str], size: int) -> _Images:
+    def of(cls, samples: Sequence[Sample], labels: Sequence[str], size: int) -> _TrainingImages:
         pixels, boxes, classes = [], [], []
         index_of = {label: index for index, label in enumerate(labels)}
         for sample in samples:

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from valora_data.contract.architectures.base import Part
+from valora_data.contract.architectures.base import ModelPart
 from valora_serve.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class ModelTargets:
     """
 
     linears: Mapping[str, tuple[int, int]]
-    parts: Mapping[str, Part]
+    parts: Mapping[str, ModelPart]
     rename: Callable[[str], str]
 
     @classmethod
@@ -110,7 +110,7 @@ class ModelTargets:
             if part is None:
                 continue
             linears[path] = (module.out_features, module.in_features)
-            parts[path] = part if part is Part.LANGUAGE else architecture.part_of(path)
+            parts[path] = part if part is ModelPart.LANGUAGE else architecture.part_of(path)
         return cls(linears, parts, _renaming(model))
 
     def find(self, path: str) -> str | None:
@@ -172,7 +172,7 @@ class Adapter:
     modules: Mapping[str, LoraPair]
     rank: int
     scaling: float
-    parts: frozenset[Part]
+    parts: frozenset[ModelPart]
     content: str
     vision_content: str
 
@@ -215,7 +215,9 @@ def read_adapter(folder: Path, targets: ModelTargets) -> Adapter:
         for path in sorted(found, key=list(targets.linears).index)
     }
     scalings = Counter(pair.scaling for pair in modules.values() if pair.scaling)
-    vision = {path: pair for path, pair in modules.items() if targets.parts[path] != Part.LANGUAGE}
+    vision = {
+        path: pair for path, pair in modules.items() if targets.parts[path] != ModelPart.LANGUAGE
+    }
     return Adapter(
         folder=folder,
         modules=modules,

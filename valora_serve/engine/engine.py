@@ -31,7 +31,7 @@ import torch
 from valora_serve.catalogue.store import Store
 from valora_serve.engine import sizing
 from valora_serve.engine.answers import Answers
-from valora_serve.engine.images import Images
+from valora_serve.engine.images import ImageEncoder
 from valora_serve.engine.launch import Launcher
 from valora_serve.engine.merge import MergeState
 from valora_serve.engine.named import Named
@@ -165,7 +165,7 @@ class Engine:
             graphs=sizing.decode_sizes(settings),
             prompt_graphs=sizing.prompt_sizes(settings, self.device),
         )
-        self.images = Images(self.runner, self.adapters, settings.image_cache_bytes)
+        self.images = ImageEncoder(self.runner, self.adapters, settings.image_cache_bytes)
         # A tokenizer is not thread-safe, and prompts are prepared in another thread.
         self._tokenizer = copy.deepcopy(lmm.tokenizer)
         self._answers = Answers(

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Images:
-    """The image cache, keyed by image and by the adapter's vision weights.
+class ImageEncoder:
+    """Encodes images, with a cache keyed by image and by the adapter's vision weights.
 
     Args:
         runner: Runs the vision encoder.

@@ -19,7 +19,7 @@ from valora_serve.model.work import Work
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from valora_serve.engine.images import Images
+    from valora_serve.engine.images import ImageEncoder
     from valora_serve.engine.merge import MergeState
     from valora_serve.engine.requests import Requests
     from valora_serve.engine.sequence import SequenceState
@@ -73,7 +73,7 @@ class Launcher:
         lmm: Lmm,
         runner: ModelRunner,
         requests: Requests,
-        images: Images,
+        images: ImageEncoder,
         merge_state: MergeState,
         fail: Callable[[SequenceState, ServeError], None],
     ) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from valora_kernels.metadata import NONE
 from valora_serve.engine.sizing import cost_folder, machine_name
-from valora_serve.memory.adapter_memory import State
+from valora_serve.memory.adapter_memory import AdapterState
 from valora_serve.memory.block_manager import Owner
 from valora_serve.model.sampler import TokenChoice
 from valora_serve.model.work import Work
@@ -124,7 +124,7 @@ def _load(engine: Engine) -> list[tuple[int, float]]:
     times = []
     adapters = engine.adapters
     for key in engine.named.known()[:ADAPTERS]:
-        if adapters.state(key) is State.RESIDENT:
+        if adapters.state(key) is AdapterState.RESIDENT:
             continue
         start = time.perf_counter()
         if not adapters.load(key):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from valora_data.contract.heads import Head
     from valora_serve.catalogue.store import ResolvedModel
-    from valora_serve.memory.block_manager import Span
+    from valora_serve.memory.block_manager import ImageSpan
     from valora_serve.model.detokenizer import Detokenizer
     from valora_serve.model.prompt import Prompt, VisualFeatures
     from valora_serve.types import Finish, Request
@@ -78,7 +78,7 @@ class SequenceState:
     ids: list[int]
     prompt_tokens: int
     salt: bytes
-    spans: list[Span]
+    spans: list[ImageSpan]
     vision: bytes
     text: Detokenizer
     generator: Generator | None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from valora_serve.memory.unified import PackedAdapter, UnifiedMemory
 
 
-class State(StrEnum):
+class AdapterState(StrEnum):
     """Where an adapter is."""
 
     FILE = "file"
@@ -171,13 +171,13 @@ class AdapterMemory:
         self._drop(key)
         del self._entries[key]
 
-    def state(self, key: str) -> State:
+    def state(self, key: str) -> AdapterState:
         """Return where an adapter is."""
         if key in self.resident:
-            return State.RESIDENT
+            return AdapterState.RESIDENT
         if key in self.loading:
-            return State.LOADING
-        return State.FILE if self._entries[key].packed is None else State.HOST
+            return AdapterState.LOADING
+        return AdapterState.FILE if self._entries[key].packed is None else AdapterState.HOST
 
     def pages(self, key: str) -> int:
         """Return the number of pages that an adapter takes on the device."""

@@ -140,7 +140,7 @@ class PagePool:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ImageSpan:
     """Prompt tokens that stand for an image or a video.
 
     Attributes:
@@ -155,7 +155,7 @@ class Span:
 
 
 @dataclass(slots=True)
-class _Table:
+class _SequencePages:
     """An open sequence.
 
     Attributes:
@@ -168,7 +168,7 @@ class _Table:
 
     tokens: Sequence[int]
     salt: bytes
-    spans: Sequence[Span]
+    spans: Sequence[ImageSpan]
     blocks: list[int]
     keys: list[bytes] = field(default_factory=list)
 
@@ -197,7 +197,7 @@ class BlockManager:
         self.pool = pool
         self.block_size = block_size
         self.caching = caching
-        self._sequences: dict[Hashable, _Table] = {}
+        self._sequences: dict[Hashable, _SequencePages] = {}
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         pool.on_evict = self._forget
@@ -213,7 +213,7 @@ class BlockManager:
         self,
         tokens: Sequence[int],
         salt: bytes = b"",
-        spans: Sequence[Span] = (),
+        spans: Sequence[ImageSpan] = (),
         limit: int | None = None,
     ) -> tuple[int, list[int]]:
         """Look up the longest cached prefix of a prompt, without taking it.
@@ -246,7 +246,7 @@ class BlockManager:
         sequence: Hashable,
         tokens: Sequence[int],
         salt: bytes = b"",
-        spans: Sequence[Span] = (),
+        spans: Sequence[ImageSpan] = (),
         limit: int | None = None,
     ) -> int:
         """Open a sequence; its table starts with the cached prefix of its prompt.
@@ -271,7 +271,7 @@ class BlockManager:
         for block in blocks:
             self.pool.share(block)
         keys = [self._key_of[block] for block in blocks]
-        self._sequences[sequence] = _Table(tokens, salt, spans, blocks, keys)
+        self._sequences[sequence] = _SequencePages(tokens, salt, spans, blocks, keys)
         return cached
 
     def pages_needed(self, sequence: Hashable, total_tokens: int) -> int:
@@ -341,7 +341,7 @@ class BlockManager:
             self.pool.give(block, keep=block in self._key_of)
 
     def _key(
-        self, before: bytes, tokens: Sequence[int], spans: Sequence[Span], index: int
+        self, before: bytes, tokens: Sequence[int], spans: Sequence[ImageSpan], index: int
     ) -> bytes:
         """Return the key of block `index`, given the key of the block before it, or the salt."""
         start, stop = index * self.block_size, (index + 1) * self.block_size

@@ -192,7 +192,7 @@ class UnifiedMemory:
                         continue
                     count = min(room, rank - row)
                     place[part, number, row : row + count] = end + step * np.arange(count)
-                    runs.append(Run(module, part, row, count, end, step))
+                    runs.append(PageRun(module, part, row, count, end, step))
                     row += count
                     end += count * step
         return Layout(
@@ -283,7 +283,7 @@ class UnifiedMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PageRun:
     """Rank rows that lie one after another in a page.
 
     Attributes:
@@ -318,7 +318,7 @@ class Layout:
 
     pages: int
     elements: int
-    runs: tuple[Run, ...]
+    runs: tuple[PageRun, ...]
     present: NDArray[np.bool_]
     page: NDArray[np.int64]
     offset: NDArray[np.int64]

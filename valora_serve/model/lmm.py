@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from valora_data.contract.architectures.base import Part
+from valora_data.contract.architectures.base import ModelPart
 from valora_data.contract.base_model import BaseModel, load_model
 from valora_data.errors import BundleError
 from valora_kernels.launching import has_dependent_launch
@@ -76,7 +76,10 @@ class Lmm(BaseModel):
         within = self.architecture.adaptable(model)
         self.linears = Linears.of(
             model,
-            {path: "text" if part is Part.LANGUAGE else "vision" for path, part in within.items()},
+            {
+                path: "text" if part is ModelPart.LANGUAGE else "vision"
+                for path, part in within.items()
+            },
         )
 
     @classmethod

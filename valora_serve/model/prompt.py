@@ -11,7 +11,7 @@ import numpy as np
 from valora_data.contract.architectures.base import IMAGE, PIXELS, VIDEO
 from valora_data.contract.grid_pooling import places_of
 from valora_serve.errors import ImageError, RequestError
-from valora_serve.memory.block_manager import Span
+from valora_serve.memory.block_manager import ImageSpan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Visual:
     size: tuple[int, int]
     grid: tuple[int, int, int] | None
 
-    def spans(self, key: bytes) -> list[Span]:
+    def spans(self, key: bytes) -> list[ImageSpan]:
         """Return the runs of its tokens, for the keys of the prefix cache.
 
         Args:
@@ -53,7 +53,7 @@ class Visual:
         cuts = np.flatnonzero(np.diff(self.at) != 1) + 1
         runs = np.split(self.at, cuts)
         return [
-            Span(int(run[0]), int(run[-1]) + 1, self.key + b"|%d|" % number + key)
+            ImageSpan(int(run[0]), int(run[-1]) + 1, self.key + b"|%d|" % number + key)
             for number, run in enumerate(runs)
         ]
 

@@ -1,7 +1,7 @@
 """What all policies have in common: filling the batch and turning a plan into a decision.
 
-`batching.Batch` keeps the limits of a step. A policy says which requests may take part, in which
-order, and which adapter is merged.
+`batching.BatchBuilder` keeps the limits of a step. A policy says which requests may take part, in
+which order, and which adapter is merged.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
-from valora_serve.orchestrator.batching import FOREVER, Batch, BatchPlan
+from valora_serve.orchestrator.batching import FOREVER, BatchBuilder, BatchPlan
 from valora_serve.orchestrator.decision import Decision
 from valora_serve.orchestrator.early_abort import EarlyAbort
 from valora_serve.types import Mode
@@ -76,12 +76,12 @@ class BasePolicy:
         """Fill the batch as planned; where nothing can be computed, fall back to unmerged mode."""
         now = view.now
         starved = now - self.settings.patience
-        batch = Batch(view, plan, starved)
+        batch = BatchBuilder(view, plan, starved)
         if batch.pages < 0:
             plan = BatchPlan(
                 Mode.UNMERGED, None, view.running, plan.waiting, f"no pages left for {plan.merged}"
             )
-            batch = Batch(view, plan, starved)
+            batch = BatchBuilder(view, plan, starved)
         batch.run()
         stuck = not batch.items and not batch.preempt
         holds_adapter = (plan.merged or view.merged) is not None
@@ -93,7 +93,7 @@ class BasePolicy:
             plan = BatchPlan(
                 Mode.UNMERGED, None, view.running, plan.waiting, f"no room beside {holder}"
             )
-            batch = Batch(view, plan, starved)
+            batch = BatchBuilder(view, plan, starved)
             batch.run()
         else:
             stuck = False

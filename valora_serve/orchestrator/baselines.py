@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from valora_serve.orchestrator.decision import PolicySettings, RequestView, View
 
 
-class UnmergeOnly(BasePolicy):
+class UnmergeOnlyPolicy(BasePolicy):
     """Always unmerged, first come first served; requests that do not fit are skipped.
 
     Attributes:
@@ -36,7 +36,7 @@ class UnmergeOnly(BasePolicy):
         )
 
 
-class SLora(UnmergeOnly):
+class SLoraPolicy(UnmergeOnlyPolicy):
     """S-LoRA: always unmerged, strictly first come first served (S-LoRA §4).
 
     Adapter clustering and early abort are on if the settings `clusters` and `early_abort` say so.
@@ -45,7 +45,7 @@ class SLora(UnmergeOnly):
     strict = True
 
 
-class MergeOnly(BasePolicy):
+class MergeOnlyPolicy(BasePolicy):
     """One adapter at a time: that of the oldest request, with all requests of this adapter.
 
     Requests of the base model, and of an adapter that cannot be merged, run in unmerged mode.
@@ -72,7 +72,7 @@ class MergeOnly(BasePolicy):
         )
 
 
-class DLora(BasePolicy):
+class DLoraPolicy(BasePolicy):
     """dLoRA's credit-based batching, as in its published code (OSDI 2024, §4.2).
 
     The policy stays merged while enough of the first-come batch uses the merged adapter. All other

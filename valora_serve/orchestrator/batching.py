@@ -61,7 +61,7 @@ class BatchPlan:
     strict: bool = False
 
 
-class Batch:
+class BatchBuilder:
     """A batch that is filled by a plan within the limits of a view.
 
     Args:

@@ -221,7 +221,7 @@ class _Load:
         return math.ceil(terms), math.ceil(work), ranks
 
 
-class Cost(BasePolicy):
+class CostPolicy(BasePolicy):
     """Chooses weights, prompts and order by predicted latency.
 
     Args:

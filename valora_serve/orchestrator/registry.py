@@ -32,12 +32,12 @@ POLICIES: Registry[PolicyClass] = Registry(
     "valora.policies",
     "policy",
     {
-        "cost": f"{_HERE}.cost_policy:Cost",
-        "valora": f"{_HERE}.valora:Valora",
-        "merge_only": f"{_HERE}.baselines:MergeOnly",
-        "unmerge_only": f"{_HERE}.baselines:UnmergeOnly",
-        "dlora": f"{_HERE}.baselines:DLora",
-        "slora": f"{_HERE}.baselines:SLora",
+        "cost": f"{_HERE}.cost_policy:CostPolicy",
+        "valora": f"{_HERE}.valora:ValoraPolicy",
+        "merge_only": f"{_HERE}.baselines:MergeOnlyPolicy",
+        "unmerge_only": f"{_HERE}.baselines:UnmergeOnlyPolicy",
+        "dlora": f"{_HERE}.baselines:DLoraPolicy",
+        "slora": f"{_HERE}.baselines:SLoraPolicy",
     },
     SettingsError,
 )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from valora_serve.orchestrator.decision import RequestView, View
 
 
-class Valora(BasePolicy):
+class ValoraPolicy(BasePolicy):
     """VaLoRA's Algorithm 1, with rules for the cases that the paper leaves open.
 
     The principles are those of §4.4.3: merged mode whenever possible; when other requests starve,

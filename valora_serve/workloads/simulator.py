@@ -127,10 +127,10 @@ def simulate(
     Raises:
         SimulationError: A request can never fit, or the policy breaks a rule.
     """
-    return _Run(workload, policy, cost_model, settings or SimSettings(), trace).run()
+    return _Simulation(workload, policy, cost_model, settings or SimSettings(), trace).run()
 
 
-class _Run:
+class _Simulation:
     """The state of a simulation."""
 
     def __init__(

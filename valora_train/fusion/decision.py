@@ -44,7 +44,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class AttemptDecision:
     """The verdict on an attempt.
 
     Attributes:

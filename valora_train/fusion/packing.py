@@ -19,7 +19,7 @@ from valora_train.fusion.strategies.registry import make_strategy
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from valora_train.fusion.decision import Attempt, Decision
+    from valora_train.fusion.decision import Attempt, AttemptDecision
     from valora_train.fusion.parent import Parent
     from valora_train.fusion.state import FusionState
     from valora_train.fusion.trainer import Trainer
@@ -38,7 +38,7 @@ class Outcome:
         seconds: Duration of training, evaluation and snapshot, in seconds.
     """
 
-    decision: Decision
+    decision: AttemptDecision
     evaluations: Mapping[str, Evaluation]
     seconds: float
 

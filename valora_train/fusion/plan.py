@@ -13,7 +13,7 @@ import random
 from typing import TYPE_CHECKING
 
 from valora_train.errors import SettingsError, StrategyError
-from valora_train.fusion.decision import Attempt, Decision, Verdict
+from valora_train.fusion.decision import Attempt, AttemptDecision, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -87,7 +87,7 @@ class FusionPlan:
         self._probes = probes or {}
         self._tried: set[str] = set()  # adapters that were tried for the first waiting domain
         self._attempt: Attempt | None = None
-        self.decisions: list[Decision] = []
+        self.decisions: list[AttemptDecision] = []
 
     @property
     def closed(self) -> list[str]:
@@ -145,7 +145,7 @@ class FusionPlan:
                 return adapter
         return f"adapter-{self.used + 1}"
 
-    def tell(self, accuracy: Mapping[str, float]) -> Decision:
+    def tell(self, accuracy: Mapping[str, float]) -> AttemptDecision:
         """Judge the attempt that `next` returned.
 
         Args:
@@ -168,7 +168,7 @@ class FusionPlan:
         else:
             verdict = Verdict.UNREACHABLE
         self._apply(attempt, verdict)
-        decision = Decision(
+        decision = AttemptDecision(
             attempt, dict(accuracy), verdict, below, self._reason(accuracy, below, verdict)
         )
         self.decisions.append(decision)

@@ -15,7 +15,7 @@ from valora_data.schema import Split
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from valora_train.fusion.decision import Decision
+    from valora_train.fusion.decision import AttemptDecision
     from valora_train.fusion.parent import Parent
     from valora_train.fusion.plan import FusionPlan
     from valora_train.fusion.state import FusionState
@@ -158,7 +158,7 @@ def fusion_result(
     }
 
 
-def _as_json(decision: Decision) -> dict[str, Any]:
+def _as_json(decision: AttemptDecision) -> dict[str, Any]:
     attempt = decision.attempt
     return {
         "number": attempt.number,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from valora_data.schema import Answer, Box, Domain, Sample
-    from valora_train.fusion.decision import Decision
+    from valora_train.fusion.decision import AttemptDecision
 
 TILE = 192  # pixels
 CAPTION_ROWS = 5
@@ -87,7 +87,7 @@ def _iou(one: Box, other: Box) -> float:
     return shared / (one.area + other.area - shared)
 
 
-def heat_map(decisions: Sequence[Decision], required: Mapping[str, float]) -> Figure:
+def heat_map(decisions: Sequence[AttemptDecision], required: Mapping[str, float]) -> Figure:
     """A heat map of domains × attempts: accuracy minus requirement on the validation split."""
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
@@ -122,7 +122,7 @@ def heat_map(decisions: Sequence[Decision], required: Mapping[str, float]) -> Fi
     return figure
 
 
-def packing_timeline(decisions: Sequence[Decision], seconds: Sequence[float]) -> Figure:
+def packing_timeline(decisions: Sequence[AttemptDecision], seconds: Sequence[float]) -> Figure:
     """A timeline of attempts: one bar each, by adapter, coloured by verdict."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
-    from valora_train.fusion.decision import Attempt, Decision
+    from valora_train.fusion.decision import Attempt, AttemptDecision
 
 FUSION = "valora.fusion"
 ATTEMPT = "valora.attempt"
@@ -148,7 +148,7 @@ class Tracker:
 
     def log_summary(
         self,
-        decisions: Sequence[Decision],
+        decisions: Sequence[AttemptDecision],
         seconds: Sequence[float],
         required: Mapping[str, float],
     ) -> None:
@@ -269,7 +269,7 @@ class AttemptRun:
 
     def finish(
         self,
-        decision: Decision,
+        decision: AttemptDecision,
         seconds: float,
         sheets: Mapping[str, Image],
         details: Mapping[str, float],

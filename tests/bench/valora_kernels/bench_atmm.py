@@ -32,7 +32,7 @@ from valora_kernels.metadata import group_rows
 from valora_kernels.project import add_projection
 from valora_kernels.search import Search
 from valora_kernels.tiling import ProjectionGroup
-from valora_kernels.timing import Inputs, Workload, replay_times, spread, times_in_turn
+from valora_kernels.timing import Inputs, KernelWorkload, replay_times, spread, times_in_turn
 from valora_kernels.weights import LoraWeights
 
 WIDTH = 4096
@@ -128,7 +128,7 @@ def off_grid() -> Iterator[Case]:
             yield Case("q, k, v", rows, [64] * adapters, out_features=outs)
 
 
-def peers(work: Workload) -> dict[str, Callable[[Inputs], object]]:
+def peers(work: KernelWorkload) -> dict[str, Callable[[Inputs], object]]:
     """Other implementations, rebuilt from torch; without scalings, which favours them."""
     device = work.sets[0].x.device
     slots, rank = len(work.ranks), max(work.ranks)
@@ -198,7 +198,7 @@ def peers(work: Workload) -> dict[str, Callable[[Inputs], object]]:
     return found
 
 
-def exact(work: Workload, s: Inputs, ys: list[torch.Tensor]) -> list[torch.Tensor]:
+def exact(work: KernelWorkload, s: Inputs, ys: list[torch.Tensor]) -> list[torch.Tensor]:
     """The result in fp32, computed adapter by adapter."""
     totals = [y.float().clone() for y in ys]
     rows_of = torch.from_numpy(work.rows_of).to(s.x.device)
@@ -257,14 +257,14 @@ class Ceilings:
         us = np.median(replay_times([lambda: a @ b], at_least=3))
         self.flops_per_us = 2 * 8192**3 / us
 
-    def floor(self, work: Workload) -> float:
+    def floor(self, work: KernelWorkload) -> float:
         """Lower bound of a call in microseconds: max(bytes / bandwidth, flops / rate)."""
         return max(work.bytes / self.bytes_per_us, work.flops / self.flops_per_us)
 
 
 def measure(case: Case, ceilings: Ceilings, *, with_peers: bool, repeats: int) -> Result:
     """Time our operator, the base product and the peers on the same inputs."""
-    work = Workload(
+    work = KernelWorkload(
         spread(case.rows, len(case.ranks), case.popularity),
         case.ranks,
         case.in_features,
@@ -393,13 +393,13 @@ def projection_totals(lines: list[str], repeats: int) -> list[dict[str, float]]:
     ]
     for rows in (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192):
         adapters = min(rows, 16)
-        work = Workload(spread(rows, adapters), [64] * adapters, WIDTH, [WIDTH], most=8)
+        work = KernelWorkload(spread(rows, adapters), [64] * adapters, WIDTH, [WIDTH], most=8)
         sets = (work.sets * 8)[: max(8, len(work.sets))]
         bases = [
             torch.randn(WIDTH, WIDTH, device="cuda", dtype=torch.bfloat16) / 64 for _ in range(8)
         ]
 
-        def separate(s: Inputs, w: torch.Tensor, work: Workload = work) -> None:
+        def separate(s: Inputs, w: torch.Tensor, work: KernelWorkload = work) -> None:
             torch.mm(s.x, w.T, out=s.ys[0])
             atmm(s.ys, s.x, s.weights, work.batch)
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from valora_data.contract.architectures.base import Part
+from valora_data.contract.architectures.base import ModelPart
 from valora_data.contract.heads import LabelHead, Pooling
 from valora_serve.catalogue.adapters import Adapter, LoraPair
 from valora_serve.catalogue.store import ResolvedModel, Staged
@@ -103,10 +103,12 @@ def add_adapters(engine, count, ranks, distinct=16, seed=0):
                     std=0.01, generator=generator
                 )
                 pairs[path] = LoraPair(a, b, 1.0)
-            adapter = Adapter(Path(name), pairs, rank, 1.0, frozenset([Part.LANGUAGE]), content, "")
+            adapter = Adapter(
+                Path(name), pairs, rank, 1.0, frozenset([ModelPart.LANGUAGE]), content, ""
+            )
             made[which] = (engine.memory.pack(adapter), pairs)
         packed, pairs = made[which]
-        light = Adapter(Path(name), {}, rank, 1.0, frozenset([Part.LANGUAGE]), content, "")
+        light = Adapter(Path(name), {}, rank, 1.0, frozenset([ModelPart.LANGUAGE]), content, "")
         model = ServedModel(name, "adapter", name, engine.lmm.base, name, rank=rank)
         staged = Staged(None, (ResolvedModel(model, light),), {content: light}, Path(name))
         engine.named.register(staged, {content: packed})

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from valora_kernels.arrangements.registry import arrangement
 from valora_kernels.gpus.registry import GPUS
-from valora_kernels.lookup import LookupMode, Table, default_tiling, table_of
+from valora_kernels.lookup import LookupMode, TilingTable, default_tiling, table_of
 from valora_kernels.tiling import Shape, Tiling
 
 H200 = GPUS["nvidia_h200"]
@@ -56,7 +56,7 @@ def test_rules_always_answer(shape: Shape) -> None:
 @given(st.lists(shapes, min_size=1, max_size=30, unique=True), st.data())
 def test_measured_shapes_are_found_exactly(known: list[Shape], data: st.DataObject) -> None:
     tilings = [Tiling("shrink_expand", outputs=2 ** (4 + i % 4)) for i in range(len(known))]
-    table = Table(H200, zip(known, tilings, strict=True))
+    table = TilingTable(H200, zip(known, tilings, strict=True))
     place = data.draw(st.integers(0, len(known) - 1))
     choice = table.look_up(known[place])
     assert (choice.tiling, choice.mode) == (tilings[place], LookupMode.EXACT)

@@ -11,7 +11,7 @@ import pytest
 from valora_kernels.arrangements.registry import arrangement
 from valora_kernels.gpus.detect import generic
 from valora_kernels.gpus.registry import GPUS
-from valora_kernels.lookup import LookupMode, Table, choose, table_of
+from valora_kernels.lookup import LookupMode, TilingTable, choose, table_of
 from valora_kernels.registry import UnknownNameError
 from valora_kernels.search import PRESETS, groups_of_model
 from valora_kernels.tiling import Shape, Tiling
@@ -24,13 +24,13 @@ MANY = Tiling("fused", 64, 128, 64, 0, parts=2)
 
 
 def test_modes() -> None:
-    table = Table(H200, [(SHAPE, FEW), (LARGE, MANY)])
+    table = TilingTable(H200, [(SHAPE, FEW), (LARGE, MANY)])
     assert table.look_up(SHAPE) == (choice := table.look_up(SHAPE))
     assert (choice.tiling, choice.mode) == (FEW, LookupMode.EXACT)
     near = table.look_up(replace(SHAPE, rows=70))
     assert (near.tiling, near.mode) == (FEW, LookupMode.NEAREST)
     assert table.look_up(replace(LARGE, rows=3000)).tiling == MANY
-    assert Table(H200, []).look_up(SHAPE).mode is LookupMode.DEFAULT
+    assert TilingTable(H200, []).look_up(SHAPE).mode is LookupMode.DEFAULT
     unmeasured = generic(
         "a GPU that nobody measured", processors=80, shared_memory=100 << 10, capability=(8, 0)
     )
@@ -48,12 +48,13 @@ def test_other_input_widths_are_cut_into_as_many_parts() -> None:
 def test_what_does_not_fit_is_not_taken() -> None:
     """What a small rank allows may need more shared memory than there is at a large one."""
     greedy = Tiling("fused", 64, 128, 128, 0, stages=4)
-    table = Table(H200, [(LARGE, greedy), (SHAPE, FEW)])
+    table = TilingTable(H200, [(LARGE, greedy), (SHAPE, FEW)])
     assert table.look_up(replace(LARGE, rows=4000)).tiling == greedy
     other = table.look_up(replace(LARGE, rank=256))
     assert other.tiling == FEW
     assert (
-        Table(H200, [(LARGE, greedy)]).look_up(replace(LARGE, rank=256)).mode is LookupMode.DEFAULT
+        TilingTable(H200, [(LARGE, greedy)]).look_up(replace(LARGE, rank=256)).mode
+        is LookupMode.DEFAULT
     )
 
 
@@ -62,23 +63,23 @@ def test_a_tiling_that_leaves_processors_idle_is_passed_over() -> None:
     coarse, fine = (Tiling("fused", tile, 128, 128, 0, stages=4) for tile in (64, 16))
     full = replace(LARGE, rows=8192, adapters=1.0)
     half = replace(full, rows=6000)
-    table = Table(H200, [(full, coarse), (half, fine)])
+    table = TilingTable(H200, [(full, coarse), (half, fine)])
     assert table.look_up(replace(full, rows=8000)).tiling == coarse
     assert table.look_up(replace(full, rows=8704)).tiling == fine
 
 
 def test_tables_survive_the_disk(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
-    Table(H200, [(SHAPE, FEW), (LARGE, MANY)]).save(path, torch="2.11")
-    again = Table.load(path, H200)
+    TilingTable(H200, [(SHAPE, FEW), (LARGE, MANY)]).save(path, torch="2.11")
+    again = TilingTable.load(path, H200)
     assert again.entries == {SHAPE: FEW, LARGE: MANY}
     assert json.loads(path.read_text())["torch"] == "2.11"
     other = replace(H200, name="another GPU")
     with pytest.raises(ValueError, match="expected the table of another GPU, got one of NVIDIA"):
-        Table.load(path, other)
+        TilingTable.load(path, other)
     path.write_text('{"version": 99}')
     with pytest.raises(ValueError, match="expected version 2, got 99"):
-        Table.load(path, H200)
+        TilingTable.load(path, H200)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_a_table_names_only_arrangements_that_it_may(
     tmp_path: Path, name: str, message: str
 ) -> None:
     path = tmp_path / "gpu.json"
-    Table(H200, [(SHAPE, FEW), (LARGE, Tiling(name))]).save(path)
+    TilingTable(H200, [(SHAPE, FEW), (LARGE, Tiling(name))]).save(path)
     with pytest.raises(UnknownNameError, match=message) as raised:
         table_of(replace(H200, table=path))
     assert str(path) in str(raised.value)

@@ -161,7 +161,7 @@ def test_training_writes_nowhere_else(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_augmentation_moves_boxes_with_their_pixels() -> None:
     """Each batch item shows one red disc: its extent in the picture is what its box says."""
     balls = [scene(i) for i in range(1, 41, 2)]
-    data = yolo._Images.of(balls, LABELS, 64)
+    data = yolo._TrainingImages.of(balls, LABELS, 64)
     settings = replace(TINY, jitter=0.0)
     batch = data.augmented(torch.arange(20), settings, torch.Generator().manual_seed(0))
     assert batch["img"].shape == (20, 3, 64, 64)
@@ -183,7 +183,7 @@ def test_augmentation_moves_boxes_with_their_pixels() -> None:
 
 def test_images_of_any_shape_are_padded_to_squares() -> None:
     wide = Sample("w", Image.new("RGB", (80, 40)), Answer((Box(20, 10, 60, 30, "box"),)))
-    data = yolo._Images.of([wide], LABELS, 64)
+    data = yolo._TrainingImages.of([wide], LABELS, 64)
     assert data.pixels.shape == (1, 3, 64, 64)
     assert data.boxes[0].tolist() == [[0.25, 0.375, 0.75, 0.625]]
     assert data.pixels[0, :, 2, 2].tolist() == [114, 114, 114]

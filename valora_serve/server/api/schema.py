@@ -35,7 +35,7 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class _Answer(BaseModel):
+class _ResponseBody(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
@@ -77,14 +77,14 @@ class FramesPart(_Body):
     frames: list[Url | str] = Field(fail_fast=True, min_length=1, max_length=10_000)
 
 
-Part = Annotated[TextPart | ImagePart | VideoPart | FramesPart, Field(discriminator="type")]
+ContentPart = Annotated[TextPart | ImagePart | VideoPart | FramesPart, Field(discriminator="type")]
 
 
 class Message(_Body):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[Part], Field(max_length=10_000, fail_fast=True)]
+    content: Text | Annotated[list[ContentPart], Field(max_length=10_000, fail_fast=True)]
     name: str | None = Field(default=None, description="ignored")
 
 
@@ -237,7 +237,7 @@ class UnloadBundleRequest(_Body):
 # Responses
 
 
-class ErrorBody(_Answer):
+class ErrorBody(_ResponseBody):
     """An error: one sentence, and a code for programs."""
 
     message: str
@@ -246,20 +246,20 @@ class ErrorBody(_Answer):
     code: str | None = None
 
 
-class ErrorAnswer(_Answer):
+class ErrorAnswer(_ResponseBody):
     """Response of every error."""
 
     error: ErrorBody
 
 
-class TokenDetails(_Answer):
+class TokenDetails(_ResponseBody):
     """Prompt tokens that were cached, and those of images."""
 
     cached_tokens: int = 0
     image_tokens: int = 0
 
 
-class UsageAnswer(_Answer):
+class UsageAnswer(_ResponseBody):
     """Token counts of a request."""
 
     prompt_tokens: int = 0
@@ -268,7 +268,7 @@ class UsageAnswer(_Answer):
     prompt_tokens_details: TokenDetails | None = None
 
 
-class DetectionAnswer(_Answer):
+class DetectionAnswer(_ResponseBody):
     """A detected box (x0, y0, x1, y1), in pixels of the image as it was sent."""
 
     label: str
@@ -276,7 +276,7 @@ class DetectionAnswer(_Answer):
     box: tuple[float, float, float, float]
 
 
-class ImageAnswer(_Answer):
+class ImageAnswer(_ResponseBody):
     """The boxes of one image, and the size in pixels that they refer to."""
 
     width: int
@@ -284,7 +284,7 @@ class ImageAnswer(_Answer):
     detections: list[DetectionAnswer]
 
 
-class ValoraAnswer(_Answer):
+class ValoraAnswer(_ResponseBody):
     """Which model answered and how, and the answer of the domain's head.
 
     The fields of the head's answer depend on its kind; other packages may add kinds with fields of
@@ -308,7 +308,7 @@ class ValoraAnswer(_Answer):
     seconds: float | None = None
 
 
-class TopLogprob(_Answer):
+class TopLogprob(_ResponseBody):
     """A token and its log probability."""
 
     token: str
@@ -322,14 +322,14 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob] = []
 
 
-class ChatLogprobs(_Answer):
+class ChatLogprobs(_ResponseBody):
     """Log probabilities of the tokens of an answer."""
 
     content: list[TokenLogprob] | None = None
     refusal: list[TokenLogprob] | None = None
 
 
-class AnswerMessage(_Answer):
+class AnswerMessage(_ResponseBody):
     """Message with the answer."""
 
     role: Literal["assistant"] = "assistant"
@@ -337,7 +337,7 @@ class AnswerMessage(_Answer):
     refusal: str | None = None
 
 
-class ChatChoice(_Answer):
+class ChatChoice(_ResponseBody):
     """One answer of ``/v1/chat/completions``."""
 
     index: int
@@ -346,7 +346,7 @@ class ChatChoice(_Answer):
     finish_reason: str
 
 
-class ChatAnswer(_Answer):
+class ChatAnswer(_ResponseBody):
     """Response of ``/v1/chat/completions``."""
 
     id: str
@@ -359,7 +359,7 @@ class ChatAnswer(_Answer):
     valora: ValoraAnswer | None = None
 
 
-class CompletionLogprobs(_Answer):
+class CompletionLogprobs(_ResponseBody):
     """Log probabilities of the tokens of an answer."""
 
     tokens: list[str] = []
@@ -368,7 +368,7 @@ class CompletionLogprobs(_Answer):
     text_offset: list[int] = []
 
 
-class CompletionChoice(_Answer):
+class CompletionChoice(_ResponseBody):
     """One answer of ``/v1/completions``."""
 
     index: int
@@ -377,7 +377,7 @@ class CompletionChoice(_Answer):
     finish_reason: str | None = None
 
 
-class CompletionAnswer(_Answer):
+class CompletionAnswer(_ResponseBody):
     """Response of ``/v1/completions``."""
 
     id: str
@@ -389,7 +389,7 @@ class CompletionAnswer(_Answer):
     valora: ValoraAnswer | None = None
 
 
-class VisionResult(_Answer):
+class VisionResult(_ResponseBody):
     """The answer to one image or to the video.
 
     The fields of a head's answer depend on its kind; other packages may add kinds with fields of
@@ -407,7 +407,7 @@ class VisionResult(_Answer):
     text: str | None = None
 
 
-class VisionAnswer(_Answer):
+class VisionAnswer(_ResponseBody):
     """Response of ``/v1/vision/{domain}``: one result per image, in order."""
 
     id: str
@@ -424,7 +424,7 @@ class VisionAnswer(_Answer):
     seconds: float
 
 
-class ModelCard(_Answer):
+class ModelCard(_ResponseBody):
     """A model that requests can name: the base model, an adapter or a domain."""
 
     id: str
@@ -447,20 +447,20 @@ class ModelCard(_Answer):
     max_model_len: int
 
 
-class ModelList(_Answer):
+class ModelList(_ResponseBody):
     """Response of ``/v1/models``."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
-class Health(_Answer):
+class Health(_ResponseBody):
     """Response of ``/health`` and ``/ready``."""
 
     status: Literal["ok", "starting", "draining", "failed"]
 
 
-class Version(_Answer):
+class Version(_ResponseBody):
     """Response of ``/version``."""
 
     version: str
@@ -470,14 +470,14 @@ class Version(_Answer):
     transformers: str | None
 
 
-class Done(_Answer):
+class Done(_ResponseBody):
     """Response to an unload."""
 
     status: Literal["ok"] = "ok"
     message: str
 
 
-class Status(_Answer):
+class Status(_ResponseBody):
     """Response of ``/v1/status``: state of the engine, as the console shows it."""
 
     ready: bool
@@ -503,7 +503,7 @@ class Status(_Answer):
     uptime_seconds: float
 
 
-class Loaded(_Answer):
+class Loaded(_ResponseBody):
     """Response to a load: the models that were loaded."""
 
     status: Literal["ok"] = "ok"

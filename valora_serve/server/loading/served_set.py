@@ -24,7 +24,7 @@ ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z"}
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-class _State(BaseModel):
+class _SavedState(BaseModel):
     """Content of the state file.
 
     Attributes:
@@ -63,7 +63,7 @@ class ServedSet:
         self._folder = folder.resolve() if folder is not None else None
         self._file = state_file
         self._replay = replay
-        self._state = _State()
+        self._state = _SavedState()
         self._lock = asyncio.Lock()
 
     def read(self) -> list[str]:
@@ -78,7 +78,7 @@ class ServedSet:
         if self._folder is None or not self._file.is_file():
             return []
         try:
-            self._state = _State.model_validate_json(self._file.read_bytes())
+            self._state = _SavedState.model_validate_json(self._file.read_bytes())
         except (OSError, ValueError) as error:
             raise SettingsError(
                 f"state file {self._file} is damaged: delete it to start without run-time loads"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from valora_train.fusion.decision import Decision
+    from valora_train.fusion.decision import AttemptDecision
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Strategy(ABC):
         self,
         domain: str,
         adapters: Mapping[str, tuple[str, ...]],
-        history: Sequence[Decision],
+        history: Sequence[AttemptDecision],
         probes: Probes,
     ) -> Sequence[str]:
         """Names of the adapters to try, in order.

@@ -9,7 +9,7 @@ from valora_train.fusion.strategies.base import Probes, Strategy
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from valora_train.fusion.decision import Decision
+    from valora_train.fusion.decision import AttemptDecision
 
 
 class NextFit(Strategy):
@@ -19,7 +19,7 @@ class NextFit(Strategy):
         self,
         domain: str,
         adapters: Mapping[str, tuple[str, ...]],
-        history: Sequence[Decision],
+        history: Sequence[AttemptDecision],
         probes: Probes,
     ) -> Sequence[str]:
         """The latest adapter, if there is one."""

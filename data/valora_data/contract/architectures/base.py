@@ -18,7 +18,7 @@ PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
 """Name of the pixels in a processor's output, by kind."""
 
 
-class Part(StrEnum):
+class ModelPart(StrEnum):
     """Part of an LMM that an adapter can change."""
 
     LANGUAGE = "language"
@@ -74,24 +74,24 @@ class Architecture:
         """Return the decoder: a module with ``layers``, without the output embeddings."""
         return model.model.language_model
 
-    def adaptable(self, model: Any) -> dict[str, Part]:
+    def adaptable(self, model: Any) -> dict[str, ModelPart]:
         """Return the modules whose linear layers adapters may change, by path.
 
-        Those of the vision side are `Part.VISION`; `part_of` tells which of their layers are the
-        projector's.
+        Those of the vision side are `ModelPart.VISION`; `part_of` tells which of their layers are
+        the projector's.
         """
         modules = dict(model.named_modules())
         decoder = self.language_model(model)
         text = next(path for path, module in modules.items() if module is decoder)
-        found = {f"{text}.layers": Part.LANGUAGE}
+        found = {f"{text}.layers": ModelPart.LANGUAGE}
         for leaf in self.vision_modules:
-            found |= {path: Part.VISION for path in modules if path.split(".")[-1] == leaf}
+            found |= {path: ModelPart.VISION for path in modules if path.split(".")[-1] == leaf}
         return found
 
-    def part_of(self, path: str) -> Part:
+    def part_of(self, path: str) -> ModelPart:
         """Return the part of the vision side that a linear layer belongs to."""
         inside = re.fullmatch(rf"(.*\.)?({self.projector})(\..*)?", path)
-        return Part.PROJECTOR if inside else Part.VISION
+        return ModelPart.PROJECTOR if inside else ModelPart.VISION
 
     def video_token(self, config: Any) -> int | None:
         """Return the id of the placeholder of videos; None if frames are passed as images."""

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from valora_data.contract.architectures.base import Part
+from valora_data.contract.architectures.base import ModelPart
 from valora_kernels.metadata import LoraBatch
 from valora_kernels.reference import atmm_reference
 from valora_serve.catalogue.adapters import Adapter, LoraPair
 from valora_serve.errors import AdapterError
-from valora_serve.memory.adapter_memory import AdapterMemory, State
+from valora_serve.memory.adapter_memory import AdapterMemory, AdapterState
 from valora_serve.memory.block_manager import PagePool
 from valora_serve.memory.unified import GroupSpec, PageShape, UnifiedMemory
 
@@ -43,7 +43,9 @@ def make_adapter(seed, rank=16):
         for group in GROUPS
         for module, width in zip(group.modules, group.out_features, strict=True)
     }
-    return Adapter(Path(str(seed)), modules, rank, 0.5, frozenset([Part.LANGUAGE]), f"{seed}", "")
+    return Adapter(
+        Path(str(seed)), modules, rank, 0.5, frozenset([ModelPart.LANGUAGE]), f"{seed}", ""
+    )
 
 
 def wait(adapters, key):
@@ -99,7 +101,7 @@ def test_nothing_waits_for_a_copy_and_a_copy_waits_for_readers():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert took < 0.05
-    assert adapters.loading == {"b"} and adapters.state("a") is State.HOST
+    assert adapters.loading == {"b"} and adapters.state("a") is AdapterState.HOST
     wait(adapters, "b")
     for p, module in enumerate(GROUPS[0].modules):
         assert torch.equal(rows[p][0].cpu(), made["a"].modules[module].a.bfloat16())
@@ -126,13 +128,13 @@ def test_files_are_read_in_another_thread():
     began = time.perf_counter()
     assert adapters.load("good")
     assert time.perf_counter() - began < 0.1
-    assert not adapters.ready("good") and adapters.state("good") is State.LOADING
+    assert not adapters.ready("good") and adapters.state("good") is AdapterState.LOADING
     wait(adapters, "good")
     check_rows(memory, good, adapters.slot("good"))
     assert adapters.load("bad")
     with pytest.raises(AdapterError, match="was changed"):
         wait(adapters, "bad")
-    assert adapters.state("bad") is State.FILE
+    assert adapters.state("bad") is AdapterState.FILE
     adapters.close()
 
 

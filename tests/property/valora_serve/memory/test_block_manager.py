@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from valora_serve.memory.block_manager import BlockManager, Owner, PagePool, Span
+from valora_serve.memory.block_manager import BlockManager, ImageSpan, Owner, PagePool
 
 SALTS = (b"", b"adapter one", b"adapter two")
 IMAGES = (b"red", b"blue")
@@ -64,7 +64,7 @@ class Pages(RuleBasedStateMachine):
     def open(self, tokens, salt, image, limit):
         spans = []
         if image and image[0] < len(tokens):
-            spans = [Span(image[0], min(image[0] + image[1], len(tokens)), image[2])]
+            spans = [ImageSpan(image[0], min(image[0] + image[1], len(tokens)), image[2])]
         naive = Naive(tokens, salt, spans)
         most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
         pages = self.expected(naive, most)
@@ -187,12 +187,12 @@ def test_the_last_token_is_always_computed():
 def test_other_adapter_or_image_or_place_of_it_is_another_prefix():
     manager = BlockManager(PagePool(20), 2)
     tokens = [7, 9, 9, 9, 9, 1]
-    cached(manager, tokens, b"one", [Span(1, 3, b"cat"), Span(3, 5, b"dog")])
-    assert manager.match(tokens, b"one", [Span(1, 3, b"cat"), Span(3, 5, b"dog")])[0] == 4
-    assert manager.match(tokens, b"two", [Span(1, 3, b"cat"), Span(3, 5, b"dog")])[0] == 0
-    assert manager.match(tokens, b"", [Span(1, 3, b"cat"), Span(3, 5, b"dog")])[0] == 0
-    assert manager.match(tokens, b"one", [Span(1, 3, b"dog"), Span(3, 5, b"cat")])[0] == 0
-    assert manager.match(tokens, b"one", [Span(1, 4, b"cat"), Span(4, 5, b"dog")])[0] == 2
+    cached(manager, tokens, b"one", [ImageSpan(1, 3, b"cat"), ImageSpan(3, 5, b"dog")])
+    assert manager.match(tokens, b"one", [ImageSpan(1, 3, b"cat"), ImageSpan(3, 5, b"dog")])[0] == 4
+    assert manager.match(tokens, b"two", [ImageSpan(1, 3, b"cat"), ImageSpan(3, 5, b"dog")])[0] == 0
+    assert manager.match(tokens, b"", [ImageSpan(1, 3, b"cat"), ImageSpan(3, 5, b"dog")])[0] == 0
+    assert manager.match(tokens, b"one", [ImageSpan(1, 3, b"dog"), ImageSpan(3, 5, b"cat")])[0] == 0
+    assert manager.match(tokens, b"one", [ImageSpan(1, 4, b"cat"), ImageSpan(4, 5, b"dog")])[0] == 2
     assert manager.match(tokens, b"one")[0] == 0
 
 

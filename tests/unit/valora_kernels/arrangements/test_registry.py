@@ -11,7 +11,7 @@ from tests.support.lora_cases import assert_near, make_case
 from valora_kernels.arrangements.registry import ARRANGEMENTS, arrangement
 from valora_kernels.atmm import atmm, shape_of
 from valora_kernels.gpus.registry import GPUS
-from valora_kernels.lookup import LookupMode, Table, choose
+from valora_kernels.lookup import LookupMode, TilingTable, choose
 from valora_kernels.registry import UnknownNameError
 from valora_kernels.search import Search
 from valora_kernels.tiling import ProjectionGroup, Tiling
@@ -65,7 +65,7 @@ def test_the_search_tries_it_and_a_table_may_choose_it(
     search = Search(gpu, tmp_path / "journal", compilers=1)
     search.full(group, [(64, 4)], module.Progress(1))
     shape = group.shape(64, 4)
-    Table(gpu, [(shape, search.found[shape][0][1])]).save(tmp_path / "table.json")
+    TilingTable(gpu, [(shape, search.found[shape][0][1])]).save(tmp_path / "table.json")
     assert choose(gpu, shape).tiling == Tiling("in_torch")
     assert choose(gpu, replace(shape, rows=70)).mode is LookupMode.NEAREST
 

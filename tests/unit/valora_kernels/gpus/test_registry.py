@@ -11,7 +11,7 @@ from valora_kernels.arrangements.registry import arrangement
 from valora_kernels.atmm import shape_of, table_choice
 from valora_kernels.gpus.detect import gpu_of
 from valora_kernels.gpus.registry import GPUS, recorded
-from valora_kernels.lookup import Table, choose
+from valora_kernels.lookup import TilingTable, choose
 from valora_kernels.project import product_tiling, project_tiling
 from valora_kernels.registry import UnknownNameError
 from valora_kernels.tiling import Shape, Tiling
@@ -54,11 +54,11 @@ def test_a_record_of_another_package_decides_what_is_chosen(installed: Install) 
     case = make_case(64, [64, 8], 64, (64,), dtype=torch.float32, device="cpu")
     shape = shape_of(case.weights, case.batch)
     entries = [(shape, SMALL), (replace(SHAPE, rows=4000), LARGE)]
-    Table(gpu, entries).save(gpu.table)
+    TilingTable(gpu, entries).save(gpu.table)
     assert table_choice(case.weights, case.batch) == SMALL
     # The nearest one does not fit into 48 KB; on an H200 it does.
     assert choose(gpu, SHAPE).tiling.arrangement == "shrink_expand"
-    assert Table(GPUS["nvidia_h200"], entries).look_up(SHAPE).tiling == LARGE
+    assert TilingTable(GPUS["nvidia_h200"], entries).look_up(SHAPE).tiling == LARGE
     assert project_tiling(gpu, 64, (4096,)) is None
     assert product_tiling(gpu, 4, 4096) is None
 

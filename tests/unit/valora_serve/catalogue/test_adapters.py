@@ -26,7 +26,7 @@ from tests.support.serve_helpers import (
     make_adapter,
     targets_of,
 )
-from valora_data.contract.architectures.base import Part
+from valora_data.contract.architectures.base import ModelPart
 from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, read_adapter
 from valora_serve.errors import AdapterError
 
@@ -99,16 +99,16 @@ def test_scaling_is_that_of_most_modules(random_llava, targets, tmp_path):
 @pytest.mark.parametrize(
     ("wanted", "parts"),
     [
-        (LANGUAGE, {Part.LANGUAGE}),
-        (VISION, {Part.VISION}),
-        (f"{PROJECTOR}|{LANGUAGE}", {Part.PROJECTOR, Part.LANGUAGE}),
+        (LANGUAGE, {ModelPart.LANGUAGE}),
+        (VISION, {ModelPart.VISION}),
+        (f"{PROJECTOR}|{LANGUAGE}", {ModelPart.PROJECTOR, ModelPart.LANGUAGE}),
     ],
 )
 def test_parts_that_it_changes(wanted, parts, random_llava, targets, tmp_path):
     make_adapter(tmp_path, str(random_llava), seed=1, targets=wanted)
     adapter = read_adapter(tmp_path, targets)
     assert adapter.parts == parts
-    assert bool(adapter.vision_content) == (parts != {Part.LANGUAGE})
+    assert bool(adapter.vision_content) == (parts != {ModelPart.LANGUAGE})
 
 
 def rewrite(folder, rename=lambda name: name, change=lambda name, tensor: tensor):
@@ -167,9 +167,9 @@ def test_old_names_of_qwen():
     qkv = "model.visual.blocks.0.attn.qkv"
     assert targets.find(qkv) == targets.find("visual.blocks.0.attn.qkv") == qkv
     assert targets.linears[qkv] == (48, 16)
-    assert targets.parts[q] is Part.LANGUAGE
-    assert targets.parts[qkv] is Part.VISION
-    assert targets.parts["model.visual.merger.mlp.0"] is Part.PROJECTOR
+    assert targets.parts[q] is ModelPart.LANGUAGE
+    assert targets.parts[qkv] is ModelPart.VISION
+    assert targets.parts["model.visual.merger.mlp.0"] is ModelPart.PROJECTOR
     assert "lm_head" not in targets.linears
 
 

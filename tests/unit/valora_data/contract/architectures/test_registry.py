@@ -15,7 +15,7 @@ from transformers import (
 
 from tests.support.engine_reference import make_engine, noise, run
 from tests.support.lmm_checkpoints import CHECKPOINTS
-from valora_data.contract.architectures.base import Part
+from valora_data.contract.architectures.base import ModelPart
 from valora_data.contract.architectures.generic import GenericGrid, GenericSquare
 from valora_data.contract.architectures.registry import ARCHITECTURES, architecture_of
 from valora_data.errors import BundleError
@@ -110,7 +110,7 @@ def test_one_of_another_package_is_trained_and_served(installed, tmp_path):
     assert lmm.write(encoded, 8) != written
 
     engine = make_engine(base, {"one": tmp_path / "one"}, fresh=True)
-    assert engine.lmm.targets.parts["model.bridge.linear_1"] is Part.PROJECTOR
+    assert engine.lmm.targets.parts["model.bridge.linear_1"] is ModelPart.PROJECTOR
     parts = [{"type": "text", "text": "Say it."}, {"type": "image"}]
     request = Request(
         "x",

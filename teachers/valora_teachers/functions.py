@@ -77,15 +77,16 @@ class FunctionTeacher(BatchTeacher):
             for key, share in value.items():
                 soft[self._label(key)] += float(share)
             return choice_answer(self.task, self.labels, list(soft.values()))
-        if self.task in (Task.DETECTION, Task.GROUNDING):
+        field = self.task.spec.answer
+        if field == "boxes":
             boxes: list[Box] = [value] if isinstance(value, Box) else list(value)
             if not all(isinstance(box, Box) for box in boxes):
                 raise TypeError("expected boxes")
             return Answer(tuple(sorted(boxes, key=lambda box: -box.confidence)))
         texts = [value] if isinstance(value, str | int) else list(value)
-        if self.task is Task.CAPTION:
+        if field == "captions":
             return Answer(captions=tuple(map(str, texts)))
-        if self.task is Task.VQA:
+        if field == "answers":
             return Answer(answers=tuple(map(str, texts)))
         if len(texts) != 1:
             raise ValueError("expected one label")
@@ -104,7 +105,7 @@ class FunctionTeacher(BatchTeacher):
         label = None if answer.label is None else self._label(answer.label)
         answers = tuple(self._label(text) for text in answer.answers)
         named = Answer(boxes, label, answer.soft, answers, answer.captions, answer.count)
-        used = [box.label for box in boxes] if self.task is Task.DETECTION else []
+        used = [box.label for box in boxes] if self.task.spec.detects else []
         if self.task.spec.choice and named.choice is not None:
             used.append(named.choice)
         for word in used:

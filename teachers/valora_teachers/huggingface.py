@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from valora_teachers.base import Teacher
 
 MIN_CONFIDENCE = 0.05
-CHOICES = (Task.CLASSIFICATION, Task.COUNTING, Task.VQA)
 
 
 def load_huggingface(
@@ -60,16 +59,17 @@ def load_huggingface(
     """
     kinds = _kinds(source)
     loader = _Loader(source, device, getattr(torch, dtype))
-    if task is Task.VIDEO and "VideoClassification" in kinds:
-        return VideoClassifier(loader, labels, names, batch)
-    if task in CHOICES and "ImageClassification" in kinds:
+    spec = task.spec
+    if spec.choice and spec.video and "VideoClassification" in kinds:
+        return VideoClassifier(loader, task, labels, names, batch)
+    if spec.choice and not spec.video and "ImageClassification" in kinds:
         return ImageClassifier(loader, task, labels, names, batch)
-    if task is Task.DETECTION and "ObjectDetection" in kinds:
-        return Detector(loader, labels, names, threshold, batch)
-    if task in (Task.DETECTION, Task.GROUNDING) and "ZeroShotObjectDetection" in kinds:
+    if spec.detects and "ObjectDetection" in kinds:
+        return Detector(loader, task, labels, names, threshold, batch)
+    if spec.answer == "boxes" and "ZeroShotObjectDetection" in kinds:
         return ZeroShotDetector(loader, task, labels or (), names, threshold, batch)
     speaks = kinds & {"ImageTextToText", "VisualQuestionAnswering"}
-    if task in (Task.VQA, Task.CAPTION, Task.CLASSIFICATION, Task.COUNTING) and speaks:
+    if spec.answer != "boxes" and not spec.video and speaks:
         return Speaker(loader, task, labels or (), prompt, max_new_tokens, batch)
     raise TeacherError(
         f"{source} is a model for {', '.join(sorted(kinds)) or 'nothing that a teacher does'}, "
@@ -221,11 +221,12 @@ class VideoClassifier(ImageClassifier):
     def __init__(
         self,
         loader: _Loader,
+        task: Task,
         labels: Sequence[str] | None,
         names: Mapping[str, str] | None,
         batch: int,
     ) -> None:
-        super().__init__(loader, Task.VIDEO, labels, names, batch)
+        super().__init__(loader, task, labels, names, batch)
         self._frames = int(getattr(self._model.config, "num_frames", 8))
 
     def _inputs(self, samples: Sequence[Sample]) -> Any:
@@ -245,6 +246,7 @@ class Detector(BatchTeacher):
     def __init__(
         self,
         loader: _Loader,
+        task: Task,
         labels: Sequence[str] | None,
         names: Mapping[str, str] | None,
         threshold: float,
@@ -257,7 +259,7 @@ class Detector(BatchTeacher):
         self._label_of = map_classes(loader.source, classes, labels, names)
         self._threshold = threshold
         chosen = tuple(dict.fromkeys(self._label_of.values())) if labels is None else labels
-        super().__init__(Task.DETECTION, chosen, batch)
+        super().__init__(task, chosen, batch)
 
     def _answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
         images = [sample.image.convert("RGB") for sample in samples]
@@ -295,7 +297,7 @@ class ZeroShotDetector(BatchTeacher):
         self._model = loader.model("AutoModelForZeroShotObjectDetection")
         self._processor = loader.processor("AutoProcessor")
         self._threshold = threshold
-        if task is Task.DETECTION and not labels:
+        if task.spec.detects and not labels:
             raise TeacherError(
                 f"{loader.source} has to be told what to look for: give the domain labels"
             )
@@ -310,7 +312,7 @@ class ZeroShotDetector(BatchTeacher):
         self._phrases = phrases
 
     def _answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
-        if self.task is Task.GROUNDING:
+        if not self.task.spec.detects:
             for sample in samples:
                 if not sample.prompt:
                     raise TeacherError(f"sample {sample.id} has no phrase to look for: give it one")
@@ -431,7 +433,7 @@ class Speaker(BatchTeacher):
         if asked is not None and ids[:, : asked.shape[1]].equal(asked):
             ids = ids[:, asked.shape[1] :]
         texts = self._processor.batch_decode(ids, skip_special_tokens=True)
-        if self.task is Task.CAPTION:
+        if self.task.spec.answer == "captions":
             return [Answer(captions=(text.strip(),) if text.strip() else ()) for text in texts]
         return [Answer(answers=(text.strip(),) if text.strip() else ()) for text in texts]
 

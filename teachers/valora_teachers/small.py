@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from valora_data.schema import Sample
 
 FOLDER = "teacher"
-TASKS = frozenset({Task.CLASSIFICATION, Task.VIDEO, Task.COUNTING})
 PREDICT_BATCH = 64
 
 
@@ -169,7 +168,7 @@ def train_small(
     settings = settings or SmallSettings()
     started = time.perf_counter()
     targets = _targets(train_samples, task, labels)
-    frames = settings.frames if task is Task.VIDEO else 1
+    frames = settings.frames if task.spec.video else 1
     pixels = _pixels(train_samples, settings.size, frames)
     rng = torch.Generator().manual_seed(settings.seed)
     with torch.random.fork_rng(devices=[]):
@@ -204,7 +203,7 @@ def train_small(
 
 def _targets(samples: Sequence[Sample], task: Task, labels: Sequence[str]) -> Tensor:
     """Probabilities, (samples, labels) float32."""
-    if task not in TASKS:
+    if not task.spec.choice or task.spec.labels != "required":
         raise TeacherError(
             f"a small classifier cannot do task {task}: let labels stand in for a teacher "
             "(teacher: labels), or name a trained one"

@@ -89,7 +89,7 @@ class YoloWorld(BatchTeacher):
                 f"{path.name} is a {kind}, which cannot be asked for a phrase{hint}: give a "
                 "YOLO-World"
             )
-        if task is Task.DETECTION and not labels:
+        if task.spec.detects and not labels:
             raise TeacherError(
                 f"{path.name} has to be told what to look for: give the domain labels"
             )
@@ -105,7 +105,7 @@ class YoloWorld(BatchTeacher):
         return cls(model, task, phrases | dict(names or {}), text_encoder)
 
     def _answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
-        if self.task is Task.DETECTION:
+        if self.task.spec.detects:
             return self._find(samples, self._phrases)
         answers: dict[int, Answer] = {}
         by_phrase: dict[str, list[int]] = {}

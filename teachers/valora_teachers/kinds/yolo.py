@@ -38,11 +38,12 @@ class Yolo(TeacherKind):
         prompt: str,
     ) -> Teacher:
         """Load a detector or a classifier, as the task needs."""
-        if task in (Task.CLASSIFICATION, Task.COUNTING):
+        spec = task.spec
+        if spec.choice and spec.labels == "required" and not spec.video:
             from valora_teachers.yolo_classify import YoloClassifier
 
             return YoloClassifier.load(Path(weights), task, labels, names)
-        if task is not Task.DETECTION:
+        if not spec.detects:
             raise TeacherError(
                 f"a YOLO gives no answers for task {task}: use it for detection, classification "
                 "or counting, or yolo_world for grounding"
@@ -61,7 +62,7 @@ class Yolo(TeacherKind):
         on_epoch: OnEpoch | None,
     ) -> dict[str, Any]:
         """Train a detector from its yaml."""
-        if task is not Task.DETECTION:
+        if not task.spec.detects:
             raise TeacherError(
                 f"a YOLO is trained here for detection only, not for {task}: choose teacher small"
             )

@@ -1,4 +1,4 @@
-"""Disjoint splits: given ones are checked, and sets without splits are divided."""
+"""Disjoint splits: a check for leaks, and the split of a sample in a set without splits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from valora_data.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from valora_data.schema import Sample, Split
 
@@ -62,22 +62,6 @@ class LeakCheck:
             )
 
 
-def check_no_leak(splits: Mapping[Split, Iterable[Sample]]) -> None:
-    """Check that no id and no image occurs in two splits.
-
-    Args:
-        splits: Samples per split; consumed once.
-
-    Raises:
-        DataError: An id or image occurs in two splits; the message has the first examples.
-    """
-    check = LeakCheck()
-    for split, samples in splits.items():
-        for sample in samples:
-            check.add(split, sample)
-    check.finish()
-
-
 def split_of(sample_id: str, fractions: Mapping[Split, float], seed: int = 0) -> Split:
     """The split of a sample, by a hash of its id, so it does not change when the set grows.
 
@@ -102,31 +86,3 @@ def split_of(sample_id: str, fractions: Mapping[Split, float], seed: int = 0) ->
             return split
         place -= share
     return used[-1][0]
-
-
-def split_samples(
-    samples: Iterable[Sample], fractions: Mapping[Split, float], seed: int = 0
-) -> dict[Split, list[Sample]]:
-    """Divide samples as `split_of` does.
-
-    Args:
-        samples: The samples; their order is kept.
-        fractions: Share of each split, adding up to 1.
-        seed: Seed of the division.
-
-    Returns:
-        The samples of each split; sizes match the fractions on average only.
-
-    Raises:
-        DataError: The fractions do not add up to 1, or a split with a positive share is empty.
-    """
-    divided: dict[Split, list[Sample]] = {split: [] for split in fractions}
-    for sample in samples:
-        divided[split_of(sample.id, fractions, seed)].append(sample)
-    empty = [split for split, share in fractions.items() if share > 0 and not divided[split]]
-    if empty:
-        raise DataError(
-            f"split {empty[0]} gets no samples: add samples or raise its share "
-            f"({fractions[empty[0]]:g})"
-        )
-    return divided

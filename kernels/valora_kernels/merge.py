@@ -90,16 +90,6 @@ class MergeableWeights:
         start = self._starts[name]
         return memory[start : start + outputs * inputs].view(outputs, inputs)
 
-    def adopt(self, linears: Mapping[str, torch.nn.Linear]) -> None:
-        """Copy the weights of linears, and make their `weight` a view of `live`.
-
-        Raises:
-            ValueError: A name or shape is not among `shapes`.
-        """
-        for name, linear in linears.items():
-            view = self.set(name, linear.weight)
-            linear.weight = torch.nn.Parameter(view, requires_grad=False)
-
     def set(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Copy a weight [outputs, inputs] into `live` and `pristine`.
 

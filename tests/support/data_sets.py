@@ -1,14 +1,16 @@
-"""Small data sets on disk: pictures, videos, metadata and JSON files."""
+"""Small data sets on disk (pictures, videos, metadata and JSON files), and a check for leaks."""
 
 import json
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from valora_data.schema import Split, Task
+from valora_data.schema import Sample, Split, Task
 from valora_data.sources.scenes.builtin import builtin_samples
+from valora_data.splits import LeakCheck
 
 
 def picture(path: Path, seed: int, size: tuple[int, int] = (12, 8)) -> Image.Image:
@@ -24,6 +26,15 @@ def natural_picture(seed: int) -> Image.Image:
     """A drawn scene with a vehicle, which no other seed gives."""
     (sample,) = builtin_samples(Task.CLASSIFICATION, "vehicle_type", Split.TRAIN, 1, seed)
     return sample.image
+
+
+def check_no_leak(splits: Mapping[Split, Iterable[Sample]]) -> None:
+    """Raise a `DataError` if an id or an image occurs in two splits."""
+    check = LeakCheck()
+    for split, samples in splits.items():
+        for sample in samples:
+            check.add(split, sample)
+    check.finish()
 
 
 def metadata(folder: Path, *rows: object) -> None:

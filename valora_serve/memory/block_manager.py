@@ -63,14 +63,6 @@ class PagePool:
         """Return the number of pages with this use."""
         return self._counts[owner]
 
-    def owner(self, page: int) -> Owner:
-        """Return what a page is used for."""
-        return self._owner[page]
-
-    def users(self, page: int) -> int:
-        """Return the number of users of a page."""
-        return self._users[page]
-
     def take(self, count: int, owner: Owner) -> list[int] | None:
         """Take pages, all or none; cached pages are evicted, least recently used first.
 

@@ -28,7 +28,8 @@ def make(
     }
     base = {name: linear.weight.detach().clone() for name, linear in linears.items()}
     merged = MergeableWeights(SHAPES, dtype=dtype, device=DEVICE)
-    merged.adopt(linears)
+    for name, linear in linears.items():
+        linear.weight = torch.nn.Parameter(merged.set(name, linear.weight), requires_grad=False)
 
     def room(in_features: int, out_features: tuple[int, ...]) -> LoraWeights:
         if paged:
@@ -106,7 +107,7 @@ def test_bad_input_is_refused() -> None:
         with pytest.raises(ValueError, match=r"expected .* got "):
             merged.merge(slot, rank, 1.0)
     with pytest.raises(ValueError, match=r"expected .* got "):
-        merged.adopt({"q": torch.nn.Linear(8, 8)})
+        merged.set("q", torch.zeros(8, 8))
     weights = LoraWeights.contiguous(1, 8, 72, (24,), dtype=torch.float32, device=DEVICE)
     for sources in ({"v": (weights, 0)}, {"q": (weights, 0)}):
         with pytest.raises(ValueError, match="expected"):

@@ -3,9 +3,10 @@
 import pytest
 from PIL import Image
 
+from tests.support.data_sets import check_no_leak
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Sample, Split
-from valora_data.splits import check_no_leak, content_hash, split_samples
+from valora_data.splits import content_hash, split_of
 
 HALVES = {Split.TRAIN: 0.5, Split.VAL: 0.5}
 
@@ -47,29 +48,19 @@ def test_hash_sees_pixels_and_shape_alone() -> None:
 
 
 def test_division_is_by_id_and_stable() -> None:
-    samples = [sample(f"s{i}", 0) for i in range(600)]
+    names = [f"s{i}" for i in range(600)]
     shares = {Split.TRAIN: 0.5, Split.UNLABELLED: 0.0, Split.VAL: 0.3, Split.TEST: 0.2}
-    divided = split_samples(samples, shares)
-    assert list(divided) == list(shares)
-    assert {s.id for part in divided.values() for s in part} == {s.id for s in samples}
-    assert [len(part) for part in divided.values()] == pytest.approx([300, 0, 180, 120], abs=40)
-    # Fewer samples, in another order: each stays where it was.
-    part_of = {s.id: split for split, part in divided.items() for s in part}
-    fewer = split_samples(samples[500:100:-1], shares)
-    assert all(part_of[s.id] == split for split, part in fewer.items() for s in part)
-    other = split_samples(samples, shares, seed=1)
-    assert {s.id for s in other[Split.TRAIN]} != {s.id for s in divided[Split.TRAIN]}
+    divided = [split_of(name, shares) for name in names]
+    counts = [divided.count(split) for split in shares]
+    assert counts == pytest.approx([300, 0, 180, 120], abs=40)
+    assert [split_of(name, shares) for name in names] == divided
+    assert [split_of(name, shares, seed=1) for name in names] != divided
 
 
 @pytest.mark.parametrize("shares", [{Split.TRAIN: 0.9}, {Split.TRAIN: 1.2, Split.VAL: -0.2}])
 def test_fractions_that_are_no_shares(shares: dict[Split, float]) -> None:
     with pytest.raises(DataError, match=r"must add up to 1, got train"):
-        split_samples([sample("a", 1)], shares)
-
-
-def test_a_split_that_gets_nothing() -> None:
-    with pytest.raises(DataError, match=r"split (train|val) gets no samples.*\(0\.5\)"):
-        split_samples([sample("a", 1)], HALVES)
+        split_of("a", shares)
 
 
 def test_frames_count_too() -> None:
@@ -83,8 +74,6 @@ def test_frames_count_too() -> None:
 
 
 def test_questions_about_one_image_stay_together() -> None:
-    samples = [sample(f"image{i}#{q}", i % 256) for i in range(60) for q in range(3)]
-    divided = split_samples(samples, HALVES)
-    images = [{s.id.split("#")[0] for s in part} for part in divided.values()]
-    assert not images[0] & images[1]
-    assert sum(len(part) for part in divided.values()) == 180
+    splits = [{split_of(f"image{i}#{q}", HALVES) for q in range(3)} for i in range(60)]
+    assert all(len(parts) == 1 for parts in splits)
+    assert set.union(*splits) == set(HALVES)

@@ -136,12 +136,12 @@ class Pages(RuleBasedStateMachine):
         assert all(count == 1 for count in held.values())
         assert not users.keys() & held.keys()
         for page in range(self.pool.pages):
-            assert self.pool.users(page) == users[page] + held[page]
-            owner = self.pool.owner(page)
+            assert self.pool._users[page] == users[page] + held[page]
+            owner = self.pool._owner[page]
             assert (owner is Owner.KV) == (page in users)
             assert (owner is Owner.ADAPTER) == (page in held)
         assert self.pool.free == self.pool.pages - len(users) - len(held)
-        kinds = Counter(self.pool.owner(page) for page in range(self.pool.pages))
+        kinds = Counter(self.pool._owner[page] for page in range(self.pool.pages))
         assert all(self.pool.count(owner) == kinds[owner] for owner in Owner)
         assert len(self.manager) == len(self.sequences)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
+from tests.support.data_sets import check_no_leak
 from valora_data.errors import DataError
 from valora_data.schema import Domain, Split, Task
 from valora_data.sources.generic.questions import caption_phrases
@@ -18,7 +19,6 @@ from valora_data.sources.scenes.builtin import (
 from valora_data.sources.scenes.classification import SURFACES
 from valora_data.sources.scenes.photographs import PHOTOGRAPHS
 from valora_data.sources.scenes.video import FRAMES
-from valora_data.splits import check_no_leak
 
 DRAWN = [
     (task, name)

@@ -9,6 +9,7 @@ import pytest
 from torch import tensor
 from torchvision.ops import box_iou, masks_to_boxes
 
+from tests.support.data_sets import check_no_leak
 from valora_data.errors import DataError
 from valora_data.schema import Split
 from valora_data.sources.scenes.detection import (
@@ -21,7 +22,6 @@ from valora_data.sources.scenes.detection import (
 from valora_data.sources.scenes.drawing import GLYPHS, Layer, Pen, Pose, arc, lit
 from valora_data.sources.scenes.near_misses import NEAR_MISSES
 from valora_data.sources.scenes.objects import TARGETS
-from valora_data.splits import check_no_leak
 
 COUNT = 40
 

@@ -41,7 +41,7 @@ class Finish(StrEnum):
     CANCELLED = "cancelled"
     """The client cancelled it."""
     ERROR = "error"
-    """It failed."""
+    """The request failed."""
 
 
 class Constraint(Protocol):
@@ -180,7 +180,7 @@ class Times:
         arrival: The request arrived.
         started: Its first step was launched.
         first_token: Its first token, or its head's result, was there.
-        finished: It ended.
+        finished: Whether the request has ended.
     """
 
     arrival: float

@@ -47,7 +47,7 @@ class Task(str):
 
     @property
     def spec(self) -> TaskSpec:
-        """What is declared about the type."""
+        """Declaration of the task type."""
         return task_spec(self)
 
     @classmethod

@@ -214,7 +214,7 @@ def tile_rows(grouping: Grouping, block: int, capacity: int) -> Tiles:
     """Cut the segments into tiles.
 
     Args:
-        grouping: What `group_rows` returned.
+        grouping: Result of `group_rows`.
         block: Rows per tile.
         capacity: Number of tiles that the result has room for.
 

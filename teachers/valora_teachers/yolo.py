@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 FILE_NAME = "teacher.pt"
 STRIDE = 16
 GREY = (114, 114, 114)
-"""What Ultralytics pads images with."""
+"""Colour with which Ultralytics pads images."""
 BOX_TASKS = frozenset({"detect", "segment", "pose"})
 PREDICT_BATCH = 64
 MIN_CONFIDENCE = 0.01

@@ -160,7 +160,7 @@ class Got:
 
     @property
     def error(self) -> Exception | None:
-        """What went wrong, None if nothing did."""
+        """Error of the last output; None if the request did not fail."""
         return None if self.last is None else self.last.error
 
 

@@ -26,7 +26,7 @@ class Running:
 
     Attributes:
         engine: The fake engine behind it.
-        url: Where it listens.
+        url: Base URL of the server.
         client: httpx client for it.
     """
 

@@ -54,9 +54,9 @@ def make_adapter(
     """Save a PEFT adapter whose A and B are random: one that acts.
 
     Args:
-        folder: Where it goes.
+        folder: Folder of the adapter.
         base: Id or folder of the base model.
-        seed: Of the weights.
+        seed: Random seed of the weights.
         rank: `r` of PEFT.
         alpha: `lora_alpha` of PEFT.
         targets: `target_modules` of PEFT.

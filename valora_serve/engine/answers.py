@@ -162,12 +162,12 @@ class Answers:
 
         Args:
             sequence: The request.
-            finish: Why it ends.
+            finish: Reason for which the request ends.
             text: New text of its answer.
             tokens: New token ids of its answer.
             logprobs: Log probabilities of the new tokens.
             head: Result of its head.
-            error: What went wrong.
+            error: Error that ended the request.
             mode: Mode of its last step.
         """
         if finish in (Finish.STOP, Finish.LENGTH):

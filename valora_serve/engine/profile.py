@@ -51,7 +51,7 @@ MERGED_ADAPTERS = 3
 """Most adapters whose merging is measured."""
 
 REPEATS = 5
-"""How often each of them is merged."""
+"""Number of merges of each adapter that are timed."""
 
 SECONDS = 60.0
 """Most seconds to spend on steps; the cost model is fitted to what was measured until then."""

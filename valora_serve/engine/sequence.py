@@ -98,7 +98,7 @@ class SequenceState:
 
     @property
     def id(self) -> str:
-        """The request's id."""
+        """Id of the request."""
         return self.request.id
 
     @property

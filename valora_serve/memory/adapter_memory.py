@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class AdapterState(StrEnum):
-    """Where an adapter is."""
+    """Place of an adapter's weights: file, host memory or device."""
 
     FILE = "file"
     """In its file only: it was dropped from host memory."""
@@ -256,7 +256,7 @@ class AdapterMemory:
         entry.users += 1
 
     def unpin(self, key: str) -> None:
-        """Undo one `pin`."""
+        """Release one pin of an adapter."""
         entry = self._entries[key]
         if not entry.users:
             raise ValueError(f"adapter {key}: expected a pinned one")

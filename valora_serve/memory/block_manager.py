@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Owner(IntEnum):
-    """What a page is used for."""
+    """Use of a page of the memory pool."""
 
     FREE = 0
     KV = 1
@@ -148,7 +148,7 @@ class ImageSpan:
 
 @dataclass(slots=True)
 class _SequencePages:
-    """An open sequence.
+    """Tokens, pages and keys of an open sequence.
 
     Attributes:
         tokens: Its token ids; the caller appends to them.

@@ -333,7 +333,7 @@ class PackedAdapter:
         rank: Largest rank of its modules; modules of smaller rank are filled up with zero rows.
         scaling: Factor of B·A, for all modules.
         groups: Names of the groups of linears that it changes.
-        layout: Where its rank rows lie.
+        layout: Places of its rank rows.
         buffer: [elements] in the memory's dtype; in pinned memory if the memory is on a GPU.
     """
 

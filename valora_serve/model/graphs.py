@@ -96,8 +96,8 @@ class DecodeGraphs:
     """Captured decode steps by their number of rows and of LoRA terms.
 
     Args:
-        resources: What the steps compute with.
-        recorder: Captures them.
+        resources: Model, KV cache and adapters of the steps.
+        recorder: Recorder that captures the graphs.
         sizes: Numbers of rows to capture; none where there is no GPU.
     """
 
@@ -227,8 +227,8 @@ class PromptGraphs:
     On a CPU the layers run eagerly in the same fixed buffers, so that tests cover the bookkeeping.
 
     Args:
-        resources: What the steps compute with.
-        recorder: Captures them.
+        resources: Model, KV cache and adapters of the steps.
+        recorder: Recorder that captures the graphs.
         sizes: Numbers of rows to capture.
     """
 

@@ -1,4 +1,4 @@
-"""What all policies have in common: filling the batch and turning a plan into a decision.
+"""Base class of the policies: fills the batch and turns a plan into a decision.
 
 `batching.BatchBuilder` keeps the limits of a step. A policy says which requests may take part, in
 which order, and which adapter is merged.

@@ -66,7 +66,7 @@ class BatchBuilder:
 
     Args:
         view: State before the step.
-        plan: What the policy wants.
+        plan: The policy's plan of the batch.
         starved: Requests that arrived before this time may not be overtaken.
 
     Attributes:

@@ -107,7 +107,7 @@ class View:
         merged: Adapter merged into the base weights, None if the weights are pristine.
         resident: Adapters on the device.
         loading: Adapters that are being copied to the device.
-        limits: What the step may use.
+        limits: Most tokens, sequences and pages of the step.
         switchable: Adapters that can be merged now, None for all resident adapters.
     """
 

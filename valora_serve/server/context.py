@@ -1,4 +1,4 @@
-"""What endpoints have access to."""
+"""Objects of the server that endpoints have access to."""
 
 from __future__ import annotations
 

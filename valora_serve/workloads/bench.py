@@ -330,7 +330,7 @@ def sentences(figures: dict[str, Any], wall: float) -> list[str]:
     """Put the other figures into sentences.
 
     Args:
-        figures: What `summarise` returned.
+        figures: Figures of the run, as `summarise` returns them.
         wall: Seconds that the run took.
     """
     tokens = figures["prompt_tokens"] + figures["output_tokens"]

@@ -91,7 +91,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--clusters", type=int, default=policy.clusters, help="S-LoRA's adapter clustering")
     optional = argparse.BooleanOptionalAction
     add("--groups", action=optional, default=policy.groups, help="cost: fewer at a time than fit")
-    add("--early-abort", action="store_true", help="S-LoRA's admission control")
+    add(
+        "--early-abort",
+        action="store_true",
+        help="abort requests whose first token would come too late (S-LoRA's early abort)",
+    )
     add("--slo", type=float, default=policy.slo, help="limit of the time to first token in seconds")
 
     add = parser.add_argument_group("machine").add_argument

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Verdict(StrEnum):
-    """What becomes of an attempt."""
+    """Outcome of an attempt."""
 
     COMMITTED = "committed"
     ROLLED_BACK = "rolled back"

@@ -110,7 +110,7 @@ class Packing:
     Args:
         plan: Decides what to try and judges it.
         trainer: Trains and evaluates.
-        state: What is on disk.
+        state: Files of the fusion on disk.
         seed: Seed of the fusion.
         team: The processes that train together.
         parent: The fusion to extend, if any.

@@ -35,7 +35,7 @@ class Promises:
         teacher: Accuracy of each domain's teacher on the test split; None where there is none.
         trainer: Holds the adapters.
         lmm: The model; writes the adapters.
-        state: What is on disk.
+        state: Files of the fusion on disk.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ class FusionState:
         Args:
             adapter: The adapter.
             number: The attempt that the snapshot follows; 0 for an adapter of an earlier fusion.
-            tensors: See `Trainer.snapshot`.
+            tensors: Snapshot of the adapter, as `Trainer.snapshot` returns it.
         """
         from safetensors.torch import save_file
 

@@ -62,7 +62,7 @@ class Display:
 
         Args:
             stage: Name of the stage.
-            what: What is being done.
+            what: Description of the work.
 
         Yields:
             A function to call with step, number of steps, and loss.

@@ -1,1 +1,1 @@
-"""What training and serving agree on."""
+"""The contract between training and serving: base models, heads, boxes and bundles."""

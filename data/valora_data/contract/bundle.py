@@ -46,7 +46,7 @@ class Bundle:
 
     @property
     def domains(self) -> dict[str, dict[str, Any]]:
-        """What is promised, by domain."""
+        """Entry of each domain in the manifest, with its promised accuracy, by name."""
         return dict(self.manifest["domains"])
 
     @property

@@ -11,11 +11,11 @@ PLACES = SIDE * SIDE
 
 
 def places_of(rows: int, columns: int, images: int = 1) -> Tensor:
-    """Which place of its image each visual token lies in.
+    """Return the place in its image of each visual token.
 
     Args:
-        rows: Of visual tokens of an image.
-        columns: Likewise.
+        rows: Rows of visual tokens in an image.
+        columns: Columns of visual tokens in an image.
         images: Images or frames of this size, one after the other.
 
     Returns:

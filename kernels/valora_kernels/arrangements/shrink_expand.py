@@ -281,7 +281,7 @@ def expand(
     Args:
         tiling: Tile sizes, of the same `rows` as in the first step.
         ys: [P] tensors [rows, out_features[p]], changed in place.
-        h: What `shrink` returned.
+        h: Result of `shrink`.
         parts: Number of parts of h, as `shrink` returned it.
         weights: A and B of every adapter.
         batch: Which rows have which adapters.

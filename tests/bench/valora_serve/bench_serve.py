@@ -435,7 +435,7 @@ def switch(bench):
 
 
 def kernels(bench):
-    """Where a decode step's time goes."""
+    """Profile the kernels of a decode step."""
     from torch.profiler import ProfilerActivity, profile
 
     names = bench.start("slora", 16)

@@ -92,8 +92,8 @@ class Process:
     """A ``valora-serve`` process.
 
     Args:
-        arguments: Of the command.
-        cwd: Where it runs.
+        arguments: Arguments of the command.
+        cwd: Working directory.
     """
 
     def __init__(self, *arguments, cwd):
@@ -131,5 +131,5 @@ class Process:
         return self.process.wait(seconds)
 
     def said(self, pattern):
-        """What the log says, by a pattern."""
+        """Return the match of a pattern in the log."""
         return re.search(pattern, self.log.read_text())

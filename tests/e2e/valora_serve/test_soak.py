@@ -141,9 +141,9 @@ class Soak:
     """A crowd of clients.
 
     Args:
-        world: What there is.
-        engine: Who serves it.
-        seed: Of everything that is drawn.
+        world: Models and adapters to ask for.
+        engine: Engine under test.
+        seed: Random seed.
     """
 
     def __init__(self, world: World, engine: Engine, seed: int) -> None:

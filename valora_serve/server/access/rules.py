@@ -37,7 +37,7 @@ class Rules:
     """What is checked before a request's body is read.
 
     Attributes:
-        access: Who may send requests.
+        access: Callers that may send requests.
         max_body_bytes: Largest request body in bytes; None for the server's general limit.
         disabled: Reason why every request is refused with status 403; None if the route is enabled.
     """

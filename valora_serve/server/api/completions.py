@@ -1,4 +1,4 @@
-"""``/v1/completions``."""
+"""Endpoint ``/v1/completions``, OpenAI's text completions."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Llava(Architecture):
         return side, side
 
     def grid_of(self, image: Image, processor: Any, config: Any) -> tuple[int, int]:
-        """Return `fixed_grid`."""
+        """Return the grid of visual tokens, which is the same for every image."""
         grid = self.fixed_grid(config)
         assert grid is not None
         return grid

@@ -1,4 +1,4 @@
-"""What the last output of a request says."""
+"""The last output of a request: finish reason, usage and error."""
 
 from pathlib import Path
 

@@ -207,7 +207,7 @@ def make(place, engine, replay=None):
 
 
 async def served_after(place, bundles=()):
-    """What a new process serves."""
+    """Return the ids that a new process serves."""
     engine = FakeEngine()
     again = make(place, engine)
     unloaded = again.read()

@@ -1,8 +1,9 @@
-"""How well boxes match the truth: F1 at IoU 0.5, COCO mAP, calibration error, confidence intervals.
+"""Metrics of object detection: F1 at IoU 0.5, COCO mAP, calibration error, bootstrap intervals.
 
-Matching is COCO's own (pycocotools): per image and class, by falling confidence, each detection
-takes the best truth left whose IoU is high enough. Since a surer detection never depends on a less
-sure one, one matching serves every confidence threshold.
+Detections are matched as in COCO (pycocotools): per image and class, in order of descending
+confidence, each detection is matched to the unmatched true box with the highest IoU, if that is at
+least 0.5. A match never depends on less confident detections, so one matching serves every
+confidence threshold.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ if TYPE_CHECKING:
     from valora_data.schema import Box
 
 BOOTSTRAPS = 1000
+"""Number of bootstrap samples of an interval."""
 
 
 @dataclass(frozen=True)
 class Matches:
-    """All detections of a split, matched to the truth at IoU 0.5.
+    """The detections of a split, matched to the true boxes at IoU 0.5.
 
     Attributes:
         score: (n,) float64, confidence of each detection.
-        hit: (n,) bool, whether it found an object.
-        image: (n,) int64, the image that it is on.
-        truths: (images,) int64, objects on each image.
+        hit: (n,) bool, whether the detection is matched to a true box.
+        image: (n,) int64, index of the image of each detection.
+        truths: (images,) int64, number of true boxes of each image.
         map: COCO's mean average precision over IoU 0.50:0.95, maximum 100 detections per image.
     """
 
@@ -43,7 +45,7 @@ class Matches:
     map: float
 
     def f1(self, threshold: float) -> float:
-        """F1 of the detections at or above a confidence; 0 when there is nothing to find."""
+        """F1 of the detections at or above a confidence; 0 if there are no true boxes."""
         return float(_f1(*(part.sum() for part in self._counts(threshold))))
 
     def precision_recall(self, threshold: float) -> tuple[float, float]:
@@ -62,13 +64,13 @@ class Matches:
         return float(low), float(high)
 
     def best_threshold(self) -> float:
-        """The confidence with the highest F1; 0.5 if no detection hits."""
+        """The confidence threshold with the highest F1; 0.5 if no detection is matched."""
         if not self.hit.any():
             return 0.5
         order = np.argsort(-self.score, kind="stable")
         hits = np.cumsum(self.hit[order])
         f1 = _f1(hits, np.arange(1, len(order) + 1), self.truths.sum())
-        # Only the last of equal scores is a possible cut.
+        # A threshold cannot separate equal scores: only the last of them counts.
         score = self.score[order]
         f1[:-1][score[:-1] == score[1:]] = -1
         best = int(np.argmax(f1))
@@ -89,7 +91,7 @@ class Matches:
         )
 
     def _counts(self, threshold: float) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Per image: hits, detections, truths."""
+        """Numbers of matched detections, detections and true boxes of each image."""
         images = len(self.truths)
         kept = self.score >= threshold
         hits = np.bincount(self.image[kept & self.hit], minlength=images)
@@ -104,12 +106,12 @@ def _f1(hits: Any, found: Any, truths: Any) -> Any:
 def match(
     found: Sequence[Sequence[Box]], truth: Sequence[Sequence[Box]], labels: Sequence[str]
 ) -> Matches:
-    """Match the detections of a split to the truth.
+    """Match the detections of a split to the true boxes.
 
     Args:
-        found: Detections of each image, any confidence.
-        truth: Objects of each image.
-        labels: Label set; a detection only matches a truth of its own label.
+        found: Detections of each image, of any confidence.
+        truth: True boxes of each image.
+        labels: Label set; a detection only matches true boxes of its own label.
 
     Returns:
         The matches at IoU 0.5, and mAP.

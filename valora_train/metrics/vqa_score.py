@@ -1,4 +1,4 @@
-"""The accuracy of visual question answering (Antol et al. 2015; VQA v2): agreement with people."""
+"""VQA score, the accuracy of visual question answering (Antol et al. 2015; VQA v2)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ENOUGH = 3
-"""Annotators who must agree for an answer to be fully right."""
+"""Number of annotators who must give an answer for it to score 1."""
 ARTICLES = frozenset({"a", "an", "the"})
 NUMBERS = {
     "none": "0", "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5",
@@ -20,17 +20,18 @@ PERIOD = re.compile(r"(?<!\d)\.|\.(?!\d)")
 
 
 def vqa_score(said: str, answers: Sequence[str]) -> float:
-    """How well an answer agrees with the annotators'.
+    """Compare an answer with those of the annotators.
 
-    The mean, over every way to leave one annotator out, of min(agreeing others / 3, 1). With fewer
-    than four annotators all others must agree; a single one must be met exactly.
+    The score is the mean of min(agreeing annotators / 3, 1) over all subsets that leave one
+    annotator out. With two or three annotators, all of a subset must agree; with a single one, the
+    score is 1 if the answers are equal, else 0.
 
     Args:
-        said: The answer.
-        answers: What each annotator answered, equal ones repeated.
+        said: The predicted answer.
+        answers: The answer of each annotator.
 
     Returns:
-        Between 0 and 1.
+        The score, in [0, 1].
     """
     mine = normalized(said)
     agree = [normalized(answer) == mine for answer in answers]
@@ -42,7 +43,10 @@ def vqa_score(said: str, answers: Sequence[str]) -> float:
 
 
 def normalized(answer: str) -> str:
-    """Lower case, numbers in digits, without punctuation and articles, as VQA's evaluation does."""
+    """Normalise an answer as the VQA evaluation does.
+
+    Letters become lower case, number words become digits, punctuation and articles are removed.
+    """
     text = PERIOD.sub("", PUNCTUATION.sub(" ", answer.lower().replace("\n", " ")))
     words = [NUMBERS.get(word, word) for word in text.split() if word not in ARTICLES]
     return " ".join(words)

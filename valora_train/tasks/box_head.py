@@ -1,6 +1,6 @@
-"""Vision task heads: a linear layer on the LMM's last hidden states, trained with the adapter.
+"""The box head: predicts the objects of an image in a single forward pass (VaLoRA §4.2.2).
 
-VaLoRA §4.2.2. One head per domain; it answers in a single forward pass.
+It is a linear layer on the last hidden states of the visual tokens, trained with the adapter.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ if TYPE_CHECKING:
 
 
 class BoxHeadModule(nn.Module):
-    """Objectness, class and box from every visual token; one pass gives all boxes of an image.
+    """Predicts an objectness, a class and a box for every visual token.
 
     Args:
         width: Size of the hidden states.
         labels: Label set in the order of class indices; a single class needs no class logits.
-        grid: Rows and columns of visual tokens.
+        grid: Rows and columns of visual tokens of an image.
 
     Attributes:
-        linear: (5 + classes, width): objectness, box (see `contract.boxes`), class logits.
+        linear: (5 + classes, width), computes objectness, box (see `contract.boxes`) and class
+            logits.
         calibration: (2,), Platt scaling of the confidence; see `calibrate`.
-        threshold: (), confidence from which a box counts; the best for F1 on validation.
+        threshold: (), confidence from which a box counts, with the best F1 on validation.
     """
 
     calibration: Tensor
@@ -50,12 +51,12 @@ class BoxHeadModule(nn.Module):
         nn.init.normal_(self.linear.weight, std=0.01)
         nn.init.zeros_(self.linear.bias)
         with torch.no_grad():
-            self.linear.bias[0] = -math.log(30)  # a cell in about thirty holds an object
+            self.linear.bias[0] = -math.log(30)  # about one cell in thirty holds an object
         self.register_buffer("calibration", torch.tensor([1.0, 0.0]))
         self.register_buffer("threshold", torch.tensor(0.5))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Raw outputs.
+        """Compute the raw outputs.
 
         Args:
             hidden: (n, tokens, width), last hidden states of the visual tokens.
@@ -67,15 +68,16 @@ class BoxHeadModule(nn.Module):
         return raw
 
     def loss(self, raw: Tensor, targets: DetectionTargets, weights: HeadSettings) -> Tensor:
-        """Training loss of a batch, per object.
+        """Compute the training loss of a batch, divided by its number of objects.
 
-        Binary cross entropy of the objectness, generalised IoU of the boxes (Rezatofighi et al.
-        2019) and cross entropy of the classes; objects count by the teacher's confidence.
+        The sum of the binary cross entropy of objectness, the generalised-IoU loss of boxes
+        (Rezatofighi et al. 2019) and the cross entropy of classes. Objects are weighted by the
+        teacher's confidence.
 
         Args:
             raw: (n, tokens, 5 + classes) from `forward`.
-            targets: Of the same n images.
-            weights: Of the three parts.
+            targets: Targets of the same n images.
+            weights: Settings with the weights of the three parts.
         """
         from torchvision.ops import generalized_box_iou_loss
 
@@ -99,12 +101,12 @@ class BoxHeadModule(nn.Module):
     def predict(
         self, raw: Tensor, size: tuple[int, int], settings: HeadSettings, min_score: float
     ) -> list[Box]:
-        """Boxes of one image.
+        """Predict the boxes of one image.
 
         Args:
             raw: (tokens, 5 + classes) from `forward`.
             size: Width and height of the image in pixels.
-            settings: Of non-maximum suppression.
+            settings: Settings of non-maximum suppression.
             min_score: Calibrated confidence below which boxes are dropped.
         """
         found = detections(
@@ -120,7 +122,7 @@ class BoxHeadModule(nn.Module):
         return [Box(*item.box, label=item.label, confidence=item.confidence) for item in found]
 
     def stored(self, settings: HeadSettings) -> BoxHead:
-        """The head as a bundle holds it.
+        """The head in the form that bundles hold.
 
         Args:
             settings: Settings of non-maximum suppression.
@@ -139,7 +141,7 @@ class BoxHeadModule(nn.Module):
 
     @classmethod
     def of(cls, head: BoxHead) -> BoxHeadModule:
-        """The module of a head from a bundle."""
+        """Create the module of a head from a bundle."""
         module = cls(head.weight.shape[1], head.labels, head.grid)
         module.linear.load_state_dict({"weight": head.weight, "bias": head.bias})
         module.calibration.copy_(head.calibration)
@@ -147,36 +149,38 @@ class BoxHeadModule(nn.Module):
         return module
 
     def calibrate(self, matches: Matches) -> None:
-        """Fit Platt scaling so that confidences say how often a box is right.
+        """Fit the Platt scaling that calibrates the confidences.
 
         Args:
-            matches: Of the validation split, made with the present calibration.
+            matches: Matches of the validation split, with confidences of the current calibration.
         """
         from sklearn.linear_model import LogisticRegression
 
         if len(set(matches.hit.tolist())) < 2:
-            return  # nothing to tell apart
+            return  # a fit needs hits and misses
         score = torch.from_numpy(matches.score).clamp(1e-6, 1 - 1e-6)
         a, b = self.calibration.tolist()
         logit = (torch.logit(score) - b) / a
         fit = LogisticRegression(C=1e6).fit(logit[:, None].numpy(), matches.hit)
         slope, offset = float(fit.coef_[0, 0]), float(fit.intercept_[0])
-        if slope > 0:  # otherwise the head knows nothing, and its order must not be reversed
+        if slope > 0:  # a negative slope would reverse the order of boxes
             self.calibration.copy_(torch.tensor([slope, offset]))
 
 
 @dataclass(frozen=True)
 class DetectionTargets:
-    """What each visual token of each image should say.
+    """Targets of a box head for each visual token of each image.
 
-    A box belongs to the cell of its centre and to cells around whose centres lie near it and
-    inside the box; where two boxes claim a cell, the smaller one has it.
+    A box is assigned to the cell that holds its centre, and to those cells whose centres are near
+    the centre of the box (see `REACH`) and inside the box. A cell with several boxes gets the
+    smallest.
 
     Attributes:
-        positive: (n, tokens) bool.
-        weight: (n, tokens) float32, confidence of the box.
-        boxes: (n, tokens, 4) float32, in shares of the image.
-        classes: (n, tokens) int64.
+        positive: (n, tokens) bool, whether a box is assigned to the token.
+        weight: (n, tokens) float32, the teacher's confidence in the box.
+        boxes: (n, tokens, 4) float32, (x0, y0, x1, y1) relative to the image size.
+        classes: (n, tokens) int64, index of the label.
+        REACH: Largest distance in cells, along each axis, between the centres of box and cell.
     """
 
     positive: Tensor
@@ -184,13 +188,13 @@ class DetectionTargets:
     boxes: Tensor
     classes: Tensor
 
-    REACH: ClassVar[float] = 0.75  # in cells, from the box's centre to that of a cell around it
+    REACH: ClassVar[float] = 0.75
 
     @classmethod
     def of(
         cls, samples: Sequence[Sample], labels: Sequence[str], grid: tuple[int, int]
     ) -> DetectionTargets:
-        """Targets of samples.
+        """Create the targets of samples.
 
         Args:
             samples: Images with boxes in pixels, and the teacher's confidences.
@@ -217,7 +221,7 @@ class DetectionTargets:
     def _claim(
         cls, box: Box, size: tuple[int, int], grid: tuple[int, int]
     ) -> tuple[Tensor, Tensor]:
-        """Edges of a box in shares of the image, and the (tokens,) bool of its cells."""
+        """Edges of a box relative to the image size, and its cells as (tokens,) bool."""
         rows, columns = grid
         edges = torch.tensor(
             [box.x0 / size[0], box.y0 / size[1], box.x1 / size[0], box.y1 / size[1]]
@@ -232,7 +236,7 @@ class DetectionTargets:
         return edges, mine
 
     def to(self, device: torch.device) -> DetectionTargets:
-        """The same on another device."""
+        """Copy the targets to another device."""
         return self._each(lambda part: part.to(device))
 
     def __getitem__(self, rows: Tensor) -> DetectionTargets:

@@ -1,6 +1,6 @@
-"""Boxes as text, in the two conventions of LMMs: a grid of 0 to 1000, or the pixels that are seen.
+"""Boxes as text, in the two conventions of LMMs: on a grid of 0 to 1000, or in pixels.
 
-Both survive the resizing that an image processor does: shares of the image are what stays.
+The pixels are those of the resized image that the vision encoder sees.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ BOX = re.compile(
 
 
 def write_box(box: Box, size: Size, seen: Size, convention: Convention, step: int = 1) -> str:
-    """A box as Qwen-VL writes it: ``<ref>name</ref><box>(x0,y0),(x1,y1)</box>``.
+    """Write a box in the format of Qwen-VL: ``<ref>name</ref><box>(x0,y0),(x1,y1)</box>``.
 
     Args:
-        box: In pixels of the image as it was sent.
-        size: Of that image.
-        seen: Of the image as the encoder sees it, for `pixels`.
+        box: The box, in pixels of the original image.
+        size: Width and height of the original image in pixels.
+        seen: Width and height of the image that the vision encoder sees, for `pixels`.
         convention: `grid1000` or `pixels`.
-        step: What numbers are multiples of.
+        step: Coordinates are rounded to multiples of this number.
     """
     width, height = (GRID, GRID) if convention == "grid1000" else seen
     edges = [
@@ -44,12 +44,12 @@ def write_box(box: Box, size: Size, seen: Size, convention: Convention, step: in
 
 
 def read_boxes(text: str, size: Size, seen: Size, convention: Convention) -> list[Box]:
-    """The boxes in a text, in pixels of the image as it was sent; empty or reversed ones left out.
+    """Read the boxes in a text, in pixels of the original image; empty ones are dropped.
 
     Args:
-        text: With boxes as `write_box` writes them.
-        size: Of the image as it was sent.
-        seen: Of the image as the encoder sees it, for `pixels`.
+        text: Text with boxes in the format of `write_box`.
+        size: Width and height of the original image in pixels.
+        seen: Width and height of the image that the vision encoder sees, for `pixels`.
         convention: `grid1000` or `pixels`.
     """
     width, height = (GRID, GRID) if convention == "grid1000" else seen

@@ -1,8 +1,7 @@
-"""The label head: one of a closed set of labels in a single pass (VaLoRA §4.2.2).
+"""The label head: predicts one of a domain's labels in a single forward pass (VaLoRA §4.2.2).
 
-It can look at the last token, at the mean of the visual tokens, at a learnt weighting of them, or
-at what is where in the image; all are trained side by side and the one that does best on
-validation stays.
+It reads the last token, the mean of the visual tokens, their learnt weighted mean, or their means
+in the parts of a grid. All poolings are trained together; the most accurate on validation is kept.
 """
 
 from __future__ import annotations
@@ -25,22 +24,23 @@ if TYPE_CHECKING:
 
 POOLINGS = tuple(str(pooling) for pooling in Pooling)
 TEMPERATURES = (0.05, 20.0)
+"""Bounds of the calibrated temperature."""
 
 
 class LabelHeadModule(nn.Module):
-    """Logits of a label set, for each way of pooling.
+    """Computes the logits of a label set, for each pooling.
 
     Args:
         width: Size of the hidden states.
         labels: Label set in the order of the outputs.
         kind: ``classification``, ``counting``, ``yes_no`` or ``action``.
-        poolings: Those to train; of `POOLINGS`.
+        poolings: Names of the poolings to train, from `POOLINGS`.
 
     Attributes:
         linears: A layer (labels, width) for each pooling, (labels, 16 · width) for ``grid``.
-        query: (width,), what ``attention`` weighs the visual tokens by.
-        chosen: (), index into `poolings` of the one that counts.
-        temperature: (1,), by which logits are divided, see `calibrate`.
+        query: (width,), query vector of the pooling ``attention``.
+        chosen: (), index of the pooling in use, see `choose_pooling`.
+        temperature: (1,), divisor of the logits, see `calibrate`.
     """
 
     chosen: Tensor
@@ -64,11 +64,11 @@ class LabelHeadModule(nn.Module):
 
     @property
     def pooling(self) -> str:
-        """The one that counts."""
+        """Name of the pooling in use."""
         return self.poolings[int(self.chosen)]
 
     def forward(self, read: HeadInputs) -> Tensor:
-        """Logits.
+        """Compute the logits of all poolings.
 
         Args:
             read: Hidden states of n prompts.
@@ -83,12 +83,12 @@ class LabelHeadModule(nn.Module):
         return torch.stack(logits, dim=1)
 
     def loss(self, logits: Tensor, targets: ChoiceTargets, settings: HeadSettings) -> Tensor:
-        """Training loss of a batch: the mean over its samples and over the poolings.
+        """Compute the training loss of a batch, the mean over samples and poolings.
 
         Args:
             logits: (n, poolings, labels) from `forward`.
-            targets: Of the same n samples.
-            settings: How soft labels count.
+            targets: Targets of the same n samples.
+            settings: Weight and temperature of soft labels.
         """
         losses = [
             distillation_loss(logits[:, place], targets, settings.soft, settings.temperature)
@@ -97,7 +97,7 @@ class LabelHeadModule(nn.Module):
         return torch.stack(losses).mean()
 
     def choose_pooling(self, logits: Tensor, truth: Tensor) -> None:
-        """Choose the pooling with the most hits on validation; of equal ones the likeliest truth.
+        """Choose the pooling with the best accuracy on validation; ties go to the lowest loss.
 
         Args:
             logits: (n, poolings, labels) from `forward`.
@@ -112,10 +112,10 @@ class LabelHeadModule(nn.Module):
         self.chosen.fill_(best)
 
     def calibrate(self, logits: Tensor, truth: Tensor) -> None:
-        """Fit the temperature so that confidences say how often a label is right (Guo et al. 2017).
+        """Fit the temperature that calibrates the confidences (Guo et al. 2017).
 
         Args:
-            logits: (n, labels), of the chosen pooling on validation.
+            logits: (n, labels) of the chosen pooling on the validation split.
             truth: (n,) int64, indices of the true labels; −1 for samples without one.
         """
         from scipy.optimize import minimize_scalar
@@ -132,7 +132,7 @@ class LabelHeadModule(nn.Module):
         self.temperature.fill_(math.exp(float(best.x)))
 
     def stored(self) -> LabelHead:
-        """The head as a bundle holds it: the chosen pooling alone."""
+        """The head in the form that bundles hold, with the chosen pooling only."""
         linear = self.linears[int(self.chosen)]
         assert isinstance(linear, nn.Linear)
         pooling = Pooling(self.pooling)
@@ -148,10 +148,10 @@ class LabelHeadModule(nn.Module):
 
     @classmethod
     def of(cls, head: LabelHead) -> LabelHeadModule:
-        """The module of a head from a bundle.
+        """Create the module of a head from a bundle.
 
         Args:
-            head: The head; the module has its pooling alone.
+            head: The head; the module has its pooling only.
         """
         module = cls(head.width, head.labels, head.kind, [head.pooling])
         module.linears[0].load_state_dict({"weight": head.weight, "bias": head.bias})
@@ -163,18 +163,18 @@ class LabelHeadModule(nn.Module):
 
 @dataclass(frozen=True)
 class ChoiceTargets:
-    """What the head should say of each sample.
+    """Targets of a label head for each sample.
 
     Attributes:
         label: (n,) int64, index of the label.
-        soft: (n, labels) float32, the teacher's probabilities; zeros where it gave none.
+        soft: (n, labels) float32, probabilities by the teacher; zeros where it gave none.
     """
 
     label: Tensor
     soft: Tensor
 
     def to(self, device: torch.device) -> ChoiceTargets:
-        """The same on another device."""
+        """Copy the targets to another device."""
         return ChoiceTargets(self.label.to(device), self.soft.to(device))
 
     def __getitem__(self, rows: Tensor) -> ChoiceTargets:
@@ -185,19 +185,19 @@ class ChoiceTargets:
 def distillation_loss(
     logits: Tensor, targets: ChoiceTargets, soft: float, temperature: float
 ) -> Tensor:
-    """Hard and soft labels mixed (Hinton et al. 2015): (1 − s) CE + s T² KL(p_T ‖ q_T).
+    """Distillation loss (Hinton et al. 2015): (1 − s) CE + s T² KL(p_T ‖ q_T).
 
-    p_T is the teacher's distribution p^(1/T), normalised, and q_T the softmax of logits / T.
-    Samples without soft labels count by their hard label alone.
+    p_T is the normalised p^(1/T) of the teacher's probabilities p, and q_T is the softmax of
+    logits / T. Samples without soft labels have s = 0.
 
     Args:
-        logits: (n, labels).
-        targets: Of the same samples.
-        soft: The share s of the soft labels.
-        temperature: T; above 1 it shows how the teacher ranks what is wrong.
+        logits: (n, labels) float32.
+        targets: Targets of the same samples.
+        soft: Weight s of the soft labels.
+        temperature: Temperature T; above 1 it gives more weight to improbable labels.
 
     Returns:
-        (), the mean over samples.
+        () float32, the mean over samples.
     """
     hard = F.cross_entropy(logits, targets.label, reduction="none")
     known = targets.soft.sum(-1) > 0

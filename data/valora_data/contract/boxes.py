@@ -1,9 +1,9 @@
-"""How a grid of visual tokens says where things are: the box code that both sides share.
+"""The encoding of boxes relative to visual tokens, shared by training and serving.
 
-Token (row i, column j) of a rows × columns grid stands for the cell around the centre
-((j + ½)/columns, (i + ½)/rows) of the image. Its four numbers (ox, oy, ow, oh) mean a box whose
-centre is the cell's plus (ox, oy) cells, and whose size is (exp ow, exp oh) cells. Boxes are
-(x0, y0, x1, y1) in shares of the image's width and height, so they survive any resizing.
+The token in row i and column j of a rows × columns grid predicts boxes relative to its cell, whose
+centre is ((j + ½)/columns, (i + ½)/rows) of the image. Its four outputs (ox, oy, ow, oh) encode a
+box whose centre is that of the cell plus (ox, oy) cells, and whose size is (exp ow, exp oh) cells.
+Boxes are (x0, y0, x1, y1) relative to the image's width and height, independent of its resolution.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LOG_SIZE = (-4.0, 3.0)  # exp of it, in cells: from a fiftieth of a cell to twenty cells
+LOG_SIZE = (-4.0, 3.0)
+"""Bounds of (ow, oh): sizes from a fiftieth of a cell to twenty cells."""
 
 
 def cell_centres(grid: tuple[int, int]) -> Tensor:
-    """Centres of the cells.
+    """Return the centres of a grid's cells.
 
     Args:
         grid: Rows and columns.
@@ -34,8 +35,8 @@ def encode(boxes: Tensor, cells: Tensor, grid: tuple[int, int]) -> Tensor:
     """Encode boxes relative to the cells that predict them.
 
     Args:
-        boxes: (n, 4) float, (x0, y0, x1, y1) in shares of the image.
-        cells: (n,) int64, the index of a cell for each box.
+        boxes: (n, 4) float, (x0, y0, x1, y1) relative to the image size.
+        cells: (n,) int64, index of the cell that predicts each box.
         grid: Rows and columns.
 
     Returns:
@@ -49,14 +50,14 @@ def encode(boxes: Tensor, cells: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def decode(raw: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Read the boxes that all cells of a grid predict; the inverse of `encode`.
+    """Decode the boxes that the cells of a grid predict; the inverse of `encode`.
 
     Args:
         raw: (..., rows · columns, 4) float, (ox, oy, ow, oh) of every cell.
         grid: Rows and columns.
 
     Returns:
-        (..., rows · columns, 4) float32, (x0, y0, x1, y1) in shares of the image, clipped to it.
+        (..., rows · columns, 4) float32, (x0, y0, x1, y1) relative to the image size, in [0, 1].
     """
     raw = raw.float()
     cell = raw.new_tensor([1.0 / grid[1], 1.0 / grid[0]])
@@ -68,14 +69,14 @@ def decode(raw: Tensor, grid: tuple[int, int]) -> Tensor:
 def suppress(
     boxes: Tensor, scores: Tensor, classes: Tensor, iou: float, min_score: float, most: int
 ) -> Tensor:
-    """Non-maximum suppression within each class.
+    """Apply non-maximum suppression within each class.
 
     Args:
         boxes: (n, 4) float, (x0, y0, x1, y1).
         scores: (n,) float confidences.
         classes: (n,) int64.
-        iou: Overlap above which the less confident of two boxes of a class is dropped.
-        min_score: Boxes below it are dropped first.
+        iou: IoU above which the less confident of two boxes of a class is dropped.
+        min_score: Confidence below which boxes are dropped first.
         most: Largest number of boxes to keep.
 
     Returns:
@@ -101,15 +102,16 @@ def read_detections(
 
     Args:
         raw: (rows · columns, 5 + classes) float: objectness logit, (ox, oy, ow, oh), and class
-            logits; a head of a single class has none of the latter.
+            logits, which a head of a single class does not have.
         grid: Rows and columns.
         calibration: (2,) float, (a, b): confidence is sigmoid(a · logit + b) (Platt scaling).
-        nms_iou: Overlap for non-maximum suppression, see `suppress`.
+        nms_iou: IoU above which the less confident of two boxes of a class is dropped.
         min_score: Confidence below which boxes are dropped.
         most: Largest number of boxes.
 
     Returns:
-        (k, 4) float32 boxes in shares of the image, (k,) float32 confidences, (k,) int64 classes.
+        (k, 4) float32 boxes relative to the image size, (k,) float32 confidences and (k,) int64
+        classes.
     """
     raw = raw.float()
     logit = raw[:, 0]

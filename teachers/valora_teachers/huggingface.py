@@ -77,12 +77,6 @@ def load_huggingface(
     )
 
 
-AUTO_CLASSES = (
-    "ImageClassification", "VideoClassification", "ObjectDetection", "ZeroShotObjectDetection",
-    "VisualQuestionAnswering", "ImageTextToText",
-)  # fmt: skip
-
-
 def _kinds(source: str | Path) -> set[str]:
     """What a model's configuration says that it is for, in the names of the auto classes."""
     import transformers

@@ -7,8 +7,9 @@ for zero, one and two LoRA terms per row.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from valora_serve.model.work import LoraTerms, StepResources, Work
 
 T = TypeVar("T")
+G = TypeVar("G")
 
 MAX_SEQUENCES_WITH_PROMPTS = 256
 """Largest number of sequences in a captured step with prompts."""
@@ -92,13 +94,13 @@ class DecodeGraph:
     turn: int = 0
 
 
-class DecodeGraphs:
-    """Captured decode steps by their number of rows and of LoRA terms.
+class _Graphs(ABC, Generic[G]):
+    """Captured steps of one kind by their number of rows and of LoRA terms.
 
     Args:
         resources: Model, KV cache and adapters of the steps.
         recorder: Recorder that captures the graphs.
-        sizes: Numbers of rows to capture; none where there is no GPU.
+        sizes: Numbers of rows to capture.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class DecodeGraphs:
     ) -> None:
         self._resources, self._recorder = resources, recorder
         self._sizes = sorted(sizes)
-        self._graphs: dict[tuple[int, int], DecodeGraph] = {}
+        self._graphs: dict[tuple[int, int], G] = {}
 
     def __len__(self) -> int:
         """Number of graphs."""
@@ -126,8 +128,21 @@ class DecodeGraphs:
                     return
                 self._graphs[size, terms] = graph
 
-    def _capture(self, size: int, terms: int) -> DecodeGraph | None:
+    @abstractmethod
+    def _capture(self, size: int, terms: int) -> G | None:
         """Capture one step; None if the attention backend has no plan for it."""
+
+
+class DecodeGraphs(_Graphs[DecodeGraph]):
+    """Captured decode steps by their number of rows and of LoRA terms.
+
+    Args:
+        resources: Model, KV cache and adapters of the steps.
+        recorder: Recorder that captures the graphs.
+        sizes: Numbers of rows to capture; none where there is no GPU.
+    """
+
+    def _capture(self, size: int, terms: int) -> DecodeGraph | None:
         resources = self._resources
         plan = resources.backend.decode_plan(size)
         if plan is None:
@@ -221,7 +236,7 @@ class PromptGraph:
     hidden: Tensor
 
 
-class PromptGraphs:
+class PromptGraphs(_Graphs[PromptGraph]):
     """Captured layers of steps with prompts, by their number of rows and of LoRA terms.
 
     On a CPU the layers run eagerly in the same fixed buffers, so that tests cover the bookkeeping.
@@ -232,42 +247,16 @@ class PromptGraphs:
         sizes: Numbers of rows to capture.
     """
 
-    def __init__(
-        self, resources: StepResources, recorder: GraphRecorder, sizes: Sequence[int]
-    ) -> None:
-        self._resources, self._recorder = resources, recorder
-        self._sizes = sorted(sizes)
-        self._graphs: dict[tuple[int, int], PromptGraph] = {}
-
-    def __len__(self) -> int:
-        """Number of graphs."""
-        return len(self._graphs)
-
     @property
     def sizes(self) -> tuple[int, ...]:
         """Numbers of rows of the captured steps, ascending."""
         return tuple(self._sizes) if self._graphs else ()
-
-    def forget(self) -> None:
-        """Drop all graphs."""
-        self._graphs.clear()
-
-    def capture(self, terms: int) -> None:
-        """Capture all sizes, the largest first, so that the others fit into its memory."""
-        for size in reversed(self._sizes):
-            if (size, terms) not in self._graphs:
-                graph = self._capture(size, terms)
-                if graph is None:
-                    self._sizes = []
-                    return
-                self._graphs[size, terms] = graph
 
     def _max_sequences(self, rows: int) -> int:
         """Largest number of sequences in a captured step of `rows` rows."""
         return min(rows, self._resources.max_requests, MAX_SEQUENCES_WITH_PROMPTS)
 
     def _capture(self, size: int, terms: int) -> PromptGraph | None:
-        """Capture one step; None if the attention backend has no plan for it."""
         resources, lmm = self._resources, self._resources.lmm
         plan = resources.backend.mixed_plan(self._max_sequences(size), size)
         if plan is None:

@@ -298,7 +298,7 @@ class ZeroShotDetector(BatchTeacher):
         stray = [label for label in (names or {}).values() if label not in labels]
         if stray:
             raise TeacherError(
-                f"{loader.source} shall answer {stray[0]!r}, which is not one of "
+                f"{loader.source} is mapped to {stray[0]!r}, which is not one of "
                 f"{', '.join(labels)}: correct teacher.options.names"
             )
         phrases = {label: label.replace("_", " ") for label in labels}

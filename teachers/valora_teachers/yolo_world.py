@@ -96,7 +96,7 @@ class YoloWorld(BatchTeacher):
         stray = [label for label in (names or {}).values() if label not in labels]
         if stray:
             raise TeacherError(
-                f"{path.name} shall answer {stray[0]!r}, which is not one of {', '.join(labels)}: "
+                f"{path.name} is mapped to {stray[0]!r}, which is not one of {', '.join(labels)}: "
                 "correct teacher.options.names"
             )
         named = set((names or {}).values())

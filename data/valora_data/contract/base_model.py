@@ -172,8 +172,8 @@ class BaseModel:
         stop_ids: Ids of the tokens that end an answer.
 
     Raises:
-        BundleError: If nobody registered the model's architecture, and it is not like one that
-            is registered.
+        BundleError: The model's architecture is not registered and does not have the shape of
+            a registered one.
     """
 
     def __init__(self, base: str, model: Any, processor: Any) -> None:

@@ -72,7 +72,7 @@ class Gpu:
             adds to it; below, LoRA adds to the base product.
         projections: Rules for base products with LoRA; the first that applies decides, and where
             none does the library computes the base product.
-        products: Likewise for base products without LoRA.
+        products: Rules for base products without LoRA; the first that applies decides.
     """
 
     name: str

@@ -305,7 +305,7 @@ def test_phrases_can_stand_for_labels(owl: Path) -> None:
         TeacherError, match="has to be told what to look for: give the domain label"
     ):
         load_huggingface(owl, Task.DETECTION)
-    with pytest.raises(TeacherError, match="shall answer 'dog', which is not one of pet"):
+    with pytest.raises(TeacherError, match="is mapped to 'dog', which is not one of pet"):
         load_huggingface(owl, Task.DETECTION, ["pet"], names={"red cat": "dog"})
 
 

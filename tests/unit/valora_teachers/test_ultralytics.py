@@ -187,7 +187,7 @@ def test_without_its_text_encoder(world: Path, clip: Path, tmp_path: Path) -> No
         YoloWorld.load(world)
     with pytest.raises(TeacherError, match="has to be told what to look for"):
         YoloWorld.load(world, Task.DETECTION, (), text_encoder=str(clip))
-    with pytest.raises(TeacherError, match="shall answer 'dog', which is not one of cat"):
+    with pytest.raises(TeacherError, match="is mapped to 'dog', which is not one of cat"):
         YoloWorld.load(world, Task.DETECTION, ["cat"], {"red": "dog"}, str(clip))
     config = transformers.CLIPTextConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8,

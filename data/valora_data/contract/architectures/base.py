@@ -60,7 +60,8 @@ class Architecture:
             projector, or holds it.
         tower_targets: Regular expressions over full module paths: linear layers that
             `train.lora.vision_tower` adapts.
-        projector_targets: Likewise for `train.lora.projector`.
+        projector_targets: Regular expressions over full module paths: linear layers that
+            `train.lora.projector` adapts.
         three_positions: Whether rotary positions have three parts: time, height and width.
     """
 

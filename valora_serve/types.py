@@ -229,6 +229,7 @@ class ServedModel:
         parent: Name of the base model of an adapter, or of the adapter of a domain.
         adapter: Name of the adapter that is applied, None for the base model.
         head: Kind of the domain's head, None if it generates text.
+        boxes: Whether the head finds boxes.
         task: Task type of the domain.
         labels: Labels of the domain, in the order of its head's outputs.
         metric: Metric of the domain, e.g. ``f1@0.5``.
@@ -246,6 +247,7 @@ class ServedModel:
     parent: str | None = None
     adapter: str | None = None
     head: str | None = None
+    boxes: bool = False
     task: str | None = None
     labels: tuple[str, ...] = ()
     metric: str | None = None

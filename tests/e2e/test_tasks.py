@@ -30,7 +30,7 @@ from valora_train.settings import (
     TrainSettings,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 HEAD = """
 from dataclasses import dataclass

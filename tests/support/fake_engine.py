@@ -35,8 +35,8 @@ ADAPTER = ServedModel(
     "adapter-1", "adapter", "bundles/d", "tiny", "adapter-1", rank=8, bundle="d@1"
 )
 PERSON = ServedModel(
-    "person", "domain", "bundles/d", "adapter-1", "adapter-1", head="detection", task="detection",
-    labels=("person",), metric="f1@0.5", accuracy=0.87, required=0.8, prompt="detect person",
+    "person", "domain", "bundles/d", "adapter-1", "adapter-1", head="detection", boxes=True,
+    task="detection", labels=("person",), metric="f1@0.5", accuracy=0.87, required=0.8, prompt="detect person",
     bundle="d@1", rank=8,
 )  # fmt: skip
 SCENE = ServedModel(

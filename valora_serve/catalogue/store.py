@@ -209,6 +209,7 @@ class Store:
             parent=by.model.name,
             adapter=by.model.name,
             head=None if head is None else head.kind,
+            boxes=head is not None and head.finds_boxes,
             task=facts.get("task"),
             labels=labels or (() if head is None else head.labels),
             metric=facts.get("metric"),

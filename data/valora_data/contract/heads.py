@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from valora_data.errors import BundleError
 from valora_data.registry import Registry
@@ -370,8 +370,10 @@ class Head(ABC):
         labels: Label set in the order of the outputs; empty where answers are no labels.
         weight: (outputs, inputs) float32.
         bias: (outputs,) float32.
+        finds_boxes: Whether the results are boxes, which `min_score` can filter.
     """
 
+    finds_boxes: ClassVar[bool] = False
     kind: str
     labels: tuple[str, ...] = ()
     weight: Tensor
@@ -597,6 +599,7 @@ class BoxHead(Head):
         most: Maximum number of boxes of an image.
     """
 
+    finds_boxes: ClassVar[bool] = True
     grid: tuple[int, int]
     calibration: Tensor
     threshold: float

@@ -24,6 +24,7 @@ from valora_data.contract.boxes import read_detections
 from valora_data.contract.bundle import GOLDEN, read_bundle, write_manifest
 
 ROOT = Path(__file__).parents[3]
+ROOTS = os.pathsep.join(str(ROOT / part) for part in ("", "data", "kernels", "teachers"))
 
 
 def bundle_with_golden(folder, **options):
@@ -101,7 +102,7 @@ class Process:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = Path(cwd) / f"log-{self.port}.txt"
         settings = {
-            "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+            "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOTS,
             "VALORA_PORT": str(self.port), "VALORA_COST_FOLDER": str(Path(cwd) / "costs"),
             "VALORA_PROFILE": "false",
         }  # fmt: skip

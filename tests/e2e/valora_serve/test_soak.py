@@ -44,7 +44,7 @@ from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import POLICIES
 from valora_serve.types import Finish, Request, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 NAMES = ("red", "green", "blue")
 """Adapters' names; what they stand for changes while requests run."""
@@ -337,7 +337,6 @@ def test_soak_by_cost(world: World) -> None:
     soak(world, "cost", 400, seed=2, overlap=False, pages=pages_of(world))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_soak_long(world: World, policy: str, overlap: bool) -> None:

@@ -23,6 +23,8 @@ from tests.unit.valora_train.test_cli import write_coco
 from valora_data.contract.bundle import read_bundle
 from valora_train.stage import read_json
 
+pytestmark = pytest.mark.slow
+
 COLOURS = {"apple": "red", "sky": "blue", "leaf": "green"}
 
 
@@ -232,7 +234,6 @@ def decided(cwd: Path) -> int:
     return len(read_json(states[0])["told"]) if states else 0
 
 
-@pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on_as_if_nothing_had_been(done, data, tmp_path):
     reference = fusion(done[0])
     start = time.monotonic()

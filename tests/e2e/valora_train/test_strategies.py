@@ -14,7 +14,7 @@ from valora_train.cli import run
 from valora_train.errors import SettingsError
 from valora_train.reporting.progress import Display
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 OWN_ADAPTERS = """
 from valora_train.fusion.strategies.base import Strategy

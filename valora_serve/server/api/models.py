@@ -42,6 +42,7 @@ def card(model: ServedModel, context_length: int) -> ModelCard:
         adapter=model.adapter,
         task=model.task,
         head=model.head,
+        boxes=model.boxes,
         labels=list(model.labels),
         metric=model.metric,
         accuracy=model.accuracy,

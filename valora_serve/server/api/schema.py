@@ -437,6 +437,7 @@ class ModelCard(_ResponseBody):
     adapter: str | None = None
     task: str | None = None
     head: str | None = None
+    boxes: bool = False
     labels: list[str] = []
     metric: str | None = None
     accuracy: float | None = None

@@ -65,9 +65,6 @@ function chosen() {
   return models.find((item) => item.id === el("model").value);
 }
 
-// Models whose answers held no boxes: they have no minimum confidence to set.
-const withoutBoxes = new Set();
-
 function describe() {
   const model = chosen();
   if (!model) return;
@@ -79,7 +76,7 @@ function describe() {
   if (model.labels.length) parts.push(model.labels.slice(0, 12).join(", "));
   el("about").textContent = parts.join(" · ");
   el("prompt").placeholder = model.prompt || (model.kind === "domain" ? "the domain's own prompt" : "write a prompt");
-  el("least-field").hidden = !model.head || withoutBoxes.has(model.id);
+  el("least-field").hidden = !model.boxes;
 }
 
 el("model").addEventListener("change", describe);
@@ -184,7 +181,7 @@ async function askHead(model, prompt, began) {
   const form = new FormData();
   form.append(media.video ? "video" : "image", media.file, media.file.name);
   if (prompt) form.append("prompt", prompt);
-  if (least !== null && !withoutBoxes.has(model.id)) form.append("min_score", String(least));
+  if (least !== null && model.boxes) form.append("min_score", String(least));
   const path = `v1/vision/${encodeURIComponent(model.id)}`;
   const response = await call(path, { method: "POST", body: form, signal: running.signal });
   const answer = await response.json();
@@ -192,8 +189,6 @@ async function askHead(model, prompt, began) {
   if (result.detections) {
     drawBoxes(result);
   } else {
-    withoutBoxes.add(model.id);
-    describe();
     listLabels(result);
   }
   took(began, `${milliseconds(answer.seconds * 1000)} in the server, ${answer.mode} mode`);

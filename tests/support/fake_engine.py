@@ -36,8 +36,8 @@ ADAPTER = ServedModel(
 )
 PERSON = ServedModel(
     "person", "domain", "bundles/d", "adapter-1", "adapter-1", head="detection", boxes=True,
-    task="detection", labels=("person",), metric="f1@0.5", accuracy=0.87, required=0.8, prompt="detect person",
-    bundle="d@1", rank=8,
+    task="detection", labels=("person",), metric="f1@0.5", accuracy=0.87, required=0.8,
+    prompt="detect person", bundle="d@1", rank=8,
 )  # fmt: skip
 SCENE = ServedModel(
     "scene", "domain", "bundles/d", "adapter-1", "adapter-1", head="classification",

@@ -35,12 +35,12 @@ def test_builtin_task_types_declare_what_the_data_side_knows_of_them():
 
 
 def test_a_task_of_another_package(installed):
-    installed("valora.tasks", "number", NUMBER + "\nextension = NumberTask\n")
-    assert Task("number").spec.metric == "within_one"
+    installed("valora.tasks", "close_number", NUMBER + "\nextension = NumberTask\n")
+    assert Task("close_number").spec.metric == "within_one"
     said, truth = (
         [Answer(label=str(n)) for n in numbers] for numbers in ((1, 4, 9, 2), (2, 4, 5, 2))
     )
-    assert TASK_TYPES["number"].measure(said, truth).mean == np.mean([1, 1, 0, 1])
+    assert TASK_TYPES["close_number"].measure(said, truth).mean == np.mean([1, 1, 0, 1])
 
 
 def test_an_unknown_task_type_lists_what_there_is():

@@ -81,6 +81,12 @@ format: $(READY) ## Format the code and fix what ruff can fix
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+.PHONY: fuzz soak
+fuzz: $(READY) ## Send hostile input by the thousand (ARGS="media --cases 5000"; every part without ARGS)
+	@$(BIN)/python -m tests.fuzz $(ARGS)
+soak: $(READY) ## Serve with faults for three minutes: full disks, diverged adapters, lost clients
+	@$(BIN)/python -m tests.fuzz soak $(ARGS)
+
 .PHONY: bench-http
 bench-http: $(READY) ## Measure the HTTP server: overhead, open connections, memory
 	@$(BIN)/python tests/bench/valora_serve/bench_http.py $(ARGS)

@@ -1,0 +1,1 @@
+"""Fuzzing and soak commands: hostile input by the thousand (`make fuzz`, `make soak`)."""

@@ -68,7 +68,7 @@ base: $(READY) ## Train the base model valora-tiny from scratch (25 minutes on a
 .PHONY: test test-fast test-slow test-gpu lint format
 test: lint test-fast ## Check style and types, and run the fast tests
 test-fast: $(READY) ## Run all tests but the slow ones and those that need a GPU
-	@$(BIN)/python -m pytest -m 'not slow and not gpu' $(ARGS)
+	@$(BIN)/python -m pytest -m 'not slow and not gpu' -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 test-slow: $(READY) ## Run the slow end-to-end tests
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 test-gpu: $(READY) ## Run the tests that need a CUDA GPU

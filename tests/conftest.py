@@ -22,7 +22,9 @@ from tests.support.helpers import save_random_llava
 
 @pytest.fixture(scope="session", autouse=True)
 def _few_threads() -> None:
-    torch.set_num_threads(2)
+    # One thread in each of several processes (make test-fast); threads that spin on the others'
+    # cores would slow all of them down.
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
     # torch.empty gives NaN, so that a value that nobody wrote fails loudly.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True

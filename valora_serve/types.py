@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -52,10 +52,31 @@ class Constraint(Protocol):
 
         Args:
             allowed: [vocabulary] bool, changed in place.
+
+        Raises:
+            RequestError: The constraint cannot be kept any more.
         """
 
     def advance(self, token: int) -> None:
-        """Note the token that was chosen."""
+        """Note the token that was chosen.
+
+        Raises:
+            RequestError: The constraint cannot be kept any more.
+        """
+
+    def check(self, text: str) -> None:
+        """Check a whole answer that ended by itself.
+
+        Args:
+            text: The answer.
+
+        Raises:
+            RequestError: The answer does not satisfy the constraint.
+        """
+
+
+GREEDY_BELOW: Final = 1e-5
+"""Temperatures below this are greedy decoding: logits that differ by 0.001 are then e¹⁰⁰ apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +86,7 @@ class SamplingParams:
     Attributes:
         max_tokens: Most tokens to generate; None for as many as the context length allows.
         min_tokens: Fewest tokens to generate before a stop token or a stop text counts.
-        temperature: Divisor of the logits; 0 for greedy decoding.
+        temperature: Divisor of the logits; greedy decoding below `GREEDY_BELOW`.
         top_k: Sample from the k most likely tokens; 0 for all.
         top_p: Sample from the fewest most likely tokens whose probabilities add up to this.
         min_p: Sample from tokens at least this likely, relative to the most likely token.
@@ -74,8 +95,16 @@ class SamplingParams:
         stop: Texts that end the answer; they are not part of it.
         logprobs: Number of most likely tokens whose log probabilities are returned, beside that of
             the chosen token; None for no log probabilities.
+        prompt_logprobs: Number of most likely tokens whose log probabilities are returned for each
+            token of the prompt, beside that of the token itself; None for no such log
+            probabilities. The prompt is computed as a whole then, without the prefix cache.
         ignore_eos: Whether stop tokens are ignored and generation goes on to `max_tokens`.
         constraint: Restriction on the tokens, None for none.
+        frequency_penalty: Subtracted from a token's logit for each time that it was generated.
+        presence_penalty: Subtracted from a token's logit if it was generated at all.
+        repetition_penalty: Divisor of positive logits, and factor of negative ones, of tokens of
+            the prompt and the answer; 1 for none.
+        logit_bias: (token id, value) pairs; the values are added to the logits, after penalties.
     """
 
     max_tokens: int | None = 256
@@ -87,8 +116,28 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     ignore_eos: bool = False
     constraint: Constraint | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def penalised(self) -> bool:
+        """Whether tokens are less likely because they came before."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a token can be chosen only when the host knows all tokens before it."""
+        return self.constraint is not None or self.penalised
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +178,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log probability of a token, before temperature and constraints.
+    """Log probability of a token, before temperature, penalties, bias and constraints.
 
     Attributes:
         token: Token id.
@@ -153,6 +202,25 @@ class TokenLogprobs:
 
     chosen: Logprob
     top: tuple[Logprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log probabilities of a prompt's tokens, each given the tokens before it.
+
+    The first token has none. n is the request's `SamplingParams.prompt_logprobs`.
+
+    Attributes:
+        ids: [tokens] int64, ids of the prompt's tokens.
+        logprobs: [tokens - 1] float32, those of the tokens from the second one on.
+        top_ids: [tokens - 1, n] int64, the most likely tokens at these places.
+        top_logprobs: [tokens - 1, n] float32, their log probabilities, in descending order.
+    """
+
+    ids: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    top_ids: NDArray[np.int64]
+    top_logprobs: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +266,8 @@ class Output:
         text: New text since the output before.
         token_ids: New token ids.
         logprobs: Log probabilities of the new tokens, if the request wants them.
+        prompt: Log probabilities of the prompt, if the request wants them; in the first output
+            with a token.
         finish: Why the request ended; None if more outputs follow.
         head: Result of the head; in the last output.
         error: What went wrong, if `finish` is ``error`` or ``cancelled``.
@@ -210,6 +280,7 @@ class Output:
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt: PromptLogprobs | None = None
     finish: Finish | None = None
     head: HeadResult | None = None
     error: ServeError | None = None

@@ -24,6 +24,7 @@ from valora_serve.types import (
     Logprob,
     Mode,
     Output,
+    PromptLogprobs,
     ServedModel,
     Times,
     TokenLogprobs,
@@ -167,8 +168,9 @@ class FakeEngine:
                 break
             made += 1
             yield Output(
-                request.id, word, (index,), self._logprobs(request, word, index), mode=Mode.UNMERGED
-            )
+                request.id, word, (index,), self._logprobs(request, word, index),
+                self._prompt(request) if index == 0 else None, mode=Mode.UNMERGED,
+            )  # fmt: skip
         yield Output(
             request.id,
             finish=finish,
@@ -198,6 +200,17 @@ class FakeEngine:
         chosen = Logprob(index, word, math.log(0.5))
         top = (chosen, Logprob(99, "?", -math.inf), Logprob(98, "!", -2.0))[:wanted]
         return (TokenLogprobs(chosen, top),)
+
+    def _prompt(self, request):
+        """Log probability −i/8 for token i; the alternatives are tokens 65 on."""
+        count = request.sampling.prompt_logprobs
+        if count is None:
+            return None
+        ids = request.token_ids or self._tokenizer(request.text)["input_ids"]
+        logprobs = -np.arange(1, len(ids), dtype=np.float32) / 8
+        logprobs[1:2] = -math.inf
+        top = np.tile(np.arange(65, 65 + count), (len(ids) - 1, 1))
+        return PromptLogprobs(np.array(ids), logprobs, top, -top.astype(np.float32))
 
     @staticmethod
     def _head(model, images, min_score):

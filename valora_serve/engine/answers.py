@@ -8,12 +8,13 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from valora_data.contract.heads import HeadResult
-from valora_serve.errors import ServeError
+from valora_serve.errors import RequestError, ServeError
 from valora_serve.types import (
     Finish,
     Logprob,
     Mode,
     Output,
+    PromptLogprobs,
     Times,
     TokenLogprobs,
     Usage,
@@ -79,6 +80,8 @@ class Answers:
                 continue  # it ended while this step ran
             try:
                 self._token(sequence, token, logprobs[row] if logprobs else (), mode)
+            except RequestError as error:
+                self.fail(sequence, error)
             except Exception as error:
                 log.exception("request %s", sequence.id)
                 self.fail(sequence, ServeError(f"request {sequence.id} failed: {error}"))
@@ -128,19 +131,33 @@ class Answers:
         self.generated_tokens += 1
         if params.constraint is not None:
             params.constraint.advance(token)
+        prompt = sequence.prompt_logprobs()
         length = len(sequence.ids)
         count = length - sequence.prompt_tokens
-        stops = token in self._lmm.stop_ids and not params.ignore_eos and count > params.min_tokens
+        stops = token in self._lmm.stop_ids and (
+            # A constraint allows a stop token only at its end, where nothing else can come.
+            params.constraint is not None or (not params.ignore_eos and count > params.min_tokens)
+        )
         text = "" if stops else sequence.text.push(token)
         finish = None
+        if params.constraint is not None and sequence.text.stopped:
+            raise RequestError(
+                f"request {sequence.id} was given up, as a stop text cut its JSON: leave out stop "
+                "or response_format"
+            )
         if stops or sequence.text.stopped:
             finish = Finish.STOP
         elif count >= sequence.max_new or length >= self._context_length:
             finish = Finish.LENGTH
         if finish is not None:
-            self.end(sequence, finish, text=text, tokens=(token,), logprobs=logprobs, mode=mode)
+            self.end(
+                sequence, finish, text=text, tokens=(token,), logprobs=logprobs, prompt=prompt,
+                mode=mode,
+            )  # fmt: skip
             return
-        self.pending.append(Output(sequence.id, text, (token,), logprobs=logprobs, mode=mode))
+        self.pending.append(
+            Output(sequence.id, text, (token,), logprobs=logprobs, prompt=prompt, mode=mode)
+        )
 
     def fail(self, sequence: SequenceState, error: ServeError) -> None:
         """End a request with an error."""
@@ -154,6 +171,7 @@ class Answers:
         text: str = "",
         tokens: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprobs, ...] = (),
+        prompt: PromptLogprobs | None = None,
         head: HeadResult | None = None,
         error: ServeError | None = None,
         mode: Mode | None = None,
@@ -166,6 +184,7 @@ class Answers:
             text: New text of its answer.
             tokens: New token ids of its answer.
             logprobs: Log probabilities of the new tokens.
+            prompt: Log probabilities of its prompt, if no output had them yet.
             head: Result of its head.
             error: Error that ended the request.
             mode: Mode of its last step.
@@ -184,6 +203,7 @@ class Answers:
                 text,
                 tokens,
                 logprobs=logprobs,
+                prompt=prompt,
                 finish=finish,
                 head=head,
                 error=error,

@@ -55,7 +55,7 @@ from valora_serve.model.heads import check_visual
 from valora_serve.model.lmm import Lmm
 from valora_serve.model.prompt import prepare_prompt
 from valora_serve.model.runner import ModelRunner
-from valora_serve.model.sampler import make_generator
+from valora_serve.model.sampler import TokenCounts, make_generator
 from valora_serve.model.work import AdapterTable
 from valora_serve.orchestrator.cost_model import load_or_estimate
 from valora_serve.orchestrator.decision import RequestView, StepLimits, View
@@ -247,6 +247,12 @@ class Engine:
             if head.reads_visual:  # tokens after the last one that it reads change nothing
                 ids = ids[: max(int(item.at[-1]) for item in prompt.visuals) + 1]
         most = self._answer_length(request, len(ids), generates=head is None)
+        vocabulary = self.lmm.vocabulary
+        for token, _ in request.sampling.logit_bias:
+            if not 0 <= token < vocabulary:
+                raise RequestError(
+                    f"logit_bias: expected tokens 0 to {vocabulary - 1}, got {token}"
+                )
         key, adapter_pages = None, 0
         if target.adapter is not None:
             key = self.named.key(target.adapter)
@@ -295,6 +301,8 @@ class Engine:
                 generator=make_generator(request.sampling, self.device),
                 max_new=most,
                 arrival=now,
+                counts=TokenCounts(ids) if request.sampling.penalised else None,
+                scores=None if head or request.sampling.prompt_logprobs is None else [],
             )
         )
 
@@ -465,7 +473,7 @@ class Engine:
             return True
         if sequence.generated >= sequence.max_new or sequence.length >= self.context_length:
             return False  # it ends when the host reads its token
-        return sequence.request.sampling.constraint is None
+        return not sequence.request.sampling.needs_history
 
     def _preempt(self, ids: Sequence[str]) -> None:
         """Preempt running requests; they are recomputed later."""

@@ -99,7 +99,10 @@ class Launcher:
         now = time.monotonic()
         commit = self._blocks.commit
         choosing, answering, inputs = [], [], []
+        prompts = iter(result.prompts)
         for (sequence, count), work, hidden in zip(shares, works, result.hidden, strict=True):
+            if work.targets and sequence.scores is not None:
+                sequence.scores.append(next(prompts))
             if sequence.started is None:
                 sequence.started = now
             if sequence.computed < sequence.prompt_tokens:
@@ -171,6 +174,8 @@ class Launcher:
         for sequence, count in shares:
             try:
                 works.append(self._work(sequence, count))
+            except RequestError as error:
+                self._fail(sequence, error)
             except Exception as error:
                 log.exception("request %s", sequence.id)
                 self._fail(sequence, ServeError(f"request {sequence.id} failed: {error}"))
@@ -197,6 +202,8 @@ class Launcher:
             if prompt.positions is not None:
                 work.positions = sequence.positions(start, end)
             work.visuals = sequence.visuals(start, end)
+            work.targets = sequence.targets(start, end)
+            work.prompt_logprobs = sequence.request.sampling.prompt_logprobs or 0
         if sequence.head is not None:
             work.keep = sequence.kept(start, end)
         elif end == sequence.length:
@@ -213,16 +220,22 @@ class Launcher:
         params = sequence.request.sampling
         early = sequence.generated < params.min_tokens
         forbidden = tuple(self._lmm.stop_ids) if early else ()
+        counts = sequence.counts
+        if counts is not None:
+            counts.update(sequence.ids[sequence.prompt_tokens :])
         if params.constraint is None:
-            return TokenChoice(params, sequence.generator, forbidden)
+            return TokenChoice(params, sequence.generator, forbidden, counts=counts)
         allowed = np.ones(self._lmm.vocabulary, dtype=np.bool_)
         params.constraint.mask(allowed)
         if not allowed.any():
-            raise RequestError("its constraint allows no token")
+            raise RequestError(
+                f"request {sequence.id} was given up, as its JSON schema allows no token that the "
+                "model has: simplify the schema"
+            )
         if np.delete(allowed, list(forbidden)).any():
-            return TokenChoice(params, sequence.generator, forbidden, allowed)
+            return TokenChoice(params, sequence.generator, forbidden, allowed, counts)
         # The constraint allows stop tokens only: the answer ends before min_tokens.
-        return TokenChoice(params, sequence.generator, (), allowed)
+        return TokenChoice(params, sequence.generator, (), allowed, counts)
 
     def _head_request(self, sequence: SequenceState) -> HeadRequest:
         """Return what the head of a request computes, whose prompt is all computed."""

@@ -96,6 +96,8 @@ class Requests:
         if head is not None and head.reads_visual:
             # The head needs the hidden states of all visual tokens: compute them.
             limit = int(min(item.at[0] for item in sequence.prompt.visuals))
+        if sequence.scores is not None:
+            limit = 0  # the log probabilities of all tokens are computed
         cached = blocks.open(sequence.id, sequence.ids, sequence.salt, sequence.spans, limit)
         if not blocks.reserve(sequence.id, len(sequence.ids) + (head is None)):
             blocks.close(sequence.id)
@@ -137,6 +139,8 @@ class Requests:
         self.preemptions += 1
         sequence.computed = 0
         sequence.hidden.clear()
+        if sequence.scores is not None:
+            sequence.scores.clear()
         view = sequence.view
         view.running, view.kv_tokens, view.held = False, 0, 0
         view.prompt_left = len(sequence.ids)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from valora_serve.orchestrator.decision import RequestView
+from valora_serve.types import PromptLogprobs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from valora_serve.memory.block_manager import ImageSpan
     from valora_serve.model.detokenizer import Detokenizer
     from valora_serve.model.prompt import Prompt, VisualFeatures
+    from valora_serve.model.sampler import StepLogprobs, TokenCounts
     from valora_serve.types import Finish, Request
 
 
@@ -56,6 +58,9 @@ class SequenceState:
         generator: Random numbers of its own, None for greedy decoding.
         max_new: Most tokens to generate.
         arrival: Time of arrival, in seconds of `time.monotonic`.
+        counts: How often each token has come, for its penalties; None without penalties.
+        scores: Log probabilities of its prompt, one entry for each step that computed some; None if
+            it wants none, or has got them.
         place: Its place in the batch, None while it waits.
         computed: Tokens whose keys and values are in the cache, those of the step under way
             included.
@@ -84,6 +89,8 @@ class SequenceState:
     generator: Generator | None
     max_new: int
     arrival: float
+    counts: TokenCounts | None = None
+    scores: list[StepLogprobs] | None = None
     place: int | None = None
     computed: int = 0
     pending: int = 0
@@ -137,6 +144,35 @@ class SequenceState:
             which = np.flatnonzero((visual.at >= start) & (visual.at < end))
             if which.size:
                 found.append((visual.at[which] - start, self.features[number], which))
+        return found
+
+    def targets(self, start: int, end: int) -> list[int]:
+        """Return the prompt's tokens that follow tokens `start` to `end`, if they are scored."""
+        if self.scores is None:
+            return []
+        return self.ids[start + 1 : min(end + 1, self.prompt_tokens)]
+
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Return the log probabilities of its prompt once; None if it wants none or has them."""
+        if self.scores is None:
+            return None
+        scores, self.scores = self.scores, None
+        count = self.request.sampling.prompt_logprobs or 0
+        size = self.prompt_tokens - 1
+        found = PromptLogprobs(
+            np.array(self.ids[: size + 1], np.int64),
+            np.empty(size, np.float32),
+            np.empty((size, count), np.int64),
+            np.empty((size, count), np.float32),
+        )
+        at = 0
+        for part in scores:
+            rows = slice(at, at + len(part.chosen))
+            found.logprobs[rows] = part.chosen.cpu().numpy()
+            found.top_ids[rows] = part.tokens[:, :count].cpu().numpy()
+            found.top_logprobs[rows] = part.values[:, :count].cpu().numpy()
+            at = rows.stop
+        assert at == size
         return found
 
     def kept(self, start: int, end: int) -> NDArray[np.int64]:

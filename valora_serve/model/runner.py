@@ -14,7 +14,7 @@ from valora_serve.model.attention.base import Rows, to_device
 from valora_serve.model.attention.registry import make_backend
 from valora_serve.model.graphs import DecodeGraphs, GraphRecorder, PromptGraphs
 from valora_serve.model.lmm import VisualRows
-from valora_serve.model.sampler import sample, top_logprobs
+from valora_serve.model.sampler import StepLogprobs, sample, top_logprobs
 from valora_serve.model.work import LoraTerms, StepResources, StepResult
 
 if TYPE_CHECKING:
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from valora_serve.model.graphs import DecodeGraph
     from valora_serve.model.lmm import Lmm
     from valora_serve.model.prompt import Visual, VisualFeatures
-    from valora_serve.model.sampler import StepLogprobs
     from valora_serve.model.work import AdapterTable, Work
+
+SCORED_ROWS = 256
+"""Most rows of a prompt whose logits are in memory at a time: 150 MB for 150,000 tokens."""
 
 
 class ModelRunner:
@@ -106,7 +108,8 @@ class ModelRunner:
         if not all(choice.is_argmax for choice in choices):
             tokens = sample(logits, choices)
             self._last_tokens[places] = tokens
-        return self._result(tokens, self._logprobs(works, logits, tokens), [None] * len(works))
+        logprobs = self._logprobs(works, logits, tokens)
+        return self._result(tokens, logprobs, [None] * len(works), [])
 
     def _eager(self, works: Sequence[Work], terms: LoraTerms | None) -> StepResult:
         """Any step; its layers may come from a graph."""
@@ -143,14 +146,19 @@ class ModelRunner:
             None if work.keep is None else hidden[self._send(work.keep + at)]
             for work, at in zip(works, starts.tolist(), strict=False)
         ]
+        prompts = [
+            self._prompt_logprobs(work, hidden[at : at + len(work.targets)])
+            for work, at in zip(works, starts.tolist(), strict=False)
+            if work.targets
+        ]
         choosing = [i for i, work in enumerate(works) if work.choice is not None]
         if not choosing:
-            return StepResult(torch.empty(0, dtype=torch.int64), None, kept)
+            return StepResult(torch.empty(0, dtype=torch.int64), None, kept, prompts)
         logits = self._lmm.logits(hidden[self._send(starts[1:][choosing].astype(np.int64) - 1)])
         chosen = [works[i] for i in choosing]
         found = sample(logits, [work.choice for work in chosen if work.choice is not None])
         self._last_tokens[self._send(np.array([work.place for work in chosen]))] = found
-        return self._result(found, self._logprobs(chosen, logits, found), kept)
+        return self._result(found, self._logprobs(chosen, logits, found), kept, prompts)
 
     def _layers(
         self,
@@ -195,17 +203,36 @@ class ModelRunner:
         wanted = [work.logprobs for work in works if work.logprobs is not None]
         return top_logprobs(logits, tokens, max(wanted)) if wanted else None
 
+    def _prompt_logprobs(self, work: Work, hidden: Tensor) -> StepLogprobs:
+        """Log probabilities of a work's targets; `hidden` is [targets, width]."""
+        targets = self._send(np.array(work.targets, np.int64))
+        parts = [
+            top_logprobs(self._lmm.logits(rows), tokens, work.prompt_logprobs)
+            for rows, tokens in zip(
+                hidden.split(SCORED_ROWS), targets.split(SCORED_ROWS), strict=True
+            )
+        ]
+        return StepLogprobs(
+            torch.cat([part.chosen for part in parts]),
+            torch.cat([part.tokens for part in parts]),
+            torch.cat([part.values for part in parts]),
+        )
+
     def _result(
-        self, tokens: Tensor, logprobs: StepLogprobs | None, kept: list[Tensor | None]
+        self,
+        tokens: Tensor,
+        logprobs: StepLogprobs | None,
+        kept: list[Tensor | None],
+        prompts: list[StepLogprobs],
     ) -> StepResult:
         """Start the copy of the tokens to the host."""
         if self._device.type != "cuda":
-            return StepResult(tokens, logprobs, kept)
+            return StepResult(tokens, logprobs, kept, prompts)
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         host.copy_(tokens, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
-        return StepResult(host, logprobs, kept, copied)
+        return StepResult(host, logprobs, kept, prompts, copied)
 
     def _send(self, values: NDArray[np.int64]) -> Tensor:
         return to_device(values, self._device)

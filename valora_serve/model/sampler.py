@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from valora_serve.types import SamplingParams
+
+
+class TokenCounts:
+    """How often each token of a request has come, for its penalties.
+
+    Args:
+        prompt: Token ids of the prompt.
+    """
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        # In the order of their first occurrence, so that each token has a fixed place.
+        self._counts: Counter[int] = Counter(dict.fromkeys(prompt, 0))
+        self._generated = 0
+
+    def update(self, answer: Sequence[int]) -> None:
+        """Count the tokens of an answer.
+
+        Args:
+            answer: All tokens generated so far; those of the last call come first.
+        """
+        for token in answer[self._generated :]:
+            self._counts[token] += 1
+        self._generated = len(answer)
+
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Return the distinct tokens of prompt and answer.
+
+        Returns:
+            [tokens] int64, their ids; [tokens] float32, how often each was generated.
+        """
+        size = len(self._counts)
+        ids = np.fromiter(self._counts.keys(), np.int64, size)
+        return ids, np.fromiter(self._counts.values(), np.float32, size)
 
 
 @dataclass(slots=True)
@@ -28,28 +62,36 @@ class TokenChoice:
         forbidden: Ids of tokens that must not be chosen, e.g. the stop ids before `min_tokens`.
         allowed: [vocabulary] bool, the tokens that the request's constraint allows; None without a
             constraint.
+        counts: Tokens so far; None without penalties.
     """
 
     params: SamplingParams
     generator: torch.Generator | None = None
     forbidden: Sequence[int] = ()
     allowed: NDArray[np.bool_] | None = None
+    counts: TokenCounts | None = None
 
     @property
     def is_argmax(self) -> bool:
         """Whether the choice is the argmax of all logits."""
-        return self.params.temperature == 0 and not self.forbidden and self.allowed is None
+        return (
+            self.params.greedy
+            and not self.forbidden
+            and self.allowed is None
+            and self.counts is None
+            and not self.params.logit_bias
+        )
 
 
 def make_generator(params: SamplingParams, device: torch.device) -> torch.Generator | None:
     """Random generator of a request, without a seed a random one; None for greedy decoding."""
-    if params.temperature == 0:
+    if params.greedy:
         return None
     generator = torch.Generator(device=device)
     if params.seed is None:
         generator.seed()
     else:
-        generator.manual_seed(params.seed & (2**63 - 1))
+        generator.manual_seed(params.seed % 2**64)
     return generator
 
 
@@ -65,41 +107,89 @@ def sample(logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
     """
     if all(choice.is_argmax for choice in choices):
         return logits.argmax(-1)
-    logits = _restrict(logits, choices)
+    logits = logits.clone()
+    _penalise(logits, choices)
+    _bias(logits, choices)
+    _restrict(logits, choices)
     tokens = logits.argmax(-1)
-    random = [row for row, choice in enumerate(choices) if choice.params.temperature > 0]
+    random = [row for row, choice in enumerate(choices) if not choice.params.greedy]
     if random:
         rows = torch.tensor(random, device=logits.device)
         tokens[rows] = _draw(logits[rows], [choices[row] for row in random])
     return tokens
 
 
-def _restrict(logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
-    """Set the logits of forbidden tokens to −∞: [rows, vocabulary], a copy."""
-    logits = logits.clone()
+def _penalise(logits: Tensor, choices: Sequence[TokenChoice]) -> None:
+    """Apply the penalties to the logits, [rows, vocabulary], in place."""
+    rows, ids, repetition, minus = [], [], [], []
+    for row, choice in enumerate(choices):
+        if choice.counts is None:
+            continue
+        params = choice.params
+        tokens, counts = choice.counts.arrays()
+        rows.append(np.full(tokens.size, row))
+        ids.append(tokens)
+        repetition.append(np.full(tokens.size, params.repetition_penalty, np.float32))
+        minus.append(params.frequency_penalty * counts + params.presence_penalty * (counts > 0))
+    if not rows:
+        return
+
+    def send(parts: Sequence[NDArray[np.generic]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(logits.device)
+
+    where = send(rows), send(ids)
+    values, factor = logits[where], send(repetition)
+    values = torch.where(values > 0, values / factor, values * factor)
+    logits[where] = values - send(minus).float()
+
+
+def _bias(logits: Tensor, choices: Sequence[TokenChoice]) -> None:
+    """Add the requests' biases to the logits, [rows, vocabulary], in place."""
+    found = [
+        (row, token, value)
+        for row, choice in enumerate(choices)
+        for token, value in choice.params.logit_bias
+    ]
+    if found:
+        rows, ids, values = (
+            torch.tensor(part, device=logits.device) for part in zip(*found, strict=True)
+        )
+        logits[rows, ids] += values
+
+
+def _restrict(logits: Tensor, choices: Sequence[TokenChoice]) -> None:
+    """Set the logits of forbidden tokens to −∞, in place; `logits` is [rows, vocabulary]."""
     for row, choice in enumerate(choices):
         if choice.forbidden:
             logits[row, list(choice.forbidden)] = -torch.inf
         if choice.allowed is not None:
             refused = torch.from_numpy(~choice.allowed).to(logits.device)
             logits[row].masked_fill_(refused, -torch.inf)
-    return logits
 
 
 def _draw(logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
     """Sample with temperature, top-k, top-p and min-p: [rows, vocabulary] → [rows]."""
 
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, device=logits.device)[:, None]
+    def column(values: list[float], dtype: torch.dtype) -> Tensor:
+        most = torch.finfo(dtype).max
+        clamped = [min(value, most) for value in values]
+        return torch.tensor(clamped, dtype=dtype, device=logits.device)[:, None]
 
     params = [choice.params for choice in choices]
-    logits = logits / column([p.temperature for p in params])
-    probabilities, order = logits.softmax(-1).sort(-1, descending=True)
+    # The largest logit becomes 0 before the division, so that nothing overflows to ∞, and is set,
+    # not subtracted, as ∞ − ∞ is NaN.
+    most = logits.amax(-1, keepdim=True)
+    logits = torch.where(logits == most, 0, logits - most)
+    logits /= column([p.temperature for p in params], logits.dtype)
+    # Stable, so that of equal tokens the one that greedy decoding takes comes first.
+    probabilities, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
     order_index = torch.arange(logits.shape[1], device=logits.device)
-    top_k = column([p.top_k or logits.shape[1] for p in params])
-    before = probabilities.cumsum(-1) - probabilities
-    kept = (order_index < top_k) & (before < column([p.top_p for p in params]))
-    kept &= probabilities >= column([p.min_p for p in params]) * probabilities[:, :1]
+    top_k = torch.tensor([p.top_k or logits.shape[1] for p in params], device=logits.device)
+    # In float64, as the error of 100,000 float32 sums would cut unlikely tokens off.
+    before = probabilities.cumsum(-1, dtype=torch.float64) - probabilities
+    top_p = column([p.top_p if p.top_p < 1 else torch.inf for p in params], before.dtype)
+    kept = (order_index < top_k[:, None]) & (before < top_p)
+    kept &= probabilities >= column([p.min_p for p in params], logits.dtype) * probabilities[:, :1]
     kept[:, 0] = True
     # The argmax of p / e with exponential noise e is a sample from p; each request has its own
     # generator of e.
@@ -127,7 +217,7 @@ class StepLogprobs:
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, most: int) -> StepLogprobs:
-    """Log probabilities, before temperature and restrictions.
+    """Log probabilities, before temperature, penalties, bias and restrictions.
 
     Args:
         logits: [rows, vocabulary] float32.

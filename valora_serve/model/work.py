@@ -44,6 +44,9 @@ class Work:
         logprobs: Number of top log probabilities to return; None for no log probabilities.
         keep: [rows] int64, offsets in the share of the hidden states that a head reads; None
             without a head.
+        targets: Tokens of the prompt that follow the first rows of the share, whose log
+            probabilities are returned; empty if none are wanted.
+        prompt_logprobs: Number of top log probabilities to return for each of the `targets`.
     """
 
     place: int
@@ -58,6 +61,8 @@ class Work:
     choice: TokenChoice | None = None
     logprobs: int | None = None
     keep: NDArray[np.int64] | None = None
+    targets: Sequence[int] = ()
+    prompt_logprobs: int = 0
 
 
 @dataclass(slots=True)
@@ -68,11 +73,13 @@ class StepResult:
         tokens: [choices] int64, the chosen tokens in the order of the works that have a choice.
         logprobs: Log probabilities of those rows; None if no work asks for them.
         hidden: For each work the hidden states that it keeps, on the device; None without any.
+        prompts: Log probabilities of the targets of the works that have some, in their order.
     """
 
     tokens: Tensor
     logprobs: StepLogprobs | None
     hidden: list[Tensor | None]
+    prompts: list[StepLogprobs]
     _copied: torch.cuda.Event | None = None
 
     def read(self) -> list[int]:

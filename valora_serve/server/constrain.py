@@ -104,6 +104,19 @@ class JsonConstraint:
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
 
+    def check(self, text: str) -> None:
+        """Check that a whole answer is JSON.
+
+        Raises:
+            RequestError: It is not.
+        """
+        try:
+            json.loads(text, parse_int=str, parse_float=str)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(
+                f"The answer is not JSON ({_first(error)}): simplify the schema"
+            ) from error
+
 
 def _first(error: object) -> str:
     text = str(error).strip()

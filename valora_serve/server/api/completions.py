@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -28,8 +32,12 @@ from valora_serve.server.telemetry.logs import new_id
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Sequence
 
+    from valora_serve.server.api.schema import UsageAnswer
     from valora_serve.server.context import ServerContext
-    from valora_serve.types import Output, SamplingParams, ServedModel
+    from valora_serve.types import Output, PromptLogprobs, SamplingParams, ServedModel
+
+AT_ONCE = 200
+"""Most tokens of a prompt that are turned into text before other requests have their turn."""
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -54,7 +62,13 @@ def router(context: ServerContext) -> APIRouter:
             )
         as_json, schema = schema_of(body)
         limit = body.max_completion_tokens or body.max_tokens or context.settings.answer_tokens
+        if scored_only := body.max_tokens == 0:
+            if not body.echo or body.max_completion_tokens:
+                raise RequestError("max_tokens is 0: set echo, or ask for at least 1 token")
+            limit = 1  # the engine computes it with the prompt; it is left out of the response
         params = sampling(body, context, max_tokens=limit, logprobs=body.logprobs)
+        if body.echo:
+            params = dataclasses.replace(params, prompt_logprobs=body.logprobs)
         deadline = time_left(context, model, body.valora.deadline, since)
         identity = f"cmpl-{new_id()}"
         prompts = _prompts(body.prompt, context)
@@ -67,8 +81,9 @@ def router(context: ServerContext) -> APIRouter:
         ]
         requests = await constrained(plain, context, as_json, schema)
         completion = _Completion(
-            context, model, requests, len(prompts), identity, dict(request.headers), body
-        )
+            context, model, requests, len(prompts), identity, dict(request.headers), body,
+            scored_only=scored_only,
+        )  # fmt: skip
         if body.stream:
             return EventStream(completion.events())
         return answer(await until_disconnect(request.receive, completion.whole()))
@@ -126,8 +141,12 @@ class _Completion:
         identity: str,
         headers: dict[str, str],
         body: CompletionRequest,
+        *,
+        scored_only: bool,
     ) -> None:
         self._service = context.service
+        self._echo = bool(body.echo)
+        self._scored_only = scored_only
         self._model = model
         self._requests = requests
         self._prompts = prompts
@@ -147,15 +166,16 @@ class _Completion:
         for number, outputs in enumerate(answers):
             finish = outputs[-1].finish
             assert finish is not None
-            logprobs = None
-            if self._logprobs:
-                logprobs = CompletionLogprobs(**_logprobs(outputs, 0))
+            part = await self._prompt(number, outputs[0]) if self._echo else _Part()
+            if not self._scored_only:
+                for output in outputs:
+                    part.add(output)
             choices.append(
                 CompletionChoice(
                     index=number,
-                    text="".join(output.text for output in outputs),
-                    logprobs=logprobs,
-                    finish_reason=finish_reason(finish),
+                    text=part.text,
+                    logprobs=CompletionLogprobs(**part.logprobs) if self._logprobs else None,
+                    finish_reason="length" if self._scored_only else finish_reason(finish),
                 )
             )
         lasts = [outputs[-1] for outputs in answers]
@@ -164,7 +184,7 @@ class _Completion:
             created=self._created,
             model=self._model.name,
             choices=choices,
-            usage=usage(lasts, self._prompts),
+            usage=self._used(lasts),
             valora=valora_block(self._model, lasts[0], ()),
         )
 
@@ -172,25 +192,53 @@ class _Completion:
         with self._admitted() as ticket:
             streams = [self._service.ask(ticket, one, self._headers) for one in self._requests]
             lasts: dict[int, Output] = {}
-            offsets = [0] * len(streams)
+            offsets: dict[int, int] = {}
             async with contextlib.aclosing(merged(streams)) as outputs:
                 async for number, output in outputs:
+                    if number in offsets or not self._echo:
+                        part = _Part(offsets.get(number, 0))
+                    else:
+                        part = await self._prompt(number, output)
+                    if not self._scored_only:
+                        part.add(output)
+                    offsets[number] = part.end
                     choice: dict[str, Any] = {
-                        "index": number, "text": output.text, "logprobs": None,
-                        "finish_reason": None,
+                        "index": number, "text": part.text, "finish_reason": None,
+                        "logprobs": part.logprobs if self._logprobs else None,
                     }  # fmt: skip
-                    if self._logprobs:
-                        choice["logprobs"] = _logprobs([output], offsets[number])
-                    offsets[number] += sum(len(item.chosen.text) for item in output.logprobs)
                     if output.finish is not None:
                         lasts[number] = output
-                        choice["finish_reason"] = finish_reason(output.finish)
-                    elif not output.text and not output.logprobs:
+                        choice["finish_reason"] = (
+                            "length" if self._scored_only else finish_reason(output.finish)
+                        )
+                    elif not part.text and not part.logprobs["tokens"]:
                         continue
                     yield self._event([choice])
             if self._usage:
-                used = usage((lasts[number] for number in sorted(lasts)), self._prompts)
+                used = self._used([lasts[number] for number in sorted(lasts)])
                 yield self._event([]) | {"usage": used.model_dump()}
+
+    async def _prompt(self, number: int, output: Output) -> _Part:
+        """Return the echo of a prompt.
+
+        Args:
+            number: Number of the request.
+            output: The request's first output.
+        """
+        request, part, tokenizer = self._requests[number], _Part(), self._service.engine.tokenizer
+        if output.prompt is not None:
+            await part.add_prompt(output.prompt, tokenizer)
+        part.text = (
+            request.text if request.text is not None else tokenizer.decode(request.token_ids)
+        )
+        return part
+
+    def _used(self, lasts: Sequence[Output]) -> UsageAnswer:
+        """Token counts of the response; a token that is left out does not count."""
+        used = usage(lasts, self._prompts)
+        if not self._scored_only:
+            return used
+        return used.model_copy(update={"completion_tokens": 0, "total_tokens": used.prompt_tokens})
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -202,16 +250,69 @@ class _Completion:
         }
 
 
-def _logprobs(outputs: Iterable[Output], offset: int) -> dict[str, Any]:
-    """Log probabilities in this endpoint's format; `offset` is the first token's, in characters."""
-    found: dict[str, Any] = {
-        "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
-    }  # fmt: skip
-    for output in outputs:
+class _Part:
+    """A part of an answer: its text, and log probabilities in this endpoint's format.
+
+    Args:
+        start: Offset of its first token in the whole text, in characters.
+
+    Attributes:
+        text: The text.
+        logprobs: Its tokens' texts, log probabilities, alternatives and offsets.
+        end: Offset of the token after it.
+    """
+
+    def __init__(self, start: int = 0) -> None:
+        self.text = ""
+        self.end = start
+        self.logprobs: dict[str, list[Any]] = {
+            "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
+        }  # fmt: skip
+
+    def add(self, output: Output) -> None:
+        """Add what an output of the engine brings."""
+        self.text += output.text
         for item in output.logprobs:
-            found["tokens"].append(item.chosen.text)
-            found["token_logprobs"].append(max(item.chosen.logprob, -9999.0))
-            found["top_logprobs"].append({top.text: max(top.logprob, -9999.0) for top in item.top})
-            found["text_offset"].append(offset)
-            offset += len(item.chosen.text)
-    return found
+            top = _by_text((top.text, top.logprob) for top in item.top)
+            self._token(item.chosen.text, _finite(item.chosen.logprob), top)
+
+    async def add_prompt(self, prompt: PromptLogprobs, tokenizer: Any) -> None:
+        """Add the tokens of a prompt; nothing precedes the first one, whose entries are None."""
+        ids = np.unique(np.concatenate([prompt.ids, prompt.top_ids.ravel()])).tolist()
+        texts: dict[int, str] = {}
+        for start in range(0, len(ids), AT_ONCE):
+            texts |= {token: tokenizer.decode([token]) for token in ids[start : start + AT_ONCE]}
+            await asyncio.sleep(0)
+        self._token(texts[int(prompt.ids[0])], None, None)
+        places = zip(
+            prompt.ids[1:].tolist(),
+            prompt.logprobs.tolist(),
+            prompt.top_ids.tolist(),
+            prompt.top_logprobs.tolist(),
+            strict=True,
+        )
+        for number, (token, logprob, others, values) in enumerate(places):
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
+            top = _by_text(zip((texts[one] for one in others), values, strict=True))
+            self._token(texts[token], _finite(logprob), top)
+
+    def _token(self, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
+        self.logprobs["tokens"].append(text)
+        self.logprobs["token_logprobs"].append(logprob)
+        self.logprobs["top_logprobs"].append(top)
+        self.logprobs["text_offset"].append(self.end)
+        self.end += len(text)
+
+
+def _by_text(found: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Log probabilities by text; of tokens with the same text the first, likeliest one counts."""
+    top: dict[str, float] = {}
+    for text, logprob in found:
+        top.setdefault(text, _finite(logprob))
+    return top
+
+
+def _finite(logprob: float) -> float:
+    # JSON has no infinity; OpenAI, too, gives -9999 for tokens that cannot come next.
+    return -9999.0 if math.isnan(logprob) else max(logprob, -9999.0)

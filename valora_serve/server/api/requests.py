@@ -60,6 +60,10 @@ def sampling(
         stop=tuple(stop),
         logprobs=logprobs,
         ignore_eos=bool(body.ignore_eos),
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        logit_bias=tuple((int(token), value) for token, value in (body.logit_bias or {}).items()),
     )
 
 

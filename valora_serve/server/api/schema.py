@@ -28,6 +28,8 @@ def _sound(text: str) -> str:
 
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
+TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+Bias = Annotated[FiniteFloat, Field(ge=-100, le=100)]
 Text = Annotated[str, AfterValidator(_sound)]
 
 
@@ -151,11 +153,26 @@ class _Sampled(_Body):
     min_tokens: int | None = Field(default=None, ge=0, le=10_000_000)
     ignore_eos: bool | None = False
     response_format: ResponseFormat | None = None
-    presence_penalty: FiniteFloat | None = Field(default=None, ge=0, le=0, description="only 0")
-    frequency_penalty: FiniteFloat | None = Field(default=None, ge=0, le=0, description="only 0")
-    repetition_penalty: FiniteFloat | None = Field(default=None, ge=1, le=1, description="only 1")
-    logit_bias: dict[str, FiniteFloat] | None = Field(
-        default=None, max_length=0, description="only empty"
+    presence_penalty: FiniteFloat | None = Field(
+        default=None, ge=-2, le=2, description="subtracted from the logits of generated tokens"
+    )
+    frequency_penalty: FiniteFloat | None = Field(
+        default=None,
+        ge=-2,
+        le=2,
+        description="subtracted from the logit of a token for each time that it was generated",
+    )
+    repetition_penalty: FiniteFloat | None = Field(
+        default=None,
+        ge=0.01,
+        le=100,
+        description="divisor of the positive logits of tokens of prompt and answer, and factor of "
+        "the negative ones; 1 for none",
+    )
+    logit_bias: dict[TokenKey, Bias] | None = Field(
+        default=None,
+        max_length=300,
+        description="values from -100 to 100 by token id, added to the logits after the penalties",
     )
     user: str | None = Field(default=None, description="ignored")
     valora: Valora = Valora()
@@ -179,9 +196,13 @@ class CompletionRequest(_Sampled):
     """Body of ``/v1/completions``."""
 
     prompt: Text | _Texts | _Tokens | _TokenLists
-    max_tokens: int | None = Field(default=16, ge=1, le=10_000_000)
+    max_tokens: int | None = Field(
+        default=16, ge=0, le=10_000_000, description="0 goes with echo: only the prompt is scored"
+    )
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    echo: Literal[False] | None = None
+    echo: bool | None = Field(
+        default=False, description="whether the prompt, with its logprobs, precedes the answer"
+    )
     best_of: int | None = Field(default=None, ge=1, le=128, description="must equal n")
     suffix: None = None
 
@@ -360,11 +381,11 @@ class ChatAnswer(_ResponseBody):
 
 
 class CompletionLogprobs(_ResponseBody):
-    """Log probabilities of the tokens of an answer."""
+    """Log probabilities of an answer's tokens; the first token of an echoed prompt has none."""
 
     tokens: list[str] = []
-    token_logprobs: list[float] = []
-    top_logprobs: list[dict[str, float]] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
     text_offset: list[int] = []
 
 

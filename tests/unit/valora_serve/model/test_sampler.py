@@ -1,13 +1,29 @@
 """The choice of tokens, against closed forms."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from valora_serve.model.sampler import TokenChoice, make_generator, sample, top_logprobs
+from valora_serve.model.sampler import (
+    TokenChoice,
+    TokenCounts,
+    make_generator,
+    sample,
+    top_logprobs,
+)
 from valora_serve.types import SamplingParams
 
 CPU = torch.device("cpu")
@@ -16,14 +32,22 @@ DRAWS = 4000
 
 
 def choice(
-    forbidden: Sequence[int] = (), allowed: Sequence[int] | None = None, **given: object
+    forbidden: Sequence[int] = (),
+    allowed: Sequence[int] | None = None,
+    prompt: Sequence[int] = (),
+    answer: Sequence[int] = (),
+    **given: object,
 ) -> TokenChoice:
     params = SamplingParams(**given)  # type: ignore[arg-type]
+    counts = TokenCounts(prompt) if params.penalised else None
+    if counts is not None:
+        counts.update(answer[: len(answer) // 2])
+        counts.update(answer)
     mask = None
     if allowed is not None:
         mask = np.zeros(len(LOGITS), dtype=np.bool_)
         mask[list(allowed)] = True
-    return TokenChoice(params, make_generator(params, CPU), forbidden, mask)
+    return TokenChoice(params, make_generator(params, CPU), forbidden, mask, counts)
 
 
 def shares(logits: torch.Tensor, one: TokenChoice) -> torch.Tensor:
@@ -124,8 +148,166 @@ def test_without_a_seed_every_request_draws_its_own() -> None:
 
 
 def test_large_seeds() -> None:
-    for seed in (0, 2**63, 2**64 - 1, -1):
-        sample(LOGITS[None], [choice(temperature=1.0, seed=seed)])
+    flat = torch.zeros(1, 1000)
+
+    def drawn(seed: int) -> list[int]:
+        one = choice(temperature=1.0, seed=seed)
+        return [int(sample(flat, [one])[0]) for _ in range(6)]
+
+    streams = {seed: drawn(seed) for seed in (0, 1, -1, 2**62 + 7, -(2**63) + 5, 2**63 - 3)}
+    assert len({tuple(tokens) for tokens in streams.values()}) == len(streams)
+    assert all(drawn(seed) == tokens for seed, tokens in streams.items())
+
+
+# What float32 rounds to 0, cannot hold, or divides to infinity.
+TINY = [0.0, 5e-324, 1e-300, 1e-45, 1.5e-45, 1e-38, 1.2e-38, 1e-20, 9e-6]
+
+
+@pytest.mark.parametrize("temperature", TINY)
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(7, 300, generator=generator) * 100
+    logits[1] *= 1e30
+    logits[2] *= 1e-30
+    logits[3, 40:80] = logits[3].max() + 1  # the first of equals
+    logits[4, 9] = -torch.inf
+    choices = [choice(temperature=temperature, seed=seed) for seed in range(7)]
+    assert sample(logits, choices).tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-4, 0.01, 0.3, 1.0, 2.0, 1e30, 1e300])
+def test_any_temperature_gives_the_distribution_of_float64(temperature: float) -> None:
+    logits = torch.tensor([3e-5, 0.0, -2e-5, 1e-5]) + LOGITS[4]
+    wanted = ((logits.double() - logits.double().max()) / temperature).softmax(-1)
+    assert_drawn(shares(logits, choice(temperature=temperature, seed=9)), wanted)
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1.0, 2.0])
+def test_large_and_infinite_logits(temperature: float) -> None:
+    largest = torch.finfo(torch.float32).max
+    logits = torch.tensor([largest, -torch.inf, largest, -largest])
+    wanted = torch.tensor([0.5, 0.0, 0.5, 0.0])
+    assert_drawn(shares(logits, choice(temperature=temperature, seed=10)), wanted)
+    logits = torch.tensor([-torch.inf, 1.0, torch.inf, largest])
+    assert_drawn(shares(logits, choice(temperature=temperature, seed=11)), torch.eye(4)[2])
+
+
+@pytest.mark.parametrize(
+    ("cut", "kept"),
+    [
+        ({"top_p": 1e-300}, [0]),
+        ({"top_p": 5e-324}, [0]),
+        ({"top_p": 1 - 1e-16}, range(8)),
+        ({"min_p": 1e-300}, range(8)),
+        ({"min_p": 1 - 1e-16}, [0]),
+        ({"top_k": 2**40}, range(8)),
+        ({"top_k": 8}, range(8)),
+        ({"top_k": 1_000_000, "top_p": 1.0, "min_p": 0.0}, range(8)),
+    ],
+)
+def test_extreme_cuts(cut: dict[str, Any], kept: Sequence[int]) -> None:
+    assert_drawn(shares(LOGITS, choice(temperature=1.0, seed=12, **cut)), only(kept))
+
+
+def test_the_tail_of_a_large_vocabulary_can_come() -> None:
+    """In float32 the sums of 200,000 probabilities pass 1 before their end."""
+    logits = torch.zeros(200_000)
+    logits[:1000] = 1e-3  # these sort first
+    found = sample(logits.expand(60, -1), [choice(temperature=1.0, seed=13)] * 60)
+    assert int(found.max()) > 195_000
+    assert len(set(found.tolist())) > 55
+
+
+def test_temperature_and_cuts_agree_with_transformers() -> None:
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.randn(24, generator=generator) * 2
+    wanted: Any = LogitsProcessorList([
+        TemperatureLogitsWarper(0.7), TopKLogitsWarper(15), TopPLogitsWarper(0.93),
+        MinPLogitsWarper(0.03),
+    ])(torch.zeros(1, 1, dtype=torch.int64), logits[None])  # fmt: skip
+    one = choice(temperature=0.7, top_k=15, top_p=0.93, min_p=0.03, seed=14)
+    assert_drawn(shares(logits, one), wanted[0].softmax(-1))
+
+
+PROMPT, ANSWER = [4, 6, 6, 1], [2, 0, 2, 3, 2, 6]
+
+
+def adjusted(one: TokenChoice) -> torch.Tensor:
+    """The logits that a choice is made from: −log of a token's shares, by forcing each pair."""
+    found = torch.empty(8, dtype=torch.float64)
+    for token in range(8):
+        low, high = -60.0, 60.0  # bias at which the token wins against token 7, by bisection
+        for _ in range(50):
+            middle = (low + high) / 2
+            params = {"logit_bias": ((token, middle),)}
+            pair = TokenChoice(
+                replace(one.params, temperature=0.0, **params),
+                allowed=np.isin(np.arange(8), [token, 7]),
+                counts=one.counts,
+            )
+            if int(sample(LOGITS[None], [pair])[0]) == token:
+                high = middle
+            else:
+                low = middle
+        found[token] = -high
+    return found
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.3, 4.0])
+def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
+    wanted = RepetitionPenaltyLogitsProcessor(penalty)(
+        torch.tensor([PROMPT + ANSWER]), LOGITS[None].clone()
+    )[0]
+    one = choice(prompt=PROMPT, answer=ANSWER, repetition_penalty=penalty)
+    found = adjusted(one)[:7] + wanted[7]
+    assert found.tolist() == pytest.approx(wanted[:7].tolist(), abs=1e-5)
+
+
+def test_frequency_and_presence_penalties() -> None:
+    """OpenAI's formula: logit − count · frequency − (count > 0) · presence."""
+    counts = torch.tensor([1.0, 0.0, 3.0, 1.0, 0.0, 0.0, 1.0, 0.0])  # of the answer alone
+    for frequency, presence in ((0.7, 0.0), (0.0, 1.1), (-2.0, 0.4), (0.3, -1.9)):
+        wanted = LOGITS - counts * frequency - (counts > 0) * presence
+        one = choice(
+            prompt=PROMPT, answer=ANSWER, frequency_penalty=frequency, presence_penalty=presence
+        )
+        found = adjusted(one)[:7] + wanted[7]
+        assert found.tolist() == pytest.approx(wanted[:7].tolist(), abs=1e-5)
+        drawn = choice(
+            prompt=PROMPT, answer=ANSWER, frequency_penalty=frequency, presence_penalty=presence,
+            temperature=0.8, seed=15,
+        )  # fmt: skip
+        assert_drawn(shares(LOGITS, drawn), (wanted / 0.8).softmax(-1))
+
+
+def test_logit_bias_is_that_of_transformers() -> None:
+    bias = {3: 2.5, 0: -1.5, 6: 4.0, 7: -100.0}
+    wanted: Any = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})(
+        torch.tensor([[1, 2]]), LOGITS[None].clone()
+    )
+    one = choice(temperature=1.0, seed=16, logit_bias=tuple(bias.items()))
+    assert_drawn(shares(LOGITS, one), wanted[0].softmax(-1))
+
+
+def test_bias_comes_after_penalties_and_before_what_is_allowed() -> None:
+    forced = choice(logit_bias=((6, 100.0),), answer=[6] * 9, frequency_penalty=2.0)
+    banned = choice(logit_bias=((0, -100.0),), answer=[0], frequency_penalty=-2.0)
+    masked = choice(logit_bias=((3, -100.0), (5, -100.0), (0, 100.0)), allowed=[3, 5])
+    early = choice([6], logit_bias=((6, 100.0),))
+    found = sample(LOGITS.expand(4, -1), [forced, banned, masked, early]).tolist()
+    assert found == [6, 2, 5, 0]
+
+
+def test_penalties_of_neighbours_do_not_mix() -> None:
+    logits = LOGITS.expand(4, -1)
+    choices = [
+        choice(answer=[0], frequency_penalty=1.0),  # 2 is next
+        choice(),
+        choice(prompt=[0, 2, 4], repetition_penalty=5.0),  # 7 is next
+        choice(logit_bias=((1, 1.6),)),
+    ]
+    assert [one.is_argmax for one in choices] == [False, True, False, False]
+    assert sample(logits, choices).tolist() == [2, 0, 7, 1]
 
 
 def test_greedy_takes_the_likeliest_and_leaves_the_logits() -> None:

@@ -1,8 +1,12 @@
 """The completions endpoint, asked with OpenAI's client."""
 
+import json
 import math
 
 import pytest
+from transformers import AutoTokenizer
+
+from valora_data.contract.base_model import base_folder
 
 
 def test_completions(client):
@@ -38,7 +42,9 @@ def test_completions_of_several_prompts_and_tokens(server, client):
     "body",
     [
         {"prompt": []}, {"prompt": ""}, {"prompt": [""]}, {"prompt": ["a"] * 5}, {"prompt": [[]]},
-        {"prompt": ["a", 1]}, {"prompt": "a", "best_of": 2}, {"prompt": "a", "echo": True},
+        {"prompt": ["a", 1]}, {"prompt": "a", "best_of": 2},
+        {"prompt": "a", "max_tokens": 0}, {"prompt": "a", "max_tokens": -1, "echo": True},
+        {"prompt": "a", "max_tokens": 0, "echo": True, "max_completion_tokens": 5},
         {"prompt": "a", "suffix": "b"}, {"prompt": [1, 99999]}, {"prompt": "x" * 3000},
         {"prompt": [2**70]}, {"prompt": [-1, 5000]},
     ],
@@ -46,3 +52,137 @@ def test_completions_of_several_prompts_and_tokens(server, client):
 def test_wrong_completions_are_400(server, body):
     answer = server.client.post("/v1/completions", json=body)
     assert answer.status_code == 400, answer.text
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(base_folder("tiny"))
+
+
+def complete(server, **body):
+    answer = server.client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def streamed(server, **body):
+    """Text and log probabilities of each choice, joined from the events of a stream."""
+    found = {}
+    with server.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            for choice in json.loads(line[6:])["choices"]:
+                into = found.setdefault(choice["index"], {"text": "", "logprobs": {}})
+                into["text"] += choice["text"]
+                into["finish_reason"] = choice["finish_reason"]
+                for key, values in (choice["logprobs"] or {}).items():
+                    into["logprobs"].setdefault(key, []).extend(values)
+    return found
+
+
+def test_echo_puts_the_prompt_first(server, tokenizer):
+    choices = complete(server, prompt=["once ", "twice "], max_tokens=2, echo=True, n=2, seed=0)[
+        "choices"
+    ]
+    assert [choice["text"] for choice in choices] == [
+        "once a red", "once red star", "twice a red", "twice red star"
+    ]  # fmt: skip
+    assert choices[0]["logprobs"] is None
+    ids = tokenizer("a green key")["input_ids"]
+    assert (
+        complete(server, prompt=ids, max_tokens=1, echo=True)["choices"][0]["text"]
+        == tokenizer.decode(ids) + "a"
+    )
+    both = streamed(server, prompt=["once ", "twice "], max_tokens=2, echo=True)
+    assert {key: one["text"] for key, one in both.items()} == {0: "once a red", 1: "twice a red"}
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_echo_with_logprobs_as_lm_eval_asks(server, tokenizer, count):
+    ids = tokenizer("a green key over the blue ring")["input_ids"]
+    body = {"prompt": ids, "max_tokens": 1, "logprobs": count, "echo": True, "temperature": 0}
+    answer = complete(server, **body)
+    found = answer["choices"][0]["logprobs"]
+    texts = [tokenizer.decode([token]) for token in ids]
+    assert found["tokens"] == [*texts, "a"]
+    prompt = [None, *(-place / 8 for place in range(1, len(ids)))]
+    prompt[2] = -9999.0  # impossible
+    assert found["token_logprobs"] == [*prompt, pytest.approx(math.log(0.5))]
+    assert found["top_logprobs"][0] is None
+    for top in found["top_logprobs"][1:-1]:
+        # tokens with the same text share an entry, which is the likeliest's
+        expected = {}
+        for token in range(65, 65 + count):
+            expected.setdefault(tokenizer.decode([token]), -float(token))
+        assert top == expected
+    joined = "".join(texts)
+    starts = [sum(map(len, texts[:place])) for place in range(len(ids))]
+    assert found["text_offset"] == [*starts, len(joined)]
+    stream = streamed(server, **body)[0]
+    assert stream["logprobs"] == found
+    assert stream["text"] == answer["choices"][0]["text"]
+
+
+def test_only_the_prompt_is_scored_with_max_tokens_0(server, tokenizer):
+    ids = tokenizer("a green key")["input_ids"]
+    body = {"prompt": ids, "max_tokens": 0, "logprobs": 1, "echo": True}
+    answer = complete(server, **body)
+    choice = answer["choices"][0]
+    assert choice["text"] == tokenizer.decode(ids)
+    assert len(choice["logprobs"]["tokens"]) == len(ids)
+    assert choice["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 0
+    assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"]
+    stream = streamed(server, **body)[0]
+    assert stream == {key: choice[key] for key in ("text", "logprobs", "finish_reason")}
+    assert complete(server, prompt="once", max_tokens=0, echo=True)["choices"][0]["text"] == "once"
+
+
+def test_log_probabilities_of_a_long_prompt(server, tokenizer):
+    answer = complete(server, prompt=[7, 8, 9] * 600, max_tokens=0, logprobs=20, echo=True)
+    found = answer["choices"][0]["logprobs"]
+    assert len(found["token_logprobs"]) == 1800
+    assert all(len(top) <= 20 for top in found["top_logprobs"][1:])
+    assert found["tokens"][600] == tokenizer.decode([7])
+
+
+def test_penalties_and_bias_reach_the_engine(server):
+    complete(
+        server, prompt="a", max_tokens=1, frequency_penalty=-0.5, presence_penalty=1.5,
+        repetition_penalty=1.25, logit_bias={"7": -100, "0": 2.5},
+    )  # fmt: skip
+    params = server.engine.asked[-1].sampling
+    assert (params.frequency_penalty, params.presence_penalty) == (-0.5, 1.5)
+    assert params.repetition_penalty == 1.25
+    assert params.logit_bias == ((7, -100.0), (0, 2.5))
+    complete(server, prompt="a", max_tokens=1, frequency_penalty=0, logit_bias={})
+    params = server.engine.asked[-1].sampling
+    assert not params.penalised
+    assert not params.logit_bias
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"frequency_penalty": 2.1}, "frequency_penalty"),
+        ({"presence_penalty": -2.1}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-30}, "repetition_penalty"),
+        ({"repetition_penalty": 1e30}, "repetition_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias"),
+        ({"logit_bias": {"05": 1}}, "logit_bias"),
+        ({"logit_bias": {"1_0": 1}}, "logit_bias"),
+        ({"logit_bias": {"٣": 1}}, "logit_bias"),
+        ({"logit_bias": {"99999999999999999999": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": "much"}}, "logit_bias"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias"),
+    ],
+)
+def test_wrong_penalties_and_biases_are_400_and_named(server, body, named):
+    answer = server.client.post("/v1/completions", json={"prompt": "a"} | body)
+    assert answer.status_code == 400, answer.text
+    assert named in answer.json()["error"]["message"]

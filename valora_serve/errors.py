@@ -59,6 +59,13 @@ class BusyError(ServeError):
     code = "in_use"
 
 
+class StorageError(ServeError):
+    """A change cannot be recorded, e.g. because the disk is full; nothing has changed."""
+
+    status = 507
+    code = "storage_failed"
+
+
 class OverloadedError(ServeError):
     """The queue is full, or the request would miss its deadline.
 

@@ -15,10 +15,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 
 from valora_data.contract.architectures.base import ModelPart
+from valora_data.contract.files import (
+    HEADER_BYTES,
+    UnreadableError,
+    read_json,
+    read_safetensors,
+    shown,
+)
+from valora_serve.catalogue.patterns import MOST_PATTERNS, Expression, match_all, plain
 from valora_serve.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -29,9 +35,16 @@ if TYPE_CHECKING:
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+CONFIG_BYTES = 1 << 20
+"""Most bytes of `adapter_config.json`."""
 MAX_RANK = 256
-
 """Largest rank that the kernels compute."""
+SCALINGS = (1e-6, 1e4)
+"""Smallest and largest absolute scaling that is not 0. Those of trained adapters lie between 0.01
+and 1,000; their quotients must fit into the matrices when modules of an adapter differ."""
+MAX_CHANGE = 1e3
+"""Bound on what an adapter may add to a single weight. Trained adapters stay below 1, as the
+weights of language models do; one that a thousand times exceeds that has diverged."""
 
 HONOURED = {
     "r",
@@ -44,9 +57,10 @@ HONOURED = {
     "layers_to_transform",
     "layers_pattern",
     "init_lora_weights",
+    "modules_to_save",
     "peft_type",
 }
-"""Options of PEFT's configuration that change the result, and are followed."""
+"""Options of PEFT's configuration that change the result, and are followed or checked."""
 
 WITHOUT_EFFECT = {
     # Origin of the adapter.
@@ -57,6 +71,7 @@ WITHOUT_EFFECT = {
     "task_type",
     # Training only.
     "corda_config",
+    "ensure_weight_tying",  # of embeddings and output layer, which cannot be adapted here
     "eva_config",
     "inference_mode",
     "loftq_config",
@@ -73,8 +88,34 @@ WITHOUT_EFFECT = {
 }
 """Options of PEFT's configuration that do not change the result."""
 
-KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
+KEEPS_BASE = (None, True, False, "gaussian", "eva", "mica", "orthogonal")
 """Initialisations that do not change the base weights, unlike PiSSA and others."""
+
+MERGE = "merge it into a copy of the base model with PEFT's merge_and_unload and serve that"
+CONVERT = "convert it into a LoRA adapter with PEFT's save_as_lora"
+
+REMEDIES = {
+    "alora_invocation_tokens": "train it again without aLoRA, which cannot be merged",
+    "arrow_config": "load its adapters one by one",
+    "use_dora": f"{MERGE}, or train it again without DoRA",
+    "use_qalora": "train it again without QA-LoRA",
+}
+"""What to do about options that cannot be served; the others can be merged."""
+
+CONVERTIBLE = {
+    "ADALORA", "FOURIERFT", "LOHA", "LOKR", "MISS", "OFT", "PSOFT", "RANDLORA", "TINYLORA",
+    "UNILORA", "VBLORA", "VERA",
+}  # fmt: skip
+"""Types of adapters that PEFT converts into LoRA adapters."""
+
+PROMPTS = {
+    "ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING",
+    "PROMPT_TUNING", "XLORA",
+}  # fmt: skip
+"""Types of adapters that can be neither merged nor converted."""
+
+ACTIVE_IF_EMPTY = {"arrow_config", "kasa_config", "use_bdlora"}
+"""Options that an empty object switches on, unlike other empty values."""
 
 TENSOR = re.compile(r"(?P<path>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
 
@@ -185,11 +226,13 @@ def read_adapter(folder: Path, targets: ModelTargets) -> Adapter:
         targets: Linears of the model.
 
     Raises:
-        AdapterError: A file is missing, damaged or a pickle; an option cannot be served; a tensor
-            matches no linear of the model, has another shape, or contains NaN or Inf.
+        AdapterError: A file is missing, damaged, too large or a pickle; an option cannot be served;
+            a tensor matches no linear of the model, has another shape, contains NaN or Inf, or is
+            so large that training must have diverged.
     """
-    config = _read_config(folder)
-    tensors = _read_tensors(folder)
+    options = _read_options(folder)
+    tensors = _read_tensors(folder, targets)
+    _check_saved_modules(folder, options.saved, tensors)
     found: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
     stored: dict[str, str] = {}
     for name, tensor in tensors.items():
@@ -210,8 +253,12 @@ def read_adapter(folder: Path, targets: ModelTargets) -> Adapter:
         stored[path] = stored_path
     if not found:
         raise AdapterError(f"adapter {folder} holds no tensors: save it again")
+    try:
+        rules = _Rules(options, tuple(dict.fromkeys((*found, *stored.values()))))
+    except AdapterError as error:
+        raise AdapterError(f"adapter {folder}: {CONFIG} is damaged: {error}") from error
     modules = {
-        path: _pair(folder, config, (path, stored[path]), found[path], targets.linears[path])
+        path: _pair(folder, rules, (path, stored[path]), found[path], targets.linears[path])
         for path in sorted(found, key=list(targets.linears).index)
     }
     scalings = Counter(pair.scaling for pair in modules.values() if pair.scaling)
@@ -229,73 +276,294 @@ def read_adapter(folder: Path, targets: ModelTargets) -> Adapter:
     )
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The options of `adapter_config.json` that change the result, with their types checked.
+
+    Attributes:
+        rank: Rank of modules that no pattern names.
+        alpha: Alpha of modules that no pattern names.
+        ranks: Ranks by pattern.
+        alphas: Alphas by pattern.
+        rslora: Whether the scaling is alpha / √rank, not alpha / rank.
+        targets: Pattern or names of the modules that are adapted; None for none.
+        excluded: Pattern or names of modules that are not; None for none.
+        layers: Numbers of the layers that are adapted; None for all.
+        layers_pattern: Patterns of the module list that the numbers count in.
+        saved: Names of modules that were trained whole.
+    """
+
+    rank: int
+    alpha: float
+    ranks: dict[str, int]
+    alphas: dict[str, float]
+    rslora: bool
+    targets: str | frozenset[str] | None
+    excluded: str | frozenset[str] | None
+    layers: frozenset[int] | None
+    layers_pattern: tuple[str, ...]
+    saved: tuple[str, ...]
+
+
+def _read_options(folder: Path) -> _Options:
     """Read the configuration, and refuse options that cannot be served."""
-    file = folder / CONFIG
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config = read_json(folder / CONFIG, CONFIG_BYTES)
+    except UnreadableError as error:
         raise AdapterError(
-            f"{folder} is no adapter, as it has no readable {CONFIG}: name a folder that PEFT saved"
+            f"{folder} is no adapter, as it has no readable {CONFIG}, which {error.reason}: name a "
+            "folder that PEFT saved"
         ) from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-        raise AdapterError(f"adapter {folder} is of type {kind}: only LORA can be served")
+    kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
+    if not isinstance(config, dict) or kind != "LORA":
+        remedy = "name a folder that PEFT saved"
+        if isinstance(config, dict) and isinstance(kind, str):
+            remedy = MERGE
+            if kind in CONVERTIBLE or kind in PROMPTS:
+                remedy = CONVERT if kind in CONVERTIBLE else "train a LoRA adapter instead"
+        kind = kind if isinstance(kind, str) and len(kind) < 100 else shown(kind)
+        raise AdapterError(f"adapter {folder} is of type {kind}: only LORA can be served; {remedy}")
     for option, value in config.items():
-        if option in HONOURED | WITHOUT_EFFECT or not value:
+        off = not value and not (option in ACTIVE_IF_EMPTY and isinstance(value, dict))
+        if option in HONOURED | WITHOUT_EFFECT or off:
             continue
         if option == "bias" and value == "none":
             continue
+        remedy = REMEDIES.get(option, f"{MERGE}, or train it again without that option")
         raise AdapterError(
-            f"adapter {folder}: option {option} = {value!r} cannot be served; merge it into the "
-            "base model, or train without it"
+            f"adapter {folder}: option {option[:100]} = {shown(value)} cannot be served; {remedy}"
         )
     start = config.get("init_lora_weights")
-    if start not in KEEPS_BASE:
+    if isinstance(start, list | dict) or start not in KEEPS_BASE:
         raise AdapterError(
-            f"adapter {folder}: init_lora_weights = {start!r} changed the base weights; convert it "
-            "with PEFT's path_initial_model_for_weight_conversion"
+            f"adapter {folder}: init_lora_weights = {shown(start)} changed the base weights; "
+            "convert it with PEFT's path_initial_model_for_weight_conversion"
         )
     try:
-        _check_numbers(config)
-    except (TypeError, ValueError, KeyError, re.error) as error:
-        raise AdapterError(f"adapter {folder}: {CONFIG} is damaged: {error!r}") from error
-    return config
+        return _options(config)
+    except (TypeError, ValueError) as error:
+        raise AdapterError(
+            f"adapter {folder}: {CONFIG} is damaged: {error}; save the adapter again"
+        ) from error
 
 
-def _check_numbers(config: dict[str, Any]) -> None:
-    ranks = {"r": config["r"], **(config.get("rank_pattern") or {})}
-    alphas = {"lora_alpha": config["lora_alpha"], **(config.get("alpha_pattern") or {})}
-    for name, rank in ranks.items():
-        if not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"{name}: expected a rank of at least 1, got {rank!r}")
-    for name, alpha in alphas.items():
-        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-            raise ValueError(f"{name}: expected a number, got {alpha!r}")
-    for pattern in (*ranks, *alphas):
-        re.compile(pattern)
+def _options(config: dict[str, Any]) -> _Options:
+    """Check the types of the options, which are those of PEFT's `LoraConfig`.
 
-
-def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    file = folder / WEIGHTS
-    if not file.is_file():
-        pickles = [p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"))]
-        if pickles:
-            raise AdapterError(
-                f"adapter {folder} holds a pickle ({pickles[0]}), which can run code: save it as "
-                "safetensors"
+    Raises:
+        TypeError: An option has another type; the message names it.
+        ValueError: An option has an impossible value; the message names it.
+    """
+    layers = config.get("layers_to_transform")
+    layers = layers if isinstance(layers, list) else [] if layers is None else [layers]
+    pattern = config.get("layers_pattern") or []
+    rslora = config.get("use_rslora") or False
+    if not isinstance(rslora, bool):
+        raise TypeError(f"use_rslora: expected true or false, got {shown(rslora)}")
+    for layer in layers:
+        if type(layer) is not int:
+            raise ValueError(f"layers_to_transform: expected whole numbers, got {shown(layer)}")
+    if "r" not in config or "lora_alpha" not in config:
+        raise ValueError("expected r and lora_alpha")
+    patterns = {name: config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
+    for name, values in patterns.items():
+        if not isinstance(values, dict) or len(values) > MOST_PATTERNS:
+            raise ValueError(
+                f"{name}: expected at most {MOST_PATTERNS} values by pattern, got {shown(values)}"
             )
-        raise AdapterError(f"adapter {folder} holds no {WEIGHTS}: name the folder that does")
+    ranks, alphas = patterns["rank_pattern"], patterns["alpha_pattern"]
+    return _Options(
+        rank=_rank("r", config["r"]),
+        alpha=_alpha("lora_alpha", config["lora_alpha"]),
+        ranks={key: _rank(f"rank_pattern.{shown(key)}", ranks[key]) for key in ranks},
+        alphas={key: _alpha(f"alpha_pattern.{shown(key)}", alphas[key]) for key in alphas},
+        rslora=rslora,
+        targets=_modules("target_modules", config.get("target_modules")),
+        excluded=_modules("exclude_modules", config.get("exclude_modules")),
+        layers=frozenset(layers) or None,
+        layers_pattern=_texts("layers_pattern", [pattern] if isinstance(pattern, str) else pattern),
+        saved=_texts("modules_to_save", config.get("modules_to_save") or []),
+    )
+
+
+def _rank(name: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}: expected a rank of at least 1, got {shown(value)}")
+    return value
+
+
+def _alpha(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{name}: expected a number, got {shown(value)}")
+    return float(value)
+
+
+def _modules(name: str, value: Any) -> str | frozenset[str] | None:
+    if not value:
+        return None
+    return value if isinstance(value, str) else frozenset(_texts(name, value))
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ValueError(f"{name}: expected a list of names, got {shown(value)}")
+    return tuple(value)
+
+
+def _read_tensors(folder: Path, targets: ModelTargets) -> dict[str, torch.Tensor]:
+    file = folder / WEIGHTS
+    # No adapter is larger: matrices of the largest rank for every linear, in 64 bits.
+    most = HEADER_BYTES + 8 * MAX_RANK * sum(map(sum, targets.linears.values()))
     try:
         # Read, not mapped into memory: the file may be replaced while the engine runs.
-        return load(file.read_bytes())
-    except (OSError, SafetensorError) as error:
-        raise AdapterError(f"{file} is truncated or damaged ({error}): copy it again") from error
+        return read_safetensors(file, most)[1]
+    except UnreadableError as error:
+        if _missing(file):
+            pickles = [p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"))]
+            if pickles:
+                raise AdapterError(
+                    f"adapter {folder} holds a pickle ({pickles[0]}), which can run code: save it "
+                    "as safetensors"
+                ) from error
+            raise AdapterError(
+                f"adapter {folder} holds no {WEIGHTS}: name the folder that does"
+            ) from error
+        raise AdapterError(f"{file} {error.reason}: copy it again") from error
+
+
+def _missing(file: Path) -> bool:
+    try:
+        file.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _check_saved_modules(
+    folder: Path, saved: tuple[str, ...], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuse adapters with `modules_to_save`: modules that were trained whole, without LoRA."""
+    if not saved:
+        return
+    whole = [name for name in tensors if TENSOR.fullmatch(name) is None]
+    if whole:
+        raise AdapterError(
+            f"adapter {folder}: tensor {whole[0]} belongs to a module that was trained whole "
+            f"(modules_to_save = {shown(list(saved))}), which cannot be served; {MERGE}, or train "
+            "it again with LoRA on that module"
+        )
+    raise AdapterError(
+        f"adapter {folder}: modules_to_save = {shown(list(saved))} names modules that {WEIGHTS} "
+        f"does not hold; if they were not trained, remove the option from {CONFIG}"
+    )
+
+
+class _Rules:
+    """What the options say of module paths, as PEFT reads them.
+
+    Args:
+        options: The options.
+        paths: All paths that will be asked for.
+
+    Raises:
+        AdapterError: A pattern is invalid, or takes too long to match.
+    """
+
+    def __init__(self, options: _Options, paths: tuple[str, ...]) -> None:
+        self.rslora = options.rslora
+        self._options = options
+        wanted = [
+            *(_suffix("rank_pattern", key) for key in options.ranks if not plain(key)),
+            *(_suffix("alpha_pattern", key) for key in options.alphas if not plain(key)),
+            *(_layer(pattern) for pattern in options.layers_pattern if options.layers),
+        ]
+        for name, value in (
+            ("target_modules", options.targets),
+            ("exclude_modules", options.excluded),
+        ):
+            if isinstance(value, str):
+                wanted.append(Expression(name, "fullmatch", value))
+        expressions = tuple(dict.fromkeys(wanted))
+        rows = match_all(expressions, paths)
+        self._found = {
+            expression: dict(zip(paths, row, strict=True))
+            for expression, row in zip(expressions, rows, strict=True)
+        }
+
+    def rank(self, paths: tuple[str, str]) -> int:
+        """Return a module's rank: that of the first matching pattern, else the general one."""
+        found = self._first("rank_pattern", self._options.ranks, paths)
+        return self._options.rank if found is None else self._options.ranks[found]
+
+    def alpha(self, paths: tuple[str, str]) -> float:
+        """Return a module's alpha: that of the first matching pattern, else the general one."""
+        found = self._first("alpha_pattern", self._options.alphas, paths)
+        return self._options.alpha if found is None else self._options.alphas[found]
+
+    def _first(
+        self, option: str, patterns: Mapping[str, object], paths: tuple[str, str]
+    ) -> str | None:
+        """Return the first pattern that matches a path, or its end after a dot."""
+        for path in dict.fromkeys(paths):
+            for pattern in patterns:
+                if plain(pattern):
+                    if _ends_with(path, pattern):
+                        return pattern
+                elif self._found[_suffix(option, pattern)][path] is not None:
+                    return pattern
+        return None
+
+    def targeted(self, path: str) -> bool:
+        """Return whether PEFT would adapt a module."""
+        options = self._options
+        if self._named("exclude_modules", options.excluded, path):
+            return False
+        if isinstance(options.targets, str) and options.targets.lower() == "all-linear":
+            return True
+        if not self._named("target_modules", options.targets, path):
+            return False
+        if options.layers is None or isinstance(options.targets, str):
+            return True
+        if options.layers_pattern:
+            rows = (self._found[_layer(pattern)][path] for pattern in options.layers_pattern)
+            number = next((row for row in rows if row is not None), None)
+        else:
+            match = re.match(r".*?\.[^.]*\.(\d+)\.", path)
+            number = None if match is None else match[1]
+        return number is not None and int(number) in options.layers
+
+    def _named(self, option: str, names: str | frozenset[str] | None, path: str) -> bool:
+        """Return whether a pattern, or a list of names, names a module as in PEFT."""
+        if isinstance(names, str):
+            return self._found[Expression(option, "fullmatch", names)][path] is not None
+        if names is None:
+            return False
+        ends = (path[at + 1 :] for at, character in enumerate(path) if character == ".")
+        return path in names or any(end in names for end in ends)
+
+
+def _suffix(option: str, pattern: str) -> Expression:
+    return Expression(option, "match", rf"(.*\.)?({pattern})$")
+
+
+def _layer(pattern: str) -> Expression:
+    return Expression("layers_pattern", "match", rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\.")
+
+
+def _ends_with(path: str, pattern: str) -> bool:
+    """Match a pattern whose only special characters are dots, see `_suffix`."""
+    start = len(path) - len(pattern)
+    if start < 0 or (start and path[start - 1] != "."):
+        return False
+    end = path[start:]
+    return end == pattern or all(p in (".", c) for p, c in zip(pattern, end, strict=True))
 
 
 def _pair(
     folder: Path,
-    config: dict[str, Any],
+    rules: _Rules,
     paths: tuple[str, str],
     tensors: dict[str, tuple[str, torch.Tensor]],
     shape: tuple[int, int],
@@ -304,7 +572,7 @@ def _pair(
 
     Args:
         folder: Folder of the adapter.
-        config: Its configuration.
+        rules: What its configuration says of module paths.
         paths: Module path in the model, and in the adapter's file.
         tensors: Name and tensor of ``A`` and ``B``.
         shape: (outputs, inputs) of the linear.
@@ -312,13 +580,16 @@ def _pair(
     if set(tensors) != {"A", "B"}:
         only = next(iter(tensors.values()))[0]
         raise AdapterError(f"adapter {folder}: {only} has no partner; save the adapter again")
-    if not any(_targeted(config, path) for path in paths):
+    if not any(rules.targeted(path) for path in paths):
         raise AdapterError(
             f"adapter {folder}: tensor {tensors['A'][0]} is of a module that target_modules does "
             f"not name; correct its {CONFIG}"
         )
-    rank = int(_pattern(config, "rank_pattern", "r", paths))
-    alpha = float(_pattern(config, "alpha_pattern", "lora_alpha", paths))
+    rank, alpha = rules.rank(paths), rules.alpha(paths)
+    if rank > MAX_RANK:
+        raise AdapterError(
+            f"adapter {folder}: expected a rank of at most {MAX_RANK}, got {rank}; train it again"
+        )
     want = {"A": (rank, shape[1]), "B": (shape[0], rank)}
     for part, (name, tensor) in tensors.items():
         if tuple(tensor.shape) != want[part]:
@@ -330,55 +601,41 @@ def _pair(
             raise AdapterError(
                 f"adapter {folder}: tensor {name} has dtype {tensor.dtype}; save it as floats"
             )
-        if not bool(tensor.float().abs().max().isfinite()):
-            raise AdapterError(f"adapter {folder}: tensor {name} holds NaN or Inf; train it again")
-    if rank > MAX_RANK:
+    scaling = alpha / math.sqrt(rank) if rules.rslora else alpha / rank
+    if scaling and not SCALINGS[0] <= abs(scaling) <= SCALINGS[1]:
         raise AdapterError(
-            f"adapter {folder}: expected a rank of at most {MAX_RANK}, got {rank}; train it again"
+            f"adapter {folder}: lora_alpha {alpha:g} and rank {rank} give {paths[0]} the scaling "
+            f"{scaling:.3g}, expected {SCALINGS[0]:g} to {SCALINGS[1]:g}; correct its {CONFIG}"
         )
-    scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
-    return LoraPair(a=tensors["A"][1], b=tensors["B"][1], scaling=scaling)
+    pair = LoraPair(a=tensors["A"][1], b=tensors["B"][1], scaling=scaling)
+    _check_size(folder, pair, {part: name for part, (name, _) in tensors.items()})
+    return pair
 
 
-def _pattern(config: dict[str, Any], patterns: str, option: str, paths: tuple[str, str]) -> float:
-    """Return a module's rank or alpha: that of the first matching pattern, else the option's.
+def _check_size(folder: Path, pair: LoraPair, names: Mapping[str, str]) -> None:
+    """Refuse matrices that are not finite, or that training can only have diverged to.
 
-    As in PEFT, a pattern matches the whole path, or its end after a dot.
+    By Cauchy and Schwarz, no entry of scaling · B·A exceeds |scaling| times the largest norm of a
+    row of B times that of a column of A.
     """
-    for path in paths:
-        for pattern, value in (config.get(patterns) or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", path):
-                return float(value)
-    return float(config[option])
-
-
-def _targeted(config: dict[str, Any], path: str) -> bool:
-    """Return whether PEFT would adapt a module."""
-    if (excluded := config.get("exclude_modules")) and _named(excluded, path):
-        return False
-    target = config.get("target_modules")
-    if isinstance(target, str):
-        return target.lower() == "all-linear" or re.fullmatch(target, path) is not None
-    if not target or not _named(target, path):
-        return False
-    layers = config.get("layers_to_transform")
-    if layers is None or layers == []:
-        return True
-    patterns = config.get("layers_pattern") or []
-    patterns = [patterns] if isinstance(patterns, str) else patterns
-    found = (
-        next(filter(None, (re.match(rf"(?:^|.*?\.){p}\.(\d+)\.", path) for p in patterns)), None)
-        if patterns
-        else re.match(r".*?\.[^.]*\.(\d+)\.", path)
-    )
-    return found is not None and int(found[1]) in ([layers] if isinstance(layers, int) else layers)
-
-
-def _named(names: str | list[str], path: str) -> bool:
-    """Return whether a regular expression, or a list of names, names a module as in PEFT."""
-    if isinstance(names, str):
-        return re.fullmatch(names, path) is not None
-    return path in names or any(path.endswith(f".{name}") for name in names)
+    norms = {}
+    for part, tensor, axis in (("A", pair.a, 0), ("B", pair.b, 1)):
+        values = tensor.float()
+        if not bool(values.isfinite().all()):
+            largest = float(tensor.double().abs().max())
+            what = "holds NaN or Inf"
+            if math.isfinite(largest):
+                what = f"reaches {largest:.3g}, which float32 cannot hold"
+            raise AdapterError(f"adapter {folder}: tensor {names[part]} {what}; train it again")
+        norms[part] = float(torch.linalg.vector_norm(values, dim=axis, dtype=torch.float64).max())
+    change = abs(pair.scaling) * norms["A"] * norms["B"]
+    if change > MAX_CHANGE:
+        raise AdapterError(
+            f"adapter {folder}: tensor {names['B']} (rows up to {norms['B']:.3g}), its lora_A "
+            f"(columns up to {norms['A']:.3g}) and the scaling {pair.scaling:.3g} change weights "
+            f"by up to {change:.3g}, more than {MAX_CHANGE:g}: its training has diverged; train it "
+            "again with a smaller learning rate"
+        )
 
 
 def _content(modules: Mapping[str, LoraPair]) -> str:

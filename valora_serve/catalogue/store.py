@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data.contract.base_model import base_hash, check_base
 from valora_data.contract.bundle import read_bundle
+from valora_data.contract.files import shown
 from valora_data.contract.heads import read_head
 from valora_data.errors import BundleError
 from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, Adapter, ModelTargets, read_adapter
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
     from valora_data.contract.bundle import Bundle
     from valora_data.contract.heads import Head
+
+NAME_LENGTH = 256
+"""Most characters of the name of an adapter or a domain."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,12 +156,14 @@ class Store:
             return self._stage(bundle)
         except BundleError as error:
             raise AdapterError(str(error)) from error
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except OSError as error:
             raise AdapterError(
-                f"bundle {folder}: its manifest is damaged ({error!r}): export it again"
+                f"bundle {folder} cannot be read ({error}): copy it again"
             ) from error
 
     def _stage(self, bundle: Bundle) -> Staged:
+        if not bundle.adapters:
+            raise AdapterError(f"bundle {bundle.folder} holds no adapter: export it again")
         label = f"{bundle.name}@{bundle.version}"
         loaded_at = time.time()
         adapters: dict[str, Adapter] = {}
@@ -190,14 +196,14 @@ class Store:
         self, bundle: Bundle, name: str, facts: dict[str, Any], by: ResolvedModel
     ) -> ResolvedModel:
         self._check_name(name)
-        labels = tuple(str(label) for label in facts.get("labels") or ())
+        labels = tuple(facts.get("labels") or ())
         head = None
         if facts.get("head"):
             head = read_head(_verified(bundle, facts["head"]), self._width).to(self._device)
             if labels and head.labels != labels:
                 raise AdapterError(
-                    f"bundle {bundle.folder}: domain {name} has labels {list(labels)}, its head "
-                    f"{list(head.labels)}; export it again"
+                    f"bundle {bundle.folder}: domain {name} has labels {shown(labels)}, its head "
+                    f"{shown(head.labels)}; export it again"
                 )
             head = head.configured(facts)
         accuracy = facts.get("accuracy") or {}
@@ -223,8 +229,10 @@ class Store:
         return ResolvedModel(model, by.adapter, head)
 
     def _check_name(self, name: str) -> None:
-        if not name or name != name.strip() or not name.isprintable():
-            raise AdapterError(f"{name!r} cannot be a name: use visible characters")
+        if not name or name != name.strip() or not name.isprintable() or len(name) > NAME_LENGTH:
+            raise AdapterError(
+                f"{shown(name)} cannot be a name: use up to {NAME_LENGTH} visible characters"
+            )
         if name == self.base:
             raise AdapterError(f"{name} is the base model's name: choose another one")
 
@@ -309,7 +317,7 @@ def _verified(bundle: Bundle, name: str) -> Path:
     """Return the path of a file, if the bundle's manifest has its sha256."""
     if name not in bundle.manifest["files"]:
         raise AdapterError(
-            f"bundle {bundle.folder} uses {name}, but its manifest has no sha256 of it: export it "
-            "again"
+            f"bundle {bundle.folder} uses {shown(name)}, but its manifest has no sha256 of it: "
+            "export it again"
         )
     return bundle.folder / name

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from valora_data.contract.files import UnreadableError, open_regular, read_json, shown
 from valora_data.errors import BundleError
 
 MANIFEST = "bundle.json"
 GOLDEN = "golden/golden.json"
 """File of a bundle's golden examples, relative to its folder."""
 SCHEMA_VERSION = 1
+FILE_BYTES = 16 << 30
+"""Most bytes of a file of a bundle."""
+MOST_FILES = 10_000
+"""Most files of a bundle."""
+PROMPT_LENGTH = 32_768
+"""Most characters of a domain's prompt, which every request without text is sent with."""
+
+_NAMES = {dict: "an object", list: "a list", str: "a text", int: "a whole number"}
 
 
 def file_hash(path: Path) -> str:
@@ -65,24 +75,131 @@ def read_bundle(folder: Path) -> Bundle:
         BundleError: If it is no bundle, of a schema that is not known, or was changed since it
             was exported.
     """
+    manifest = read_manifest(folder)
+    for name, expected in manifest["files"].items():
+        _verify(folder, name, expected)
+    return Bundle(folder, manifest)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read ``bundle.json`` and check that every entry has the type that readers rely on.
+
+    Args:
+        folder: Folder of the bundle.
+
+    Raises:
+        BundleError: It is no bundle, of a schema that is not known, or an entry is wrong.
+    """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BundleError(f"{folder} is no bundle: it holds no readable {MANIFEST}") from error
+        manifest = read_json(folder / MANIFEST)
+    except UnreadableError as error:
+        raise BundleError(
+            f"{folder} is no bundle: it holds no readable {MANIFEST}, as that {error.reason}; name "
+            "a folder that make fuse exported"
+        ) from error
+    if not isinstance(manifest, dict):
+        raise BundleError(f"bundle {folder}: its manifest is damaged: export it again")
     if manifest.get("schema_version") != SCHEMA_VERSION:
         raise BundleError(
-            f"bundle {folder} has schema version {manifest.get('schema_version')}, expected "
+            f"bundle {folder} has schema version {shown(manifest.get('schema_version'))}, expected "
             f"{SCHEMA_VERSION}: export it again with this version of VaLoRA"
         )
-    for name, expected in manifest["files"].items():
-        file = folder / name
-        if not file.resolve().is_relative_to(folder.resolve()):
-            raise BundleError(f"bundle {folder} names {name}, which lies outside of it: refuse it")
-        if not file.is_file() or file_hash(file) != expected:
-            raise BundleError(
-                f"file {name} of bundle {folder} is missing or was changed: export it again"
+    try:
+        _check(manifest)
+    except (TypeError, ValueError) as error:
+        raise BundleError(
+            f"bundle {folder}: its manifest is damaged ({error}): export it again"
+        ) from error
+    return manifest
+
+
+def _verify(folder: Path, name: str, expected: str) -> None:
+    """Check that a file is inside the bundle and has the hash that the manifest says."""
+    file = folder / name
+    try:
+        inside = file.resolve().is_relative_to(folder.resolve())
+    except (OSError, ValueError, RuntimeError):  # a name too long, with a null, a circle of links
+        inside = False
+    if not inside:
+        raise BundleError(
+            f"bundle {folder} names {shown(name)}, which lies outside of it: export it again"
+        )
+    try:
+        with open_regular(file, FILE_BYTES) as opened:
+            same = hashlib.file_digest(opened, "sha256").hexdigest() == expected
+    except (UnreadableError, OSError) as error:
+        reason = getattr(error, "reason", error)
+        raise BundleError(
+            f"file {name} of bundle {folder} is missing or was changed, as it {reason}: export it "
+            "again"
+        ) from error
+    if not same:
+        raise BundleError(f"file {name} of bundle {folder} was changed: export it again")
+
+
+def _check(manifest: dict[str, Any]) -> None:
+    """Check the types of the entries.
+
+    Raises:
+        TypeError: One has another type; the message names it.
+        ValueError: One has an impossible value; the message names it.
+    """
+    _entries(manifest, "", {"files": dict, "name": str, "base": dict, "domains": dict})
+    _entries(manifest, "", {"adapters": dict, "version": int})
+    if not (name := manifest["name"]).strip() or {"@", "/"} & set(name):
+        raise ValueError(f"name: expected a name without @ and /, got {shown(name)}")
+    if manifest["version"] < 1:
+        raise ValueError(f"version: expected 1 or more, got {manifest['version']}")
+    if len(manifest["files"]) > MOST_FILES:
+        raise ValueError(f"files: expected at most {MOST_FILES}, got {len(manifest['files'])}")
+    _entries(manifest["base"], "base.", {"id": str, "sha256": str})
+    for file in manifest["files"]:
+        _entries(manifest["files"], "files.", {file: str})
+    for name in manifest["adapters"]:
+        _entries(manifest["adapters"], "adapters.", {name: dict})
+        _entries(manifest["adapters"][name], f"adapters.{shown(name)}.", {"path": str})
+    for name in manifest["domains"]:
+        _entries(manifest["domains"], "domains.", {name: dict})
+        _check_domain(manifest["domains"][name], f"domains.{shown(name)}.")
+        if manifest["domains"][name]["adapter"] not in manifest["adapters"]:
+            by = shown(manifest["domains"][name]["adapter"])
+            raise ValueError(f"domains.{shown(name)}.adapter: expected an adapter, got {by}")
+
+
+def _check_domain(facts: dict[str, Any], place: str) -> None:
+    _entries(facts, place, {"adapter": str})
+    texts = dict.fromkeys(("head", "task", "metric", "prompt", "media"), str)
+    _entries(facts, place, {**texts, "accuracy": dict, "labels": list}, needed=False)
+    for label in facts.get("labels") or ():
+        if not isinstance(label, str):
+            raise TypeError(f"{place}labels: expected texts, got {shown(label)}")
+    if len(facts.get("prompt") or "") > PROMPT_LENGTH:
+        raise ValueError(f"{place}prompt: expected at most {PROMPT_LENGTH} characters")
+    accuracy = facts.get("accuracy") or {}
+    for name, value in (
+        ("accuracy.test", accuracy.get("test")),
+        ("required", facts.get("required")),
+        ("threshold", facts.get("threshold")),
+    ):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and math.isfinite(value)):
+            raise ValueError(f"{place}{name}: expected a number, got {shown(value)}")
+
+
+def _entries(
+    found: dict[str, Any], place: str, types: dict[str, type], *, needed: bool = True
+) -> None:
+    """Check that an object has entries of these types; None counts as absent."""
+    for name, wanted in types.items():
+        value = found.get(name)
+        if value is None and not needed:
+            continue
+        if not isinstance(value, wanted) or isinstance(value, bool):
+            raise TypeError(
+                f"{place}{name}: expected {_NAMES[wanted]}, got {shown(value)}"
+                if name in found
+                else f"it lacks '{place}{name}'"
             )
-    return Bundle(folder, manifest)
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:

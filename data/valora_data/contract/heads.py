@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from valora_data.contract.files import UnreadableError, parse_json, read_safetensors, shown
 from valora_data.errors import BundleError
 from valora_data.registry import Registry
 
@@ -37,6 +38,15 @@ CONFIDENCE_TOLERANCE = 0.01
 """Difference that is allowed between a golden confidence and the one computed again."""
 BOX_GRID = 1000
 """Boxes in text have coordinates from 0 to this number, as Qwen-VL writes them."""
+FILE_BYTES = 1 << 30
+"""Most bytes of a head's file."""
+LARGEST = 1e6
+"""Largest value in a head's file, in absolute terms. Trained ones lie below 1e3; up to here every
+logit and confidence stays finite in float32."""
+SMALLEST_TEMPERATURE = 1e-6
+"""Smallest temperature of a label head, for the same reason."""
+MOST_BOXES = 10_000
+"""Most boxes of an image that a box head may be set to return."""
 
 
 # Answers
@@ -523,8 +533,10 @@ class LabelHead(Head):
         temperature = 1.0
         if "temperature" in tensors:
             temperature = float(tensors["temperature"].reshape(1)[0])
-            if temperature <= 0:
-                raise ValueError(f"temperature: expected more than 0, got {temperature}")
+            if temperature < SMALLEST_TEMPERATURE:
+                raise ValueError(
+                    f"temperature: expected at least {SMALLEST_TEMPERATURE}, got {temperature}"
+                )
         pooling = Pooling(metadata["pooling"])
         head = cls(
             kind=kind,
@@ -612,7 +624,10 @@ class BoxHead(Head):
     ) -> Self:
         """Build the head from the contents of its file."""
         labels = parse_labels(metadata)
-        rows, columns = (int(side) for side in json.loads(metadata["grid"]))
+        grid = parse_json(metadata["grid"])
+        if not isinstance(grid, list) or [type(side) for side in grid] != [int, int]:
+            raise ValueError(f"grid: expected rows and columns, got {shown(grid)}")
+        rows, columns = grid
         outputs, expected = tensors["weight"].shape[0], cls.outputs(labels)
         if outputs != expected:
             raise ValueError(
@@ -632,6 +647,11 @@ class BoxHead(Head):
             nms_iou=float(metadata["nms_iou"]),
             most=int(metadata["most"]),
         )
+        if not 0 <= head.nms_iou <= 1 or not 1 <= head.most <= MOST_BOXES:
+            raise ValueError(
+                f"expected nms_iou from 0 to 1 and most from 1 to {MOST_BOXES}, got "
+                f"{shown(metadata['nms_iou'])} and {shown(metadata['most'])}"
+            )
         head.check({"weight": (head.weight, (outputs, width)), "bias": (head.bias, (outputs,))})
         return head
 
@@ -736,31 +756,33 @@ def read_head(file: Path, width: int) -> Head:
         BundleError: The file is damaged, its kind is unknown, or it is for another width.
     """
     import torch
-    from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, "pt") as parts:
-            metadata = dict(parts.metadata() or {})
-            tensors = {
-                name: parts.get_tensor(name).to(torch.float32, copy=True)  # not a view of the file
-                for name in parts.keys()  # noqa: SIM118  # safe_open is no mapping
-            }
-    except (OSError, SafetensorError) as error:
+        metadata, stored = read_safetensors(file, FILE_BYTES)
+    except UnreadableError as error:
         raise BundleError(
-            f"head {file} is damaged ({error}): copy or export the bundle again"
+            f"head {file} is damaged, as it {error.reason}: copy or export the bundle again"
         ) from error
+    tensors = {name: tensor.to(torch.float32) for name, tensor in stored.items()}
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise BundleError(f"head {file}: tensor {name} holds NaN or Inf; train it again")
+        if tensor.numel() and (largest := float(tensor.abs().max())) > LARGEST:
+            raise BundleError(
+                f"head {file}: tensor {name} reaches {largest:.3g}, more than the {LARGEST:g} up "
+                "to which answers stay finite; train it again"
+            )
     try:
-        kind = metadata["kind"]
+        kind = metadata["kind"][:100]
         return HEAD_KINDS[kind].parse(kind, metadata, tensors, width)
     except BundleError as error:
         raise BundleError(f"head {file} does not fit: {error}") from error
     except KeyError as error:
         raise BundleError(f"head {file} lacks {error}: export the bundle again") from error
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
-        raise BundleError(f"head {file} does not fit: {error}; export the bundle again") from error
+        raise BundleError(
+            f"head {file} does not fit: {str(error)[:300]}; export the bundle again"
+        ) from error
 
 
 def parse_labels(metadata: Mapping[str, str]) -> tuple[str, ...]:
@@ -771,9 +793,9 @@ def parse_labels(metadata: Mapping[str, str]) -> tuple[str, ...]:
         ValueError: It is empty or holds a label twice.
         TypeError: It is no list of strings.
     """
-    labels = json.loads(metadata["labels"])
+    labels = parse_json(metadata["labels"])
     if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
-        raise TypeError(f"labels: expected a list of names, got {labels}")
+        raise TypeError(f"labels: expected a list of names, got {shown(labels)}")
     if len(set(labels)) != len(labels) or not labels:
-        raise ValueError(f"labels: expected different names, got {labels}")
+        raise ValueError(f"labels: expected different names, got {shown(labels)}")
     return tuple(labels)

@@ -24,6 +24,7 @@ _TEXTS = {
     499: "The client disconnected",
     503: "The server is starting, shutting down, or has failed",
     504: "The deadline passed",
+    507: "A load or unload could not be recorded; nothing was changed",
 }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import APIRouter
 
@@ -20,8 +21,12 @@ from valora_serve.server.api.schema import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from valora_serve.server.context import ServerContext
     from valora_serve.types import ServedModel
+
+T = TypeVar("T")
 
 MAX_BODY_BYTES = 64 * 1024  # names and paths only
 
@@ -63,6 +68,22 @@ def router(context: ServerContext) -> APIRouter:
         disabled = "This server loads nothing at run time: start it with --allow-runtime-loading"
     admin = allow(Access.ADMIN, max_body_bytes=MAX_BODY_BYTES, disabled=disabled)
 
+    changing: set[asyncio.Task[Any]] = set()
+
+    async def whole(change: Coroutine[Any, Any, T]) -> T:
+        """Make a change to its end, also if its client leaves meanwhile."""
+
+        async def made() -> T:
+            try:
+                return await change
+            finally:
+                context.service.refresh()
+
+        task = asyncio.create_task(made())
+        changing.add(task)  # the event loop itself holds tasks weakly
+        task.add_done_callback(changing.discard)
+        return await asyncio.shield(task)
+
     @routes.get("/v1/models", tags=["OpenAI"], summary="List the models that a request can name")
     async def models() -> ModelList:
         return ModelList(data=[card(model, engine.context_length) for model in engine.models()])
@@ -74,29 +95,27 @@ def router(context: ServerContext) -> APIRouter:
     @routes.post("/v1/load_lora_adapter", tags=["loading"], summary="Load a PEFT adapter")
     @admin
     async def load_adapter(body: LoadAdapterRequest) -> Loaded:
-        made = await served.load_adapter(body.lora_name, body.lora_path, replace=body.load_inplace)
-        context.service.refresh()
+        made = await whole(
+            served.load_adapter(body.lora_name, body.lora_path, replace=body.load_inplace)
+        )
         return Loaded(models=[card(made, engine.context_length)])
 
     @routes.post("/v1/unload_lora_adapter", tags=["loading"], summary="Unload an adapter")
     @admin
     async def unload_adapter(body: UnloadAdapterRequest) -> Done:
-        await served.unload_adapter(body.lora_name)
-        context.service.refresh()
+        await whole(served.unload_adapter(body.lora_name))
         return Done(message=f"adapter {body.lora_name} is no longer served")
 
     @routes.post("/v1/load_bundle", tags=["loading"], summary="Load a bundle with its domains")
     @admin
     async def load_bundle(body: LoadBundleRequest) -> Loaded:
-        made = await served.load_bundle(body.bundle_path)
-        context.service.refresh()
+        made = await whole(served.load_bundle(body.bundle_path))
         return Loaded(models=[card(model, engine.context_length) for model in made])
 
     @routes.post("/v1/unload_bundle", tags=["loading"], summary="Unload a bundle")
     @admin
     async def unload_bundle(body: UnloadBundleRequest) -> Done:
-        await served.unload_bundle(body.bundle_name)
-        context.service.refresh()
+        await whole(served.unload_bundle(body.bundle_name))
         return Done(message=f"bundle {body.bundle_name} is no longer served")
 
     return routes

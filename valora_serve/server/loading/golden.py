@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-from pathlib import Path
+import asyncio
+import os
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image
-
-from valora_data.contract.bundle import GOLDEN, MANIFEST
+from valora_data.contract.bundle import GOLDEN, MANIFEST, PROMPT_LENGTH
+from valora_data.contract.files import UnreadableError, read_bytes, read_json, shown
 from valora_data.contract.heads import CONFIDENCE_TOLERANCE, golden_text, text_matches
-from valora_serve.errors import AdapterError
+from valora_serve.errors import AdapterError, ImageError
+from valora_serve.server.media.decode import decode_image
 from valora_serve.types import Finish, Request, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from pathlib import Path
+
+    from PIL import Image
 
     from valora_data.contract.heads import HeadResult
     from valora_serve.types import EngineClient
+
+MOST_EXAMPLES = 1000
+"""Most golden examples of a bundle."""
+MOST_IMAGES = 256
+"""Most images or frames of a golden example."""
+IMAGE_BYTES = 64 << 20
+"""Most bytes of the file of a golden image."""
+IMAGE_PIXELS = 40_000_000
+"""Most pixels of a golden image."""
 
 
 async def replay(engine: EngineClient, folder: Path) -> int:
@@ -34,26 +45,86 @@ async def replay(engine: EngineClient, folder: Path) -> int:
     Raises:
         AdapterError: An answer differs, or the examples cannot be read.
     """
-    if not (folder / GOLDEN).is_file():
-        return 0
     try:
-        examples = json.loads((folder / GOLDEN).read_text(encoding="utf-8"))
-        domains = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["domains"]
+        examples = await asyncio.to_thread(_read, folder)
         for number, example in enumerate(examples):
-            threshold = float(domains[example["domain"]].get("threshold") or 0.0)
-            await _check(engine, folder, number, example, threshold)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            await _check(engine, folder, number, example)
+    except UnreadableError as error:
         raise AdapterError(
-            f"the golden examples of {folder} are damaged ({error!r}): export the bundle again"
+            f"the golden examples of {folder.name} are damaged, as a file {error.reason}: export "
+            "the bundle again"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImageError) as error:
+        reason = error if isinstance(error, ImageError) else repr(error)[:200]
+        raise AdapterError(
+            f"the golden examples of {folder.name} are damaged ({reason}): export the bundle again"
         ) from error
     return len(examples)
 
 
-async def _check(
-    engine: EngineClient, folder: Path, number: int, example: Mapping[str, Any], threshold: float
-) -> None:
-    domain, file = example["domain"], folder / str(example["image"])
-    request = _request(folder, number, example, threshold)
+@dataclass(frozen=True)
+class _Example:
+    """A golden example, as docs/bundle.md describes it.
+
+    Attributes:
+        domain: Its domain.
+        threshold: Confidence from which the domain's boxes count.
+        files: Its images or frames, in order.
+        video: Whether they are the frames of a video.
+        question: Its own question, None for the domain's prompt.
+        max_tokens: Most tokens of its answer, None for the default.
+        expected: The answer at export.
+    """
+
+    domain: str
+    threshold: float
+    files: tuple[Path, ...]
+    video: bool
+    question: str | None
+    max_tokens: int | None
+    expected: Any
+
+
+def _read(folder: Path) -> list[_Example]:
+    """Read the golden examples of a bundle; none if it has no file of them."""
+    if not os.path.lexists(folder / GOLDEN):
+        return []
+    stored = read_json(folder / GOLDEN)
+    domains = read_json(folder / MANIFEST)["domains"]
+    if not isinstance(stored, list) or len(stored) > MOST_EXAMPLES:
+        raise ValueError(f"expected a list of at most {MOST_EXAMPLES} examples")
+    examples = []
+    for entry in stored:
+        names = [entry["image"], *(entry.get("rest") or ())]
+        question, tokens = entry.get("question"), entry.get("max_tokens")
+        if len(names) > MOST_IMAGES or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"expected at most {MOST_IMAGES} names of images")
+        if not isinstance(question, str | None) or len(question or "") > PROMPT_LENGTH:
+            raise ValueError(f"expected a question of at most {PROMPT_LENGTH} characters")
+        if tokens is not None and (type(tokens) is not int or tokens < 1):
+            raise ValueError("expected max_tokens of at least 1")
+        for name in names:
+            if not (folder / name).resolve().is_relative_to(folder.resolve()):
+                raise ValueError("an image lies outside of the bundle")
+        examples.append(
+            _Example(
+                domain=entry["domain"],
+                threshold=float(domains[entry["domain"]].get("threshold") or 0.0),
+                files=tuple(folder / name for name in names),
+                video=entry.get("media") == "video",
+                question=question,
+                max_tokens=tokens,
+                expected=entry["expected"],
+            )
+        )
+    return examples
+
+
+async def _check(engine: EngineClient, folder: Path, number: int, example: _Example) -> None:
+    domain, file, threshold = example.domain, example.files[0], example.threshold
+    # Decoding would hold up all other requests.
+    pictures = await asyncio.to_thread(lambda: [_decoded(path) for path in example.files])
+    request = _request(f"golden-{folder.name}-{number}", example, pictures)
     head: HeadResult | None = None
     text = ""
     async for output in engine.generate(request):
@@ -64,7 +135,7 @@ async def _check(
                 "bundle is not served"
             )
         head = output.head or head
-    expected = example["expected"]
+    expected = example.expected
     found = golden_text(text.strip()) if head is None else head.golden()
     same = (
         text_matches(text, expected) if head is None else head.matches(found, expected, threshold)
@@ -72,32 +143,31 @@ async def _check(
     if not same:
         raise AdapterError(
             f"golden example {file.name} of {domain} came out differently here: expected "
-            f"{expected}, got {found}; the bundle is not served (set golden to false to serve it "
-            "all the same)"
+            f"{shown(expected)}, got {shown(found)}; the bundle is not served (set golden to false "
+            "to serve it all the same)"
         )
 
 
-def _request(folder: Path, number: int, example: Mapping[str, Any], threshold: float) -> Request:
+def _decoded(file: Path) -> Image.Image:
+    return decode_image(read_bytes(file, IMAGE_BYTES), IMAGE_PIXELS)
+
+
+def _request(name: str, example: _Example, pictures: list[Image.Image]) -> Request:
     """The request of an example: its images or frames, and its own question if it has one."""
-    pictures = []
-    for name in (example["image"], *example.get("rest", ())):
-        with Image.open(folder / str(name)) as image:
-            pictures.append(image.convert("RGB"))
-    video = example.get("media") == "video"
     messages = None
-    if example.get("question") is not None:
-        shown = [{"type": "video"}] if video else [{"type": "image"}] * len(pictures)
-        content = [{"type": "text", "text": str(example["question"])}, *shown]
+    if example.question is not None:
+        shown_as = [{"type": "video"}] if example.video else [{"type": "image"}] * len(pictures)
+        content = [{"type": "text", "text": example.question}, *shown_as]
         messages = [{"role": "user", "content": content}]
     sampling = SamplingParams()
-    if example.get("max_tokens") is not None:
-        sampling = replace(sampling, max_tokens=int(example["max_tokens"]))
+    if example.max_tokens is not None:
+        sampling = replace(sampling, max_tokens=example.max_tokens)
     return Request(
-        id=f"golden-{folder.name}-{number}",
-        model=example["domain"],
+        id=name,
+        model=example.domain,
         messages=messages,
-        images=() if video else pictures,
-        videos=[pictures] if video else (),
-        min_score=max(0.0, threshold - CONFIDENCE_TOLERANCE),
+        images=() if example.video else pictures,
+        videos=[pictures] if example.video else (),
+        min_score=max(0.0, example.threshold - CONFIDENCE_TOLERANCE),
         sampling=sampling,
     )

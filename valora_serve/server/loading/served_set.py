@@ -1,17 +1,31 @@
-"""Loads and unloads adapters and bundles at run time, and restores them after a restart."""
+"""Loads and unloads adapters and bundles at run time, and restores them after a restart.
+
+What is served, what the state file says and what the client is told agree, whatever fails: a load
+is recorded in a draft first, then made, then the draft is renamed to the state file; an unload is
+made last. Whatever can fail for lack of space thus fails before anything has changed.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from valora_data.contract.bundle import MANIFEST
+from valora_data.contract.files import UnreadableError, parse_json, read_bytes, read_json
 from valora_data.errors import ValoraError
-from valora_serve.errors import AdapterError, BusyError, SettingsError, UnknownModelError
+from valora_serve.errors import (
+    AdapterError,
+    BusyError,
+    SettingsError,
+    StorageError,
+    UnknownModelError,
+)
 from valora_serve.server.telemetry import logs
 
 if TYPE_CHECKING:
@@ -22,22 +36,33 @@ if TYPE_CHECKING:
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz"}
 ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z"}
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MOST_FILES = 20_000
+"""Most files and folders in an adapter's or bundle's folder."""
+VERSION = 1
+"""Version of the state file's format."""
+
+T = TypeVar("T")
 
 
 class _SavedState(BaseModel):
     """Content of the state file.
 
     Attributes:
+        version: Version of the format.
         adapters: Folders of adapters loaded at run time, by name.
         bundles: Folders of bundles loaded at run time, by name.
-        unloaded: Bundles of the command line that were unloaded at run time.
+        unloaded: Bundles of the command line that were unloaded or replaced at run time.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
+    version: int = VERSION
     adapters: dict[str, str] = {}
     bundles: dict[str, str] = {}
     unloaded: list[str] = []
+
+    def copied(self) -> _SavedState:
+        return self.model_copy(deep=True)
 
 
 class ServedSet:
@@ -66,24 +91,54 @@ class ServedSet:
         self._state = _SavedState()
         self._lock = asyncio.Lock()
 
+    @property
+    def bundles(self) -> list[str]:
+        """Names of the bundles that were loaded at run time."""
+        return list(self._state.bundles)
+
     def read(self) -> list[str]:
         """Read the state file of an earlier run.
 
         Returns:
-            Names of bundles of the command line that were unloaded.
+            Names of bundles that are not served from the command line, because they were unloaded
+            or replaced at run time.
 
         Raises:
-            SettingsError: The file is damaged.
+            SettingsError: The file cannot be read, is damaged, or is of a newer version.
         """
-        if self._folder is None or not self._file.is_file():
+        if self._folder is None:
             return []
+        start_without = "or delete it to start without run-time loads"
         try:
-            self._state = _SavedState.model_validate_json(self._file.read_bytes())
-        except (OSError, ValueError) as error:
+            self._file.lstat()
+            saved = parse_json(read_bytes(self._file, 16 << 20))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
             raise SettingsError(
-                f"state file {self._file} is damaged: delete it to start without run-time loads"
+                f"state file {self._file} cannot be read ({error.strerror}): give the server "
+                f"permission, {start_without}"
             ) from error
-        return list(self._state.unloaded)
+        except UnreadableError as error:
+            denied = error.reason.startswith("cannot be read")
+            raise SettingsError(
+                f"state file {self._file} "
+                + (error.reason if denied else f"is damaged, as it {error.reason}")
+                + f": restore it, {start_without}"
+            ) from error
+        version = saved.get("version", VERSION) if isinstance(saved, dict) else VERSION
+        if type(version) is int and version > VERSION:
+            raise SettingsError(
+                f"state file {self._file} is of a newer version of VaLoRA: start that version, "
+                f"{start_without}"
+            )
+        try:
+            self._state = _SavedState.model_validate(saved)
+        except ValueError as error:
+            raise SettingsError(
+                f"state file {self._file} is damaged: restore it, {start_without}"
+            ) from error
+        return list(dict.fromkeys((*self._state.unloaded, *self._state.bundles)))
 
     async def restore(self) -> list[str]:
         """Load what earlier runs loaded at run time.
@@ -96,15 +151,15 @@ class ServedSet:
         problems = []
         for name, path in self._state.bundles.items():
             try:
-                await self._load_bundle(self._checked(path))
-            except ValoraError as error:
+                folder = await asyncio.to_thread(self._bundle_folder, path)
+                await self._load_bundle(folder, self._served_bundles())
+            except Exception as error:  # noqa: BLE001 - the others are served all the same
                 problems.append(f"bundle {name} is not served again: {error}")
         for name, path in self._state.adapters.items():
             try:
-                folder = self._checked(path)
-                _check_adapter(folder)
+                folder = await asyncio.to_thread(self._adapter_folder, path)
                 await self._engine.load_adapter(name, folder)
-            except ValoraError as error:
+            except Exception as error:  # noqa: BLE001 - the others are served all the same
                 problems.append(f"adapter {name} is not served again: {error}")
         for problem in problems:
             logs.LOG.error("%s", problem)
@@ -121,6 +176,7 @@ class ServedSet:
         Raises:
             AdapterError: The path is outside the adapter folder, or the adapter is invalid.
             BusyError: The name is taken.
+            StorageError: The load cannot be recorded; nothing has changed then.
         """
         async with self._lock:
             taken = {model.name: model for model in self._engine.models()}
@@ -129,12 +185,19 @@ class ServedSet:
                     f"The name {name} is taken by a served {taken[name].kind}: unload it first, or "
                     "set load_inplace to replace an adapter that was loaded at run time"
                 )
-            folder = self._checked(path)
-            _check_adapter(folder)
-            made = await self._engine.load_adapter(name, folder)
-            self._state.adapters[name] = str(folder)
-            self._write()
-            return made
+            folder = await asyncio.to_thread(self._adapter_folder, path)
+            new = self._state.copied()
+            new.adapters[name] = str(folder)
+
+            async def undo() -> None:
+                if name in taken:
+                    await self._engine.load_adapter(name, Path(self._state.adapters[name]))
+                else:
+                    await self._engine.unload_adapter(name)
+
+            return await self._loaded(
+                f"adapter {name}", new, lambda: self._engine.load_adapter(name, folder), undo
+            )
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter.
@@ -142,65 +205,202 @@ class ServedSet:
         Raises:
             UnknownModelError: There is no adapter of this name.
             BusyError: Domains of a bundle use the adapter.
+            StorageError: The unload cannot be recorded; nothing has changed then.
         """
         async with self._lock:
-            await self._engine.unload_adapter(name)
-            if self._state.adapters.pop(name, None) is not None:
-                self._write()
+            served = next((m for m in self._engine.models() if m.name == name), None)
+            if name not in self._state.adapters or (served is not None and served.bundle):
+                await self._engine.unload_adapter(name)  # says what is wrong with the name
+                return
+            new = self._state.copied()
+            del new.adapters[name]
+            # One that could not be restored is only forgotten.
+            act = self._engine.unload_adapter if served is not None else None
+            await self._unloaded(f"adapter {name}", name, new, act)
 
     async def load_bundle(self, path: str) -> list[ServedModel]:
         """Load a bundle and replay its golden examples.
 
         Raises:
             AdapterError: The path is outside the adapter folder, or the bundle is invalid.
+            StorageError: The load cannot be recorded; nothing has changed then.
         """
         async with self._lock:
-            folder = self._checked(path)
-            if not (folder / MANIFEST).is_file():
-                raise AdapterError(f"{folder.name} is no bundle: it holds no {MANIFEST}")
-            made = await self._load_bundle(folder)
-            name = _bundle_name(made, folder)
-            self._state.bundles[name] = str(folder)
-            if name in self._state.unloaded:
-                self._state.unloaded.remove(name)
-            self._write()
-            return made
+            folder = await asyncio.to_thread(self._bundle_folder, path)
+            before = self._served_bundles()
+            name = await asyncio.to_thread(bundle_name, folder)
+            new = self._state.copied()
+            if name in before and name not in new.bundles and name not in new.unloaded:
+                new.unloaded.append(name)  # the command line's, which this one replaces
+            new.bundles[name] = str(folder)
+
+            async def undo() -> None:
+                await self._engine.unload_bundle(name)
+                if name in before:
+                    await self._engine.load_bundle(before[name])
+
+            return await self._loaded(
+                f"bundle {name}", new, lambda: self._load_bundle(folder, before), undo
+            )
 
     async def unload_bundle(self, name: str) -> None:
         """Unload a bundle with its domains.
 
         Raises:
             UnknownModelError: There is no bundle of this name.
+            StorageError: The unload cannot be recorded; nothing has changed then.
         """
         async with self._lock:
             known = {model.bundle for model in self._engine.models() if model.bundle}
+            short = name.partition("@")[0]
             names = {item.partition("@")[0] for item in known} | known
-            if name not in names:
+            lost = name == short and short in self._state.bundles and name not in names
+            if name not in names and not lost:
                 listed = ", ".join(sorted(known)) or "none"
                 raise UnknownModelError(f"There is no bundle {name[:100]!a}: served are {listed}")
-            short = name.partition("@")[0]
-            await self._engine.unload_bundle(short)
-            if self._state.bundles.pop(short, None) is None:
-                self._state.unloaded.append(short)
-            self._write()
+            new = self._state.copied()
+            if new.bundles.pop(short, None) is None and short not in new.unloaded:
+                new.unloaded.append(short)
+            # One that could not be restored is only forgotten.
+            act = None if lost else self._engine.unload_bundle
+            await self._unloaded(f"bundle {short}", short, new, act)
 
-    async def _load_bundle(self, folder: Path) -> list[ServedModel]:
-        before = {
-            _bundle_name([model], folder): Path(model.root)
-            for model in self._engine.models()
-            if model.bundle and model.kind == "domain"
-        }
+    async def _loaded(
+        self,
+        what: str,
+        new: _SavedState,
+        act: Callable[[], Awaitable[T]],
+        undo: Callable[[], Awaitable[None]],
+    ) -> T:
+        """Load something and record it: both, or neither.
+
+        Args:
+            what: What is loaded, for messages.
+            new: The state that records it.
+            act: Loads it; if it raises, nothing has changed.
+            undo: Puts the engine back.
+        """
+        try:
+            draft = await asyncio.to_thread(self._draft, new)
+        except OSError as error:
+            raise self._unrecorded(what, error) from error
+        try:
+            made = await act()
+        except BaseException:
+            self._discard(draft)
+            raise
+        try:
+            await asyncio.to_thread(self._publish, draft)
+        except OSError as error:
+            self._discard(draft)
+            try:
+                await undo()
+            except ValoraError as failure:
+                logs.LOG.exception("%s: the version before it could not be loaded again", what)
+                raise self._unrecorded(
+                    what, error, f"the version before it could not be loaded again ({failure})"
+                ) from error
+            raise self._unrecorded(what, error) from error
+        self._state = new
+        return made
+
+    async def _unloaded(
+        self,
+        what: str,
+        name: str,
+        new: _SavedState,
+        act: Callable[[str], Awaitable[None]] | None,
+    ) -> None:
+        """Record that something is unloaded and unload it: both, or neither."""
+        old = self._state
+        try:
+            await asyncio.to_thread(lambda: self._publish(self._draft(new)))
+        except OSError as error:
+            raise self._unrecorded(what, error) from error
+        self._state = new
+        if act is None:
+            return
+        try:
+            await act(name)
+        except BaseException:
+            self._state = old
+            try:
+                await asyncio.to_thread(lambda: self._publish(self._draft(old)))
+            except OSError as error:
+                logs.LOG.error("%s is still served, but %s does not say so: %s",
+                               what, self._file, error)  # fmt: skip
+            raise
+
+    def _unrecorded(
+        self, what: str, error: OSError, but: str = "nothing was changed"
+    ) -> StorageError:
+        """The error of a change that cannot be recorded."""
+        remedy = "check that disk"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "free space on that disk"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            remedy = "let the server write there"
+        return StorageError(
+            f"{what} could not be recorded in {self._file} ({error.strerror or error}), so {but}: "
+            f"{remedy}, and try again"
+        )
+
+    async def _load_bundle(self, folder: Path, before: dict[str, Path]) -> list[ServedModel]:
+        """Load a bundle and replay its golden examples; if they differ, undo the load.
+
+        Args:
+            folder: Folder of the bundle.
+            before: Folders of the served bundles, by name.
+        """
         made = await self._engine.load_bundle(folder)
         if self._replay is not None:
             try:
                 await self._replay(folder)
-            except ValoraError:
-                name = _bundle_name(made, folder)
+            except BaseException as error:
+                name = _label(made, folder)
                 await self._engine.unload_bundle(name)
                 if name in before:  # it replaced another version, which is restored
-                    await self._engine.load_bundle(before[name])
+                    try:
+                        await self._engine.load_bundle(before[name])
+                    except ValoraError as failure:
+                        raise AdapterError(
+                            f"{error}; the version before it could not be loaded again: {failure}"
+                        ) from error
                 raise
         return made
+
+    def _served_bundles(self) -> dict[str, Path]:
+        """Folders of the bundles that are served now, by name."""
+        found: dict[str, Path] = {}
+        for model in self._engine.models():
+            if model.bundle:
+                root = Path(model.root)
+                if model.kind != "domain":  # the adapter's own folder
+                    root = next((p for p in root.parents if (p / MANIFEST).is_file()), root)
+                found[model.bundle.partition("@")[0]] = root
+        return found
+
+    def _adapter_folder(self, path: str) -> Path:
+        """The folder of an adapter, checked."""
+        folder = self._checked(path)
+        try:
+            _check_adapter(folder)
+        except OSError as error:
+            raise _unreadable(folder, error) from error
+        return folder
+
+    def _bundle_folder(self, path: str) -> Path:
+        """The folder of a bundle, checked."""
+        folder = self._checked(path)
+        try:
+            found = (folder / MANIFEST).is_file()
+        except OSError as error:
+            raise _unreadable(folder, error) from error
+        if not found:
+            raise AdapterError(
+                f"{folder.name} is no bundle, as it holds no {MANIFEST}: name the folder that does"
+            )
+        return folder
 
     def _checked(self, path: str) -> Path:
         """The folder of a path, links resolved; all of it must be in the adapter folder."""
@@ -219,7 +419,12 @@ class ServedSet:
                 raise AdapterError(f"{folder.name} is an archive: unpack it, and name the folder")
             if not folder.is_dir() or folder == self._folder:
                 raise outside
-            for item in folder.rglob("*"):
+            for number, item in enumerate(folder.rglob("*")):
+                if number >= MOST_FILES:
+                    raise AdapterError(
+                        f"{folder.name} holds more than {MOST_FILES} files: name the folder of one "
+                        "adapter or bundle"
+                    )
                 if not item.resolve().is_relative_to(folder):
                     raise AdapterError(
                         f"{item.name} in {folder.name} is a link that leads outside: copy the file"
@@ -228,20 +433,42 @@ class ServedSet:
             raise outside from error
         return folder
 
-    def _write(self) -> None:
-        """Write the state file atomically: after a crash it has its old or its new content."""
+    def _draft(self, state: _SavedState) -> Path:
+        """Write a state beside the state file, down to the disk."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._file.with_name(self._file.name + ".partial")
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(self._state.model_dump_json(indent=1))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self._file)
-        descriptor = os.open(self._file.parent, os.O_RDONLY)
+        draft = self._file.with_name(self._file.name + ".partial")
         try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            with draft.open("w", encoding="utf-8") as file:
+                file.write(state.model_dump_json(indent=1))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            self._discard(draft)
+            raise
+        return draft
+
+    def _publish(self, draft: Path) -> None:
+        """Rename a draft to the state file, which has its old or its new content at any time."""
+        draft.replace(self._file)
+        try:
+            descriptor = os.open(self._file.parent, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:  # only a loss of power could undo the renaming now
+            logs.LOG.warning("the folder of %s could not be synchronized: %s", self._file, error)
+
+    @staticmethod
+    def _discard(draft: Path) -> None:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+
+
+def _unreadable(folder: Path, error: OSError) -> AdapterError:
+    return AdapterError(
+        f"{folder.name} cannot be read ({error.strerror}): give the server permission"
+    )
 
 
 def _check_adapter(folder: Path) -> None:
@@ -254,9 +481,23 @@ def _check_adapter(folder: Path) -> None:
         )
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
-            raise AdapterError(f"{folder.name} is no PEFT adapter: it holds no {name}")
+            raise AdapterError(
+                f"{folder.name} is no PEFT adapter, as it holds no {name}: name the folder that "
+                "does"
+            )
 
 
-def _bundle_name(made: list[ServedModel], folder: Path) -> str:
+def bundle_name(folder: Path) -> str:
+    """Return the name in a bundle's manifest; the folder's name if it cannot be read."""
+    try:
+        manifest = read_json(folder / MANIFEST)
+    except UnreadableError:
+        manifest = None
+    name = manifest.get("name") if isinstance(manifest, dict) else None
+    return (name if isinstance(name, str) else folder.name).partition("@")[0]
+
+
+def _label(made: list[ServedModel], folder: Path) -> str:
+    """Return the name of a bundle that was loaded."""
     named = next((model.bundle for model in made if model.bundle), None)
     return (named or folder.name).partition("@")[0]

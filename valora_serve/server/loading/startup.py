@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from valora_data.contract.bundle import MANIFEST
 from valora_serve.errors import AdapterError, SettingsError
 from valora_serve.server.loading import golden
+from valora_serve.server.loading.served_set import bundle_name
 from valora_serve.server.telemetry import logs
 
 if TYPE_CHECKING:
@@ -119,12 +121,13 @@ async def load_all(
     loaded = []
     left_out = []
     for folder in bundles:
+        name = await asyncio.to_thread(bundle_name, folder)
+        if name in unloaded:
+            if name not in served.bundles:  # `restore` loads the one that replaced it
+                left_out.append(f"bundle {name} was unloaded at run time: load it to serve it")
+            continue
         made = await engine.load_bundle(folder)
         name = next((model.bundle for model in made if model.bundle), None) or folder.name
-        if name.partition("@")[0] in unloaded:
-            await engine.unload_bundle(name.partition("@")[0])
-            left_out.append(f"bundle {name} was unloaded at run time: load it again to serve it")
-            continue
         logs.LOG.info("loaded %s", name, extra={"facts": {"folder": str(folder)}})
         loaded.append(folder)
     await warm_up()

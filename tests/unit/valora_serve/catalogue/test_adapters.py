@@ -57,6 +57,16 @@ CASES = {
         "alpha_pattern": {"o_proj": 5, "v_proj": 7},
     },
     "fan in": {"rank": 4, "fan_in_fan_out": True},
+    "mica": {"rank": 4, "init_lora_weights": "mica"},
+    "look-ahead": {"targets": r"^(?!.*vision)(?=.*layers).*\.(q_proj|up_proj)$"},
+    "several lists": {
+        "targets": ["q_proj", "v_proj", "down_proj"],
+        "exclude_modules": ["layers.1.self_attn.v_proj"],
+        "layers_to_transform": [0, 1],
+        "layers_pattern": ["blocks", r"lay\w+"],
+        "rank_pattern": {r"^model\..*q_proj": 3, "self.attn.v_proj": 5, "v_proj": 7},
+        "alpha_pattern": {"down_proj": 2, r"(?:q|v)_proj": 3},
+    },
 }
 
 
@@ -225,6 +235,159 @@ def test_options_that_cannot_be_served_are_named(options, message, random_llava,
     with pytest.raises(AdapterError, match=message) as caught:
         read_adapter(tmp_path, targets)
     assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_dora": True}, "merge_and_unload.*or train it again without DoRA"),
+        ({"modules_to_save": ["lm_head"]}, "does not hold; if they were not trained, remove"),
+        ({"bias": "lora_only"}, "merge_and_unload"),
+        ({"kasa_config": {}}, "kasa_config = .* cannot be served"),
+        ({"arrow_config": {"top_k": 2}}, "one by one"),
+        ({"alora_invocation_tokens": [5]}, "without aLoRA"),
+        ({"use_qalora": True}, "without QA-LoRA"),
+        ({"target_parameters": ["x"]}, "target_parameters"),
+        ({"peft_type": "LOHA"}, "save_as_lora"),
+        ({"peft_type": "VERA"}, "save_as_lora"),
+        ({"peft_type": "IA3"}, "merge_and_unload"),
+        ({"peft_type": "PREFIX_TUNING"}, "train a LoRA adapter instead"),
+        ({"peft_type": ["LORA"]}, "only LORA"),
+        ({"peft_type": {"x" * 10**5: 1}}, "only LORA"),
+    ],
+)
+def test_refusals_say_what_to_do(options, message, random_llava, targets, tmp_path):
+    make_adapter(tmp_path, str(random_llava), seed=1, targets=r".*language_model.*q_proj")
+    configure(tmp_path, **options)
+    with pytest.raises(AdapterError, match=message) as caught:
+        read_adapter(tmp_path, targets)
+    assert len(str(caught.value)) < 1000
+
+
+def test_dora_and_whole_modules_as_peft_saves_them(random_llava, targets, tmp_path):
+    base = str(random_llava)
+    make_adapter(tmp_path / "dora", base, seed=1, use_dora=True)
+    with pytest.raises(AdapterError, match="use_dora = True cannot be served; merge it"):
+        read_adapter(tmp_path / "dora", targets)
+    make_adapter(tmp_path / "whole", base, seed=1, modules_to_save=["multi_modal_projector"])
+    with pytest.raises(AdapterError, match=r"projector.*was trained whole.*merge it into a copy"):
+        read_adapter(tmp_path / "whole", targets)
+
+
+WRONG = [None, True, "8", 8.0, 0, -1, [8], {"r": 8}, 10**17, [], "", float("inf"), float("nan")]
+
+
+@pytest.mark.parametrize("value", WRONG, ids=repr)
+@pytest.mark.parametrize("option", ["r", "rank_pattern"])
+def test_ranks_of_other_types(option, value, random_llava, targets, tmp_path):
+    make_adapter(tmp_path, str(random_llava), seed=1, targets=r".*language_model.*q_proj")
+    configure(tmp_path, **{option: value if option == "r" else {"q_proj": value}})
+    with pytest.raises(AdapterError, match=rf"{option}.*expected a rank|at most 256"):
+        read_adapter(tmp_path, targets)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"lora_alpha": value}, "expected a number") for value in
+          (None, True, "16", [16], {}, float("inf"), float("nan"))),
+        *(({"lora_alpha": value}, "scaling") for value in (1e300, -1e9, 1e5 * 8, 1e-300, 1e-9)),
+        ({"alpha_pattern": {"q_proj": "x"}}, "expected a number"),
+        ({"alpha_pattern": {"1.self_attn.q_proj": 1e300}}, r"layers\.1.*the scaling"),
+        ({"alpha_pattern": [1]}, "alpha_pattern: expected"),
+        ({"rank_pattern": "q_proj"}, "rank_pattern: expected"),
+        ({"rank_pattern": {str(n): 8 for n in range(3000)}}, "at most 2048"),
+        ({"use_rslora": "no"}, "use_rslora: expected true or false"),
+        ({"target_modules": 5}, "target_modules: expected a list of names"),
+        ({"target_modules": {"q_proj": 1}}, "target_modules: expected a list of names"),
+        ({"target_modules": [["q_proj"]]}, "target_modules: expected a list of names"),
+        ({"target_modules": None}, "target_modules does not name"),
+        ({"exclude_modules": [5]}, "exclude_modules: expected a list of names"),
+        ({"layers_to_transform": "x"}, "layers_to_transform: expected whole numbers"),
+        ({"layers_to_transform": [True]}, "layers_to_transform: expected whole numbers"),
+        ({"layers_to_transform": [0.0]}, "layers_to_transform: expected whole numbers"),
+        ({"layers_to_transform": {"0": 1}}, "layers_to_transform: expected whole numbers"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [0, 1], "layers_pattern": [5]},
+         "layers_pattern: expected a list of names"),
+        ({"init_lora_weights": ["gaussian"]}, "init_lora_weights"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save: expected a list"),
+        ({"x" * 10**5: "y" * 10**5}, "cannot be served"),
+    ],
+)  # fmt: skip
+def test_options_of_other_types(options, message, random_llava, targets, tmp_path):
+    make_adapter(tmp_path, str(random_llava), seed=1, targets=r".*language_model.*q_proj")
+    configure(tmp_path, **options)
+    with pytest.raises(AdapterError, match=message) as caught:
+        read_adapter(tmp_path, targets)
+    assert len(str(caught.value)) < 1500
+
+
+HANGING = r"((.+)+\.)+!"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": HANGING},
+        {"exclude_modules": HANGING},
+        {"rank_pattern": {HANGING: 8}},
+        {"alpha_pattern": {HANGING: 8}},
+        {"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": HANGING},
+        {"target_modules": "(" * 150 + ")" * 150 + "["},
+    ],
+)
+def test_patterns_that_would_hang_a_process(options, random_llava, targets, tmp_path):
+    make_adapter(tmp_path, str(random_llava), seed=1, targets=r".*language_model.*q_proj")
+    configure(tmp_path, **options)
+    with pytest.raises(AdapterError, match=r"is damaged: .*(takes more than 2 s|no regular exp)"):
+        read_adapter(tmp_path, targets)
+
+
+def test_configurations_that_no_reader_should_parse(random_llava, targets, tmp_path):
+    make_adapter(tmp_path, str(random_llava), seed=1)
+    file = tmp_path / CONFIG
+    whole = file.read_text()
+    for text, message in (
+        ("[" * 10**5, "nested more than 64"),
+        (whole.rstrip()[:-1] + ', "x": ' + '{"y":' * 10**4 + "1" + "}" * 10**4 + "}", "nested"),
+        (whole.rstrip()[:-1] + ', "r": 4}', "holds the key 'r' twice"),
+        (whole + " " * 2**20, "bytes, more than 1048576"),
+        (whole.replace('"r": 8', '"r": ' + "9" * 5000), "5000 digits"),
+    ):
+        file.write_text(text)
+        with pytest.raises(AdapterError, match=message):
+            read_adapter(tmp_path, targets)
+
+
+def times(factor, part, dtype=torch.float32):
+    return lambda name, tensor: tensor.to(dtype) * (factor if f"lora_{part}" in name else 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (times(1e30, "B"), "lora_B.*has diverged; train it again with a smaller"),
+        (times(1e30, "A"), "has diverged"),
+        (times(1e6, "B"), r"change weights by up to .*more than 1000: its training has diverged"),
+        (times(1e100, "A", torch.float64), r"lora_A.*reaches .*e\+\d\d, which float32 cannot hold"),
+        (times(float("nan"), "A", torch.float64), "NaN or Inf"),
+        (times(1e30, "B", torch.bfloat16), "has diverged"),
+    ],
+)
+def test_diverged_adapters_say_how_large_they_are(change, message, random_llava, targets, tmp_path):
+    make_adapter(tmp_path, str(random_llava), seed=1, targets=r".*language_model.*q_proj")
+    rewrite(tmp_path, change=change)
+    with pytest.raises(AdapterError, match=message):
+        read_adapter(tmp_path, targets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16,
+                                   torch.float8_e4m3fn])  # fmt: skip
+def test_every_kind_of_float_is_read(dtype, random_llava, targets, tmp_path):
+    make_adapter(tmp_path, str(random_llava), seed=1, targets=r".*language_model.*q_proj")
+    rewrite(tmp_path, change=lambda name, tensor: tensor.to(dtype))
+    adapter = read_adapter(tmp_path, targets)
+    assert {pair.a.dtype for pair in adapter.modules.values()} == {dtype}
 
 
 def put(value):

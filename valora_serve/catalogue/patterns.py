@@ -1,0 +1,137 @@
+"""Matches regular expressions of adapters, which cannot be trusted, within fixed limits.
+
+PEFT compares module paths with Python's `re`, whose running time has no bound: ``(a+)+$`` hangs a
+process for ever, and no signal interrupts it. Expressions are therefore compiled and matched by
+`re` in another process, so that they mean what they mean under PEFT, and the system ends that
+process when it has used up its processor time or memory. Plain names need no such process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from functools import lru_cache
+from typing import NamedTuple
+
+from valora_serve.errors import AdapterError
+
+SECONDS = 2
+"""Most seconds of processor time for all expressions of an adapter together."""
+WAIT = 20.0
+"""Most seconds until the process has ended, however busy the machine is."""
+MEMORY = 1 << 30
+"""Most bytes of address space of the process."""
+MOST_PATTERNS = 2048
+"""Most expressions of an adapter."""
+PATTERN_LENGTH = 10_000
+"""Most characters of an expression."""
+
+_PLAIN = re.compile(r"[\w.-]*", re.ASCII)
+
+# Runs in the other process. It limits itself before it reads anything.
+_MATCH = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, ({SECONDS}, {SECONDS}))
+resource.setrlimit(resource.RLIMIT_AS, ({MEMORY}, {MEMORY}))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+import json, re, warnings
+warnings.simplefilter("ignore")
+found = []
+for how, pattern, paths in json.load(sys.stdin):
+    try:
+        match = getattr(re.compile(pattern), how)
+        row = []
+        for path in paths:
+            hit = match(path)
+            row.append(None if hit is None else hit.groupdict().get("idx") or "")
+    except (re.error, OverflowError, RecursionError, MemoryError, ValueError) as error:
+        row = str(error) or type(error).__name__
+    found.append(row)
+json.dump(found, sys.stdout)
+"""
+
+
+class Expression(NamedTuple):
+    """A regular expression, as PEFT applies it.
+
+    Attributes:
+        option: Option of the adapter's configuration that it comes from, for messages.
+        how: Method of `re`: ``match`` or ``fullmatch``.
+        pattern: The expression.
+    """
+
+    option: str
+    how: str
+    pattern: str
+
+
+def plain(name: str) -> bool:
+    """Return whether an expression has no special characters but dots."""
+    return _PLAIN.fullmatch(name) is not None
+
+
+def match_all(
+    expressions: tuple[Expression, ...], paths: tuple[str, ...]
+) -> list[list[str | None]]:
+    """Match every expression against every path.
+
+    Args:
+        expressions: The expressions.
+        paths: Module paths.
+
+    Returns:
+        For each expression and path, what its group ``idx`` matched (empty if it has none), or
+        None if it does not match.
+
+    Raises:
+        AdapterError: An expression is invalid, or the limits are exceeded.
+    """
+    return [list(row) for row in _matched(expressions, paths)] if expressions else []
+
+
+@lru_cache(maxsize=16)  # adapters of one training run have the same expressions
+def _matched(
+    expressions: tuple[Expression, ...], paths: tuple[str, ...]
+) -> tuple[tuple[str | None, ...], ...]:
+    if len(expressions) > MOST_PATTERNS:
+        raise AdapterError(
+            f"it has {len(expressions)} patterns, more than {MOST_PATTERNS}: name modules in a list"
+        )
+    for one in expressions:
+        if len(one.pattern) > PATTERN_LENGTH:
+            raise AdapterError(
+                f"{one.option} has {len(one.pattern)} characters, more than {PATTERN_LENGTH}: name "
+                "modules in a list"
+            )
+    work = [(one.how, one.pattern, paths) for one in expressions]
+    options = ", ".join(dict.fromkeys(one.option for one in expressions))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _MATCH],
+            input=json.dumps(work).encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=WAIT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        done = None
+    except OSError as error:
+        raise AdapterError(
+            f"no process could be started to match {options} ({error.strerror}): try again"
+        ) from error
+    if done is None or done.returncode:
+        raise AdapterError(
+            f"matching {options} takes more than {SECONDS} s or {MEMORY >> 20} MB: simplify the "
+            "regular expression, or name modules in a list"
+        )
+    rows = json.loads(done.stdout)
+    for one, row in zip(expressions, rows, strict=True):
+        if isinstance(row, str):
+            raise AdapterError(
+                f"{one.option} is no regular expression ({row[:100]}): correct it, or name modules "
+                "in a list"
+            )
+    return tuple(tuple(row) for row in rows)

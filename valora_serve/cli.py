@@ -92,11 +92,15 @@ async def _serve(
 
     from valora_serve.server.access.keys import KeyRing
     from valora_serve.server.app import create_app, make_server
+    from valora_serve.server.listen import bind, check_certificate
     from valora_serve.server.loading import golden, startup
     from valora_serve.server.loading.served_set import ServedSet
 
     began = time.monotonic()
-    KeyRing.from_settings(settings)  # wrong settings are reported before models are loaded
+    # Wrong settings are reported before models are loaded.
+    KeyRing.from_settings(settings)
+    check_certificate(settings)
+    sockets = bind(settings)
     state = Path(settings.state_file)
     folders = startup.find_bundles(bundles, state.parent / "downloads")
     engine = await make_engine(engine_settings)
@@ -107,7 +111,7 @@ async def _serve(
         found = await startup.load_all(
             engine, folders, served, warm_up=engine.warm_up, replay=settings.golden
         )
-        server = make_server(create_app(engine, settings, served), settings)
+        server = make_server(create_app(engine, settings, served), settings, sockets)
     except BaseException:
         await engine.close()
         raise
@@ -121,7 +125,7 @@ async def _serve(
     console.print(
         f"{found.examples} golden examples reproduced; ready after "
         f"{time.monotonic() - began:.1f} s "
-        f"at {scheme}://{settings.host}:{settings.port}/ (API: /docs)",
+        f"at {scheme}://{settings.host}:{sockets[0].getsockname()[1]}/ (API: /docs)",
         markup=False,
         highlight=False,
     )

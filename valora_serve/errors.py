@@ -26,6 +26,22 @@ class RequestError(ServeError):
     code = "invalid_request"
 
 
+class FieldError(RequestError):
+    """A field of the request is wrong.
+
+    Args:
+        message: What is wrong with the field, and the remedy.
+        param: Path of the field, e.g. ``messages.0.content``; None for the whole body.
+
+    Attributes:
+        param: Path of the field; None for the whole body.
+    """
+
+    def __init__(self, message: str, param: str | None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
 class ImageError(RequestError):
     """An image or a video cannot be decoded, or is too large."""
 
@@ -104,6 +120,17 @@ class StoppedError(ServeError):
 
     status = 503
     code = "unavailable"
+
+
+class DrainingError(StoppedError):
+    """The server has received a signal to stop and takes no new requests.
+
+    Attributes:
+        retry_after: Seconds after which a client should try again.
+    """
+
+    code = "draining"
+    retry_after = 1.0
 
 
 class SettingsError(ServeError):

@@ -162,7 +162,8 @@ def begin(server, body):
     sock = socket.create_connection(("127.0.0.1", server.port))
     sock.settimeout(5)
     sock.sendall(
-        b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: localhost\r\n"
+        b"content-type: application/json\r\n"
         b"content-length: " + str(len(content)).encode() + b"\r\n\r\n" + content
     )
     return sock

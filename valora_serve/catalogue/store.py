@@ -79,13 +79,15 @@ class Store:
         device: Device for heads.
 
     Attributes:
-        base: Id of the base model.
+        base: Id of the base model: its name on the hub, or its folder.
+        base_name: What requests may also call it: the name of the folder, if it is one.
     """
 
     def __init__(
         self, base: str, targets: ModelTargets, *, width: int, device: torch.device | str = "cpu"
     ) -> None:
         self.base = base
+        self.base_name = Path(base).name if Path(base).is_absolute() else base
         self._targets, self._width, self._device = targets, width, device
         self._base_hash: str | None = None
         listed = ServedModel(name=base, kind="base", root=base, loaded_at=time.time())
@@ -99,7 +101,7 @@ class Store:
         Raises:
             UnknownModelError: Nothing has this name; the message lists all names.
         """
-        if name is None or name == self.base:
+        if name is None or name in (self.base, self.base_name):
             return self._base
         if name not in self._named:
             known = ", ".join([self.base, *self._named])
@@ -233,7 +235,7 @@ class Store:
             raise AdapterError(
                 f"{shown(name)} cannot be a name: use up to {NAME_LENGTH} visible characters"
             )
-        if name == self.base:
+        if name in (self.base, self.base_name):
             raise AdapterError(f"{name} is the base model's name: choose another one")
 
     def commit(self, staged: Staged) -> list[ServedModel]:

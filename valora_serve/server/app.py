@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import signal
 import threading
@@ -15,18 +16,23 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
+from starlette.middleware.cors import CORSMiddleware
 from uvicorn.server import HANDLED_SIGNALS
 
 from valora_serve.server.access.admission import Admission, RateLimiter
 from valora_serve.server.access.guard import Guard
 from valora_serve.server.access.keys import KeyRing
 from valora_serve.server.access.rules import Access, RouteTable, Rules
+from valora_serve.server.access.sites import Sites
 from valora_serve.server.api.registry import endpoints
 from valora_serve.server.api.schema import ErrorAnswer
 from valora_serve.server.api.system import own_version
+from valora_serve.server.bodies import BodyParser, JsonRoute
 from valora_serve.server.constrain import Grammars
 from valora_serve.server.context import ServerContext
+from valora_serve.server.drain import Drain
 from valora_serve.server.envelope import Envelope, handle_errors
+from valora_serve.server.listen import bind, ready
 from valora_serve.server.loading.served_set import ServedSet
 from valora_serve.server.media.reader import MediaReader
 from valora_serve.server.protocol import protocol
@@ -36,6 +42,7 @@ from valora_serve.server.telemetry.metrics import Metrics
 from valora_serve.server.telemetry.spans import Tracer
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import AsyncIterator, Callable, Iterator
     from types import FrameType
 
@@ -82,14 +89,17 @@ def create_app(
         grammars=Grammars(engine),
         metrics=metrics,
         served=served,
+        parser=BodyParser(),
+        drain=Drain(),
         started=time.monotonic(),
     )
 
     @contextlib.asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         yield
-        context.service.draining = True
+        context.drain.begun = True
         await context.media.close()
+        context.parser.close()
         await engine.close(drain=0.0)
         tracer.close()
 
@@ -102,11 +112,26 @@ def create_app(
     routes.add(app.routes, Rules(Access.OPEN))  # so far only the documentation at /docs
     for endpoint in endpoints():
         router = endpoint(context)
+        for route in router.routes:
+            if type(route) is APIRoute:
+                route.__class__ = JsonRoute  # also routes of other packages
         app.include_router(router)
         routes.add(router.routes)
-    guard = Guard(KeyRing.from_settings(settings), RateLimiter(settings.rate, settings.burst))
+    guard = Guard(
+        KeyRing.from_settings(settings),
+        RateLimiter(settings.rate, settings.burst),
+        Sites(settings.host, settings.allowed_hosts, settings.allowed_origins),
+    )
     handle_errors(app, metrics)
-    app.add_middleware(Envelope, settings=settings, routes=routes, guard=guard, metrics=metrics)
+    app.add_middleware(
+        Envelope, settings=settings, routes=routes, guard=guard, metrics=metrics,
+        drain=context.drain,
+    )  # fmt: skip
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"],
+            allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"],
+        )  # fmt: skip
     app.openapi = _openapi(app, routes)  # type: ignore[method-assign]
     return app
 
@@ -142,7 +167,33 @@ def _openapi(app: FastAPI, routes: RouteTable) -> Callable[[], dict[str, Any]]:
 
 
 class Server(uvicorn.Server):
-    """uvicorn server that refuses new requests as soon as it receives a signal to stop."""
+    """uvicorn server that keeps answering while it drains.
+
+    uvicorn itself closes its listening sockets first, so that new clients are refused without a
+    word, and cuts the connections of requests that take too long.
+
+    Args:
+        config: uvicorn's configuration.
+        drain: State of the shutdown.
+        drain_seconds: Time in seconds that running requests have to finish.
+        sockets: Bound sockets.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        drain: Drain,
+        drain_seconds: float,
+        sockets: list[socket.socket],
+    ) -> None:
+        super().__init__(config)
+        self._drain = drain
+        self._drain_seconds = drain_seconds
+        self._sockets = sockets
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until a signal comes, and drain."""
+        await super().serve(ready(self._sockets if sockets is None else sockets))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -158,27 +209,39 @@ class Server(uvicorn.Server):
                 signal.signal(sig, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain: refuse new requests and finish running ones; a second Ctrl-C stops at once."""
-        app = self.config.app
-        assert isinstance(app, FastAPI)
-        app.state.context.service.draining = True
-        logs.LOG.info("draining after %s", signal.Signals(sig).name)
-        super().handle_exit(sig, frame)
+        """Begin to drain; a second signal stops the process at once."""
+        name = signal.Signals(sig).name
+        if self.should_exit:
+            logs.LOG.warning("stopping at once after a second signal, %s", name)
+            os._exit(128 + sig)  # threads that decode images may take seconds to end
+        self._drain.begun = True
+        logs.LOG.info("draining after %s", name)
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Refuse new requests until running ones have finished, and then stop listening."""
+        await self._drain.finish(self._drain_seconds)
+        await super().shutdown(sockets)
 
 
-def make_server(app: FastAPI, settings: ServerSettings) -> Server:
+def make_server(
+    app: FastAPI, settings: ServerSettings, sockets: list[socket.socket] | None = None
+) -> Server:
     """Make a uvicorn server for the application.
 
     Args:
         app: Application made by `create_app`.
         settings: Settings that the application was made with.
+        sockets: Sockets made by `listen.bind`; made from the settings if None.
     """
     _allow_files(settings.max_connections + 256)
     config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
-        http=protocol(min(20.0, settings.body_seconds), settings.send_seconds),
+        http=protocol(
+            min(20.0, settings.body_seconds), settings.send_seconds, settings.body_seconds
+        ),
         ws="none",
         lifespan="on",
         loop="asyncio",
@@ -188,11 +251,12 @@ def make_server(app: FastAPI, settings: ServerSettings) -> Server:
         backlog=2048,
         limit_concurrency=settings.max_connections,
         timeout_keep_alive=15,
-        timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+        timeout_graceful_shutdown=5,  # for the last bytes; requests have ended before
         ssl_certfile=settings.tls_cert,
         ssl_keyfile=settings.tls_key,
     )
-    return Server(config)
+    drain = app.state.context.drain
+    return Server(config, drain, settings.drain_seconds, sockets or bind(settings))
 
 
 def _allow_files(count: int) -> None:

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from valora_serve.server.bodies import BodyParser
     from valora_serve.server.constrain import Grammars
+    from valora_serve.server.drain import Drain
     from valora_serve.server.loading.served_set import ServedSet
     from valora_serve.server.media.reader import MediaReader
     from valora_serve.server.service import Service
@@ -25,6 +27,8 @@ class ServerContext:
         grammars: Makes constraints from JSON schemas.
         metrics: Metrics for Prometheus.
         served: Loads and unloads adapters and bundles at run time.
+        parser: Parses the bodies of requests.
+        drain: Refuses new requests while the server shuts down.
         started: When the server started, in seconds of `time.monotonic`.
     """
 
@@ -34,4 +38,6 @@ class ServerContext:
     grammars: Grammars
     metrics: Metrics
     served: ServedSet
+    parser: BodyParser
+    drain: Drain
     started: float

@@ -6,40 +6,52 @@ import asyncio
 import contextlib
 import json
 import math
+import re
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from valora_data.errors import ValoraError
 from valora_serve.errors import (
     CancelledRequestError,
+    ContentTypeError,
     OverloadedError,
     RequestError,
     ServeError,
     SlowClientError,
     TooLargeError,
 )
+from valora_serve.server.access.rules import JSON, Access
+from valora_serve.server.bodies import JsonScan
+from valora_serve.server.sentences import refusal
 from valora_serve.server.telemetry import logs
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping
+    from collections.abc import Coroutine, Iterable, Mapping
 
     from fastapi import FastAPI
     from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from valora_serve.server.access.guard import Guard
-    from valora_serve.server.access.rules import RouteTable
+    from valora_serve.server.access.rules import RouteTable, Rules
+    from valora_serve.server.drain import Drain
     from valora_serve.server.settings import ServerSettings
     from valora_serve.server.telemetry.metrics import Metrics
 
 T = TypeVar("T")
-MOST_CONTAINERS, MOST_ITEMS = 200_000, 2_000_000  # parsing takes about a second
+LOGGED_PATH = 200  # characters of a path that the access log shows
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
+_SINGLE = {
+    b"authorization", b"content-encoding", b"content-length", b"content-type", b"host", b"origin",
+    b"transfer-encoding", b"x-request-id",
+}  # fmt: skip
+_FOLDERS = re.compile(r"(?<![\w:/.~-])/(?!v1/|console/)(?:[^\s/:,;'\"()]+/)+(?=[^\s/:,;'\"()])")
+_CHARSET = re.compile(r";\s*charset\s*=\s*\"?([^\s;\"]*)", re.IGNORECASE)
 _SECURE = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -54,7 +66,8 @@ class Envelope:
     """ASGI middleware around the whole application.
 
     The key is checked before the body is read, and the body is read before the application is
-    called, so that clients without a key and slow clients cost nothing but a connection.
+    called, so that clients without a key and slow clients cost nothing but a connection. JSON is
+    checked against the limits of its route while it arrives.
 
     Args:
         app: The application.
@@ -62,6 +75,7 @@ class Envelope:
         routes: Rules of every route.
         guard: Checks keys and rates.
         metrics: Counts requests and errors.
+        drain: Refuses new requests while the server shuts down.
     """
 
     def __init__(
@@ -71,12 +85,15 @@ class Envelope:
         routes: RouteTable,
         guard: Guard,
         metrics: Metrics,
+        drain: Drain,
     ) -> None:
         self._app = app
         self._settings = settings
         self._routes = routes
         self._guard = guard
         self._metrics = metrics
+        self._drain = drain
+        self._held = 0  # bytes of the bodies of all requests in progress
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI request."""
@@ -87,9 +104,10 @@ class Envelope:
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         identity = logs.accepted_id(headers.get(b"x-request-id"))
         token = logs.request_id.set(identity)
-        facts: dict[str, Any] = {}
         stack = contextlib.ExitStack()  # what the request holds until its response is sent
-        scope.setdefault("state", {}).update(facts=facts, stack=stack)
+        scope.setdefault("state", {}).update(facts={}, stack=stack)
+        # HEAD is answered as GET, and the connection leaves the body out.
+        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         status = 0
 
         async def sending(message: Message) -> None:
@@ -97,6 +115,8 @@ class Envelope:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 extra = [(b"x-request-id", identity.encode()), *_SECURE]
+                if self._drain.begun:
+                    extra.append((b"connection", b"close"))
                 message["headers"] = [*message.get("headers", ()), *extra]
             try:
                 async with asyncio.timeout(self._settings.send_seconds):
@@ -104,86 +124,161 @@ class Envelope:
             except TimeoutError as error:
                 raise StalledClientError from error
 
-        try:
-            rules = self._routes.rules(scope)
-            facts |= self._guard.check(rules, scope, headers)
-            body = await self._body(headers, receive, rules.max_body_bytes)
-            if not headers.get(b"content-type", "").startswith("multipart/"):
-                _check_parts(body)
-            await self._app(scope, _replayed(body, receive), sending)
-        except ServeError as error:
+        async def failed(error: ServeError) -> None:
             self._metrics.failed(error.code)
-            await error_answer(error)(scope, receive, sending)
+            if not status:
+                await error_answer(error)(scope, receive, sending)
+
+        try:
+            await self._answer(inner, headers, receive, sending)
+        except ServeError as error:
+            await failed(error)
         except StalledClientError:
             logs.LOG.warning("the client does not read its response: its request is cancelled")
+        except asyncio.CancelledError:
+            if not self._drain.over:
+                raise
+            await failed(self._drain.ended())
         except Exception:  # noqa: BLE001 - logged; the response does not show it
-            logs.LOG.exception("%s %s failed", scope["method"], scope["path"])
-            self._metrics.failed(ServeError.code)
-            if not status:
-                failure = ServeError("The server failed: see its log")
-                await error_answer(failure)(scope, receive, sending)
+            logs.LOG.exception("%s %s failed", scope["method"], scope["path"][:LOGGED_PATH])
+            await failed(ServeError("The server failed: see its log"))
         finally:
             stack.close()
-            seconds = time.perf_counter() - began
-            route = scope.get("route")
-            path = getattr(route, "path", None) or "other"
-            self._metrics.http(path, _method(scope), status or 499, seconds)
-            logs.access({
-                "method": scope["method"], "path": scope["path"], "status": status or 499,
-                "seconds": round(seconds, 4), **facts,
-            })  # fmt: skip
+            self._count(scope, inner.get("route"), status or 499, time.perf_counter() - began)
             logs.request_id.reset(token)
 
+    async def _answer(
+        self, scope: Scope, headers: Mapping[bytes, str], receive: Receive, send: Send
+    ) -> None:
+        _check_single(scope["headers"])
+        if scope["method"] == "OPTIONS" and (methods := self._routes.methods(scope)):
+            allowed = {"Allow": ", ".join(sorted(methods))}
+            await Response(status_code=204, headers=allowed)(scope, receive, send)
+        else:
+            replayed = await self._let_in(scope, headers, receive)
+            await self._app(scope, replayed, send)
+
+    def _count(self, scope: Scope, route: Any, status: int, seconds: float) -> None:
+        """Count and log a request that has ended."""
+        path = getattr(route, "path", None) or "other"
+        self._metrics.http(path, _method(scope), status, seconds)
+        logs.access({
+            "method": scope["method"], "path": scope["path"][:LOGGED_PATH], "status": status,
+            "seconds": round(seconds, 4), **scope["state"]["facts"],
+        })  # fmt: skip
+
+    async def _let_in(
+        self, scope: Scope, headers: Mapping[bytes, str], receive: Receive
+    ) -> Receive:
+        """Check a request and read its body; the `receive` that the application gets."""
+        rules = self._routes.rules(scope)
+        facts, stack = scope["state"]["facts"], scope["state"]["stack"]
+        facts |= self._guard.check(rules, scope, headers)
+        if rules.access is not Access.OPEN:
+            if scope["method"] != "GET":
+                self._drain.check()
+            stack.enter_context(self._drain.running())
+        watched = self._drain.watched(receive)
+        body = await self._body(headers, watched, rules, stack)
+        if body:
+            _check_type(rules, headers)
+        return _replayed(body, watched)
+
     async def _body(
-        self, headers: Mapping[bytes, str], receive: Receive, limit: int | None
+        self,
+        headers: Mapping[bytes, str],
+        receive: Receive,
+        rules: Rules,
+        stack: contextlib.ExitStack,
     ) -> bytes:
-        most = self._settings.max_body_bytes if limit is None else limit
+        """Read the body within the limits of the route; it counts as held until the end."""
+        general = self._settings.max_body_bytes
+        most = min(general, general if rules.max_body_bytes is None else rules.max_body_bytes)
         seconds = self._settings.body_seconds
         too_large = TooLargeError(f"The request is larger than {most} bytes: send less at once")
         length = headers.get(b"content-length", "0")
         if length.isdecimal() and int(length[:20]) > most:
             raise too_large
-        body = bytearray()
+        scan = JsonScan(rules.json) if _is_json(headers.get(b"content-type", "")) else None
+        pieces: list[bytes] = []
+        size = 0
+
+        def release() -> None:
+            self._held -= size
+
+        stack.callback(release)
         try:
             async with asyncio.timeout(seconds):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise CancelledRequestError("The client went away")
-                    body += message.get("body", b"")
-                    if len(body) > most:
+                    piece = message.get("body", b"")
+                    size += len(piece)
+                    self._held += len(piece)
+                    if size > most:
                         raise too_large
+                    if self._held > self._settings.max_held_bytes:
+                        raise OverloadedError("Other requests fill the memory: try again in 1 s")
+                    if scan is not None:
+                        scan.feed(piece)
+                    pieces.append(piece)
                     if not message.get("more_body", False):
-                        return bytes(body)
+                        return b"".join(pieces)
         except TimeoutError as error:
             raise SlowClientError(
                 f"The request did not arrive within {seconds:g} s: send it faster"
             ) from error
 
 
-def _check_parts(body: bytes) -> None:
-    """Refuse JSON of so many objects or items that parsing it would block all other requests.
+def _check_single(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Refuse a header that is sent twice although it has one value: which one counts is unclear."""
+    seen = set()
+    for name, _ in headers:
+        if name in seen and name in _SINGLE:
+            raise RequestError(f"The request has several {name.decode()} headers: send one")
+        seen.add(name)
 
-    An image is a single string, so that no reasonable request has so many.
+
+def _is_json(content_type: str) -> bool:
+    return content_type.partition(";")[0].strip().lower() == JSON
+
+
+def _check_type(rules: Rules, headers: Mapping[bytes, str]) -> None:
+    """Check that the route reads the body's content type, charset and encoding.
+
+    Raises:
+        ContentTypeError: It does not.
     """
-    containers = body.count(b"[") + body.count(b"{")
-    if containers > MOST_CONTAINERS or body.count(b",") > MOST_ITEMS:
-        raise RequestError(
-            f"The JSON has more than {MOST_CONTAINERS} objects and lists or {MOST_ITEMS} items: "
-            "send less at once"
+    encoding = headers.get(b"content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ContentTypeError(
+            f"The body's content-encoding is {encoding[:50]!a}: send it uncompressed"
         )
+    if not rules.content_types:
+        return
+    sent = headers.get(b"content-type", "")
+    kind = sent.partition(";")[0].strip().lower()
+    if kind not in rules.content_types:
+        has = f"The content type is {kind[:100]!a}" if kind else "The request has no content type"
+        others = "".join(f" or {other}" for other in rules.content_types[1:])
+        raise ContentTypeError(
+            f"{has}, and this path reads {rules.content_types[0]}{others}: send it with "
+            f"-H 'content-type: {rules.content_types[0]}'"
+        )
+    charset = _CHARSET.search(sent)
+    if kind == JSON and charset and charset[1].lower() not in ("utf-8", "utf8", "us-ascii"):
+        raise ContentTypeError(f"The charset is {charset[1][:50]!a}: send JSON in UTF-8")
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that returns the body, which has been read already, first."""
-    given = False
+    """A `receive` that returns the body, which has been read already, first, and frees it."""
+    left: list[bytes] = [body]
 
     async def replay() -> Message:
-        nonlocal given
-        if given:
+        if not left:
             return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return {"type": "http.request", "body": left.pop(), "more_body": False}
 
     return replay
 
@@ -198,6 +293,8 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
     Raises:
         CancelledRequestError: The client disconnected; `work` was cancelled and has ended.
+        DrainingError: The server shuts down, and the time of running requests is over; `work` was
+            cancelled and has ended.
     """
     doing = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
@@ -205,6 +302,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
         if doing.done():
             return doing.result()
+        gone.result()  # raises if the server shuts down
         raise CancelledRequestError("The client went away")
     finally:
         for task in (doing, gone):
@@ -218,19 +316,20 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def error_body(error: ValoraError) -> dict[str, Any]:
-    """An error in OpenAI's format."""
+    """An error in OpenAI's format; files are named without the folders of this machine."""
     status = getattr(error, "status", 400)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {
-        "message": str(error), "type": kind, "param": None, "code": getattr(error, "code", None)
+        "message": _FOLDERS.sub("", str(error)), "type": kind,
+        "param": getattr(error, "param", None), "code": getattr(error, "code", None),
     }  # fmt: skip
 
 
 def error_answer(error: ValoraError) -> JSONResponse:
     """Response of an error, in OpenAI's format."""
     headers = {}
-    if isinstance(error, OverloadedError):
-        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    if (wait := getattr(error, "retry_after", None)) is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(wait)))
     status = getattr(error, "status", 400)
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -260,21 +359,33 @@ def handle_errors(app: FastAPI, metrics: Metrics) -> None:
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         metrics.failed("invalid_request")
-        # Of a union's alternatives, the one whose validation got furthest was probably meant.
-        first = max(error.errors(), key=lambda item: len(item["loc"]))
-        place = ".".join(str(part) for part in first["loc"] if part != "body")[:200]
-        said = f"{place}: {first['msg']}" if place else str(first["msg"])
-        body = {"message": said, "type": "invalid_request_error", "param": place or None,
-                "code": "invalid_request"}  # fmt: skip
-        return AsciiJson({"error": body}, 400)
+        return error_answer(_refusal(error))
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         metrics.failed(f"http_{error.status_code}")
-        body = {"message": str(error.detail), "type": "invalid_request_error", "param": None,
+        said = str(error.detail)
+        if error.status_code == 404:
+            said = "There is nothing at this path: /docs lists the paths of this server"
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            said = f"{_method(request.scope)} is not possible at this path: use {allowed}"
+        body = {"message": said, "type": "invalid_request_error", "param": None,
                 "code": None}  # fmt: skip
         return AsciiJson({"error": body}, error.status_code, error.headers)
 
     app.add_exception_handler(ValoraError, ours)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
+
+
+def _refusal(error: RequestValidationError) -> ServeError:
+    """The error of a request that FastAPI has found invalid, in one sentence."""
+    errors = list(error.errors())
+    if errors[0]["loc"][0] == "body":
+        inner = [{**item, "loc": item["loc"][1:]} for item in errors]
+        return refusal(inner, error.body)
+    first = errors[0]  # of the path or the query
+    where, *name = first["loc"]
+    inner = [{**first, "loc": tuple(name)}]
+    return refusal(inner, {name[0]: first.get("input")} if name else None, f"The {where}")

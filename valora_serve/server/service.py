@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valora_serve.errors import (
@@ -35,16 +36,12 @@ class Service:
         admission: Admission control.
         metrics: Metrics of requests.
         tracer: Makes a span for each request.
-
-    Attributes:
-        draining: Whether new requests are refused because the server is shutting down.
     """
 
     def __init__(
         self, engine: EngineClient, admission: Admission, metrics: Metrics, tracer: Tracer
     ) -> None:
         self.engine = engine
-        self.draining = False
         self._admission = admission
         self._metrics = metrics
         self._tracer = tracer
@@ -53,7 +50,8 @@ class Service:
 
     def refresh(self) -> None:
         """Update the models that requests can name, after a load or an unload."""
-        self._models = {model.name: model for model in self.engine.models()}
+        listed = {model.name: without_folder(model) for model in self.engine.models()}
+        self._models = {model.name: model for model in listed.values()} | listed
 
     def model(self, name: str | None) -> ServedModel:
         """The domain, adapter or base model of a name; the base model if the name is None.
@@ -65,7 +63,7 @@ class Service:
             return next(iter(self._models.values()))
         if (found := self._models.get(name)) is not None:
             return found
-        others = [model.name for model in self._models.values()]
+        others = list(dict.fromkeys(model.name for model in self._models.values()))
         listed = ", ".join(others[:NAMED])
         if len(others) > NAMED:
             listed += f" and {len(others) - NAMED} more (see /v1/models)"
@@ -86,11 +84,9 @@ class Service:
         """Context in which `count` requests count as admitted.
 
         Raises:
-            StoppedError: The server is shutting down.
+            StoppedError: The engine has stopped.
             OverloadedError: The queue is full, or the deadline would be missed.
         """
-        if self.draining:
-            raise StoppedError("This server is shutting down: ask another one")
         if not self.engine.healthy:
             raise StoppedError("The engine has stopped: see the server's log")
         self._admission.enter(model.name, self.engine.stats().running, deadline, count)
@@ -165,6 +161,21 @@ class Service:
                 )
             )
         return made
+
+
+def without_folder(model: ServedModel) -> ServedModel:
+    """A model as clients see it: named without folders of this machine, which nobody needs."""
+    return dataclasses.replace(
+        model,
+        name=last_part(model.name),
+        root=last_part(model.root),
+        parent=None if model.parent is None else last_part(model.parent),
+    )
+
+
+def last_part(name: str) -> str:
+    """The name of a folder if this is an absolute path; otherwise the name itself."""
+    return Path(name).name if Path(name).is_absolute() else name
 
 
 class Ticket:

@@ -16,11 +16,17 @@ class ServerSettings:
         tls_key: Private key (PEM) of tls_cert.
         keys_file: File of API keys, one "name role sha256" per line, made by `valora-serve key`.
         api_key: One API key with the role admin, in the clear, for a quick start.
+        allowed_hosts: Host names, besides localhost, under which a server without API keys answers;
+            * for any.
+        allowed_origins: Origins, e.g. https://app.example.org, whose web pages may send requests; *
+            for any.
         protect_metrics: Require an API key for /metrics as well.
         allow_runtime_loading: Let admin keys load and unload adapters and bundles at run time.
         adapter_folder: Folder that adapters and bundles can be loaded from at run time.
         state_file: File that records what was loaded at run time, for the next start.
-        max_body_bytes: Largest request body, in bytes.
+        max_body_bytes: Largest request body, in bytes; routes without images have lower limits.
+        max_held_bytes: Most bytes of the bodies of all requests in progress; requests beyond it
+            get status 429.
         max_image_bytes: Largest image file, in bytes.
         max_image_pixels: Largest image or video frame, in pixels (width x height).
         max_request_pixels: Most pixels of all images and frames of one request.
@@ -66,11 +72,14 @@ class ServerSettings:
     tls_key: str | None = None
     keys_file: str | None = None
     api_key: str | None = field(default=None, repr=False)
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     protect_metrics: bool = False
     allow_runtime_loading: bool = False
     adapter_folder: str | None = None
     state_file: str = ".valora/serve/served.json"
     max_body_bytes: int = 64 * 2**20
+    max_held_bytes: int = 2**30
     max_image_bytes: int = 20 * 2**20
     max_image_pixels: int = 40_000_000
     max_request_pixels: int = 160_000_000
@@ -111,8 +120,8 @@ class ServerSettings:
             ValueError: A value is out of range, or two values contradict each other.
         """
         positive = (
-            "max_body_bytes max_image_bytes max_image_pixels max_request_pixels max_held_pixels "
-            "max_images max_video_bytes "
+            "max_body_bytes max_held_bytes max_image_bytes max_image_pixels max_request_pixels "
+            "max_held_pixels max_images max_video_bytes "
             "max_video_seconds video_frames max_video_frames max_prompt_chars max_n media_seconds "
             "burst max_waiting max_connections body_seconds send_seconds answer_tokens"
         )

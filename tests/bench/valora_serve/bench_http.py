@@ -38,7 +38,7 @@ TURNS = 400
 
 
 def http(path, body, kind="application/json"):
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: {kind}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {kind}\r\n"
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from valora_serve.server.access.admission import RateLimiter
     from valora_serve.server.access.keys import KeyRing
     from valora_serve.server.access.rules import Rules
+    from valora_serve.server.access.sites import Sites
 
 
 class Guard:
@@ -24,11 +25,13 @@ class Guard:
     Args:
         keys: API keys that the server knows.
         rates: Rate limits of the callers.
+        sites: Hosts and origins that requests may name where there are no keys; None for any.
     """
 
-    def __init__(self, keys: KeyRing, rates: RateLimiter) -> None:
+    def __init__(self, keys: KeyRing, rates: RateLimiter, sites: Sites | None = None) -> None:
         self._keys = keys
         self._rates = rates
+        self._sites = sites
 
     def check(self, rules: Rules, scope: Scope, headers: Mapping[bytes, str]) -> dict[str, Any]:
         """Check a request.
@@ -43,9 +46,13 @@ class Guard:
 
         Raises:
             UnauthorizedError: The API key is missing or unknown.
-            ForbiddenError: The key may not use this route, or the route is disabled.
+            ForbiddenError: The key may not use this route, the route is disabled, or a page of
+                another site sent the request to a server without keys.
+            RequestError: The request names no host.
             RateLimitError: The caller has exceeded the rate limit.
         """
+        if self._sites is not None and not self._keys:
+            self._sites.check(scope, headers, any_host=rules.any_host)
         if rules.disabled is not None:
             raise ForbiddenError(rules.disabled)
         if rules.access is Access.OPEN:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fastapi.routing import APIRoute
 from starlette.routing import Match
+
+from valora_serve.server.bodies import DEFAULT_LIMITS, JsonLimits
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
@@ -16,6 +19,10 @@ if TYPE_CHECKING:
     F = TypeVar("F", bound=Callable[..., Any])
 
 _RULES = "valora_rules"
+_WITH_BODY = {"POST", "PUT", "PATCH"}
+JSON = "application/json"
+NO_BODY_BYTES = 64 * 1024
+"""Largest body of a request to a route that reads none."""
 
 
 class Access(StrEnum):
@@ -40,20 +47,25 @@ class Rules:
         access: Callers that may send requests.
         max_body_bytes: Largest request body in bytes; None for the server's general limit.
         disabled: Reason why every request is refused with status 403; None if the route is enabled.
+        content_types: Content types of bodies that the route reads; by default JSON if it declares
+            a body. Others get status 415. Empty for any.
+        json: Most that a JSON body may hold.
+        any_host: Whether the route answers under any host name, as probes of a cluster ask.
     """
 
     access: Access = Access.KEYED
     max_body_bytes: int | None = None
     disabled: str | None = None
+    content_types: tuple[str, ...] = ()
+    json: JsonLimits = DEFAULT_LIMITS
+    any_host: bool = False
 
 
-def allow(
-    access: Access, *, max_body_bytes: int | None = None, disabled: str | None = None
-) -> Callable[[F], F]:
+def allow(access: Access, **rules: Any) -> Callable[[F], F]:
     """Decorator of a route's function: declares its `Rules`, whose fields are the arguments."""
 
     def mark(function: F) -> F:
-        vars(function)[_RULES] = Rules(access, max_body_bytes, disabled)
+        vars(function)[_RULES] = Rules(access, **rules)
         return function
 
     return mark
@@ -74,8 +86,12 @@ class RouteTable:
                 route without a declaration needs a key.
         """
         for route in routes:
-            declared = vars(getattr(route, "endpoint", self)).get(_RULES, Rules())
-            self._routes.append((route, rules or declared))
+            declared = rules or vars(getattr(route, "endpoint", self)).get(_RULES, Rules())
+            if isinstance(route, APIRoute) and route.body_field is not None:
+                declared = replace(declared, content_types=declared.content_types or (JSON,))
+            if declared.max_body_bytes is None and not _WITH_BODY & _methods(route):
+                declared = replace(declared, max_body_bytes=NO_BODY_BYTES)
+            self._routes.append((route, declared))
 
     def __iter__(self) -> Iterator[tuple[BaseRoute, Rules]]:
         return iter(self._routes)
@@ -88,5 +104,19 @@ class RouteTable:
             if match is Match.FULL:
                 return rules
             if match is Match.PARTIAL and other_method is None:
-                other_method = rules
-        return other_method or Rules()
+                other_method = replace(rules, max_body_bytes=NO_BODY_BYTES, content_types=())
+        return other_method or Rules(max_body_bytes=NO_BODY_BYTES)
+
+    def methods(self, scope: Scope) -> set[str]:
+        """Methods that a path takes; empty if there is no such path."""
+        found: set[str] = set()
+        for route, _ in self._routes:
+            if route.matches(scope)[0] is not Match.NONE:
+                found |= _methods(route)
+        return found
+
+
+def _methods(route: BaseRoute) -> set[str]:
+    """Methods of a route; HEAD is answered wherever GET is, and OPTIONS everywhere."""
+    methods = set(getattr(route, "methods", None) or {"GET"})
+    return methods | ({"HEAD"} if "GET" in methods else set()) | {"OPTIONS"}

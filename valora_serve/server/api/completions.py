@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from valora_serve import types
 from valora_serve.errors import RequestError
+from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import answer, error_answers
 from valora_serve.server.api.requests import check_text, constrained, sampling, schema_of, time_left
 from valora_serve.server.api.responses import finish_reason, usage, valora_block
@@ -25,6 +26,7 @@ from valora_serve.server.api.schema import (
     CompletionRequest,
 )
 from valora_serve.server.api.streams import EventStream
+from valora_serve.server.bodies import JsonLimits
 from valora_serve.server.envelope import until_disconnect
 from valora_serve.server.service import merged
 from valora_serve.server.telemetry.logs import new_id
@@ -40,9 +42,14 @@ AT_ONCE = 200
 """Most tokens of a prompt that are turned into text before other requests have their turn."""
 
 
+MOST_TOKENS = 200_000  # of all prompts that are sent as tokens
+
+
 def router(context: ServerContext) -> APIRouter:
     """Route of the completions endpoint."""
     routes = APIRouter(tags=["OpenAI"])
+    # Texts only, of which JSON escapes take six bytes per character, or tokens.
+    most_bytes = 2**20 + 6 * context.settings.max_prompt_chars
 
     @routes.post(
         "/v1/completions",
@@ -50,6 +57,7 @@ def router(context: ServerContext) -> APIRouter:
         responses=error_answers(event_stream=True),
         summary="Complete a text",
     )
+    @allow(Access.KEYED, max_body_bytes=most_bytes, json=JsonLimits(values=MOST_TOKENS))
     async def completions(request: Request, body: CompletionRequest) -> Response:
         since = time.monotonic()
         service = context.service

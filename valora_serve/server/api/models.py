@@ -19,6 +19,7 @@ from valora_serve.server.api.schema import (
     UnloadAdapterRequest,
     UnloadBundleRequest,
 )
+from valora_serve.server.service import without_folder
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -35,9 +36,10 @@ def card(model: ServedModel, context_length: int) -> ModelCard:
     """A served model in the API's format.
 
     Args:
-        model: The model.
+        model: The model; its card shows no folders of this machine.
         context_length: Longest prompt and answer together, in tokens.
     """
+    model = without_folder(model)
     return ModelCard(
         id=model.name,
         created=int(model.loaded_at),

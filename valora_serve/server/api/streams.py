@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
-from valora_serve.errors import CancelledRequestError, ServeError
+from valora_serve.errors import CancelledRequestError, DrainingError, ServeError
 from valora_serve.server.envelope import error_body, until_disconnect
 from valora_serve.server.telemetry import logs
 
@@ -33,25 +33,40 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
         # A client that disconnected gets no response.
         with contextlib.suppress(CancelledRequestError):
-            await until_disconnect(receive, self._stream(send))
+            try:
+                await until_disconnect(receive, self._stream(send))
+            except DrainingError as error:
+                if not self._begun:
+                    raise
+                await _end(send, error)
 
     async def _stream(self, send: Send) -> None:
         async with contextlib.aclosing(self._events) as events:
             first = await anext(events)
+            self._begun = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send(_body(first))
+            failed = None
             try:
                 async for event in events:
                     await send(_body(event))
             except ServeError as error:
-                logs.LOG.warning("%s", error)
-                await send(_body({"error": error_body(error)}))
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+                failed = error
+        await _end(send, failed)
+
+
+async def _end(send: Send, error: ServeError | None) -> None:
+    """End a stream, with an event of the error if there is one."""
+    if error is not None:
+        logs.LOG.warning("%s", error)
+        await send(_body({"error": error_body(error)}))
+    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 
 def _body(event: dict[str, Any]) -> dict[str, Any]:

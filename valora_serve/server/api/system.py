@@ -17,6 +17,7 @@ from starlette.responses import FileResponse, Response
 from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import answer, error_answers
 from valora_serve.server.api.schema import Health, Status, Version
+from valora_serve.server.service import last_part
 
 if TYPE_CHECKING:
     from valora_serve.server.context import ServerContext
@@ -58,15 +59,15 @@ def memory_bytes() -> int:
 def router(context: ServerContext) -> APIRouter:
     """Routes for operators, and the web console."""
     routes = APIRouter(tags=["operations"])
-    service, engine = context.service, context.service.engine
+    engine, drain = context.service.engine, context.drain
 
     @routes.get(
         "/health", response_model=Health, responses=_FAILED, summary="Whether the engine runs"
     )
-    @allow(Access.OPEN)
+    @allow(Access.OPEN, any_host=True)
     async def health() -> Response:
         if engine.healthy:
-            return answer(Health(status="ok"))
+            return answer(Health(status="draining" if drain.begun else "ok"))
         return Response(
             Health(status="failed").model_dump_json(), 503, media_type="application/json"
         )
@@ -74,11 +75,11 @@ def router(context: ServerContext) -> APIRouter:
     @routes.get(
         "/ready", response_model=Health, responses=_FAILED, summary="Whether requests are accepted"
     )
-    @allow(Access.OPEN)
+    @allow(Access.OPEN, any_host=True)
     async def ready() -> Response:
-        if engine.healthy and not service.draining:
+        if engine.healthy and not drain.begun:
             return answer(Health(status="ok"))
-        state = Health(status="draining" if service.draining else "failed")
+        state = Health(status="draining" if drain.begun else "failed")
         return Response(state.model_dump_json(), 503, media_type="application/json")
 
     @routes.get("/version", summary="Versions of the server and its libraries")
@@ -86,7 +87,7 @@ def router(context: ServerContext) -> APIRouter:
     async def version() -> Version:
         return Version(
             version=own_version(),
-            base=engine.base,
+            base=last_part(engine.base),
             python=platform.python_version(),
             torch=_version("torch"),
             transformers=_version("transformers"),
@@ -100,7 +101,7 @@ def router(context: ServerContext) -> APIRouter:
     )
     @allow(Access.KEYED if context.settings.protect_metrics else Access.OPEN)
     async def metrics() -> Response:
-        return Response(context.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await context.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     @routes.get(
         "/v1/status",
@@ -110,8 +111,8 @@ def router(context: ServerContext) -> APIRouter:
     async def status() -> Status:
         stats = engine.stats()
         return Status(
-            ready=engine.healthy and not service.draining,
-            base=engine.base,
+            ready=engine.healthy and not drain.begun,
+            base=last_part(engine.base),
             running=stats.running,
             waiting=stats.waiting,
             mode=str(stats.mode),

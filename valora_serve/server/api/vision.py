@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Path, Request
-from pydantic import ValidationError
-from starlette.datastructures import UploadFile
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import Headers, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import Response
 
 from valora_serve import types
-from valora_serve.errors import ContentTypeError, RequestError, UnknownModelError
+from valora_serve.errors import RequestError, UnknownModelError
+from valora_serve.server.access.rules import JSON, Access, allow
 from valora_serve.server.api.common import answer, error_answers
 from valora_serve.server.api.requests import check_text, gathered, time_left
 from valora_serve.server.api.responses import usage
 from valora_serve.server.api.schema import VisionAnswer, VisionRequest, VisionResult
+from valora_serve.server.bodies import validated
 from valora_serve.server.envelope import until_disconnect
 from valora_serve.server.telemetry.logs import new_id
 from valora_serve.types import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
     from PIL.Image import Image
 
     from valora_serve.server.context import ServerContext
     from valora_serve.server.media.reader import Pixels
+    from valora_serve.server.settings import ServerSettings
     from valora_serve.types import Output, ServedModel
 
 _FILES = {"image", "images", "video", "frames"}
@@ -47,10 +52,12 @@ _FORM_SCHEMA = {
         "deadline": {"type": "number", "minimum": 0.001, "maximum": 86400},
     },
 }  # fmt: skip
+_FORM = "multipart/form-data"
 _SCHEMAS = {
-    "application/json": {"schema": VisionRequest.model_json_schema()},
-    "multipart/form-data": {"schema": _FORM_SCHEMA},
+    JSON: {"schema": VisionRequest.model_json_schema()},
+    _FORM: {"schema": _FORM_SCHEMA},
 }
+_PIECE = 2**20  # bytes of a form that are parsed at a time; other threads run in between
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ def router(context: ServerContext) -> APIRouter:
         openapi_extra={"requestBody": {"required": True, "content": _SCHEMAS}},
         summary="Ask a domain about one or many images, or a video",
     )
+    @allow(Access.KEYED, content_types=(JSON, _FORM))
     async def vision(
         request: Request, domain: Annotated[str, Path(description="name of a domain")]
     ) -> Response:
@@ -87,14 +95,10 @@ def router(context: ServerContext) -> APIRouter:
         request.state.facts["model"] = model.name
         pixels = request.state.stack.enter_context(context.media.pixels())
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind == "application/json":
+        if kind == JSON:
             parsed = await _from_json(await request.body(), context, pixels)
-        elif kind == "multipart/form-data":
-            parsed = await _from_form(request, context, pixels)
         else:
-            raise ContentTypeError(
-                "The body must be application/json or multipart/form-data: send one of these"
-            )
+            parsed = await _from_form(request, context, pixels)
         check_text(len(parsed.fields.prompt or ""), context)
         requests = _requests(context, model, parsed, since)
         headers = dict(request.headers)
@@ -113,10 +117,7 @@ def _domain(context: ServerContext, name: str) -> ServedModel:
 
 
 async def _from_json(body: bytes, context: ServerContext, pixels: Pixels) -> _ParsedRequest:
-    try:
-        fields = VisionRequest.model_validate_json(body)
-    except ValidationError as error:
-        raise RequestError(_said(error)) from error
+    fields = await context.parser.parse(body, VisionRequest)
     _check_count(len(fields.images), fields.video is not None, len(fields.frames), context)
     images = await gathered(*(context.media.image(url, pixels) for url in fields.images))
     video = None
@@ -128,30 +129,22 @@ async def _from_json(body: bytes, context: ServerContext, pixels: Pixels) -> _Pa
 
 
 async def _from_form(request: Request, context: ServerContext, pixels: Pixels) -> _ParsedRequest:
-    settings = context.settings
-    most = settings.max_images + settings.max_video_frames + 1
     files: dict[str, list[bytes]] = {name: [] for name in _FILES}
     values: dict[str, Any] = {}
-    form = request.form(
-        max_files=most, max_fields=len(_FIELDS), max_part_size=4 * settings.max_prompt_chars
-    )
-    async with form as items:
-        for name, item in items.multi_items():
-            if isinstance(item, UploadFile) and name in _FILES:
-                files[name].append(await item.read())
-            elif not isinstance(item, UploadFile) and name in _FIELDS and name not in values:
-                values[name] = item
-            else:
-                raise RequestError(
-                    f"The form has an unknown or repeated field {name[:50]!a}: the "
-                    f"files are {', '.join(sorted(_FILES))}, the rest {', '.join(_FIELDS)}"
-                )
+    content, kind = await request.body(), request.headers["content-type"]
+    for name, item in await context.parser.run(_form_items, content, kind, context.settings):
+        if isinstance(item, bytes) and name in _FILES:
+            files[name].append(item)
+        elif isinstance(item, str) and name in _FIELDS and name not in values:
+            values[name] = item
+        else:
+            raise RequestError(
+                f"The form has an unknown or repeated field {name[:50]!a}: the "
+                f"files are {', '.join(sorted(_FILES))}, the rest {', '.join(_FIELDS)}"
+            )
     images = files["image"] + files["images"]
     videos = files["video"]
-    try:
-        fields = VisionRequest.model_validate(values)
-    except ValidationError as error:
-        raise RequestError(_said(error)) from error
+    fields = validated(values, VisionRequest)
     if len(videos) > 1:
         raise RequestError("The form has several videos: send them one by one")
     _check_count(len(images), bool(videos), len(files["frames"]), context)
@@ -165,6 +158,47 @@ async def _from_form(request: Request, context: ServerContext, pixels: Pixels) -
     return _ParsedRequest(fields, decoded, video)
 
 
+def _form_items(
+    body: bytes, content_type: str, settings: ServerSettings
+) -> list[tuple[str, str | bytes]]:
+    """Names and contents of a form's fields (text) and files (bytes).
+
+    Raises:
+        RequestError: The form is malformed, or has too many parts.
+    """
+    most = settings.max_images + settings.max_video_frames + 1
+    boundary = parse_options_header(content_type)[1].get(b"boundary", b"")
+    if not boundary:
+        raise RequestError("The form's content type names no boundary: let your client set it")
+    if body.count(boundary) > most + len(_FIELDS) + 2:  # each costs time even where no part begins
+        raise RequestError(f"The form has more than {most} files: send fewer")
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        for start in range(0, len(body), _PIECE):
+            yield body[start : start + _PIECE]
+
+    async def parse() -> list[tuple[str, str | bytes]]:
+        parser = MultiPartParser(
+            Headers({"content-type": content_type}), pieces(), max_files=most,
+            max_fields=len(_FIELDS), max_part_size=4 * settings.max_prompt_chars,
+        )  # fmt: skip
+        parser.spool_max_size = len(body) + 1  # never on disk
+        form = await parser.parse()
+        try:
+            return [
+                (name, await item.read() if isinstance(item, UploadFile) else item)
+                for name, item in form.multi_items()
+            ]
+        finally:
+            await form.close()
+
+    try:
+        return asyncio.run(parse())
+    except (MultiPartException, ValueError) as error:
+        said = getattr(error, "message", None) or "its parts or their headers are malformed"
+        raise RequestError(f"The form cannot be read ({said}): let your client make it") from error
+
+
 def _check_count(images: int, video: bool, frames: int, context: ServerContext) -> None:
     most, most_frames = context.settings.max_images, context.settings.max_video_frames
     if (images > 0) + video + (frames > 0) != 1:
@@ -173,12 +207,6 @@ def _check_count(images: int, video: bool, frames: int, context: ServerContext) 
         raise RequestError(f"The request has {images} images, more than {most}: send fewer")
     if frames > most_frames:
         raise RequestError(f"The video has {frames} frames, more than {most_frames}: send fewer")
-
-
-def _said(error: ValidationError) -> str:
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"])[:200]
-    return f"{place}: {first['msg']}" if place else str(first["msg"])
 
 
 def _requests(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ class Metrics:
     def __init__(self, engine: EngineClient) -> None:
         self.registry = CollectorRegistry()
         self._models: set[str] = set()
+        self._page: asyncio.Task[bytes] | None = None  # that is being made
+        self._next: asyncio.Task[bytes] | None = None  # that is made after it
         label = ["model_name"]
         make: dict[str, Any] = {"registry": self.registry}
         self._first = Histogram(
@@ -130,6 +133,22 @@ class Metrics:
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return bytes(generate_latest(self.registry))
+
+    async def page(self) -> bytes:
+        """All metrics in Prometheus' text format, made in a thread.
+
+        Requests that arrive while a page is being made share the next one, so that no number of
+        requests costs more than one page at a time.
+        """
+        if self._next is None:
+            self._next = asyncio.create_task(self._made())
+        return await asyncio.shield(self._next)
+
+    async def _made(self) -> bytes:
+        if self._page is not None:
+            await asyncio.wait({self._page})
+        self._page, self._next = self._next, None
+        return await asyncio.to_thread(self.text)
 
     def _bounded(self, model: str) -> str:
         if model in self._models:

@@ -49,13 +49,17 @@ def test_running_requests_end_and_new_ones_are_refused_while_draining():
         )
         thread.start()
         until(lambda: engine.running)
-        server.service.draining = True
+        server.app.state.context.drain.begun = True
         assert server.client.get("/ready").status_code == 503
         assert server.client.get("/ready").json() == {"status": "draining"}
+        assert server.client.get("/health").json() == {"status": "draining"}
         assert server.client.get("/health").status_code == 200
         refused = ask(server)
         assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "unavailable"
+        assert refused.json()["error"]["code"] == "draining"
+        assert refused.headers["retry-after"] == "1"
+        assert refused.headers["connection"] == "close"
+        assert "valora_num_requests_running" in server.client.get("/metrics").text
         server.stop()
         thread.join()
         assert answers[0].status_code == 200

@@ -32,7 +32,12 @@ def test_a_large_body_is_refused_with_and_without_a_length():
                 yield b"x" * 1000
 
         assert server.client.post(CHAT, content=pieces()).status_code == 413
-        raw = b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: x\r\ncontent-length: " + b"9" * 30
+        raw = (
+            b"POST "
+            + CHAT.encode()
+            + b" HTTP/1.1\r\nhost: localhost\r\ncontent-length: "
+            + b"9" * 30
+        )
         assert b" 413 " in (said := talk(server, raw + b"\r\n\r\n")) or b" 400 " in said
 
 
@@ -73,7 +78,9 @@ def test_long_lists_are_refused_in_a_few_words(path, body):
         answer = server.client.post(
             f"/v1/{path}", content=body, headers={"content-type": "application/json"}
         )
-        assert answer.status_code == 400
+        # Bodies of texts alone may be smaller than those with images.
+        too_large = path == "completions" and len(body) > 3_500_000
+        assert answer.status_code == (413 if too_large else 400)
         assert len(answer.content) < 1000
         assert server.client.get("/health").status_code == 200
 
@@ -102,7 +109,7 @@ def test_wrong_methods_and_paths():
 
 def test_a_slow_body_gets_a_408():
     with serving(body_seconds=0.4) as server:
-        head = b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n"
+        head = b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n"
         began = time.monotonic()
         assert b" 408 " in talk(server, head + b"content-type: application/json\r\n\r\n{")
         assert time.monotonic() - began < 5

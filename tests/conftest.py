@@ -1,4 +1,4 @@
-"""What all tests share: no network, a tiny random LLaVA, poisoned memory, one gate for GPUs."""
+"""What all tests share: no network, a tiny random LLaVA, seeds, poisoned memory, a GPU gate."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -9,8 +9,10 @@ os.environ.setdefault("YOLO_OFFLINE", "1")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +20,9 @@ if not torch.cuda.is_available():  # before anything imports Triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tests.support.helpers import save_random_llava
+from tests.support.random_tests import load_profile
+
+load_profile()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,6 +33,14 @@ def _few_threads() -> None:
     # torch.empty gives NaN, so that a value that nobody wrote fails loudly.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Start each test, and its fixtures, with the same random numbers."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="module")

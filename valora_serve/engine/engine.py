@@ -58,7 +58,7 @@ from valora_serve.model.runner import ModelRunner
 from valora_serve.model.sampler import TokenCounts, make_generator
 from valora_serve.model.work import AdapterTable
 from valora_serve.orchestrator.cost_model import load_or_estimate
-from valora_serve.orchestrator.decision import RequestView, StepLimits, View
+from valora_serve.orchestrator.decision import RequestView, StepLimits, View, window
 from valora_serve.orchestrator.registry import make_policy, modes_of
 from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.types import EngineStats, Finish, Mode, Output
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SEEN = 1024
-"""Most waiting requests that a policy sees at a time, the oldest ones."""
+"""Most waiting requests that a policy sees at a time."""
 
 
 class Engine:
@@ -183,6 +183,7 @@ class Engine:
         self._trace = DecisionTrace(self._trace_file) if self._trace_file else None
         self._overlap = cuda if settings.overlap is None else settings.overlap
         self._flight: Flight | None = None
+        self._arrived: list[float] = []  # arrival times that the policy has not seen
         self._idle = False
         self._warm = False
 
@@ -282,7 +283,12 @@ class Engine:
             images=len(prompt.visuals),
             deadline=None if request.deadline is None else now + request.deadline,
             domain=request.model if target.model.kind == "domain" else None,
+            latency_limit=request.deadline,
         )
+        due = self.settings.policy_settings.due(view)
+        if due is not None:
+            view.latency_limit = due - now
+        self._arrived.append(now)
         self.requests.add(
             SequenceState(
                 request=request,
@@ -440,14 +446,12 @@ class Engine:
                 running.append(seen)
             else:
                 held += 1
-        waiting = []
-        for sequence in requests.waiting.values():
-            waiting.append(sequence.view)
-            if len(waiting) == SEEN:
-                break
+        waiting = window(requests.queue(), SEEN)
         if not running and not waiting:
+            self._arrived.clear()
             return None
         settings = self.settings
+        arrived, self._arrived = self._arrived, []
         return View(
             now=now,
             running=running,
@@ -463,6 +467,7 @@ class Engine:
                 max_adapters=settings.max_adapters,
                 chunk=settings.chunk,
             ),
+            arrived=arrived,
         )
 
     def _schedulable(self, sequence: SequenceState) -> bool:

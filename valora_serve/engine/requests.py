@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict, deque
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from valora_serve.engine.sequence import SequenceState
     from valora_serve.memory.adapter_memory import AdapterMemory
     from valora_serve.memory.block_manager import BlockManager
+    from valora_serve.orchestrator.decision import RequestView
 
 
 class Requests:
@@ -28,7 +30,7 @@ class Requests:
     Attributes:
         blocks: Page tables of running requests, and the prefix cache.
         adapters: Adapters of the engine.
-        waiting: Requests in the queue by id, in the order in which policies see them.
+        waiting: Requests in the queue by id: preempted ones, then the others as they arrived.
         running: Requests that hold memory, by id; also those whose head computes its result.
         wanted: Number of unfinished requests by key of their adapter; keys without any are absent.
         places: Free places in the batch.
@@ -45,6 +47,13 @@ class Requests:
         self.places = deque(range(max_requests))
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
         self._deadlines: list[tuple[float, str]] = []
+
+    def queue(self) -> list[RequestView]:
+        """Return what policies see of the waiting requests, oldest first."""
+        views = [sequence.view for sequence in self.waiting.values()]
+        # Preempted requests stand before others that may be older.
+        views.sort(key=attrgetter("arrival"))
+        return views
 
     def find(self, request_id: str) -> SequenceState | None:
         """Return an unfinished request, None if there is none of this id."""
@@ -65,6 +74,10 @@ class Requests:
             self.wanted[sequence.adapter] += 1
         if sequence.view.deadline is not None:
             heapq.heappush(self._deadlines, (sequence.view.deadline, sequence.id))
+            unfinished = len(self.waiting) + len(self.running)
+            if len(self._deadlines) > 2 * unfinished + 64:  # most have ended long before theirs
+                self._deadlines = [(at, key) for at, key in self._deadlines if self.find(key)]
+                heapq.heapify(self._deadlines)
 
     def overdue(self, now: float) -> Iterator[SequenceState]:
         """Return the unfinished requests whose deadline has passed, each once.

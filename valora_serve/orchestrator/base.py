@@ -6,10 +6,13 @@ which order, and which adapter is merged.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from valora_serve.orchestrator.batching import FOREVER, BatchBuilder, BatchPlan
+from valora_serve.orchestrator.cost_model import StepShape
 from valora_serve.orchestrator.decision import Decision
 from valora_serve.orchestrator.early_abort import EarlyAbort
 from valora_serve.types import Mode
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
 
     from valora_serve.orchestrator.cost_model import CostModel
     from valora_serve.orchestrator.decision import PolicySettings, RequestView, View
+
+
+URGENT = 1.5  # a request is urgent while its time left is below this multiple of its predicted time
 
 
 class BasePolicy:
@@ -38,6 +44,9 @@ class BasePolicy:
         self.cost = cost_model
         self.settings = settings
         self._steady: Sequence[RequestView] = ()
+        self._newest = -math.inf
+        many, few = StepShape(prefill=1024), StepShape(prefill=512)
+        self._per_token = (cost_model.step(many) - cost_model.step(few)) / 512
         self._early_abort = EarlyAbort(settings) if settings.early_abort else None
 
     def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
@@ -55,33 +64,109 @@ class BasePolicy:
         for request in self._steady:
             request.served = view.now
         self._steady = ()
-        if not view.running and not view.waiting:
-            return Decision(view.mode, view.merged, reason="idle", until=FOREVER)
-        waiting, abort = self._admit(view)
+        arrived = self._arrivals(view)
+        self.observe(arrived)
+        waiting = view.waiting
+        abort: tuple[tuple[str, str], ...] = ()
+        if self._early_abort is not None:
+            waiting, abort = self._early_abort(view, len(arrived))
+        if abort:
+            # They take no part in anything: no pages are reserved and no adapters loaded for them.
+            gone = {request_id for request_id, _ in abort}
+            view = replace(view, waiting=[r for r in view.waiting if r.id not in gone])
+        if not view.running and not waiting:
+            until = 0.0 if abort else FOREVER
+            return Decision(view.mode, view.merged, abort=abort, reason="idle", until=until)
         plan = self.plan(view, waiting)
         if self.settings.clusters and plan.waiting:
             plan.waiting = _cluster(view, plan.waiting, self.settings.clusters)
-        return self._pack(view, plan, abort)
+        return self._pack(view, plan, waiting, abort)
+
+    def observe(self, arrived: Sequence[float]) -> None:
+        """Be told, before `plan`, when requests have arrived since the last step.
+
+        Args:
+            arrived: Arrival times in seconds, oldest first; may be empty.
+        """
 
     def finished(self, request_id: str) -> None:
         """Be notified that a request has ended."""
+        if self._early_abort is not None:
+            self._early_abort.finished(request_id)
 
-    def _admit(self, view: View) -> tuple[Sequence[RequestView], tuple[tuple[str, str], ...]]:
-        """Return the requests that may still wait, and those to abort with the reason."""
-        if self._early_abort is None:
-            return view.waiting, ()
-        return self._early_abort(view)
+    def urgent(self, view: View, waiting: Iterable[RequestView]) -> list[RequestView]:
+        """Return the waiting requests that must be admitted now to be answered in time.
 
-    def _pack(self, view: View, plan: BatchPlan, abort: tuple[tuple[str, str], ...]) -> Decision:
-        """Fill the batch as planned; where nothing can be computed, fall back to unmerged mode."""
+        By due time, each must end before its own: after those before it, after a step that may be
+        under way, and within `URGENT` times the time that it takes at most. Where one has no more
+        time than that, it and those before it are urgent. A request that cannot get its first token
+        in time takes no precedence.
+
+        Args:
+            view: State before the step.
+            waiting: Waiting requests.
+
+        Returns:
+            The urgent ones, by due time.
+        """
+        settings = self.settings
+        limited = [(due, r.id, r) for r in waiting if (due := settings.due(r)) is not None]
+        if not limited:
+            return []
+        rows = len(view.running) + 1
+        step = self.cost.step(StepShape(decode=rows, terms=rows, work=64 * rows, ranks=64))
+        longest = self.cost.step(StepShape(prefill=view.limits.max_tokens))
+        before, found, urgent = 0.0, 0, []
+        for due, _, request in sorted(limited):
+            left, prompt = due - view.now, request.prompt_left * self._per_token
+            if request.adapter is not None and request.adapter not in view.resident:
+                prompt += self.cost.load(request.rank)
+            if left < prompt + step:
+                continue
+            output = step * max(1, request.output_left)
+            urgent.append(request)
+            if left < longest + URGENT * (before + prompt + output):
+                found = len(urgent)
+            before += prompt + output / view.limits.max_requests
+        return urgent[:found]
+
+    def _arrivals(self, view: View) -> Sequence[float]:
+        """Return when requests have arrived since the last view."""
+        if view.arrived is not None:
+            return view.arrived
+        found = []
+        for request in reversed(view.waiting):
+            if request.arrival <= self._newest:
+                break
+            found.append(request.arrival)
+        found.reverse()
+        if found:
+            self._newest = found[-1]
+        return found
+
+    def _pack(
+        self,
+        view: View,
+        plan: BatchPlan,
+        queue: Sequence[RequestView],
+        abort: tuple[tuple[str, str], ...],
+    ) -> Decision:
+        """Fill the batch as planned; where nothing can be computed, fall back to unmerged mode.
+
+        Args:
+            view: State before the step, without the requests to abort.
+            plan: What the policy wants of the step.
+            queue: All waiting requests, in the order in which their adapters are prefetched.
+            abort: Ids of the requests to abort, each with the reason.
+        """
         now = view.now
         starved = now - self.settings.patience
-        batch = BatchBuilder(view, plan, starved)
+        batch = BatchBuilder(view, plan, queue, starved)
         if batch.pages < 0:
             plan = BatchPlan(
                 Mode.UNMERGED, None, view.running, plan.waiting, f"no pages left for {plan.merged}"
             )
-            batch = BatchBuilder(view, plan, starved)
+            batch = BatchBuilder(view, plan, queue, starved)
         batch.run()
         stuck = not batch.items and not batch.preempt
         holds_adapter = (plan.merged or view.merged) is not None
@@ -93,10 +178,12 @@ class BasePolicy:
             plan = BatchPlan(
                 Mode.UNMERGED, None, view.running, plan.waiting, f"no room beside {holder}"
             )
-            batch = BatchBuilder(view, plan, starved)
+            batch = BatchBuilder(view, plan, queue, starved)
             batch.run()
         else:
             stuck = False
+        if self._early_abort is not None:
+            self._early_abort.note(batch.requests, now)
         for request in batch.requests:
             request.served = now
         mode, merged = plan.mode, plan.merged
@@ -110,8 +197,6 @@ class BasePolicy:
             until = 0.0
         if until > now:
             self._steady = batch.requests
-        if self._early_abort is not None:
-            self._early_abort.note(batch.requests, now)
         return Decision(
             mode,
             merged,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, defaultdict
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar
 
 from valora_serve.orchestrator.base import BasePolicy, can_merge, with_adapter
-from valora_serve.orchestrator.batching import FOREVER, LOOK_AHEAD, BatchPlan, by_arrival
+from valora_serve.orchestrator.batching import FOREVER, LOOK_AHEAD, BatchPlan, by_age
 from valora_serve.orchestrator.cost_model import StepShape
 from valora_serve.types import Mode
 
@@ -60,7 +59,7 @@ class MergeOnlyPolicy(BasePolicy):
         candidates = [r for r in candidates if r.adapter is None or r.adapter in resident]
         if not candidates:
             return BatchPlan(view.mode, view.merged, (), (), "adapters are being loaded")
-        oldest = min(candidates, key=by_arrival)
+        oldest = min(candidates, key=by_age)
         adapter = oldest.adapter
         merged = adapter if can_merge(view, adapter) else None
         return BatchPlan(
@@ -78,7 +77,9 @@ class DLoraPolicy(BasePolicy):
     The policy stays merged while enough of the first-come batch uses the merged adapter. All other
     requests are paused meanwhile, practically without bound: the credit of a paused adapter grows
     by less than 1 per step, and the adapter takes precedence only at `CREDIT`. The thresholds adapt
-    by additive decrease and multiplicative increase.
+    by additive decrease and multiplicative increase. The first-come batch is what runs and what
+    would be admitted next: counting requests that have no place yet instead of running ones would
+    preempt these for them.
     """
 
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.MERGED, Mode.UNMERGED})
@@ -104,8 +105,7 @@ class DLoraPolicy(BasePolicy):
     def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
         """Plan a step: merged while the thresholds allow it, unmerged otherwise."""
         most = view.limits.max_requests
-        queue = heapq.merge(sorted(view.running, key=by_arrival), waiting, key=by_arrival)
-        first_come = list(islice(queue, most))
+        first_come = [*view.running, *islice(waiting, max(0, most - len(view.running)))]
         counts = Counter([r.adapter for r in first_come])
         credited = [a for a, credit in self._credit.items() if credit >= self.CREDIT and counts[a]]
         mergeable = [a for a in counts if can_merge(view, a)]

@@ -2,15 +2,15 @@
 
 Running requests that decode come first, then running requests that still prefill, then waiting
 requests in the policy's order. The batch counts pages, adapters, tokens and requests. Requests that
-have starved get their memory reserved, and adapters of waiting requests are prefetched into the
-pages that are left.
+have starved get their memory reserved, others may be preempted for urgent ones, and adapters of
+waiting requests are prefetched into the pages that are left.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,13 @@ PREFETCHES = 32  # adapters being loaded at a time; the prompts of a step may al
 LOOK_AHEAD = 256  # waiting requests considered for prefetching and for shares
 
 by_arrival = attrgetter("arrival")
+by_age = attrgetter("arrival", "id")
+"""Sorts requests oldest first, without ties: a request is preempted only for an older one."""
+
+
+def has_limit(request: RequestView) -> bool:
+    """Return whether a request has a latency limit or a deadline of its own."""
+    return request.latency_limit is not None or request.deadline is not None
 
 
 def waiting_since(request: RequestView) -> float:
@@ -48,6 +55,8 @@ class BatchPlan:
         budget: Most prompt tokens of the step, None for as many as the limits allow.
         admit: Most waiting requests to admit, None for as many as the limits allow.
         strict: Whether a request that does not fit blocks those behind it.
+        urgent: Waiting requests that must be admitted to keep their latency limits. Running
+            requests without a limit are preempted for them, unless they have starved.
     """
 
     mode: Mode
@@ -59,6 +68,7 @@ class BatchPlan:
     budget: int | None = None
     admit: int | None = None
     strict: bool = False
+    urgent: Sequence[RequestView] = ()
 
 
 class BatchBuilder:
@@ -67,6 +77,8 @@ class BatchBuilder:
     Args:
         view: State before the step.
         plan: The policy's plan of the batch.
+        queue: Waiting requests in the order in which their adapters are prefetched, after those
+            that are urgent.
         starved: Requests that arrived before this time may not be overtaken.
 
     Attributes:
@@ -81,9 +93,12 @@ class BatchBuilder:
         adapters: Adapters that the batch may use without counting them again.
     """
 
-    def __init__(self, view: View, plan: BatchPlan, starved: float) -> None:
+    def __init__(
+        self, view: View, plan: BatchPlan, queue: Iterable[RequestView], starved: float
+    ) -> None:
         self.view = view
         self.plan = plan
+        self.queue = queue
         self.starved = starved
         self.items: list[tuple[str, int]] = []
         self.requests: list[RequestView] = []
@@ -92,6 +107,8 @@ class BatchBuilder:
         self.rotating = False
         self.prompt_tokens = 0
         self.tokens = view.limits.max_tokens
+        self._short = False  # whether requests were preempted as pages had run out
+        self._reserved = False  # whether a starved request gets the next free pages
         self._merge_pages = self._count_merge_pages()
         self.pages = view.limits.free_pages - self._merge_pages
         self.adapters: set[str | None] = {None, plan.merged}
@@ -99,33 +116,37 @@ class BatchBuilder:
 
     def run(self) -> None:
         """Add running requests, then waiting requests, then prefetch adapters."""
+        if self.plan.urgent:
+            self._preempt_for_urgent()
         self._add_running()
-        if self.plan.waiting and not self.preempt:
+        if self.plan.waiting and not self._short:
             self._add_waiting()
-        if not self.items and self.plan.waiting and self.view.running and not self.preempt:
+        if not self.items and self.view.running and not self.preempt and not self._reserved:
             self._preempt_for_waiting()
         if self.view.waiting:
             self._add_prefetches()
 
     def _add_running(self) -> None:
         plan, limits = self.plan, self.view.limits
-        running = plan.running
+        running = self._kept(plan.running)
         prefilling = self._add_decoding(running)
         if self.rotating or len(running) > limits.max_tokens:
-            # Not all running requests fit at once: those that waited longest go first.
+            # Not all running requests fit at once: those that waited longest go first, and choose
+            # the adapters of the step.
             self._restart()
             self.rotating = True
-            prefilling = self._add_decoding(sorted(running, key=waiting_since))
+            running = sorted(running, key=waiting_since)
+            for request in running:
+                self._fits(request.adapter)
+            prefilling = self._add_decoding(running)
         if prefilling is None:
-            preempted = self._choose_victims()
+            self.preempt += self._choose_victims()
+            self._short = True
             self._restart()
-            gone = {r.id for r in preempted}
-            self.preempt = preempted
-            self.pages += sum(r.held for r in preempted)
-            running = [r for r in running if r.id not in gone]
-            prefilling = self._add_decoding(sorted(running, key=by_arrival), skip=True)
+            running = self._kept(running)
+            prefilling = self._add_decoding(sorted(running, key=by_age), skip=True)
         budget = self.tokens if plan.budget is None else min(plan.budget, self.tokens)
-        for request in prefilling or ():
+        for request in sorted(prefilling or (), key=has_limit, reverse=True):
             tokens = min(request.prompt_left, limits.chunk, budget)
             if tokens <= 0:
                 break
@@ -133,6 +154,13 @@ class BatchBuilder:
                 self.pages -= request.pages
                 self._add(request, tokens)
                 budget -= tokens
+
+    def _kept(self, running: Sequence[RequestView]) -> Sequence[RequestView]:
+        """Return the running requests that are not preempted."""
+        if not self.preempt:
+            return running
+        gone = {r.id for r in self.preempt}
+        return [r for r in running if r.id not in gone]
 
     def _count_merge_pages(self) -> int:
         """Count the pages of an adapter that becomes pinned only by being merged in this step."""
@@ -147,8 +175,13 @@ class BatchBuilder:
         self.items.clear()
         self.requests.clear()
         self.tokens = self.view.limits.max_tokens
-        self.pages = self.view.limits.free_pages - self._merge_pages
+        self.pages = self._free_pages()
         self.adapters = {None, self.plan.merged}
+
+    def _free_pages(self) -> int:
+        """Count the pages that are free once the merge and the preemptions are carried out."""
+        held = sum(r.held for r in self.preempt)
+        return self.view.limits.free_pages - self._merge_pages + held
 
     def _add_decoding(
         self, running: Iterable[RequestView], *, skip: bool = False
@@ -192,15 +225,26 @@ class BatchBuilder:
             items.append((request.id, 1))
             requests.append(request)
         self.tokens, self.pages = tokens, pages
+        if any(r.adapter not in adapters for r in prefilling) and len(adapters) >= most:
+            self.rotating = True  # adapters of the rows that decode leave none for a prompt
         return prefilling
 
     def _choose_victims(self) -> list[RequestView]:
-        """Choose running requests to preempt, youngest first, until the rest have pages."""
-        free = self.view.limits.free_pages - self._merge_pages
-        taking = {r.id for r in self.plan.running}
-        need = sum(r.pages for r in self.plan.running)
+        """Choose running requests to preempt, until the rest have pages.
+
+        The youngest go first, those that have a latency limit or have starved last, and the oldest
+        of all stays: it makes progress whatever happens.
+        """
+        free = self._free_pages()
+        running = self._kept(self.view.running)
+        wanted = self._kept(self.plan.running)
+        taking = {r.id for r in wanted}
+        need = sum(r.pages for r in wanted)
         victims: list[RequestView] = []
-        for request in sorted(self.view.running, key=by_arrival, reverse=True)[:-1]:
+        for request in sorted(
+            sorted(running, key=by_age, reverse=True)[:-1],
+            key=lambda r: has_limit(r) or r.arrival < self.starved,
+        ):
             if need <= free:
                 break
             victims.append(request)
@@ -227,7 +271,7 @@ class BatchBuilder:
     def _add_waiting(self) -> None:
         plan, view = self.plan, self.view
         limits, resident = view.limits, view.resident
-        slots = limits.max_requests - len(view.running)
+        slots = limits.max_requests - len(view.running) + len(self.preempt)
         if plan.admit is not None:
             slots = min(slots, plan.admit)
         if slots <= 0:
@@ -236,7 +280,8 @@ class BatchBuilder:
         if plan.budget is not None:
             budget = min(budget, plan.budget - self.prompt_tokens)
         pinned = self._pinned()
-        if not self._reserve():
+        self._reserved = not self._reserve()
+        if self._reserved:
             return
         for request in plan.waiting:
             if slots <= 0 or budget <= 0:
@@ -288,33 +333,78 @@ class BatchBuilder:
         return True
 
     def _preempt_for_waiting(self) -> None:
-        """Preempt running requests, youngest first, until the first waiting request fits.
+        """Preempt younger running requests for the first waiting one, and admit it.
 
         Called when the plan leaves out all running requests and the waiting ones do not fit, since
-        the running ones hold the pages or the slots.
+        the running ones hold the pages or the slots. It is admitted in the same step, and nothing
+        is preempted for a younger request: otherwise two requests could preempt each other for
+        ever, before either has computed anything.
         """
         head = next((r for r in self.plan.waiting if self._is_ready(r)), None)
+        if head is None or not self._fits(head.adapter):
+            return
+        younger = [r for r in self.view.running if by_age(r) > by_age(head)]
+        if not self._preempt_for(head, younger):
+            return
+        self.pages = self._free_pages() - head.pages
+        if head.adapter not in self._pinned():
+            self.pages -= head.adapter_pages
+        budget = self.tokens if self.plan.budget is None else max(1, self.plan.budget)
+        self._add(head, min(max(1, head.prompt_left), self.view.limits.chunk, self.tokens, budget))
+
+    def _preempt_for_urgent(self) -> None:
+        """Preempt running requests without a latency limit for the first urgent one.
+
+        Nothing is preempted if the urgent request could not be admitted nevertheless.
+        """
+        limits = self.view.limits
+        head = next((r for r in self.plan.urgent if self._is_ready(r)), None)
         if head is None:
             return
-        pages = self.view.limits.free_pages - self._merge_pages
+        able = [r for r in self.view.running if not has_limit(r) and r.arrival >= self.starved]
+        if not self._preempt_for(head, able):
+            return
+        stay = self._kept(self.plan.running)
+        adapters = {r.adapter for r in stay} | {None, self.plan.merged, head.adapter}
+        if len(adapters) > self._max_adapters or len(stay) >= limits.max_tokens:
+            self.preempt.clear()
+        self.pages = self._free_pages()
+
+    def _preempt_for(self, head: RequestView, able: Sequence[RequestView]) -> bool:
+        """Preempt running requests, youngest first, until a waiting request fits.
+
+        Args:
+            head: The waiting request.
+            able: Running requests that may be preempted for it.
+
+        Returns:
+            Whether requests were preempted; not if it fits anyway, or does not fit even then.
+        """
+        pages = self._free_pages() - sum(r.pages for r in self.plan.running)
         slots = self.view.limits.max_requests - len(self.view.running)
         need = head.pages + (head.adapter_pages if head.adapter not in self._pinned() else 0)
-        for request in sorted(self.view.running, key=by_arrival, reverse=True):
+        taking = {r.id for r in self.plan.running}
+        victims = []
+        for request in sorted(able, key=by_age, reverse=True):
             if need <= pages and slots > 0:
                 break
-            self.preempt.append(request)
-            pages += request.held
+            victims.append(request)
+            pages += request.held + (request.pages if request.id in taking else 0)
             slots += 1
+        if need > pages or slots <= 0:
+            return False
+        self.preempt += victims
+        return bool(victims)
 
     def _is_ready(self, request: RequestView) -> bool:
         return request.adapter is None or request.adapter in self.view.resident
 
     def _add_prefetches(self) -> None:
-        """Prefetch the adapters of the oldest waiting requests, as far as pages are left."""
+        """Prefetch the adapters of waiting requests in their order, as far as pages are left."""
         view = self.view
         seen = self._pinned() | self.adapters | set(self.prefetch)
         pages = self.pages
-        for request in islice(view.waiting, LOOK_AHEAD):
+        for request in islice(chain(self.plan.urgent, self.queue), LOOK_AHEAD):
             adapter = request.adapter
             if adapter in seen:
                 continue

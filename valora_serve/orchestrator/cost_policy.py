@@ -14,8 +14,10 @@ all choices on this scale, with times from the cost model:
   a chunk takes no longer than reading the weights, the policy cuts prompts into chunks.
 - **Pauses.** A few rows of other adapters slow down all rows of the merged adapter. While they are
   too few to be worth it, they are paused, for up to `max_pause` seconds.
-- **Order.** The shortest remaining request goes first. Requests whose latency limit is near go
-  before, and requests that have waited for `patience` go before all others.
+- **Order.** Requests that would otherwise miss their latency limit go first, by due time. They do
+  not wait for groups or for more prompts, and a request without a limit is preempted for them if
+  none else makes room. Then come requests that have waited for `patience`, then the others, the
+  shortest remaining one first.
 - **Group size.** With τ = a + b·rows, N equal requests end soonest on average in groups of
   √(a·N/b). If the requests of one adapter fill such a group, they run alone: merged, without LoRA
   terms.
@@ -37,14 +39,13 @@ from valora_serve.orchestrator.cost_model import StepShape
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from valora_serve.orchestrator.cost_model import CostModel
     from valora_serve.orchestrator.decision import PolicySettings, RequestView, View
 
 CANDIDATES = 2  # adapters considered for merging, besides the merged one
 HORIZON = 64  # most steps for which a choice of weights is assumed to hold
-URGENT = 1.5  # a request is urgent while its time left is below this multiple of its predicted time
 RECONSIDER = 0.1  # seconds after which an unchanged queue is considered again
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # rows of a step with a chunk, besides captured sizes
 LONE_SHARE = 0.7  # share of all requests from which on those of one adapter may run alone
@@ -231,21 +232,19 @@ class CostPolicy(BasePolicy):
 
     def __init__(self, cost_model: CostModel, settings: PolicySettings) -> None:
         super().__init__(cost_model, settings)
-        self._newest = -math.inf
+        self._last_arrival = -math.inf
         self._gap = self._burst = 1.0
         self._burst_size = 0
         self._paused = False
         self._ranks: dict[str, int] = {}
         self._sizes = sorted({*cost_model.captured_rows, *CHUNKS})
-        many, few = StepShape(prefill=1024), StepShape(prefill=512)
-        self._per_token = (cost_model.step(many) - cost_model.step(few)) / 512
 
     def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
         """Plan the step with the lowest predicted latency."""
-        self._observe_arrivals(waiting)
         chunk = view.limits.chunk
         load = self._load(view.running, chunk)
-        ready, why = self._ready(view, waiting, load)
+        urgent = self.urgent(view, waiting)
+        ready, why = self._ready(view, waiting, urgent, load)
         running, ready, until = self._pause(view, ready)
         if until < FOREVER:
             load, why = self._load(running, chunk), "others are paused"
@@ -258,7 +257,7 @@ class CostPolicy(BasePolicy):
         adapter, rank, note = self._weights(view, load)
         budget, held = None, view.now
         if load.prompt:
-            if not prefilling:
+            if not prefilling and not urgent:
                 held = self._hold(view, load, adapter, rank, ready)
             if held > view.now:
                 budget, until = 0, min(until, held)
@@ -272,7 +271,11 @@ class CostPolicy(BasePolicy):
                             load.prefill(request, min(request.prompt_left, chunk))
                         adapter, rank, note = self._weights(view, load)
                 budget = min(load.prompt, room)
-                if load.rows:
+                if (
+                    load.rows
+                    and not urgent
+                    and not self._any_due(r for r in running if r.prompt_left)
+                ):
                     budget = self._chunk(load, adapter, rank, budget, self._rate(view.now))
         elif waiting:
             until = min(until, view.now + RECONSIDER)
@@ -284,7 +287,12 @@ class CostPolicy(BasePolicy):
             f"{note}; {why}" if why else note,
             until,
             budget=budget,
+            urgent=urgent,
         )
+
+    def _any_due(self, requests: Iterable[RequestView]) -> bool:
+        """Return whether one of the requests has a latency limit."""
+        return any(self.settings.due(r) is not None for r in requests)
 
     @staticmethod
     def _load(running: Sequence[RequestView], chunk: int) -> _Load:
@@ -299,21 +307,32 @@ class CostPolicy(BasePolicy):
     # -- order and group size -------------------------------------------------------------------
 
     def _ready(
-        self, view: View, waiting: Sequence[RequestView], load: _Load
+        self,
+        view: View,
+        waiting: Sequence[RequestView],
+        urgent: Sequence[RequestView],
+        load: _Load,
     ) -> tuple[Sequence[RequestView], str]:
         """Return the requests to admit now, best first, and the reason for leaving others out."""
         if not waiting:
             return (), ""
+        resident = view.resident
+        first = [r for r in urgent if r.adapter is None or r.adapter in resident]
         running = len(view.running)
         slots = view.limits.max_requests - running
         if slots <= 0:
-            return (), "no request slots left"
-        resident = view.resident
-        total = running + len(waiting)
+            return first, "no request slots left"
+        if urgent:
+            taken = {r.id for r in urgent}
+            waiting = [r for r in waiting if r.id not in taken]
+            if not waiting:
+                return first, ""
+        total = running + len(urgent) + len(waiting)
         target, fixed, slope = self._group_size(view, load, total, waiting)
-        admit = min(slots, math.ceil(min(target, total)) - running)
+        slots -= len(first)
+        admit = min(slots, math.ceil(min(target, total)) - running - len(first))
         if admit >= len(waiting):
-            return [r for r in waiting if r.adapter is None or r.adapter in resident], ""
+            return [*first, *(r for r in waiting if r.adapter is None or r.adapter in resident)], ""
         aged = 0
         too_old = view.now - self.settings.patience
         for request in waiting:
@@ -322,19 +341,23 @@ class CostPolicy(BasePolicy):
             aged += 1
         admit = max(admit, min(aged, slots))
         if admit <= 0:
-            return (), f"groups of {running} end soonest"
+            return first, f"groups of {running} end soonest"
         old = list(islice(waiting, aged))
         rest = [
             r for r in islice(waiting, aged, None) if r.adapter is None or r.adapter in resident
         ]
         why = "shortest request first"
-        if not aged:
+        if not aged and not first:
             alone = self._alone(view, load, rest, target)
             if alone is not None:
                 rest = [r for r in rest if r.adapter == alone]
                 why = f"{alone} alone fills the batch, shortest request first"
-        order = self._order(view.now, fixed, slope, min(target, total))
-        return old + heapq.nsmallest(max(0, admit - aged), rest, key=order), why
+        per_row = slope + fixed / max(1.0, min(target, total))
+
+        def remaining(request: RequestView) -> float:
+            return request.prompt_left * self._per_token + request.output_left * per_row
+
+        return first + old + heapq.nsmallest(max(0, admit - aged), rest, key=remaining), why
 
     def _group_size(
         self, view: View, load: _Load, total: int, waiting: Sequence[RequestView]
@@ -371,36 +394,6 @@ class CostPolicy(BasePolicy):
         enough = max(target, LONE_SHARE * counts.total())
         return adapter if count >= enough else None
 
-    def _due(self, request: RequestView) -> float | None:
-        """Return the time by which a request must be answered, None for no limit."""
-        limit = request.latency_limit
-        if limit is None and request.domain is not None:
-            limit = self.settings.latency_limits.get(request.domain)
-        if limit is None:
-            return request.deadline
-        due = request.arrival + limit
-        return due if request.deadline is None else min(due, request.deadline)
-
-    def _order(
-        self, now: float, fixed: float, slope: float, target: float
-    ) -> Callable[[RequestView], tuple[int, float]]:
-        """Return a sort key: urgent requests by due time, then the others by remaining time."""
-        per_row = slope + fixed / max(1.0, target)
-        per_step = fixed + slope * target
-        per_token = self._per_token
-
-        def key(request: RequestView) -> tuple[int, float]:
-            due = self._due(request)
-            need = request.prompt_left * per_token
-            if due is not None:
-                left = due - now
-                wall = need + request.output_left * per_step
-                if wall <= left < URGENT * wall:
-                    return 0, left
-            return 1, need + request.output_left * per_row
-
-        return key
-
     def _pause(
         self, view: View, ready: Sequence[RequestView]
     ) -> tuple[Sequence[RequestView], Sequence[RequestView], float]:
@@ -423,7 +416,12 @@ class CostPolicy(BasePolicy):
         others += [r for r in ready if r.adapter != adapter]
         paused, self._paused = self._paused, False
         n, m = len(own), len(others)
-        if adapter is None or not n or not m or any(self._due(r) for r in others):
+        if (
+            adapter is None
+            or not n
+            or not m
+            or any(self.settings.due(r) is not None for r in others)
+        ):
             return everyone
         oldest = min(r.arrival if r.served is None else r.served for r in others)
         joining = self._rate(now) * longest * m / (n + m)
@@ -487,27 +485,22 @@ class CostPolicy(BasePolicy):
 
     # -- prompts --------------------------------------------------------------------------------
 
-    def _observe_arrivals(self, waiting: Sequence[RequestView]) -> None:
+    def observe(self, arrived: Sequence[float]) -> None:
         """Update the moving averages of the gap between arrivals and of the size of bursts."""
-        new = []
-        for request in reversed(waiting):
-            if request.arrival <= self._newest:
-                break
-            new.append(request.arrival)
-        for arrival in reversed(new):
-            gap = arrival - self._newest
+        for arrival in arrived:
+            gap = arrival - self._last_arrival
             if gap < BURST_GAP:
                 self._burst_size += 1
                 continue
-            if self._newest > -math.inf:
+            if self._last_arrival > -math.inf:
                 self._gap += GAP_WEIGHT * (gap - self._gap)
                 self._burst += GAP_WEIGHT * (self._burst_size - self._burst)
             self._burst_size = 1
-            self._newest = arrival
+            self._last_arrival = arrival
 
     def _rate(self, now: float) -> float:
         """Return the expected arrival rate in requests per second."""
-        return self._burst / max(self._gap, now - self._newest)
+        return self._burst / max(self._gap, now - self._last_arrival)
 
     def _hold(
         self, view: View, load: _Load, adapter: str | None, rank: int, ready: Sequence[RequestView]
@@ -526,7 +519,7 @@ class CostPolicy(BasePolicy):
         waited = sum(now - r.arrival for r in ready)
         if waited >= setup or len(ready) + 0.5 >= math.sqrt(2 * setup * self._rate(now)):
             return now
-        if any(self._due(r) for r in ready):
+        if self._any_due(ready):
             return now
         return now + (setup - waited) / len(ready)
 
@@ -544,7 +537,7 @@ class CostPolicy(BasePolicy):
         for the others.
         """
         too_old = view.now - self.settings.patience
-        if any(r.arrival < too_old or self._due(r) is not None for r in ready):
+        if any(r.arrival < too_old or self.settings.due(r) is not None for r in ready):
             return ready
         ordered = sorted(ready, key=_prompt_left)
         chunk, total = view.limits.chunk, len(ready)
@@ -552,7 +545,9 @@ class CostPolicy(BasePolicy):
         rate = self._rate(view.now)
         best: Sequence[RequestView] = ready
         least = math.inf
-        options = {a for a in (view.merged, ordered[0].adapter) if can_merge(view, a)}
+        options = [
+            a for a in dict.fromkeys((view.merged, ordered[0].adapter)) if can_merge(view, a)
+        ]
 
         def consider(chosen: Sequence[RequestView], part: _Load) -> None:
             nonlocal best, least

@@ -12,7 +12,9 @@ once per step and carry out the `Decision` in this order:
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from valora_serve.types import Mode
@@ -46,7 +48,8 @@ class RequestView:
         deadline: Time by which the request must be answered, in seconds on the engine's clock;
             None for no deadline.
         domain: Domain that the request names, if any.
-        latency_limit: Latency limit in seconds from arrival, None for the domain's limit.
+        latency_limit: Latency limit in seconds from arrival, which policies try to keep; None for
+            the limit of the domain, if there is one (`PolicySettings.due`).
         credit: Seconds of waiting plus predicted execution and switch; written by the policy.
         served: Time at which the request was last in a batch, None if never; written by the
             policy.
@@ -102,13 +105,17 @@ class View:
     Attributes:
         now: Current time in seconds on the engine's clock.
         running: Requests that hold pages.
-        waiting: Requests that hold no pages, oldest first; may contain only the oldest of them.
+        waiting: Requests that hold no pages, oldest first. Where very many wait, the view contains
+            only the oldest, the newest and those with the earliest due times.
         mode: Inference mode of the last step.
         merged: Adapter merged into the base weights, None if the weights are pristine.
         resident: Adapters on the device.
         loading: Adapters that are being copied to the device.
         limits: Most tokens, sequences and pages of the step.
         switchable: Adapters that can be merged now, None for all resident adapters.
+        arrived: Arrival times in seconds of all requests that have arrived since the last view,
+            oldest first, also of those that `waiting` leaves out; None if the caller does not
+            count them, so that the policy takes them from `waiting`.
     """
 
     now: float
@@ -120,6 +127,28 @@ class View:
     loading: frozenset[str] | set[str]
     limits: StepLimits
     switchable: frozenset[str] | None = None
+    arrived: Sequence[float] | None = None
+
+
+def window(queue: Sequence[RequestView], most: int) -> Sequence[RequestView]:
+    """Return what a policy sees of a queue.
+
+    Args:
+        queue: All waiting requests, oldest first.
+        most: Most requests to show.
+
+    Returns:
+        The queue if it is not longer. Otherwise half of the requests shown are the oldest ones; the
+        others are the newest ones and those with the earliest due times, in equal parts, as far as
+        they are not among the oldest. Oldest first.
+    """
+    if len(queue) <= most:
+        return queue
+    part = most // 4
+    chosen = {r.id: r for r in (*queue[: most - 2 * part], *queue[len(queue) - part :])}
+    limited = [(r.arrival + r.latency_limit, r.id, r) for r in queue if r.latency_limit is not None]
+    chosen.update((key, request) for _, key, request in heapq.nsmallest(part, limited))
+    return sorted(chosen.values(), key=attrgetter("arrival"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +221,8 @@ class PolicySettings:
             admission control, §4.3).
         slo: Latency limit in seconds to the first token that early abort assumes for requests
             without one.
-        latency_limits: Latency limits in seconds by domain; a request's own limit takes precedence.
+        latency_limits: Latency limits in seconds by domain. Of these, a request's own limit and its
+            deadline, the earliest counts.
     """
 
     theta: float = 0.03
@@ -204,3 +234,21 @@ class PolicySettings:
     early_abort: bool = False
     slo: float = 6.0
     latency_limits: dict[str, float] = field(default_factory=dict)
+
+    def due(self, request: RequestView) -> float | None:
+        """Return the time by which a request should be answered, None for no limit.
+
+        Args:
+            request: The request, with its own latency limit, deadline and domain.
+
+        Returns:
+            Seconds on the engine's clock: the earliest of the three limits.
+        """
+        due, own = request.deadline, request.latency_limit
+        if own is not None and (due is None or request.arrival + own < due):
+            due = request.arrival + own
+        if self.latency_limits and request.domain is not None:
+            limit = self.latency_limits.get(request.domain)
+            if limit is not None and (due is None or request.arrival + limit < due):
+                due = request.arrival + limit
+        return due

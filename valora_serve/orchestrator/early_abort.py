@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,9 +17,10 @@ class EarlyAbort:
 
     A waiting request is aborted when its first token would come too late even if the request went
     next. While more requests arrive than are admitted, the newest go first, otherwise the oldest.
+    Preempted requests are never aborted, and go before all others: work was done for them.
 
     Args:
-        settings: Settings of the policies; `slo` and `latency_limits` are read.
+        settings: Settings of the policies; `slo` and the latency limits are read.
     """
 
     PERIOD = 1.0  # seconds between two updates of the moving averages
@@ -26,52 +28,70 @@ class EarlyAbort:
 
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
-        self._newest = -math.inf
         self._arrived = self._admitted = 0
         self._arrived_average = self._admitted_average = 0.0
-        self._next_update = -math.inf
+        self._next_update = self._last = -math.inf  # before the first call
         self._prefill_seconds = 0.0  # slowly falling maximum, from admission to first token
         self._admitted_at: dict[str, float] = {}
+        self._ended: list[float] = []  # when those were admitted that have ended since
 
-    def __call__(self, view: View) -> tuple[Sequence[RequestView], tuple[tuple[str, str], ...]]:
-        """Return the waiting requests in order, and the ids of those to abort with the reason."""
-        now = view.now
-        self._measure(view)
-        keep, abort = [], []
+    def __call__(
+        self, view: View, arrived: int
+    ) -> tuple[Sequence[RequestView], tuple[tuple[str, str], ...]]:
+        """Choose the waiting requests to keep.
+
+        Args:
+            view: State before the step.
+            arrived: Number of requests that have arrived since the last call.
+
+        Returns:
+            The waiting requests in the order of admission, and the ids of those to abort with the
+            reason.
+        """
+        now, settings = view.now, self._settings
+        self._measure(view, arrived)
+        preempted, keep, abort = [], [], []
         for request in view.waiting:
             if request.served is not None:
-                keep.append(request)  # preempted: its first token has already been sent
+                preempted.append(request)
+                self._admitted_at.pop(request.id, None)
                 continue
-            limit = request.latency_limit
-            if limit is None:
-                limit = self._settings.latency_limits.get(request.domain or "", self._settings.slo)
-            if request.deadline is not None:
-                limit = min(limit, request.deadline - request.arrival)
+            due = settings.due(request)
+            limit = settings.slo if due is None else due - request.arrival
             if now - request.arrival + self._prefill_seconds > limit:
                 abort.append((request.id, f"the first token would come after {limit:g} s"))
             else:
                 keep.append(request)
         if self._arrived_average > self._admitted_average:
             keep.reverse()
-        return keep, tuple(abort)
+        return preempted + keep, tuple(abort)
 
-    def _measure(self, view: View) -> None:
-        for request in reversed(view.waiting):
-            if request.arrival <= self._newest:
-                break
-            self._arrived += 1
-        if view.waiting:
-            self._newest = max(self._newest, view.waiting[-1].arrival)
+    def _measure(self, view: View, arrived: int) -> None:
+        """Update the rates of arrivals and admissions, and the time that a prefill takes."""
+        now = view.now
+        self._arrived += arrived
         for request in view.running:
             if not request.prompt_left and request.id in self._admitted_at:
-                seconds = view.now - self._admitted_at.pop(request.id)
-                self._prefill_seconds = max(self._prefill_seconds * 0.99, seconds)
-        if view.now >= self._next_update:
-            self._next_update = view.now + self.PERIOD
+                self._note_prefill(now - self._admitted_at.pop(request.id))
+        # Requests that end with their first token are never seen decoding. What passed since they
+        # were admitted is their prefill, unless the engine had nothing to do meanwhile.
+        if self._ended and any(
+            request.arrival <= self._last for request in chain(view.running, view.waiting)
+        ):
+            self._note_prefill(now - min(self._ended))
+        self._ended.clear()
+        if self._last == -math.inf:
+            self._next_update = now + self.PERIOD
+        self._last = now
+        if now >= self._next_update:
+            self._next_update = now + self.PERIOD
             kept = self.KEPT
             self._arrived_average = kept * self._arrived_average + (1 - kept) * self._arrived
             self._admitted_average = kept * self._admitted_average + (1 - kept) * self._admitted
             self._arrived = self._admitted = 0
+
+    def _note_prefill(self, seconds: float) -> None:
+        self._prefill_seconds = max(self._prefill_seconds * 0.99, seconds)
 
     def note(self, requests: Iterable[RequestView], now: float) -> None:
         """Record which requests a step computes.
@@ -81,6 +101,12 @@ class EarlyAbort:
             now: Current time in seconds on the engine's clock.
         """
         for request in requests:
-            if not request.running and request.id not in self._admitted_at:
+            if not request.running and request.served is None:
                 self._admitted += 1
                 self._admitted_at[request.id] = now
+
+    def finished(self, request_id: str) -> None:
+        """Be notified that a request has ended."""
+        admitted = self._admitted_at.pop(request_id, None)
+        if admitted is not None:
+            self._ended.append(admitted)

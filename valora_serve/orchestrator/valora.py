@@ -12,7 +12,7 @@ from valora_serve.types import Mode
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from valora_serve.orchestrator.decision import RequestView, View
 
@@ -29,13 +29,35 @@ class ValoraPolicy(BasePolicy):
     - Running requests of other adapters are never paused. While they run, the mode is mixture, or
       unmerged where the cost model says that the second LoRA terms of mixture mode cost more than
       they save. Only waiting requests are kept back, up to θ.
+    - Requests that would otherwise miss their latency limit starve, and go before all others; a
+      running request without a limit is preempted for them if nothing else makes room.
     - Starving requests of the merged adapter do not cause mixture mode. If more requests starve
       than the batch holds, those with the highest credit go first.
     - Ties go to the merged adapter, then to the adapter's name. The base model is never merged.
     """
 
     def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
-        """Plan a step by Algorithm 1."""
+        """Plan a step by Algorithm 1; urgent requests go first."""
+        urgent = self.urgent(view, waiting)
+        first = {r.id for r in urgent}
+        if urgent:
+            waiting = [*urgent, *(r for r in waiting if r.id not in first)]
+        plan = self._algorithm(view, waiting, first)
+        plan.urgent = urgent
+        if any(self.settings.due(r) is not None for r in waiting):
+            plan.until = 0.0  # one may become urgent at any time
+        return plan
+
+    def _algorithm(
+        self, view: View, waiting: Sequence[RequestView], urgent: Collection[str]
+    ) -> BatchPlan:
+        """Plan a step by Algorithm 1.
+
+        Args:
+            view: State before the step.
+            waiting: Waiting requests that may be admitted, in this order.
+            urgent: Ids of those that must not wait.
+        """
         now = view.now
         counts = count_by_adapter(view, waiting)
         size = min(view.limits.max_requests, len(view.running) + len(waiting))
@@ -55,7 +77,7 @@ class ValoraPolicy(BasePolicy):
         for request in waiting:
             request.credit = credit = now - request.arrival + extra
             if request.adapter != adapter:
-                if credit > theta:
+                if credit > theta or request.id in urgent:
                     starving += 1
                 else:
                     kept_back = min(kept_back, request.arrival)

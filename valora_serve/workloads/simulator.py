@@ -10,7 +10,7 @@ together.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from valora_serve.errors import ServeError
 from valora_serve.orchestrator.cost_model import DECODE_TERMS, step_shape
-from valora_serve.orchestrator.decision import RequestView, StepLimits, View
+from valora_serve.orchestrator.decision import RequestView, StepLimits, View, window
 from valora_serve.types import Mode
 from valora_serve.workloads.traces import BASE
 
@@ -154,8 +154,8 @@ class _Simulation:
         self.now = self.arrivals[0]
         self.next_arrival = 0  # index of the next request to arrive
         self.running: list[RequestView] = []
-        self.front: list[RequestView] = []
-        self.back: deque[RequestView] = deque()
+        self.queue: list[RequestView] = []
+        self.arrived: list[float] = []  # arrival times that the policy has not seen
         self.views: dict[str, RequestView] = {}
         self.resident: set[str] = set()
         self.recent: OrderedDict[str, None] = OrderedDict()  # least recently used first
@@ -220,9 +220,8 @@ class _Simulation:
                 latency_limit=None if math.isnan(limit) else limit,
             )
             self.views[view.id] = view
-            self.back.append(view)
-        while self.back and len(self.front) < self.settings.window:
-            self.front.append(self.back.popleft())
+            self.queue.append(view)
+            self.arrived.append(view.arrival)
 
     def _finish_loads(self) -> None:
         for adapter, end in list(self.loading.items()):
@@ -246,10 +245,11 @@ class _Simulation:
 
     def _view(self) -> View:
         s = self.settings
+        arrived, self.arrived = self.arrived, []
         return View(
             now=self.now,
             running=self.running,
-            waiting=self.front,
+            waiting=window(self.queue, s.window),
             mode=self.mode,
             merged=self.merged,
             resident=self.resident,
@@ -257,11 +257,14 @@ class _Simulation:
             limits=StepLimits(
                 s.max_requests, s.max_tokens, s.pages - self._pinned(), s.max_adapters, s.chunk
             ),
+            arrived=arrived,
         )
 
     def _carry_out(self, decision: Decision) -> None:
         for key, _ in decision.abort:
             self._drop(key)
+        if decision.abort:
+            self.queue = [r for r in self.queue if r.id in self.views]
         if decision.preempt:
             for key in decision.preempt:
                 self._preempt(self.views[key])
@@ -288,8 +291,6 @@ class _Simulation:
         if view.running:
             self._release(view)
             self.running = [r for r in self.running if r is not view]
-        else:
-            self.front = [r for r in self.front if r is not view]
         self.policy.finished(key)
 
     def _release(self, view: RequestView) -> None:
@@ -311,9 +312,9 @@ class _Simulation:
         view.running = False
         view.pages = (view.prompt_left + self.settings.page_tokens) // self.settings.page_tokens
         place = next(
-            (i for i, r in enumerate(self.front) if r.arrival > view.arrival), len(self.front)
+            (i for i, r in enumerate(self.queue) if r.arrival > view.arrival), len(self.queue)
         )
-        self.front.insert(place, view)
+        self.queue.insert(place, view)
 
     def _load(self, adapter: str) -> None:
         """Load an adapter as soon as the loads before it have ended."""
@@ -331,7 +332,7 @@ class _Simulation:
         if free >= pages:
             return True
         idle = [a for a in self.recent if a not in self.users and a != self.merged]
-        wanted = {r.adapter for r in self.front}
+        wanted = {r.adapter for r in self.queue}
         for adapter in sorted(idle, key=lambda a: a in wanted):
             if free >= pages:
                 break
@@ -428,7 +429,7 @@ class _Simulation:
                 raise SimulationError("The policy used more pages than there are.")
             self._make_room(0)
         if admitted:
-            self.front = [r for r in self.front if not r.running]
+            self.queue = [r for r in self.queue if not r.running]
             if len(self.running) > self.settings.max_requests:
                 raise SimulationError("The policy admitted more requests than `max_requests`.")
 

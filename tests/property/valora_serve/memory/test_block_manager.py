@@ -3,10 +3,10 @@
 from collections import Counter
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.random_tests import examples
 from valora_serve.memory.block_manager import BlockManager, ImageSpan, Owner, PagePool
 
 SALTS = (b"", b"adapter one", b"adapter two")
@@ -165,7 +165,7 @@ class Pages(RuleBasedStateMachine):
 
 
 TestPages = Pages.TestCase
-TestPages.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestPages.settings = examples(120, stateful_step_count=40)
 
 
 def cached(manager, tokens, salt=b"", spans=()):

@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.random_tests import examples
 from valora_data.contract.architectures.base import ModelPart
 from valora_kernels.merge import MergeableWeights
 from valora_kernels.metadata import LoraBatch
@@ -82,7 +83,7 @@ ranks_of = st.dictionaries(st.sampled_from(list(SHAPES)), st.integers(1, MAX_RAN
     block=st.integers(2, 12),
     others=st.dictionaries(st.sampled_from(list(SHAPES)), st.sampled_from([0.0, 0.5, 3.0])),
 )
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_any_adapter_lies_in_any_pages(ranks, seed, dtype, block, others):
     page = PageShape(block, 2, 1, 5)
     memory = make_memory(60, dtype=dtype, page=page)
@@ -352,7 +353,7 @@ class Adapters(RuleBasedStateMachine):
 
 
 TestAdapters = Adapters.TestCase
-TestAdapters.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAdapters.settings = examples(60, stateful_step_count=30)
 
 
 def test_what_cannot_be_read_again_hits_only_itself():

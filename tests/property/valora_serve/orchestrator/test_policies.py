@@ -5,15 +5,22 @@ code with the simulator.
 """
 
 import math
-from dataclasses import replace
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from io import StringIO
+from itertools import product
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, note
 from hypothesis import strategies as st
 
+from tests.support.random_tests import examples
 from valora_serve.orchestrator.cost_model import H200_7B, step_shape
 from valora_serve.orchestrator.decision import PolicySettings, RequestView, StepLimits, View
 from valora_serve.orchestrator.registry import POLICIES, make_policy
+from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.types import Mode
 
 PAGE = 4  # tokens
@@ -32,6 +39,8 @@ class Machine:
         self.ranks = {r.adapter: r.rank for r in requests if r.adapter}
         self.adapter_pages = {r.adapter: r.adapter_pages for r in requests if r.adapter}
         self.ended, self.aborted, self.steps = {}, {}, 0
+        self.arrived = []
+        self.story = deque(maxlen=30)  # the trace of the last decisions
 
     def pinned_adapters(self):
         names = {r.adapter for r in self.running} | {self.merged} | set(self.loading)
@@ -44,21 +53,28 @@ class Machine:
     def view(self):
         limits = replace(self.limits, free_pages=self.limits.free_pages - self.pinned())
         assert limits.free_pages >= 0
+        arrived, self.arrived = self.arrived, []
         return View(
             self.now, tuple(self.running), tuple(self.waiting), self.mode, self.merged,
-            frozenset(self.resident), frozenset(self.loading), limits, self.switchable,
+            frozenset(self.resident), frozenset(self.loading), limits, self.switchable, arrived,
         )  # fmt: skip
 
     def step(self):
         while self.coming and self.coming[0].arrival <= self.now:
             self.waiting.append(self.coming.pop(0))
+            self.arrived.append(self.waiting[-1].arrival)
         for adapter in [a for a, left in self.loading.items() if left <= 0]:
             del self.loading[adapter]
             self.resident.append(adapter)
         for adapter in self.loading:
             self.loading[adapter] -= 1
         view = self.view()
+        before = {r.id: r.prompt_left for r in (*self.running, *self.waiting)}
         decision = self.policy.decide(view)
+        line = StringIO()
+        DecisionTrace(line).write(view, decision)
+        batch = ", ".join(f"{k} {n} of {before[k] or 1}" for k, n in decision.batch)
+        self.story.append(f"{line.getvalue().rstrip()}  [{batch}]")
         self.check(view, decision)
         self.apply(decision)
         self.steps += 1
@@ -83,6 +99,9 @@ class Machine:
                 assert 1 <= tokens <= min(limits.chunk, request.prompt_left)
             else:
                 assert tokens == 1
+        # Nothing is loaded for requests that are aborted.
+        gone = {key for key, _ in d.abort}
+        assert set(d.prefetch) <= {r.adapter for r in view.waiting if r.id not in gone}
         # Adapters: on the device, not too many, not loaded twice.
         adapters = {r.adapter for r, _ in rows} - {None}
         assert adapters <= set(view.resident)
@@ -170,7 +189,7 @@ class Machine:
             if not self.running and not self.waiting:
                 self.now = max(self.now, self.coming[0].arrival)
             self.step()
-            assert self.steps < most, f"{len(self.running)} run, {len(self.waiting)} wait"
+            assert self.steps <= most, f"{len(self.running)} run, {len(self.waiting)} wait"
 
 
 def request(i, adapter, arrival=0.0, prompt=5, output=3, rank=8, adapter_pages=2, **more):
@@ -187,69 +206,158 @@ def request(i, adapter, arrival=0.0, prompt=5, output=3, rank=8, adapter_pages=2
     )
 
 
+@dataclass(frozen=True)
+class World:
+    """A queue and limits that each request alone fits into; as it is printed, it can be repeated.
+
+    Attributes:
+        requests: Adapter, arrival, prompt tokens, tokens to generate and latency limit of each.
+        limits: Most requests, tokens, pages, adapters and prompt tokens of one request.
+        load_steps: Steps that loading an adapter takes.
+        switchable: Adapters that can be merged, None for all.
+    """
+
+    requests: list[tuple[str | None, float, int, int, float | None]]
+    limits: tuple[int, int, int, int, int]
+    load_steps: int
+    switchable: frozenset[str] | None = None
+
+    def views(self):
+        return [
+            request(i, adapter, arrival, prompt, output, *size(adapter), latency_limit=limit)
+            for i, (adapter, arrival, prompt, output, limit) in enumerate(self.requests)
+        ]
+
+    def machine(self, policy):
+        return Machine(
+            policy, self.views(), StepLimits(*self.limits), load_steps=self.load_steps,
+            switchable=self.switchable,
+        )  # fmt: skip
+
+    @property
+    def bound(self):
+        """Steps within which every request has ended, whatever the policy.
+
+        One request at least makes progress in each step but those that only wait for an adapter,
+        switch or preempt; and a request is preempted only for an older one, or for one that misses
+        its latency limit otherwise, so that each costs the others their work at most once.
+        """
+        tokens = sum(prompt + output + 1 for _, _, prompt, output, _ in self.requests)
+        return (len(self.requests) + 1) * (tokens + self.load_steps + 3)
+
+
+def size(adapter):
+    """Rank and pages of an adapter ``a0``, ``a1``, …: neighbours differ."""
+    if adapter is None:
+        return 0, 0
+    number = int(adapter[1:]) % 3
+    return 2 ** (3 + number), (1, 2, 9)[number]
+
+
+@contextmanager
+def explained(machine) -> Iterator[None]:
+    """Print the last decisions if something is wrong with them."""
+    try:
+        yield
+    except AssertionError:
+        note("\n".join(["the last decisions:", *machine.story]))
+        raise
+
+
 @st.composite
-def worlds(draw):
-    """A queue and limits that each request alone fits into."""
+def worlds(draw, limited=False):
     names = [f"a{i}" for i in range(draw(st.integers(1, 6)))]
-    sizes = {name: (2 ** (3 + i % 3), (1, 2, 9)[i % 3]) for i, name in enumerate(names)}
-    requests = []
-    for i in range(draw(st.integers(1, 14))):
-        adapter = draw(st.sampled_from([None, *names, names[0], names[0]]))
-        rank, pages = sizes.get(adapter, (0, 0))
-        requests.append(
-            request(
-                i,
-                adapter,
-                draw(st.sampled_from([0.0, 0.0, 0.005, 0.02, 0.5])),
-                draw(st.integers(1, 30)),
-                draw(st.sampled_from([0, 1, 2, 9, 25])),
-                rank,
-                pages,
-            )
+    requests = [
+        (
+            draw(st.sampled_from([None, *names, names[0], names[0]])),
+            draw(st.sampled_from([0.0, 0.0, 0.005, 0.02, 0.5])),
+            draw(st.integers(1, 30)),
+            draw(st.sampled_from([0, 1, 2, 9, 25])),
+            draw(st.sampled_from([None, None, 0.01, 0.1, 1.0])) if limited else None,
         )
-    largest = max(-(-(r.prompt_left + r.output_left + 2) // PAGE) for r in requests)
-    limits = StepLimits(
-        max_requests=draw(st.integers(1, 12)),
-        max_tokens=draw(st.integers(1, 40)),
-        free_pages=largest + 2 * 9 + draw(st.integers(0, 40)),  # its adapter and a merged one
-        max_adapters=draw(st.integers(1, 5)),
-        chunk=draw(st.integers(1, 30)),
+        for _ in range(draw(st.integers(1, 14)))
+    ]
+    largest = max(-(-(prompt + output + 2) // PAGE) for _, _, prompt, output, _ in requests)
+    limits = (
+        draw(st.integers(1, 12)),
+        draw(st.integers(1, 40)),
+        largest + 2 * 9 + draw(st.integers(0, 40)),  # its adapter and a merged one
+        draw(st.integers(1, 5)),
+        draw(st.integers(1, 30)),
     )
     switchable = draw(st.sampled_from([None, frozenset(), frozenset(names[:1])]))
-    return requests, limits, draw(st.integers(0, 3)), switchable
+    return World(requests, limits, draw(st.integers(0, 3)), switchable)
 
 
-SETTINGS = (
-    PolicySettings(),
-    PolicySettings(theta=0.0, hysteresis=0.0, patience=0.05, max_pause=0.02),
-    PolicySettings(theta=5.0, clusters=2, patience=0.5),
-)
+SETTINGS = {
+    "default": PolicySettings(),
+    "impatient": PolicySettings(theta=0.0, hysteresis=0.0, patience=0.05, max_pause=0.02),
+    "clusters": PolicySettings(theta=5.0, clusters=2, patience=0.5),
+}
+SLOW = (HealthCheck.too_slow,)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@given(world=worlds(), chosen=st.sampled_from(SETTINGS))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(40, suppress_health_check=SLOW)
+@given(world=worlds(limited=True), chosen=st.sampled_from(sorted(SETTINGS)))
 def test_limits_hold_and_everybody_is_served(name, world, chosen):
-    requests, limits, load_steps, switchable = world
-    policy = make_policy(name, H200_7B, chosen)
-    tokens = sum(r.prompt_left + r.output_left for r in requests)
-    machine = Machine(policy, requests, limits, load_steps=load_steps, switchable=switchable)
-    machine.run(most=2000 + 30 * tokens)
-    assert len(machine.ended) == len(requests)
-    # Nothing leaks.
-    assert machine.pinned() == (machine.adapter_pages[machine.merged] if machine.merged else 0)
+    machine = world.machine(make_policy(name, H200_7B, SETTINGS[chosen]))
+    with explained(machine):
+        machine.run(most=world.bound)
+        assert len(machine.ended) == len(world.requests)
+        # Nothing leaks.
+        assert machine.pinned() == (machine.adapter_pages[machine.merged] if machine.merged else 0)
+
+
+PREEMPTED_FOR_EVER = World(
+    [
+        ("a1", 0.0, 2, 2, None), (None, 0.0, 1, 2, None), ("a1", 0.0, 1, 2, None),
+        ("a1", 0.005, 1, 2, None), ("a0", 0.005, 2, 1, None), ("a1", 0.0, 1, 1, None),
+        (None, 0.5, 2, 1, None), ("a1", 0.0, 2, 2, None), (None, 0.0, 1, 2, None),
+        ("a1", 0.02, 2, 2, None), (None, 0.005, 2, 2, None), ("a0", 0.005, 1, 1, None),
+        ("a1", 0.0, 1, 1, None),
+    ],
+    (1, 1, 30, 1, 1), 3,
+)  # fmt: skip
+"""Under `dlora` the older of the last two was merged for, and preempted the younger one; under
+early abort the younger one was admitted first, and so on for ever."""
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@given(world=worlds(), slo=st.sampled_from([0.001, 0.05, 1.0]))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example(PREEMPTED_FOR_EVER, 1.0)
+@examples(25, suppress_health_check=SLOW)
+@given(world=worlds(limited=True), slo=st.sampled_from([0.001, 0.05, 1.0]))
 def test_early_abort_ends_every_request_once(name, world, slo):
-    requests, limits, load_steps, _ = world
-    policy = make_policy(name, H200_7B, PolicySettings(early_abort=True, slo=slo))
-    machine = Machine(policy, requests, limits, load_steps=load_steps)
-    machine.run(most=4000 + 30 * sum(r.prompt_left + r.output_left for r in requests))
-    assert set(machine.ended) | set(machine.aborted) == {r.id for r in requests}
-    assert not set(machine.ended) & set(machine.aborted)
+    machine = world.machine(make_policy(name, H200_7B, PolicySettings(early_abort=True, slo=slo)))
+    with explained(machine):
+        machine.run(most=world.bound)
+        assert set(machine.ended) | set(machine.aborted) == {r.id for r in world.views()}
+        assert not set(machine.ended) & set(machine.aborted)
+
+
+SMALLEST = [
+    World([(a, 0.0, p, o, None) for a, p, o in queue], (n, t, 40, adapters, chunk), load)
+    for queue in (
+        [("a0", 2, 2), ("a1", 2, 2)],
+        [("a0", 1, 2), (None, 3, 9), ("a1", 2, 0), ("a0", 2, 25)],
+        [("a2", 2, 9), ("a1", 1, 2), ("a0", 3, 1), ("a1", 2, 2), (None, 1, 1)],
+    )
+    for n, t, adapters, chunk, load in product((1, 2), (1, 2), (1, 2), (1, 2), (0, 1, 3))
+]
+
+
+@pytest.mark.parametrize("abort", [False, True])
+@pytest.mark.parametrize("name", POLICIES)
+def test_everybody_is_served_within_the_smallest_limits(name, abort):
+    """All combinations of one or two requests, tokens, adapters and prompt tokens in a step."""
+    for world in SMALLEST:
+        for later in (0.0, 0.004):  # one after the other, or all at once
+            queue = [(a, i * later, p, o, d) for i, (a, _, p, o, d) in enumerate(world.requests)]
+            shifted = replace(world, requests=queue)
+            policy = make_policy(name, H200_7B, PolicySettings(early_abort=abort, slo=1.0))
+            machine = shifted.machine(policy)
+            machine.run(most=shifted.bound)
+            assert len(machine.ended) + len(machine.aborted) == len(queue), shifted
 
 
 @pytest.mark.parametrize("name", [p for p in POLICIES if p != "dlora"])

@@ -4,9 +4,10 @@ import random
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.random_tests import examples
 from valora_train.errors import SettingsError, StrategyError
 from valora_train.fusion.decision import Verdict
 from valora_train.fusion.plan import FusionPlan, order_domains
@@ -46,7 +47,7 @@ def play(plan, oracle, stop_after=None):
     return plan
 
 
-@settings(deadline=None)
+@examples(100)
 @given(problems(), st.sampled_from(sorted(STRATEGIES)), st.booleans(), st.floats(0, 0.1))
 def test_plan_keeps_its_promises(problem, strategy, keep, margin):
     required, oracle = problem
@@ -67,7 +68,7 @@ def test_plan_keeps_its_promises(problem, strategy, keep, margin):
         assert (name in placed) is keep
 
 
-@settings(deadline=None)
+@examples(100)
 @given(problems(), st.sampled_from(sorted(STRATEGIES)), st.integers(0, 40))
 def test_plan_told_the_same_again_goes_on_the_same(problem, strategy, cut):
     required, oracle = problem
@@ -80,7 +81,7 @@ def test_plan_told_the_same_again_goes_on_the_same(problem, strategy, cut):
     assert play(again, oracle).decisions == whole.decisions
 
 
-@settings(deadline=None)
+@examples(100)
 @given(problems())
 def test_paper_tries_only_the_latest_adapter(problem):
     required, oracle = problem
@@ -95,7 +96,7 @@ def test_paper_tries_only_the_latest_adapter(problem):
     assert not any(d.attempt.rehearse for d in plan.decisions)
 
 
-@settings(deadline=None)
+@examples(100)
 @given(problems())
 def test_first_fit_never_needs_more_adapters_than_next_fit(problem):
     # When accuracy depends on the load alone, an adapter that next-fit left behind may take later
@@ -184,6 +185,7 @@ def test_orders():
         order_domains(names, "up", 0, probes)
 
 
+@examples(100)
 @given(st.data())
 def test_a_plan_goes_on_from_what_is_packed(data):
     names = [f"d{n}" for n in range(data.draw(st.integers(1, 6)))]

@@ -20,12 +20,14 @@ from tests.support.engine_reference import (
     question,
     run,
 )
+from valora_serve.engine import engine as engine_module
 from valora_serve.errors import (
     CancelledRequestError,
     DeadlineError,
     RequestError,
     TooLongError,
 )
+from valora_serve.orchestrator.decision import Decision, PolicySettings, View
 from valora_serve.types import Finish, Request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -134,4 +136,71 @@ def test_deadlines(base: str, reference: Reference, monkeypatch: pytest.MonkeyPa
     check_answers(finish(engine, found), reference, later)
     add_requests(engine, question("at once", deadline=0.0))
     assert isinstance(finish(engine)["at once"].error, DeadlineError)
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("policy", ["cost", "valora"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_deadline_steers_the_policy(
+    base: str, reference: Reference, monkeypatch: pytest.MonkeyPatch, policy: str, overlap: bool
+) -> None:
+    """Both places are taken for 60 steps of 8 ms; the one with 0.2 s is answered in time."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    engine = make_engine(base, policy=policy, max_requests=2, overlap=overlap)
+    long = [question("one", tokens=60), question("two", tokens=60)]
+    soon = question("soon", tokens=5, deadline=0.2)
+    add_requests(engine, *long)
+    found: dict[str, Got] = {}
+    for step in range(200):
+        if step == 4:
+            add_requests(engine, soon)
+        collect(engine.step(), found)
+        now[0] += 0.008
+        if not engine.busy:
+            break
+    check_answers(found, reference, *long, soon)
+    assert engine.stats().preemptions == 1
+    assert_empty(engine)
+
+
+def test_what_policies_are_told_of_limits_and_arrivals(
+    base: str, scene: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy sees the oldest, the newest and the most urgent, and hears of all arrivals."""
+    monkeypatch.setattr(engine_module, "SEEN", 8)
+    limits = PolicySettings(latency_limits={"scene": 3.0})
+    engine = make_engine(base, max_requests=1, policy="slora", policy_settings=limits)
+    engine.load(scene)
+    views: list[View] = []
+    decide = engine.policy.decide
+
+    def recorded(view: View) -> Decision:
+        views.append(view)
+        return decide(view)
+
+    monkeypatch.setattr(engine.policy, "decide", recorded)
+    asked = [question(f"{n}", tokens=2) for n in range(20)]
+    asked[9] = replace(asked[9], deadline=50.0)
+    asked[10] = replace(asked[10], model="scene", deadline=70.0)
+    asked[11] = replace(asked[11], model="scene", deadline=2.0)
+    add_requests(engine, *asked)
+    collect(engine.step(), {})
+    first = views[0]
+    assert [r.id for r in first.waiting] == ["0", "1", "2", "3", "10", "11", "18", "19"]
+    told = {r.id: r.latency_limit for r in first.waiting}
+    assert told["10"] == pytest.approx(3.0)
+    assert told["11"] == pytest.approx(2.0)
+    assert told["0"] is None
+    finish(engine)
+    assert sum(len(view.arrived or ()) for view in views) == 20
+
+
+def test_deadlines_of_requests_that_have_ended_are_forgotten(base: str) -> None:
+    engine = make_engine(base)
+    for number in range(400):
+        add_requests(engine, question(f"{number}", deadline=86400.0))
+        engine.cancel(f"{number}")
+    assert len(engine.requests._deadlines) <= 65
+    assert len(finish(engine)) == 400
     assert_empty(engine)

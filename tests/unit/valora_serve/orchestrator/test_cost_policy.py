@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from tests.support.policy_views import COSTS, LIMITS, policy, running, taken, view, waiting
 from valora_serve.orchestrator.cost_model import H200_7B
 from valora_serve.orchestrator.decision import StepLimits
@@ -112,3 +114,83 @@ def test_requests_with_a_latency_limit_are_never_paused():
     bound = running(91, "b", served=0.6, latency_limit=3.0)
     assert "r90" not in taken(costly.decide(view([*own, free], now=0.6, merged="a")))
     assert "r91" in taken(costly.decide(view([*own, bound], now=0.6, merged="a")))
+
+
+def test_arrivals_count_that_the_view_leaves_out():
+    """The same request each time, but the engine tells of one every 10 ms."""
+    chooser = policy("cost")
+    for i in range(100):
+        chooser.decide(view([], [waiting(0, "a")], now=i * 0.01, arrived=[i * 0.01]))
+    assert 90 < chooser._rate(1.0) < 110
+
+
+@pytest.mark.parametrize("name", ["cost", "valora"])
+class TestLatencyLimits:
+    """What `cost` and `valora` do so that requests with a latency limit are answered in time."""
+
+    def test_the_one_with_the_earliest_due_time_goes_first(self, name):
+        limits = replace(LIMITS, max_requests=1)
+        wait = [waiting(1, "a", output=5), waiting(2, "a", output=5, deadline=1.06),
+                waiting(3, "b", output=5, latency_limit=1.04)]  # fmt: skip
+        decision = policy(name).decide(view([], wait, now=1.0, limits=limits))
+        assert taken(decision) == {"w3"}
+
+    def test_many_with_one_due_time_start_before_it_is_late(self, name):
+        """Each takes 0.1 s and is due in 1 s; all twenty, one after the other, take 2 s."""
+        limits = replace(LIMITS, max_requests=1)
+        wait = [waiting(50, "a", output=2)]
+        wait += [waiting(i, "a", output=20, latency_limit=2.0) for i in range(20)]
+        assert taken(policy(name).decide(view([], wait, now=1.0, limits=limits))) == {"w0"}
+
+    def test_who_cannot_be_in_time_takes_no_precedence(self, name):
+        limits = replace(LIMITS, max_requests=1)
+        wait = [waiting(1, "a", output=5), waiting(2, "a", output=5, latency_limit=1.001)]
+        assert taken(policy(name).decide(view([], wait, now=1.0, limits=limits))) == {"w1"}
+
+    def test_an_answer_of_unknown_length_is_not_given_up(self, name):
+        """It may have 4,000 tokens, which takes too long, but most answers are shorter."""
+        limits = replace(LIMITS, max_requests=1)
+        wait = [waiting(1, "a", output=5), waiting(2, "a", output=4000, latency_limit=2.0)]
+        assert taken(policy(name).decide(view([], wait, now=1.0, limits=limits))) == {"w2"}
+
+    def test_the_youngest_without_a_limit_makes_room(self, name):
+        limits = replace(LIMITS, max_requests=3)
+        run = [running(0, "a", arrival=0.1), running(1, "b", arrival=0.9),
+               running(2, "b", arrival=0.95, latency_limit=50.0)]  # fmt: skip
+        urgent = waiting(7, "a", arrival=0.99, output=0, latency_limit=0.03)
+        free = waiting(8, "a", arrival=0.98, output=0)
+        decision = policy(name).decide(view(run, [free, urgent], limits=limits))
+        assert decision.preempt == ("r1",)
+        assert taken(decision) == {"r0", "r2", "w7"}
+        # Who has waited for long is not preempted.
+        patient = policy(name, patience=0.01).decide(view(run, [free, urgent], limits=limits))
+        assert patient.preempt == () and "w7" not in taken(patient)
+        # Nor is anybody while there is room.
+        assert policy(name).decide(view(run, [free, urgent])).preempt == ()
+
+    def test_its_adapter_is_loaded_first(self, name):
+        limits = replace(LIMITS, free_pages=3 + 16)
+        wait = [waiting(1, "x"), waiting(2, "y", arrival=0.99, output=0, latency_limit=0.03)]
+        decision = policy(name).decide(view([], wait, limits=limits, resident=""))
+        assert decision.prefetch == ("y",)
+
+    def test_others_are_preempted_first_if_pages_run_out(self, name):
+        limits = replace(LIMITS, free_pages=1)
+        run = [running(0, "a", arrival=0.1, pages=1), running(1, "a", arrival=0.2, pages=1),
+               running(2, "a", arrival=0.3, pages=1, deadline=9.0)]  # fmt: skip
+        decision = policy(name).decide(view(run, limits=limits))
+        assert decision.preempt == ("r1",)
+
+
+def test_a_latency_limit_does_not_wait_for_its_group():
+    """So many run that the sum of latencies is least if nobody joins them."""
+    limits = StepLimits(
+        max_requests=900, max_tokens=9000, free_pages=9000, max_adapters=8, chunk=512
+    )
+    run = [running(i, "a", left=400, served=1.0) for i in range(600)]
+    for r in run:
+        r.kv_tokens = 2000
+    wait = [waiting(i, "a", arrival=0.9, prompt=8, output=400) for i in range(50)]
+    wait.append(waiting(99, "a", arrival=0.95, prompt=8, output=0, latency_limit=0.2))
+    decision = policy("cost").decide(view(run, wait, limits=limits))
+    assert "w99" in taken(decision) and len(decision.batch) == 601

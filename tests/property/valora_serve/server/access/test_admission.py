@@ -1,39 +1,56 @@
 """Rate limits and admission, over random sequences of events."""
 
 import math
+from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.support.random_tests import examples
 from valora_serve.errors import OverloadedError, RateLimitError
 from valora_serve.server.access.admission import REMEMBERED, Admission, RateLimiter
 from valora_serve.types import Times
 
 
+@examples(100)
 @given(
-    rate=st.floats(1, 6000),
+    rate=st.integers(1, 6000),
     burst=st.integers(1, 50),
-    gaps=st.lists(st.floats(0, 30), min_size=1, max_size=200),
+    gaps=st.lists(st.integers(0, 30_000), min_size=1, max_size=200),
 )
-def test_no_more_than_burst_and_rate_get_through(rate, burst, gaps):
+@example(rate=60, burst=1, gaps=[0, 1000, 999, 1])
+@example(rate=60, burst=3, gaps=[0, 0, 0, 0, 1000, 0])
+def test_exactly_burst_and_rate_get_through(rate, burst, gaps):
+    """As an exact bucket does; `gaps` are milliseconds."""
     limiter = RateLimiter(rate, burst)
-    now, passed = 1000.0, []
+    now, left, passed = Fraction(1000), Fraction(burst), []
     for gap in gaps:
-        now += gap
+        now += Fraction(gap, 1000)
+        left = min(Fraction(burst), left + Fraction(gap, 1000) * rate / 60)
         try:
-            limiter.take("a", now)
-            passed.append(now)
+            limiter.take("a", float(now))
         except RateLimitError as error:
-            assert error.retry_after > 0
-            # Waiting as long as told is enough.
-            other = RateLimiter(rate, burst)
-            other._buckets = type(limiter._buckets)(limiter._buckets)
-            other.take("a", now + error.retry_after * (1 + 1e-9) + 1e-9)
+            assert left < 1 + Fraction(1, 10**6)
+            assert error.retry_after == pytest.approx((1 - left) * 60 / rate, rel=1e-6, abs=1e-6)
+            # Waiting as long as told is enough, and not more than enough.
+            for share, enough in ((1 + 1e-9, True), (0.99, False)):
+                other = RateLimiter(rate, burst)
+                other._buckets = type(limiter._buckets)(limiter._buckets)
+                then = float(now) + error.retry_after * share + (1e-6 if enough else -1e-6)
+                if enough:
+                    other.take("a", then)
+                elif then > now:
+                    with pytest.raises(RateLimitError):
+                        other.take("a", then)
+        else:
+            assert left > 1 - Fraction(1, 10**6)
+            left -= 1
+            passed.append(now)
     for first in range(len(passed)):
         for last in range(first, len(passed)):
             most = burst + (passed[last] - passed[first]) * rate / 60
-            assert last - first + 1 <= most + 1e-6
+            assert last - first + 1 <= most + Fraction(1, 10**6)
 
 
 def test_callers_do_not_share_and_are_forgotten_in_bounds():
@@ -58,7 +75,9 @@ def admission(most=10, deadline_admission=True, deadline=0.0, **deadlines):
     )
 
 
-@settings(max_examples=200)
+@examples(200)
+@example(most=1, slots=1, events=[1, 1, 1, "end", 1, 1])
+@example(most=3, slots=2, events=[4, 1, 2, 1, "end", 1])
 @given(
     most=st.integers(1, 8),
     slots=st.integers(1, 4),
@@ -76,14 +95,21 @@ def test_the_queue_is_bounded_and_nothing_is_lost(most, slots, events):
         else:
             waiting = inside - running
             if waiting + event > most:
-                with pytest.raises(OverloadedError) as caught:
+                with pytest.raises(OverloadedError, match=f"no more than {most} may") as caught:
                     gate.enter("m", running, None, event)
-                assert caught.value.retry_after >= 1
+                assert 1 <= caught.value.retry_after <= 60
             else:
                 gate.enter("m", running, None, event)
                 inside += event
         assert gate.inside == inside
-        assert inside - min(inside, slots) <= most + slots
+        # What the engine does not run never exceeds the bound, and the bound can be reached.
+        assert gate.waiting(min(inside, slots)) == inside - min(inside, slots) <= most
+    while inside - min(inside, slots) < most:
+        gate.enter("m", min(inside, slots), None)
+        inside += 1
+    with pytest.raises(OverloadedError):
+        gate.enter("m", min(inside, slots), None)
+    assert gate.inside == inside
 
 
 def run(gate, service, gap, count=20):
@@ -97,6 +123,7 @@ def run(gate, service, gap, count=20):
     gate.leave("m", None, now)
 
 
+@examples(100)
 @given(
     service=st.floats(0.01, 10), gap=st.floats(0.01, 2), waiting=st.integers(1, 9),
     deadline=st.floats(0.01, 60),

@@ -158,6 +158,8 @@ class Request:
         images: RGB images.
         videos: Videos, each a sequence of RGB frames.
         head: Whether the domain's head answers, if it has one; otherwise text is generated.
+        embed: Whether the answer is an embedding instead: a `HeadResult` of kind ``embedding``
+            whose `logits` are [1, width], the last hidden state of the prompt's last token.
         min_score: Least confidence of a box head's boxes; the domain's threshold if None.
         sampling: How tokens are chosen and when generation stops.
         deadline: Seconds from arrival within which the request must be answered; None for no limit.
@@ -171,6 +173,7 @@ class Request:
     images: Sequence[Image] = ()
     videos: Sequence[Sequence[Image]] = ()
     head: bool = True
+    embed: bool = False
     min_score: float | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     deadline: float | None = None
@@ -306,7 +309,11 @@ class ServedModel:
         metric: Metric of the domain, e.g. ``f1@0.5``.
         accuracy: Accuracy of the domain on the test split, as measured for its bundle.
         required: Accuracy that the domain required.
-        prompt: Prompt of the domain, for requests without text.
+        prompt: Prompt of the domain; ``{}`` in it stands for the request's own words.
+        prompted: Whether requests to the domain have words of their own, such as a question.
+        media: ``images`` or ``video``, what the domain was measured with; None if not known.
+        images: Number of images or frames of the prompts that the domain was measured with; None
+            if not known, or if it differs.
         bundle: Name and version of the bundle, e.g. ``detection@1``.
         rank: Largest rank of the adapter.
         loaded_at: Unix time at which it was loaded.
@@ -325,6 +332,9 @@ class ServedModel:
     accuracy: float | None = None
     required: float | None = None
     prompt: str | None = None
+    prompted: bool = False
+    media: str | None = None
+    images: int | None = None
     bundle: str | None = None
     rank: int | None = None
     loaded_at: float = 0.0

@@ -136,6 +136,18 @@ class FakeEngine:
         model = self._served[request.model or "tiny"]
         images = [*request.images, *(video[0] for video in request.videos)]
         prompt = 5 + 64 * len(images)
+        if request.embed:
+            text = request.text or repr(request.token_ids or request.messages)
+            logits = np.array([[len(text), len(images), sum(map(ord, text)) % 97]], np.float32)
+            now = time.monotonic()
+            yield Output(
+                request.id,
+                finish=Finish.HEAD,
+                head=LabelResult(kind="embedding", label="", logits=logits),
+                usage=Usage(len(text), 0),
+                times=Times(arrival, started, now, now),
+            )
+            return
         if model.head is not None and request.head:
             await asyncio.sleep(self._step)
             now = time.monotonic()

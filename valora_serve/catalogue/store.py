@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.contract.base_model import base_hash, check_base
-from valora_data.contract.bundle import read_bundle
-from valora_data.contract.files import shown
+from valora_data.contract.bundle import GOLDEN, read_bundle
+from valora_data.contract.files import read_json, shown
 from valora_data.contract.heads import read_head
 from valora_data.errors import BundleError
 from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, Adapter, ModelTargets, read_adapter
@@ -208,6 +208,9 @@ class Store:
                     f"{shown(head.labels)}; export it again"
                 )
             head = head.configured(facts)
+        golden = [one for one in _golden_examples(bundle) if one.get("domain") == name]
+        rests = (one.get("rest") for one in golden)
+        counts = {1 + len(rest) if isinstance(rest, list) else 1 for rest in rests}
         accuracy = facts.get("accuracy") or {}
         test, required = accuracy.get("test"), facts.get("required")
         model = ServedModel(
@@ -224,6 +227,9 @@ class Store:
             accuracy=None if test is None else float(test),
             required=None if required is None else float(required),
             prompt=facts.get("prompt"),
+            prompted="{}" in str(facts.get("prompt")) or any("question" in one for one in golden),
+            media=facts.get("media"),
+            images=counts.pop() if len(counts) == 1 else None,
             bundle=f"{bundle.name}@{bundle.version}",
             rank=by.model.rank,
             loaded_at=by.model.loaded_at,
@@ -313,6 +319,15 @@ class Store:
 
 def _without_matrices(adapter: Adapter) -> Adapter:
     return replace(adapter, modules={})
+
+
+def _golden_examples(bundle: Bundle) -> list[dict[str, Any]]:
+    """Return the golden examples of a bundle; none if it has none that can be read."""
+    try:
+        listed = read_json(bundle.folder / GOLDEN)
+    except BundleError:
+        return []  # the replay of the examples says what is wrong
+    return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
 
 
 def _verified(bundle: Bundle, name: str) -> Path:

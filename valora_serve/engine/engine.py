@@ -51,7 +51,7 @@ from valora_serve.memory.block_manager import BlockManager, Owner, PagePool
 from valora_serve.memory.unified import PageShape, UnifiedMemory
 from valora_serve.model.attention.base import KVCache
 from valora_serve.model.detokenizer import Detokenizer
-from valora_serve.model.heads import check_visual
+from valora_serve.model.heads import EMBEDDING, check_visual
 from valora_serve.model.lmm import Lmm
 from valora_serve.model.prompt import prepare_prompt
 from valora_serve.model.runner import ModelRunner
@@ -241,6 +241,8 @@ class Engine:
         if self.requests.find(request.id) is not None:
             raise RequestError(f"request id {request.id} is in use: choose another one")
         head = target.head if request.head else None
+        if request.embed:
+            head = EMBEDDING
         ids = list(prompt.ids)
         if head is not None:
             visual = sum(len(item.at) for item in prompt.visuals)

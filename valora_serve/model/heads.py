@@ -6,17 +6,80 @@ what its outputs mean is defined in `valora_data.contract.heads`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from valora_data.contract.heads import Head, HeadResult
 from valora_serve.errors import RequestError, ServeError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from valora_data.contract.heads import Head, HeadResult
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingResult(HeadResult):
+    """An embedding; `logits` holds it."""
+
+    def image_fields(self, number: int) -> dict[str, Any]:
+        """Nothing: embeddings are no answers to a prompt."""
+        return {}
+
+    def text(self, sizes: Sequence[tuple[int, int]]) -> str:
+        """Nothing: embeddings are no answers to a prompt."""
+        return ""
+
+    def golden(self) -> None:
+        """Nothing: no bundle holds embeddings."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EmbeddingHead(Head):
+    """Returns the last hidden state of the prompt's last token; it has no parameters."""
+
+    kind: str = "embedding"
+    weight: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    bias: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def reads_visual(self) -> bool:
+        """Whether it reads the hidden states of the visual tokens: no."""
+        return False
+
+    @classmethod
+    def parse(
+        cls,
+        kind: str,
+        metadata: Mapping[str, str],
+        tensors: Mapping[str, torch.Tensor],
+        width: int,
+    ) -> EmbeddingHead:
+        """Return the head, which no file describes."""
+        return cls()
+
+    def metadata(self) -> dict[str, str]:
+        """Nothing."""
+        return {}
+
+    def inputs(
+        self, last: torch.Tensor, visual: torch.Tensor, places: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[1, width] float32, the hidden state of the last token."""
+        return last.float()
+
+    def interpret(
+        self,
+        logits: torch.Tensor,
+        sizes: Sequence[tuple[int, int]],
+        min_score: float | None = None,
+    ) -> EmbeddingResult:
+        """Return the hidden state as it is."""
+        return EmbeddingResult(kind=self.kind, logits=logits.numpy().copy())
+
+
+EMBEDDING = EmbeddingHead()
+"""The head of all requests for embeddings."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,14 +204,16 @@ class HeadSet:
         for numbers in members.values():
             head = inputs[numbers[0]].head
             together = torch.cat([rows[number] for number in numbers])
-            raw = torch.addmm(head.bias, together, head.weight.T)
+            raw = together  # of a head without parameters
+            if head.weight.numel():
+                raw = torch.addmm(head.bias, together, head.weight.T)
             for number, part in zip(
                 numbers, raw.split([len(rows[number]) for number in numbers]), strict=True
             ):
                 parts[number] = part
         shapes = [
-            (len(part), item.head.weight.shape[0]) if error is None else (0, 0)
-            for part, item, error in zip(parts, inputs, errors, strict=True)
+            (len(part), part.shape[1]) if error is None else (0, 0)
+            for part, error in zip(parts, errors, strict=True)
         ]
         answered = [
             part.reshape(-1) for part, error in zip(parts, errors, strict=True) if not error

@@ -31,7 +31,7 @@ from valora_serve.errors import ServeError, SettingsError
 from valora_serve.workloads import traces
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from valora_serve.workloads.traces import Workload
 
@@ -98,12 +98,16 @@ class Target:
         base: Name of the base model.
         heads: Domains that a head answers.
         others: Adapters, and domains that generate.
+        media: What each domain reads, ``images`` or ``video``, where the server says so.
+        prompted: Domains whose prompt takes words of the request.
     """
 
     context_length: int
     base: str
     heads: tuple[str, ...]
     others: tuple[str, ...]
+    media: Mapping[str, str] = field(default_factory=dict)
+    prompted: frozenset[str] = frozenset()
 
     @classmethod
     def from_cards(cls, cards: Sequence[dict[str, Any]]) -> Target:
@@ -112,7 +116,10 @@ class Target:
         others = tuple(
             card["id"] for card in cards if card.get("kind") != "base" and not card.get("head")
         )
-        return cls(int(cards[0]["max_model_len"]), str(cards[0]["id"]), heads, others)
+        media = {card["id"]: card["media"] for card in cards if card.get("media")}
+        prompted = frozenset(card["id"] for card in cards if "{}" in (card.get("prompt") or ""))
+        first = cards[0]
+        return cls(int(first["max_model_len"]), str(first["id"]), heads, others, media, prompted)
 
 
 def build_requests(workload: Workload, target: Target, seed: int) -> tuple[list[TimedRequest], int]:
@@ -149,7 +156,10 @@ def build_requests(workload: Workload, target: Target, seed: int) -> tuple[list[
         at = float(workload.arrival[i])
         if head:
             urls = [_picture(rng) for _ in range(max(1, images))]
-            body: dict[str, Any] = {"frames": urls} if images > 1 else {"images": urls}
+            video = target.media.get(name, "video" if images > 1 else "images") == "video"
+            body: dict[str, Any] = {"frames" if video else "images": urls}
+            if name in target.prompted:
+                body["prompt"] = _words(rng)
             requests.append(TimedRequest(at, name, f"/v1/vision/{name}", body, False, limit))
             continue
         output = min(output, target.context_length // 2)
@@ -161,8 +171,7 @@ def build_requests(workload: Workload, target: Target, seed: int) -> tuple[list[
             "temperature": 0, "stream_options": {"include_usage": True},
         }  # fmt: skip
         if images:
-            words = " ".join("abcdefghij"[k] for k in rng.integers(0, 10, 8))
-            parts: list[dict[str, Any]] = [{"type": "text", "text": words}]
+            parts: list[dict[str, Any]] = [{"type": "text", "text": _words(rng)}]
             parts += [
                 {"type": "image_url", "image_url": {"url": _picture(rng)}} for _ in range(images)
             ]
@@ -172,6 +181,10 @@ def build_requests(workload: Workload, target: Target, seed: int) -> tuple[list[
             path, body = "/v1/completions", {"prompt": rng.integers(100, 1000, prompt).tolist()}
         requests.append(TimedRequest(at, name, path, common | body, True, limit))
     return requests, cut
+
+
+def _words(rng: np.random.Generator) -> str:
+    return " ".join("abcdefghij"[k] for k in rng.integers(0, 10, 8))
 
 
 def _picture(rng: np.random.Generator) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
@@ -12,9 +13,15 @@ from starlette.responses import Response
 from valora_serve import types
 from valora_serve.errors import RequestError
 from valora_serve.server.api.common import answer, error_answers
+from valora_serve.server.api.domain_prompt import (
+    answers_with_head,
+    as_measured,
+    check_measured_media,
+)
 from valora_serve.server.api.requests import (
+    check_head,
     constrained,
-    head_wanted,
+    instructed,
     read_messages,
     sampling,
     schema_of,
@@ -23,25 +30,34 @@ from valora_serve.server.api.requests import (
 from valora_serve.server.api.responses import (
     chat_logprobs,
     finish_reason,
+    joined,
     usage,
     valora_block,
 )
 from valora_serve.server.api.schema import (
     AnswerMessage,
+    AnswerToolCall,
+    CalledFunction,
     ChatAnswer,
     ChatChoice,
     ChatLogprobs,
     ChatRequest,
 )
 from valora_serve.server.api.streams import EventStream
+from valora_serve.server.api.tools import CallReader, forced_call
 from valora_serve.server.envelope import until_disconnect
 from valora_serve.server.service import merged
 from valora_serve.server.telemetry.logs import new_id
+from valora_serve.types import Finish
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Iterator, Sequence
 
+    from PIL.Image import Image
+
+    from valora_serve.server.api.schema import ValoraAnswer
     from valora_serve.server.context import ServerContext
+    from valora_serve.server.service import Ticket
     from valora_serve.types import Output, ServedModel
 
 
@@ -56,35 +72,7 @@ def router(context: ServerContext) -> APIRouter:
         summary="Answer a conversation with text, or with a domain's head",
     )
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
-        since = time.monotonic()
-        service = context.service
-        model = service.model(body.model)
-        request.state.facts["model"] = model.name
-        as_json, schema = schema_of(body)
-        head = head_wanted(body, model, as_json)
-        if body.top_logprobs and not body.logprobs:
-            raise RequestError("top_logprobs goes with logprobs: set logprobs, or leave it out")
-        limit = body.max_completion_tokens or body.max_tokens or context.settings.answer_tokens
-        params = sampling(
-            body, context, max_tokens=limit,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        )  # fmt: skip
-        pixels = request.state.stack.enter_context(context.media.pixels())
-        turns, images, videos = await read_messages(body.messages, context, pixels)
-        asked = types.Request(
-            id=f"chatcmpl-{new_id()}",
-            model=model.name,
-            messages=turns,
-            images=images,
-            videos=videos,
-            head=head,
-            min_score=body.valora.min_score,
-            sampling=params,
-            deadline=time_left(context, model, body.valora.deadline, since),
-        )
-        requests = await constrained(service.numbered(asked, body.n or 1), context, as_json, schema)
-        sizes = [image.size for image in images]
-        chat = _Chat(context, model, requests, sizes, dict(request.headers), body, asked.id)
+        chat = await begin(context, request, body)
         if body.stream:
             return EventStream(chat.events())
         return answer(await until_disconnect(request.receive, chat.whole()))
@@ -92,35 +80,160 @@ def router(context: ServerContext) -> APIRouter:
     return routes
 
 
-class _Chat:
-    """Response to one request, complete or streamed."""
+async def begin(context: ServerContext, request: Request, body: ChatRequest) -> Chat:
+    """Check a chat request, read its images, and make the requests to the engine.
+
+    Args:
+        context: Parts of the server.
+        request: The HTTP request.
+        body: Its body.
+
+    Raises:
+        ServeError: The request cannot be answered.
+    """
+    since = time.monotonic()
+    service = context.service
+    model = service.model(body.model)
+    request.state.facts["model"] = model.name
+    as_json, schema = schema_of(body)
+    call = forced_call(body)
+    head = answers_with_head(model, body.valora.head)
+    if head:
+        check_head(model, as_json=as_json, calls=call is not None)
+    if call is not None:
+        as_json, schema = True, call.schema()
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("top_logprobs goes with logprobs: set logprobs, or leave it out")
+    limit = body.max_completion_tokens or body.max_tokens or context.settings.answer_tokens
+    params = sampling(
+        body, context, max_tokens=limit,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )  # fmt: skip
+    asked = as_measured(model, body.messages, head=head)
+    pixels = request.state.stack.enter_context(context.media.pixels())
+    turns, images, videos = await read_messages(asked.messages, context, pixels)
+    if call is not None:
+        turns = instructed(turns, call.instruction())
+    # A head that finds boxes was measured with single images.
+    groups = [[image] for image in images] if head and model.boxes and not videos else [images]
+    warnings = dict.fromkeys(asked.warnings)
+    for group in groups:
+        frames = [len(video) for video in videos]
+        warnings |= dict.fromkeys(check_measured_media(model, len(group), frames, head=head))
+    wanted = types.Request(
+        id=f"chatcmpl-{new_id()}",
+        model=model.name,
+        messages=turns,
+        images=images,
+        videos=videos,
+        head=body.valora.head,
+        min_score=body.valora.min_score,
+        sampling=params,
+        deadline=time_left(context, model, body.valora.deadline, since),
+    )
+    copies = service.numbered(wanted, body.n or 1)
+    plain = [one for copy in copies for one in _for_each_group(copy, groups)]
+    requests = await constrained(plain, context, as_json, schema)
+    return Chat(
+        context,
+        model,
+        requests,
+        body,
+        wanted.id,
+        groups=len(groups),
+        sizes=[image.size for image in images],
+        headers=dict(request.headers),
+        call=call is not None,
+        warnings=list(warnings),
+    )
+
+
+def _for_each_group(request: types.Request, groups: Sequence[list[Image]]) -> list[types.Request]:
+    """Copies of a request, each with some of its images; the request itself if there is one group.
+
+    Args:
+        request: A request to a head, whose only turn holds a text and images.
+        groups: Images of each copy.
+    """
+    if len(groups) < 2:
+        return [request]
+    made = []
+    for number, images in enumerate(groups):
+        messages = None
+        if request.messages is not None:
+            (turn,) = request.messages
+            texts = [part for part in turn["content"] if part["type"] == "text"]
+            messages = [turn | {"content": [*texts, *[{"type": "image"}] * len(images)]}]
+        made.append(replace(request, id=f"{request.id}.{number}", messages=messages, images=images))
+    return made
+
+
+class Chat:
+    """Response to one request, complete or streamed.
+
+    Args:
+        context: Parts of the server.
+        model: Model that answers.
+        requests: Requests to the engine; those of one choice are adjacent.
+        body: The HTTP request.
+        identity: Id of the response.
+        groups: Number of requests of each choice.
+        sizes: (width, height) in pixels of the images as they were sent.
+        headers: Headers of the HTTP request.
+        call: Whether the answers are calls of a tool.
+        warnings: What of the request was ignored or was not measured.
+    """
 
     def __init__(
         self,
         context: ServerContext,
         model: ServedModel,
         requests: Sequence[types.Request],
-        sizes: Sequence[tuple[int, int]],
-        headers: dict[str, str],
         body: ChatRequest,
         identity: str,
+        *,
+        groups: int,
+        sizes: Sequence[tuple[int, int]],
+        headers: dict[str, str],
+        call: bool,
+        warnings: Sequence[str],
     ) -> None:
         self._service = context.service
         self._model = model
         self._requests = requests
+        self._groups = groups
         self._sizes = sizes
         self._headers = headers
+        self._call = call
+        self._warnings = warnings
         self._logprobs = bool(body.logprobs)
         self._usage = body.stream_options is not None and body.stream_options.include_usage
         self._id = identity
         self._created = int(time.time())
 
+    @property
+    def model(self) -> str:
+        """Name of the model that answers."""
+        return self._model.name
+
     def _admitted(self) -> Any:
         return self._service.admitted(self._model, self._requests[0].deadline, len(self._requests))
 
+    async def _answers(self, ticket: Ticket) -> list[list[Output]]:
+        """The outputs of each choice."""
+        answers = await self._service.ask_all(ticket, self._requests, self._headers)
+        if self._groups == 1:
+            return answers
+        lasts = [outputs[-1] for outputs in answers]
+        return [
+            [joined(lasts[start : start + self._groups])]
+            for start in range(0, len(lasts), self._groups)
+        ]
+
     async def whole(self) -> ChatAnswer:
+        """Wait for the whole answer."""
         with self._admitted() as ticket:
-            answers = await self._service.ask_all(ticket, self._requests, self._headers)
+            answers = await self._answers(ticket)
         lasts = [outputs[-1] for outputs in answers]
         return ChatAnswer(
             id=self._id,
@@ -128,8 +241,11 @@ class _Chat:
             model=self._model.name,
             choices=[self._choice(number, outputs) for number, outputs in enumerate(answers)],
             usage=usage(lasts),
-            valora=valora_block(self._model, lasts[0], self._sizes),
+            valora=self._block(lasts[0]),
         )
+
+    def _block(self, last: Output) -> ValoraAnswer:
+        return valora_block(self._model, last, self._sizes, self._warnings)
 
     def _choice(self, number: int, outputs: Sequence[Output]) -> ChatChoice:
         last = outputs[-1]
@@ -141,27 +257,35 @@ class _Chat:
             content = [item for output in outputs for item in chat_logprobs(output.logprobs)]
             logprobs = ChatLogprobs(content=content)
         assert last.finish is not None
+        message = AnswerMessage(content=text)
+        if self._call:
+            message = AnswerMessage(tool_calls=_calls(text, complete=last.finish is Finish.STOP))
         return ChatChoice(
             index=number,
-            message=AnswerMessage(content=text),
+            message=message,
             logprobs=logprobs,
-            finish_reason=finish_reason(last.finish),
+            finish_reason=finish_reason(last.finish, call=self._call),
         )
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer as chunks of OpenAI's API."""
         with self._admitted() as ticket:
-            streams = [self._service.ask(ticket, one, self._headers) for one in self._requests]
             lasts: dict[int, Output] = {}
+            calls: dict[int, CallReader] = {}
             begun: set[int] = set()
-            async with contextlib.aclosing(merged(streams)) as outputs:
+            async with contextlib.aclosing(self._outputs(ticket)) as outputs:
                 async for number, output in outputs:
                     if number not in begun:
                         begun.add(number)
-                        yield self._event(number, {"role": "assistant", "content": ""})
+                        content = None if self._call else ""
+                        yield self._event(number, {"role": "assistant", "content": content})
                     text = output.text
                     if output.head is not None:
                         text = output.head.text(self._sizes)
-                    if text or output.logprobs:
+                    if self._call:
+                        for delta in _call_deltas(calls, number, text, output.finish):
+                            yield self._event(number, delta, output)
+                    elif text or output.logprobs:
                         yield self._event(number, {"content": text}, output)
                     if output.finish is not None:
                         lasts[number] = output
@@ -169,6 +293,17 @@ class _Chat:
             if self._usage:
                 used = usage(lasts[number] for number in sorted(lasts))
                 yield self._base([]) | {"usage": used.model_dump()}
+
+    async def _outputs(self, ticket: Ticket) -> AsyncGenerator[tuple[int, Output], None]:
+        """Outputs of all choices as they come, each with the number of its choice."""
+        if self._groups > 1:
+            for number, (output,) in enumerate(await self._answers(ticket)):
+                yield number, output
+            return
+        streams = [self._service.ask(ticket, one, self._headers) for one in self._requests]
+        async with contextlib.aclosing(merged(streams)) as outputs:
+            async for found in outputs:
+                yield found
 
     def _base(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -191,6 +326,32 @@ class _Chat:
     def _ending(self, number: int, output: Output) -> dict[str, Any]:
         assert output.finish is not None
         event = self._event(number, {})
-        event["choices"][0]["finish_reason"] = finish_reason(output.finish)
-        block = valora_block(self._model, output, self._sizes)
-        return event | {"valora": block.model_dump(exclude_none=True)}
+        event["choices"][0]["finish_reason"] = finish_reason(output.finish, call=self._call)
+        return event | {"valora": self._block(output).model_dump(exclude_none=True)}
+
+
+def _calls(text: str, *, complete: bool) -> list[AnswerToolCall]:
+    """The call in an answer; none if the answer ended before the function's name."""
+    reader = CallReader()
+    arguments = reader.push(text) + reader.rest(complete=complete)
+    if reader.name is None:
+        return []
+    function = CalledFunction(name=reader.name, arguments=arguments)
+    return [AnswerToolCall(id=f"call_{new_id()}", function=function)]
+
+
+def _call_deltas(
+    readers: dict[int, CallReader], number: int, text: str, finish: Finish | None
+) -> Iterator[dict[str, Any]]:
+    """What a piece of text adds to the call of a choice, as deltas."""
+    reader = readers.setdefault(number, CallReader())
+    known = reader.name is not None
+    arguments = reader.push(text)
+    if finish is not None:
+        arguments += reader.rest(complete=finish is Finish.STOP)
+    if reader.name is not None and not known:
+        function = {"name": reader.name, "arguments": ""}
+        call = {"index": 0, "id": f"call_{new_id()}", "type": "function", "function": function}
+        yield {"tool_calls": [call]}
+    if arguments:
+        yield {"tool_calls": [{"index": 0, "function": {"arguments": arguments}}]}

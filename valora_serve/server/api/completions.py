@@ -17,6 +17,7 @@ from valora_serve import types
 from valora_serve.errors import RequestError
 from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import answer, error_answers
+from valora_serve.server.api.domain_prompt import completion_warnings
 from valora_serve.server.api.requests import check_text, constrained, sampling, schema_of, time_left
 from valora_serve.server.api.responses import finish_reason, usage, valora_block
 from valora_serve.server.api.schema import (
@@ -161,6 +162,7 @@ class _Completion:
         self._headers = headers
         self._logprobs = body.logprobs is not None
         self._usage = body.stream_options is not None and body.stream_options.include_usage
+        self._warnings = completion_warnings(model)
         self._id = identity
         self._created = int(time.time())
 
@@ -193,7 +195,7 @@ class _Completion:
             model=self._model.name,
             choices=choices,
             usage=self._used(lasts),
-            valora=valora_block(self._model, lasts[0], ()),
+            valora=valora_block(self._model, lasts[0], (), self._warnings),
         )
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -221,7 +223,11 @@ class _Completion:
                         )
                     elif not part.text and not part.logprobs["tokens"]:
                         continue
-                    yield self._event([choice])
+                    event = self._event([choice])
+                    if output.finish is not None:
+                        block = valora_block(self._model, output, (), self._warnings)
+                        event["valora"] = block.model_dump(exclude_none=True)
+                    yield event
             if self._usage:
                 used = self._used([lasts[number] for number in sorted(lasts)])
                 yield self._event([]) | {"usage": used.model_dump()}

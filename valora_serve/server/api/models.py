@@ -55,6 +55,7 @@ def card(model: ServedModel, context_length: int) -> ModelCard:
         accuracy=model.accuracy,
         required=model.required,
         prompt=model.prompt,
+        media=model.media,
         bundle=model.bundle,
         rank=model.rank,
         max_model_len=context_length,

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _BUILTIN = {
     "chat": "valora_serve.server.api.chat:router",
     "completions": "valora_serve.server.api.completions:router",
+    "responses": "valora_serve.server.api.openai_responses:router",
+    "embeddings": "valora_serve.server.api.embeddings:router",
     "vision": "valora_serve.server.api.vision:router",
     "models": "valora_serve.server.api.models:router",
     "system": "valora_serve.server.api.system:router",

@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from valora_serve.errors import DeadlineError, ImageError, RequestError, ServeError
+from valora_serve.server.api.schema import AudioPart, FilePart
+from valora_serve.server.api.tools import calls_as_text
 from valora_serve.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -15,12 +17,21 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
-    from valora_serve.server.api.schema import ChatRequest, CompletionRequest, Message, Url
+    from valora_serve.server.api.schema import (
+        ChatRequest,
+        CompletionRequest,
+        ContentPart,
+        Message,
+        Url,
+    )
     from valora_serve.server.context import ServerContext
     from valora_serve.server.media.reader import Pixels
     from valora_serve.types import Request, ServedModel
 
 MOST_STOPS = 16
+
+_ROLES = {"developer": "system", "tool": "user", "function": "user"}
+"""Roles of OpenAI's API by the ones that chat templates know."""
 
 
 def sampling(
@@ -83,18 +94,23 @@ def schema_of(body: ChatRequest | CompletionRequest) -> tuple[bool, Any]:
     return True, form.json_schema.schema_
 
 
-def head_wanted(body: ChatRequest, model: ServedModel, as_json: bool) -> bool:
-    """Whether the domain's head answers.
+def check_head(model: ServedModel, *, as_json: bool, calls: bool) -> None:
+    """Refuse what a domain's head cannot do.
+
+    Args:
+        model: A domain whose head answers.
+        as_json: Whether the answer must be JSON.
+        calls: Whether the answer must call a tool.
 
     Raises:
-        RequestError: The head would answer, but the request asks for JSON.
+        RequestError: Either is asked for.
     """
-    if model.head is not None and body.valora.head and as_json:
+    if as_json or calls:
+        what = "calls no tools" if calls else "keeps to no response_format"
         raise RequestError(
-            f"{model.name} answers with its {model.head} head, which keeps to no response_format: "
-            "set valora.head to false to generate"
+            f"{model.name} answers with its {model.head} head, which {what}: set valora.head to "
+            "false to generate"
         )
-    return body.valora.head
 
 
 def time_left(
@@ -133,41 +149,96 @@ async def read_messages(
         ImageError: An image or video cannot be read, or there are too many.
         RequestError: The text is too long.
     """
-    turns: list[dict[str, Any]] = []
-    images: list[Coroutine[Any, Any, Image]] = []
-    videos: list[Coroutine[Any, Any, list[Image]]] = []
-    chars = 0
+    reading = _Reading(context, pixels)
     try:
-        for message in messages:
-            role = "system" if message.role == "developer" else message.role
-            if isinstance(message.content, str):
-                chars += len(message.content)
-                turns.append({"role": role, "content": message.content})
-                continue
-            parts: list[dict[str, Any]] = []
-            for part in message.content:
-                if part.type == "text":
-                    chars += len(part.text)
-                    parts.append({"type": "text", "text": part.text})
-                elif part.type == "image_url":
-                    images.append(context.media.image(_url(part.image_url), pixels))
-                    parts.append({"type": "image"})
-                elif part.type == "video_url":
-                    videos.append(context.media.video(_url(part.video_url), pixels))
-                    parts.append({"type": "video"})
-                else:
-                    urls = [_url(frame) for frame in part.frames]
-                    videos.append(context.media.frames(urls, pixels))
-                    parts.append({"type": "video"})
-            turns.append({"role": role, "content": parts})
-        check_text(chars, context)
-        check_media(len(images) + len(videos), context, needed=not chars)
+        for number, message in enumerate(messages):
+            reading.add(number, message)
+        check_text(reading.chars, context)
+        check_media(len(reading.images) + len(reading.videos), context, needed=not reading.chars)
     except BaseException:
-        for unread in (*images, *videos):
+        for unread in (*reading.images, *reading.videos):
             unread.close()
         raise
-    found = await gathered(*images, *videos)
-    return turns if chars else None, found[: len(images)], found[len(images) :]
+    count = len(reading.images)
+    found = await gathered(*reading.images, *reading.videos)
+    return reading.turns if reading.chars else None, found[:count], found[count:]
+
+
+class _Reading:
+    """Turns of a conversation, with the images and videos that are still to be read.
+
+    Attributes:
+        turns: Turns for a chat template.
+        images: Coroutines that read the images, in order.
+        videos: Coroutines that read the videos, in order.
+        chars: Number of characters of all texts.
+    """
+
+    def __init__(self, context: ServerContext, pixels: Pixels) -> None:
+        self.turns: list[dict[str, Any]] = []
+        self.images: list[Coroutine[Any, Any, Image]] = []
+        self.videos: list[Coroutine[Any, Any, list[Image]]] = []
+        self.chars = 0
+        self._media, self._pixels = context.media, pixels
+
+    def add(self, number: int, message: Message) -> None:
+        """Add a message.
+
+        Raises:
+            RequestError: It has no content, or a part that cannot be read.
+        """
+        content = message.content
+        if message.role == "assistant" and not isinstance(content, list):
+            said = (content, message.refusal, calls_as_text(message))
+            content = "\n".join(text for text in said if text)
+        if content is None:
+            raise RequestError(
+                f"messages.{number}: content is null, which only an assistant's message may be: "
+                "send a text"
+            )
+        role = _ROLES.get(message.role, message.role)
+        if isinstance(content, str):
+            self.chars += len(content)
+            self.turns.append({"role": role, "content": content})
+            return
+        parts = [self._part(number, part) for part in content]
+        self.turns.append({"role": role, "content": parts})
+
+    def _part(self, number: int, part: ContentPart) -> dict[str, Any]:
+        if part.type == "image_url":
+            self.images.append(self._media.image(_url(part.image_url), self._pixels))
+            return {"type": "image"}
+        if part.type == "video_url":
+            self.videos.append(self._media.video(_url(part.video_url), self._pixels))
+            return {"type": "video"}
+        if part.type == "frames":
+            urls = [_url(frame) for frame in part.frames]
+            self.videos.append(self._media.frames(urls, self._pixels))
+            return {"type": "video"}
+        if isinstance(part, AudioPart | FilePart):
+            raise RequestError(
+                f"messages.{number} has a part of type {part.type}, which the model cannot read: "
+                "send text, image_url, video_url or frames"
+            )
+        text = part.text if part.type == "text" else part.refusal
+        self.chars += len(text)
+        return {"type": "text", "text": text}
+
+
+def instructed(turns: list[dict[str, Any]] | None, told: str) -> list[dict[str, Any]]:
+    """Turns that begin with an instruction, after that of the conversation's system prompt.
+
+    Raises:
+        RequestError: There are no turns.
+    """
+    if turns is None:
+        raise RequestError("messages hold no text: ask something that a tool is called for")
+    first = turns[0]
+    if first["role"] != "system":
+        return [{"role": "system", "content": told}, *turns]
+    content = first["content"]
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    return [{"role": "system", "content": "\n\n".join([*texts, told])}, *turns[1:]]
 
 
 async def gathered(*work: Coroutine[Any, Any, Any]) -> list[Any]:

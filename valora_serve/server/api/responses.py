@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from valora_data.contract.heads import BoxesResult
+from valora_serve.errors import RequestError
 from valora_serve.server.api.schema import (
     TokenDetails,
     TokenLogprob,
@@ -11,7 +14,7 @@ from valora_serve.server.api.schema import (
     UsageAnswer,
     ValoraAnswer,
 )
-from valora_serve.types import Finish
+from valora_serve.types import Finish, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -19,8 +22,15 @@ if TYPE_CHECKING:
     from valora_serve.types import Logprob, Output, ServedModel, TokenLogprobs
 
 
-def finish_reason(finish: Finish) -> str:
-    """OpenAI's name of the reason why an answer ended."""
+def finish_reason(finish: Finish, *, call: bool = False) -> str:
+    """OpenAI's name of the reason why an answer ended.
+
+    Args:
+        finish: Why it ended.
+        call: Whether the answer calls a tool.
+    """
+    if call and finish is Finish.STOP:
+        return "tool_calls"
     return "length" if finish is Finish.LENGTH else "stop"
 
 
@@ -47,7 +57,10 @@ def usage(lasts: Iterable[Output], prompts: int = 1) -> UsageAnswer:
 
 
 def valora_block(
-    model: ServedModel, last: Output, sizes: Sequence[tuple[int, int]]
+    model: ServedModel,
+    last: Output,
+    sizes: Sequence[tuple[int, int]],
+    warnings: Sequence[str] = (),
 ) -> ValoraAnswer:
     """The response's field ``valora``: model, mode and times, and the head's result.
 
@@ -55,6 +68,7 @@ def valora_block(
         model: Model that answered.
         last: Last output of the answer.
         sizes: (width, height) in pixels of the images as they were sent.
+        warnings: What of the request was ignored or was not measured.
     """
     head, times = last.head, last.times
     fields: dict[str, Any] = {}
@@ -68,7 +82,38 @@ def valora_block(
         adapter=model.adapter,
         bundle=model.bundle,
         mode=str(last.mode) if last.mode is not None else None,
+        warnings=list(warnings),
         **fields,
+    )
+
+
+def joined(lasts: Sequence[Output]) -> Output:
+    """The answer to several images, of which each was a request of its own.
+
+    Args:
+        lasts: Last output of each request, in the order of the images.
+
+    Raises:
+        RequestError: The head's answers to several images cannot be joined.
+    """
+    first = lasts[0]
+    if len(lasts) == 1:
+        return first
+    heads = [last.head for last in lasts if isinstance(last.head, BoxesResult)]
+    if len(heads) < len(lasts):
+        raise RequestError("This domain's head reads one image at a time: send one in a request")
+    used = [last.usage for last in lasts if last.usage is not None]
+    times = [last.times for last in lasts if last.times is not None]
+    return replace(
+        first,
+        head=replace(heads[0], detections=tuple(one for head in heads for one in head.detections)),
+        usage=Usage(
+            sum(item.prompt for item in used),
+            sum(item.completion for item in used),
+            sum(item.image for item in used),
+            sum(item.cached for item in used),
+        ),
+        times=max(times, key=lambda item: item.finished or 0.0, default=None),
     )
 
 

@@ -12,9 +12,11 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     FiniteFloat,
     JsonValue,
+    Tag,
 )
 
 
@@ -79,15 +81,84 @@ class FramesPart(_Body):
     frames: list[Url | str] = Field(fail_fast=True, min_length=1, max_length=10_000)
 
 
-ContentPart = Annotated[TextPart | ImagePart | VideoPart | FramesPart, Field(discriminator="type")]
+class RefusalPart(_Body):
+    """An earlier refusal of the assistant."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+
+class AudioPart(_Body):
+    """Audio, which is refused."""
+
+    type: Literal["input_audio"]
+    input_audio: JsonValue = None
+
+
+class FilePart(_Body):
+    """A file, which is refused."""
+
+    type: Literal["file"]
+    file: JsonValue = None
+
+
+ContentPart = Annotated[
+    TextPart | ImagePart | VideoPart | FramesPart | RefusalPart | AudioPart | FilePart,
+    Field(discriminator="type"),
+]
+
+
+_Parts = Annotated[list[ContentPart], Field(max_length=10_000, fail_fast=True)]
+
+
+class FunctionCall(_Body):
+    """A call of a function, as the assistant wrote it."""
+
+    name: Text
+    arguments: Text
+
+
+class ToolCall(_Body):
+    """An earlier call of a tool."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = Field(default=None, description="ignored")
 
 
 class Message(_Body):
     """A turn of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[ContentPart], Field(max_length=10_000, fail_fast=True)]
-    name: str | None = Field(default=None, description="ignored")
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Text | _Parts | None = None
+    name: str | None = Field(default=None, description="name of the function; ignored otherwise")
+    tool_calls: Annotated[list[ToolCall], Field(max_length=1_000, fail_fast=True)] | None = None
+    tool_call_id: str | None = Field(default=None, description="ignored")
+    refusal: Text | None = None
+    annotations: JsonValue = Field(default=None, description="ignored")
+    audio: JsonValue = Field(default=None, description="ignored")
+    function_call: FunctionCall | None = None
+    reasoning_content: JsonValue = Field(default=None, description="ignored")
+
+
+class Function(_Body):
+    """A function that the model can call."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: Text | None = None
+    parameters: dict[str, JsonValue] | None = Field(
+        default=None, description="JSON schema of its arguments; none by default"
+    )
+    strict: bool | None = Field(default=None, description="ignored: the schema always holds")
+
+
+class Tool(_Body):
+    """A tool; only functions are supported."""
+
+    type: str
+    function: Function | None = None
+    custom: JsonValue = Field(default=None, description="refused")
 
 
 class StreamOptions(_Body):
@@ -190,6 +261,24 @@ class ChatRequest(_Sampled):
     service_tier: str | None = Field(default=None, description="ignored")
     safety_identifier: str | None = Field(default=None, description="ignored")
     prompt_cache_key: str | None = Field(default=None, description="ignored")
+    prompt_cache_retention: str | None = Field(default=None, description="ignored")
+    prompt_cache_options: JsonValue = Field(default=None, description="ignored")
+    prediction: JsonValue = Field(default=None, description="ignored")
+    reasoning_effort: str | None = Field(default=None, description="ignored")
+    verbosity: str | None = Field(default=None, description="ignored")
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: str | dict[str, JsonValue] | None = Field(
+        default=None, description="none, required, or a function"
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="ignored: an answer calls one function"
+    )
+    modalities: list[str] | None = Field(default=None, description="only text")
+    audio: JsonValue = Field(default=None, description="only null")
+    functions: JsonValue = Field(default=None, description="only empty: use tools")
+    function_call: JsonValue = Field(default=None, description="only none: use tool_choice")
+    web_search_options: JsonValue = Field(default=None, description="only null")
+    moderation: JsonValue = Field(default=None, description="only null")
 
 
 class CompletionRequest(_Sampled):
@@ -205,6 +294,154 @@ class CompletionRequest(_Sampled):
     )
     best_of: int | None = Field(default=None, ge=1, le=128, description="must equal n")
     suffix: None = None
+
+
+class EmbeddingRequest(_Body):
+    """Body of ``/v1/embeddings``."""
+
+    model: str | None = Field(
+        default=None,
+        description="a domain, an adapter or the base model; the base model by default",
+    )
+    input: Text | _Texts | _Tokens | _TokenLists | None = None
+    messages: list[Message] | None = Field(
+        default=None,
+        fail_fast=True,
+        min_length=1,
+        max_length=10_000,
+        description="a conversation with images to embed, instead of input",
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(default=None, ge=1, description="only the width of the model")
+    user: str | None = Field(default=None, description="ignored")
+    valora: Valora = Valora()
+
+
+class ResponseInputText(_Body):
+    """Text in a message of ``/v1/responses``."""
+
+    type: Literal["input_text", "output_text"]
+    text: Text
+    annotations: JsonValue = Field(default=None, description="ignored")
+    logprobs: JsonValue = Field(default=None, description="ignored")
+
+
+class ResponseInputImage(_Body):
+    """An image in a message of ``/v1/responses``."""
+
+    type: Literal["input_image"]
+    image_url: str | None = None
+    detail: str | None = Field(default=None, description="ignored")
+    file_id: str | None = Field(default=None, description="refused: no files are kept")
+
+
+class ResponseInputOther(_Body):
+    """A file or audio in a message of ``/v1/responses``, which is refused."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    type: Literal["input_file", "input_audio"]
+
+
+_ResponsePart = Annotated[
+    ResponseInputText | ResponseInputImage | RefusalPart | ResponseInputOther,
+    Field(discriminator="type"),
+]
+_ResponseParts = Annotated[list[_ResponsePart], Field(max_length=10_000, fail_fast=True)]
+
+
+class ResponseInputMessage(_Body):
+    """A turn of a conversation of ``/v1/responses``."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | _ResponseParts
+    id: str | None = Field(default=None, description="ignored")
+    status: str | None = Field(default=None, description="ignored")
+    phase: str | None = Field(default=None, description="ignored")
+
+
+class ResponseInputItem(_Body):
+    """An item of ``/v1/responses`` that is no message, which is refused."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    type: str
+
+
+def _kind_of_item(item: object) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else "message"
+    return "item" if isinstance(kind, str) and kind != "message" else "message"
+
+
+_ResponseItem = Annotated[
+    Annotated[ResponseInputMessage, Tag("message")] | Annotated[ResponseInputItem, Tag("item")],
+    Discriminator(_kind_of_item),
+]
+_ResponseItems = Annotated[
+    list[_ResponseItem], Field(min_length=1, max_length=10_000, fail_fast=True)
+]
+
+
+class ResponseTextFormat(_Body):
+    """Format of the answer of ``/v1/responses``."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, JsonValue] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = Field(default=None, description="ignored: the schema always holds")
+
+
+class ResponseText(_Body):
+    """Text options of ``/v1/responses``."""
+
+    format: ResponseTextFormat | None = None
+    verbosity: str | None = Field(default=None, description="ignored")
+
+
+class ResponsesRequest(_Body):
+    """Body of ``/v1/responses``."""
+
+    model: str | None = Field(
+        default=None,
+        description="a domain, an adapter or the base model; the base model by default",
+    )
+    input: Text | _ResponseItems
+    instructions: Text | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
+    temperature: FiniteFloat | None = Field(default=None, ge=0, le=2)
+    top_p: FiniteFloat | None = Field(default=None, gt=0, le=1)
+    text: ResponseText | None = None
+    stream: bool | None = False
+    stream_options: JsonValue = Field(default=None, description="ignored")
+    include: Annotated[list[str], Field(max_length=100)] | None = Field(
+        default=None, description="only message.output_text.logprobs"
+    )
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    tools: Annotated[list[JsonValue], Field(max_length=128)] | None = Field(
+        default=None, description="only empty: /v1/chat/completions has tools"
+    )
+    tool_choice: JsonValue = Field(default=None, description="only none or auto")
+    parallel_tool_calls: bool | None = Field(default=None, description="ignored")
+    max_tool_calls: int | None = Field(default=None, description="ignored")
+    previous_response_id: str | None = Field(default=None, description="only null")
+    conversation: JsonValue = Field(default=None, description="only null")
+    prompt: JsonValue = Field(default=None, description="only null")
+    background: bool | None = Field(default=None, description="only false")
+    store: bool | None = Field(default=None, description="ignored: nothing is kept")
+    truncation: str | None = Field(default=None, description="ignored: nothing is left out")
+    metadata: dict[str, str] | None = Field(default=None, description="returned as it is")
+    reasoning: JsonValue = Field(default=None, description="ignored")
+    service_tier: str | None = Field(default=None, description="ignored")
+    safety_identifier: str | None = Field(default=None, description="ignored")
+    prompt_cache_key: str | None = Field(default=None, description="ignored")
+    prompt_cache_retention: str | None = Field(default=None, description="ignored")
+    prompt_cache_options: JsonValue = Field(default=None, description="ignored")
+    moderation: JsonValue = Field(default=None, description="only null")
+    context_management: JsonValue = Field(default=None, description="ignored")
+    user: str | None = Field(default=None, description="ignored")
+    valora: Valora = Valora()
 
 
 class VisionRequest(_Body):
@@ -327,6 +564,9 @@ class ValoraAnswer(_ResponseBody):
     )
     queue_seconds: float | None = None
     seconds: float | None = None
+    warnings: list[str] = Field(
+        default=[], description="what of the request was ignored or was not measured"
+    )
 
 
 class TopLogprob(_ResponseBody):
@@ -350,12 +590,28 @@ class ChatLogprobs(_ResponseBody):
     refusal: list[TokenLogprob] | None = None
 
 
+class CalledFunction(_ResponseBody):
+    """A function and its arguments, a JSON object as a string."""
+
+    name: str
+    arguments: str
+
+
+class AnswerToolCall(_ResponseBody):
+    """A call of a function."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class AnswerMessage(_ResponseBody):
     """Message with the answer."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None = None
     refusal: str | None = None
+    tool_calls: list[AnswerToolCall] | None = None
 
 
 class ChatChoice(_ResponseBody):
@@ -410,6 +666,44 @@ class CompletionAnswer(_ResponseBody):
     valora: ValoraAnswer | None = None
 
 
+class ResponseAnswer(_ResponseBody):
+    """Response of ``/v1/responses``; all of OpenAI's fields that apply here."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: float
+    status: Literal["in_progress", "completed", "incomplete"]
+    model: str
+    output: list[JsonValue]
+    valora: ValoraAnswer | None = None
+
+
+class Embedding(_ResponseBody):
+    """One embedding: numbers, or base64 of little-endian float32; its Euclidean length is 1."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(_ResponseBody):
+    """Token counts of the inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingAnswer(_ResponseBody):
+    """Response of ``/v1/embeddings``: one embedding for each input, in order."""
+
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 class VisionResult(_ResponseBody):
     """The answer to one image or to the video.
 
@@ -443,6 +737,9 @@ class VisionAnswer(_ResponseBody):
     usage: UsageAnswer
     mode: str | None = None
     seconds: float
+    warnings: list[str] = Field(
+        default=[], description="what of the request was ignored or was not measured"
+    )
 
 
 class ModelCard(_ResponseBody):
@@ -464,6 +761,7 @@ class ModelCard(_ResponseBody):
     accuracy: float | None = None
     required: float | None = None
     prompt: str | None = None
+    media: str | None = None
     bundle: str | None = None
     rank: int | None = None
     max_model_len: int

@@ -24,7 +24,8 @@ class EventStream(Response):
     Nothing is sent before the first event, so that an error before it gets its own status code.
 
     Args:
-        events: Events; each is the content of one ``data:`` line.
+        events: Events; each is the content of one ``data:`` line. One with a ``type`` has a line
+            ``event:`` with it, as in OpenAI's Responses API.
     """
 
     media_type = "text/event-stream"
@@ -71,4 +72,6 @@ async def _end(send: Send, error: ServeError | None) -> None:
 
 def _body(event: dict[str, Any]) -> dict[str, Any]:
     line = json.dumps(event, separators=(",", ":"), allow_nan=False)
-    return {"type": "http.response.body", "body": f"data: {line}\n\n".encode(), "more_body": True}
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    body = f"{name}data: {line}\n\n".encode()
+    return {"type": "http.response.body", "body": body, "more_body": True}

@@ -17,6 +17,7 @@ from valora_serve import types
 from valora_serve.errors import RequestError, UnknownModelError
 from valora_serve.server.access.rules import JSON, Access, allow
 from valora_serve.server.api.common import answer, error_answers
+from valora_serve.server.api.domain_prompt import check_measured_media, question_of
 from valora_serve.server.api.requests import check_text, gathered, time_left
 from valora_serve.server.api.responses import usage
 from valora_serve.server.api.schema import VisionAnswer, VisionRequest, VisionResult
@@ -100,9 +101,9 @@ def router(context: ServerContext) -> APIRouter:
         else:
             parsed = await _from_form(request, context, pixels)
         check_text(len(parsed.fields.prompt or ""), context)
-        requests = _requests(context, model, parsed, since)
+        requests, warnings = _requests(context, model, parsed, since)
         headers = dict(request.headers)
-        work = _answer(context, model, parsed, requests, headers, since)
+        work = _answer(context, model, parsed, requests, headers, since, warnings)
         return answer(await until_disconnect(request.receive, work))
 
     return routes
@@ -211,13 +212,17 @@ def _check_count(images: int, video: bool, frames: int, context: ServerContext) 
 
 def _requests(
     context: ServerContext, model: ServedModel, parsed: _ParsedRequest, since: float
-) -> list[types.Request]:
-    """Requests to the engine: one for each image, or one for the video."""
+) -> tuple[list[types.Request], list[str]]:
+    """Requests to the engine, one for each image or one for the video, and warnings."""
     fields = parsed.fields
+    head = model.head is not None
+    question, warnings = question_of(model, fields.prompt, head=head)
+    frames = [] if parsed.video is None else [len(parsed.video)]
+    warnings += check_measured_media(model, 1 - len(frames), frames, head=head)
     messages = None
     if fields.prompt is not None:
         kind = "image" if parsed.video is None else "video"
-        content = [{"type": "text", "text": fields.prompt}, {"type": kind}]
+        content = [{"type": "text", "text": question}, {"type": kind}]
         messages = [{"role": "user", "content": content}]
     sampling = SamplingParams(
         max_tokens=fields.max_tokens or context.settings.answer_tokens,
@@ -232,11 +237,11 @@ def _requests(
     }
     identity = f"vision-{new_id()}"
     if parsed.video is not None:
-        return [types.Request(id=identity, videos=[parsed.video], **common)]
+        return [types.Request(id=identity, videos=[parsed.video], **common)], warnings
     return [
         types.Request(id=f"{identity}-{number}", images=[image], **common)
         for number, image in enumerate(parsed.images)
-    ]
+    ], warnings
 
 
 async def _answer(
@@ -246,6 +251,7 @@ async def _answer(
     requests: Sequence[types.Request],
     headers: dict[str, str],
     since: float,
+    warnings: list[str],
 ) -> VisionAnswer:
     service = context.service
     with service.admitted(model, requests[0].deadline, len(requests)) as ticket:
@@ -265,6 +271,7 @@ async def _answer(
         usage=usage(lasts, len(lasts)),
         mode=str(last.mode) if last.mode is not None else None,
         seconds=time.monotonic() - since,
+        warnings=warnings,
     )
 
 

@@ -293,3 +293,72 @@ def test_a_head_can_be_left_out(others: Path) -> None:
     assert got.finish is Finish.LENGTH
     assert len(got.tokens) == 5
     assert got.last.head is None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy": "unmerge_only", "overlap": True},
+        {"policy": "valora", "overlap": False, "chunk": 19},
+        {"policy": "merge_only", "block_size": 32},
+    ],
+    ids=lambda settings: str(settings["policy"]),
+)
+def test_embeddings_are_last_hidden_states_of_peft(others: Path, settings: dict[str, Any]) -> None:
+    """Of the prompt's last token, by adapter, beside heads and generation, and from the cache."""
+    engine = make_engine("tiny", **settings)
+    engine.load(others)
+    adapters = {f"others/{name}": others / "adapters" / name for name in ("adapter-1", "adapter-2")}
+    reference = Reference("tiny", adapters)
+    names = ["others/adapter-1", "others/adapter-2", "scene", "crowd", None]
+    texts = ["a red star", "two blue rings over a green key and " * 3]
+    plain = {
+        f"{name} {n}": Request(f"{name} {n}", model=name, text=text, embed=True)
+        for n, text in enumerate(texts)
+        for name in names
+    }
+    plain["tokens"] = Request("tokens", model=names[0], token_ids=(1, 7, 19, 4), embed=True)
+    plain["image"] = Request(
+        "image", model=names[1], messages=ask("What is it?", images=1), images=[picture(1)],
+        embed=True,
+    )  # fmt: skip
+    head = Request("head", model="crowd", images=[picture(2)])
+    beside = writers([None, "others/adapter-2"])
+    for _ in range(2):
+        found = run(engine, [beside[0], *plain.values(), head, beside[1]], together=4)
+        for key, request in plain.items():
+            last = found[key].last
+            assert last is not None
+            assert last.error is None
+            assert last.finish is Finish.HEAD
+            assert last.head is not None
+            assert last.head.kind == "embedding"
+            assert last.head.logits is not None
+            wanted = _last_hidden(reference, request)
+            torch.testing.assert_close(
+                torch.from_numpy(last.head.logits[0]), wanted, rtol=1e-4, atol=1e-4
+            )
+            assert last.usage is not None
+            assert last.usage.completion == 0
+            assert not found[key].tokens
+        for request in beside:
+            assert found[request.id].tokens == reference(request).tokens
+        assert isinstance(found["head"].last.head, LabelResult)  # type: ignore[union-attr]
+    assert_empty(engine)
+
+
+def _last_hidden(reference: Reference, request: Request) -> torch.Tensor:
+    """Last hidden state of a prompt's last token, [width], on the adapter of its model."""
+    inputs = reference.inputs(request)
+    inner = reference.model.get_base_model().model
+    if request.model is None:
+        with reference.model.disable_adapter(), torch.no_grad():
+            hidden = inner(**inputs).last_hidden_state[0]
+    else:
+        of_domain = OTHERS.get(request.model)
+        name = request.model if of_domain is None else f"others/{of_domain.adapter}"
+        reference.model.set_adapter(name)
+        with torch.no_grad():
+            hidden = inner(**inputs).last_hidden_state[0]
+    last: torch.Tensor = hidden[-1]
+    return last

@@ -196,7 +196,7 @@ def test_an_unknown_model_is_a_404_with_the_known_ones(client, stream):
         ({"stop": ""}, "stop"),
         ({"top_logprobs": 2}, "logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream"),
-        ({"tools": []}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"response_format": {"type": "json_schema"}}, "json_schema"),
@@ -204,7 +204,7 @@ def test_an_unknown_model_is_a_404_with_the_known_ones(client, stream):
          "schema"),
         ({"response_format": {"type": "json_object"}, "model": "person"}, "head"),
         ({"messages": [{"role": "user", "content": ""}]}, "no text"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "type"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"seed": 2**64}, "seed"),
@@ -244,3 +244,96 @@ def test_an_error_in_mid_stream_is_told_in_the_stream(server, client):
         with pytest.raises(openai.APIError, match="stopped while it answered"):
             list(ask(other, stream=True))
         assert broken.inside == 0
+
+
+# The prompt of a domain
+
+PNG = {"type": "image_url", "image_url": {"url": data_url(encoded(picture(40, 20)))}}
+TALL = {"type": "image_url", "image_url": {"url": data_url(encoded(picture(10, 50)))}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("messages", "warned"),
+    [
+        ([{"role": "user", "content": [PNG]}], False),
+        ([{"role": "user", "content": [{"type": "text", "text": "Who is it?"}, PNG]}], True),
+        ([{"role": "user", "content": [PNG, {"type": "text", "text": "Who is it?"}]}], True),
+        ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": [PNG]}], True),
+        ([{"role": "user", "content": [TALL]}, {"role": "assistant", "content": "None."},
+          {"role": "user", "content": [PNG]}], True),
+    ],
+)  # fmt: skip
+def test_a_heads_prompt_is_the_domains_whatever_is_sent(server, client, messages, warned, stream):
+    answer = ask(client, model="person", messages=messages, stream=stream)
+    block = list(answer)[-1].valora if stream else answer.valora
+    assert bool(block["warnings"]) == warned
+    assert [image["width"] for image in block["images"]] == [40]
+    asked = server.engine.asked[-1]
+    assert [image.size for image in asked.images] == [(40, 20)]
+    text = {"type": "text", "text": "detect person"}
+    assert asked.messages == [{"role": "user", "content": [text, {"type": "image"}]}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_image_of_a_box_head_is_a_prompt_of_its_own(server, client, stream):
+    before = len(server.engine.asked)
+    options = {"model": "person", "messages": [{"role": "user", "content": [PNG, TALL]}], "n": 2}
+    answer = ask(client, **options, stream=stream, **(
+        {"stream_options": {"include_usage": True}} if stream else {}
+    ))  # fmt: skip
+    asked = server.engine.asked[before:]
+    assert [[image.size for image in one.images] for one in asked] == [[(40, 20)], [(10, 50)]] * 2
+    assert len({one.id for one in asked}) == 4
+    assert all(part["type"] == "image" for one in asked for part in one.messages[0]["content"][1:])
+    if stream:
+        chunks = list(answer)
+        ending = [c for c in chunks if c.choices and c.choices[0].finish_reason]
+        assert [c.choices[0].index for c in ending] == [0, 1]
+        block, used = ending[0].valora, chunks[-1].usage
+        texts = {c.choices[0].index: c.choices[0].delta.content for c in chunks
+                 if c.choices and c.choices[0].delta.content}  # fmt: skip
+    else:
+        block, used = answer.valora, answer.usage
+        texts = {choice.index: choice.message.content for choice in answer.choices}
+    assert [(i["width"], i["detections"][0]["box"]) for i in block["images"]] == [
+        (40, [0.0, 0.0, 20.0, 10.0]), (10, [0.0, 0.0, 5.0, 25.0]),
+    ]  # fmt: skip
+    assert set(texts) == {0, 1}
+    assert texts[0] == "\n".join(["<ref>person</ref><box>(0,0),(500,500)</box>"] * 2)
+    assert used.prompt_tokens == 2 * 69
+
+
+def test_a_head_without_an_image_is_refused(client):
+    with pytest.raises(openai.BadRequestError, match="scene answers with its classification head"):
+        ask(client, model="scene")
+
+
+def test_a_domain_that_writes_warns_of_what_was_not_measured(server, client):
+    text = {"type": "text", "text": "What now?"}
+    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": [PNG, text]}]
+    answer = ask(client, model="caption", messages=messages)
+    assert "a system prompt" in answer.valora["warnings"][0]
+    kinds = [part["type"] for part in server.engine.asked[-1].messages[1]["content"]]
+    assert kinds == ["text", "image"]
+    assert (
+        ask(client, model="caption", messages=[{"role": "user", "content": [PNG]}]).valora[
+            "warnings"
+        ]
+        == []
+    )
+
+
+def test_the_other_doors_to_a_domain_warn_too(server, client):
+    answer = client.completions.create(model="person", prompt="detect person")
+    assert "text completion" in answer.valora["warnings"][0]
+    chunks = list(client.completions.create(model="person", prompt="detect", stream=True))
+    assert "text completion" in chunks[-1].valora["warnings"][0]
+    assert client.completions.create(model="adapter-1", prompt="x").valora["warnings"] == []
+    image = {"images": [PNG["image_url"]["url"]]}
+    body = server.client.post("/v1/vision/person", json=image | {"prompt": "Who?"}).json()
+    assert "ignored the text" in body["warnings"][0]
+    assert server.engine.asked[-1].messages[0]["content"][0]["text"] == "detect person"
+    for more in ({}, {"prompt": "detect person"}, {"prompt": " "}):
+        body = server.client.post("/v1/vision/person", json=image | more).json()
+        assert body["warnings"] == []

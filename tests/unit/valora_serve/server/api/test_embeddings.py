@@ -1,0 +1,101 @@
+"""The embeddings endpoint, asked with OpenAI's client, over the fake engine."""
+
+import numpy as np
+import openai
+import pytest
+
+from tests.support.fake_engine import FakeEngine
+from tests.support.http_helpers import data_url, encoded, picture, serving
+
+
+def expected(text, images=0):
+    """The fake engine's embedding, with length 1."""
+    vector = np.array([len(text), images, sum(map(ord, text)) % 97], np.float64)
+    return vector / np.linalg.norm(vector)
+
+
+@pytest.mark.parametrize("form", ["float", "base64", None])
+def test_each_text_gets_its_own_embedding(client, form):
+    options = {} if form is None else {"encoding_format": form}
+    texts = ["a red star", "blue", "ünïcode"]
+    answer = client.embeddings.create(model="adapter-1", input=texts, **options)
+    assert answer.object == "list"
+    assert answer.model == "adapter-1"
+    assert [item.index for item in answer.data] == [0, 1, 2]
+    for item, text in zip(answer.data, texts, strict=True):
+        found = item.embedding
+        if form == "base64":
+            import base64
+
+            found = np.frombuffer(base64.b64decode(found), "<f4")
+        assert found == pytest.approx(expected(text), abs=1e-6)
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, texts))
+
+
+def test_a_text_and_tokens(server, client):
+    (item,) = client.embeddings.create(model="tiny", input="one").data
+    assert item.embedding == pytest.approx(expected("one"), abs=1e-6)
+    for given, seen in (([5, 6, 7], [(5, 6, 7)]), ([[5], [6, 7]], [(5,), (6, 7)])):
+        before = len(server.engine.asked)
+        client.embeddings.create(model="person", input=given)
+        asked = server.engine.asked[before:]
+        assert sorted(one.token_ids for one in asked) == seen
+        assert all(one.embed and one.model == "person" for one in asked)
+
+
+def test_a_conversation_with_an_image(server):
+    parts = [{"type": "image_url", "image_url": {"url": data_url(encoded(picture()))}}]
+    for content, kinds in (
+        (parts, ["image"]),
+        ([*parts, {"type": "text", "text": "a star"}], ["image", "text"]),
+    ):
+        body = {"model": "tiny", "messages": [{"role": "user", "content": content}]}
+        answer = server.client.post("/v1/embeddings", json=body)
+        assert answer.status_code == 200, answer.text
+        assert len(answer.json()["data"]) == 1
+        asked = server.engine.asked[-1]
+        assert [part["type"] for part in asked.messages[0]["content"]] == kinds
+        assert len(asked.images) == 1
+
+
+def test_dimensions_are_those_of_the_model(client):
+    assert client.embeddings.create(model="tiny", input="x", dimensions=3).data
+    with pytest.raises(openai.BadRequestError, match="have 3"):
+        client.embeddings.create(model="tiny", input="x", dimensions=2)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({}, "Send input"), ({"input": ""}, "empty"), ({"input": []}, "empty"),
+        ({"input": ["x", ""]}, "empty"), ({"input": [[]]}, "empty"),
+        ({"input": "x", "messages": [{"role": "user", "content": "x"}]}, "one of them"),
+        ({"input": "x", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "x", "dimensions": 0}, "dimensions"),
+        ({"input": [1.5]}, "input"), ({"input": ["x"] * 1001}, "input"),
+        ({"input": "x" * 400_001}, "characters"), ({"input": [5000]}, "token"),
+        ({"input": "x", "inputs": "y"}, "inputs"),
+    ],
+)  # fmt: skip
+def test_wrong_requests_are_400_and_say_why(server, body, said):
+    answer = server.client.post("/v1/embeddings", json={"model": "tiny"} | body)
+    assert answer.status_code == 400, answer.text
+    assert said in answer.json()["error"]["message"]
+
+
+def test_an_unknown_model_is_a_404(client):
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="nobody", input="x")
+
+
+def test_a_hidden_state_that_is_not_finite_is_an_error():
+    class Diverged(FakeEngine):
+        async def _answer(self, request, arrival):
+            async for output in super()._answer(request, arrival):
+                output.head.logits[0, 0] = np.inf
+                yield output
+
+    with serving(Diverged()) as server:
+        answer = server.client.post("/v1/embeddings", json={"input": "x"})
+        assert answer.status_code == 500
+        assert "not finite" in answer.json()["error"]["message"]

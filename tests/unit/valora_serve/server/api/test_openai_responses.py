@@ -1,0 +1,165 @@
+"""The responses endpoint, asked with OpenAI's client, over the fake engine."""
+
+import json
+
+import openai
+import pytest
+
+from tests.support.fake_engine import WORDS, FakeEngine
+from tests.support.http_helpers import data_url, encoded, picture, serving
+
+IMAGE = {"type": "input_image", "detail": "auto", "image_url": data_url(encoded(picture(40, 20)))}
+
+
+def ask(client, **more):
+    return client.responses.create(**({"model": "tiny", "input": "describe"} | more))
+
+
+def test_an_answer_has_text_usage_and_status(server, client):
+    answer = ask(client, max_output_tokens=3, temperature=0.5, metadata={"a": "b"},
+                 instructions="Be brief.")  # fmt: skip
+    assert answer.output_text == " ".join(WORDS[:3])
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (5, 3)
+    assert answer.usage.input_tokens_details.cached_tokens == 1
+    assert (answer.model, answer.metadata, answer.instructions) == ("tiny", {"a": "b"}, "Be brief.")
+    asked = server.engine.asked[-1]
+    assert asked.sampling.temperature == 0.5
+    assert asked.messages == [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "describe"},
+    ]  # fmt: skip
+    whole = ask(client)
+    assert (whole.status, whole.output_text) == ("completed", " ".join(WORDS))
+    assert whole.output[0].role == "assistant"
+
+
+def test_a_stream_has_the_events_of_openais_api(client):
+    whole = ask(client)
+    events = list(ask(client, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert kinds[:4] == [
+        "response.created", "response.in_progress", "response.output_item.added",
+        "response.content_part.added",
+    ]  # fmt: skip
+    assert kinds[-4:] == [
+        "response.output_text.done", "response.content_part.done", "response.output_item.done",
+        "response.completed",
+    ]  # fmt: skip
+    assert len(kinds) == 8 + len(deltas)
+    assert len(deltas) == len(WORDS)
+    assert "".join(event.delta for event in deltas) == whole.output_text == events[-4].text
+    assert events[0].response.status == "in_progress"
+    last = events[-1].response
+    assert last.output_text == whole.output_text
+    assert last.usage == whole.usage
+    assert {last.id} == {events[0].response.id}
+    assert list(ask(client, stream=True, max_output_tokens=2))[-1].type == "response.incomplete"
+
+
+def test_the_clients_own_stream_reads_it(client):
+    with client.responses.stream(model="tiny", input="describe") as stream:
+        assert any(event.type == "response.output_text.delta" for event in stream)
+        assert stream.get_final_response().output_text == " ".join(WORDS)
+
+
+def test_an_image_and_a_head(server, client):
+    content = [{"type": "input_text", "text": "Who?"}, IMAGE]
+    answer = ask(client, model="person", input=[{"role": "user", "content": content}])
+    assert answer.output_text == "<ref>person</ref><box>(0,0),(500,500)</box>"
+    assert answer.valora["images"][0]["width"] == 40
+    assert "ignored the text" in answer.valora["warnings"][0]
+    assert server.engine.asked[-1].messages[0]["content"][0]["text"] == "detect person"
+    events = list(ask(client, model="person", input=[{"role": "user", "content": content}],
+                      stream=True))  # fmt: skip
+    assert events[-1].response.output_text == answer.output_text
+    assert events[-1].response.valora["images"] == answer.valora["images"]
+
+
+def test_an_earlier_answer_is_part_of_the_next_input(server, client):
+    first = ask(client)
+    ask(client, input=[{"role": "user", "content": "describe"}, *first.output,
+                       {"type": "message", "role": "user", "content": "More."}])  # fmt: skip
+    turns = server.engine.asked[-1].messages
+    assert [turn["role"] for turn in turns] == ["user", "assistant", "user"]
+    assert turns[1]["content"][0]["text"] == first.output_text
+
+
+def test_json_schema_holds(client):
+    schema = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}},
+              "required": ["colour"], "additionalProperties": False}  # fmt: skip
+    form = {"type": "json_schema", "name": "thing", "schema": schema, "strict": True}
+    answer = ask(client, text={"format": form}, max_output_tokens=100)
+    assert json.loads(answer.output_text)["colour"] in {"red", "blue"}
+    assert ask(client, text={"format": {"type": "text"}, "verbosity": "low"}).output_text
+
+
+def test_logprobs(client):
+    answer = ask(client, include=["message.output_text.logprobs"], top_logprobs=2)
+    found = answer.output[0].content[0].logprobs
+    assert [item.token for item in found[:2]] == ["a", " red"]
+    assert len(found[0].top_logprobs) == 2
+
+
+def test_fields_that_change_nothing_are_taken(client):
+    answer = ask(
+        client, tools=[], tool_choice="none", store=True, truncation="auto", user="u",
+        reasoning={"effort": "low"}, parallel_tool_calls=True, previous_response_id=None,
+        background=False, service_tier="auto", prompt_cache_key="k", include=[],
+    )  # fmt: skip
+    assert answer.status == "completed"
+    assert not answer.store
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"previous_response_id": "resp_1"}, "send the whole conversation"),
+        ({"conversation": "conv_1"}, "send the whole conversation"),
+        ({"prompt": {"id": "p"}}, "keeps no prompts"),
+        ({"background": True}, "background"),
+        ({"moderation": {"model": "x"}}, "moderation"),
+        ({"tools": [{"type": "web_search"}]}, "/v1/chat/completions"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"include": ["reasoning.encrypted_content"]}, "reasoning.encrypted_content"),
+        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]},
+         "'function_call_output'"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
+         "input_file"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
+         "image_url"),
+        ({"input": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "type"),
+        ({"input": []}, "input"), ({"input": ""}, "no text"), ({"input": [5]}, "input"),
+        ({"input": [{"type": 5}]}, "input"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "put schema"),
+        ({"max_output_tokens": 0}, "max_output_tokens"), ({"temprature": 1}, "temprature"),
+    ],
+)  # fmt: skip
+def test_wrong_requests_are_400_and_say_why(server, body, said):
+    answer = server.client.post("/v1/responses", json={"model": "tiny", "input": "x"} | body)
+    assert answer.status_code == 400, answer.text
+    assert said in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_before_the_answer_have_a_status(client, stream):
+    with pytest.raises(openai.NotFoundError):
+        ask(client, model="nobody", stream=stream)
+    with pytest.raises(openai.BadRequestError, match="send one in a user message"):
+        ask(client, model="scene", stream=stream)
+
+
+def test_an_error_in_mid_stream_is_told_in_the_stream():
+    class Broken(FakeEngine):
+        async def _answer(self, request, arrival):
+            async for output in super()._answer(request, arrival):
+                yield output
+                return
+
+    with serving(Broken()) as broken:
+        other = openai.OpenAI(base_url=f"{broken.url}/v1", api_key="x", max_retries=0)
+        with pytest.raises(openai.APIError, match="stopped while it answered"):
+            list(ask(other, stream=True))
+        assert broken.inside == 0

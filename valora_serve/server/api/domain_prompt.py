@@ -1,0 +1,274 @@
+"""What a request asks a domain: the prompt that the domain was measured with.
+
+A domain's accuracy holds for the prompt of its training only: one user turn, the text before the
+image, nothing else. A head always gets exactly this prompt. Whatever else a request holds is left
+out, and a warning in the answer says so; what contradicts the prompt is refused.
+
+A domain whose language model answers may be asked anything. The order of its training, text before
+image, is restored, and a warning names what its accuracy was not measured with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from valora_serve.errors import ImageError, RequestError
+from valora_serve.server.api.schema import Message, RefusalPart, TextPart
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from valora_serve.server.api.schema import ContentPart
+    from valora_serve.types import ServedModel
+
+PLACE = "{}"
+"""Stands in a domain's prompt for the request's own words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked.
+
+    Attributes:
+        messages: The conversation as the model reads it.
+        warnings: What of the request was left out or was not measured; one sentence each.
+    """
+
+    messages: list[Message]
+    warnings: list[str] = field(default_factory=list)
+
+
+def answers_with_head(model: ServedModel, wanted: bool) -> bool:
+    """Whether a head answers.
+
+    Args:
+        model: Model that the request names.
+        wanted: Whether the request allows it, see `valora.head`.
+    """
+    return wanted and model.head is not None
+
+
+def as_measured(model: ServedModel, messages: Sequence[Message], *, head: bool) -> Asked:
+    """Return the conversation that a model is asked for a request.
+
+    Args:
+        model: Model that the request names; for others than domains nothing is changed.
+        messages: The conversation as it was sent.
+        head: Whether the domain's head answers.
+
+    Raises:
+        RequestError: The request lacks an image or a question that the domain needs.
+    """
+    if model.kind != "domain":
+        return Asked(list(messages))
+    return _for_head(model, messages) if head else _for_language_model(model, messages)
+
+
+def question_of(model: ServedModel, words: str | None, *, head: bool) -> tuple[str, list[str]]:
+    """Return the text of a domain's prompt, and warnings.
+
+    Args:
+        model: The domain.
+        words: Text of the request, None if it has none.
+        head: Whether the domain's head answers.
+
+    Raises:
+        RequestError: The domain's prompt needs a text.
+    """
+    words = (words or "").strip()
+    prompt = model.prompt or ""
+    if not words:
+        if not prompt or PLACE in prompt:
+            hint = f" (its prompt is {prompt!r})" if prompt else ""
+            raise RequestError(
+                f"{model.name} answers questions about an image{hint}: send the question as text"
+            )
+        return prompt, []
+    if _takes_words(model):
+        return _filled(prompt, words), []
+    if words == prompt.strip():
+        return prompt, []
+    if head:
+        return prompt, [_ignored(model, ["the text"])]
+    return words, [_unmeasured(model, ["another text"])] if model.head is None else []
+
+
+def check_measured_media(
+    model: ServedModel, images: int, videos: Sequence[int], *, head: bool
+) -> list[str]:
+    """Compare the images of one prompt with what a domain was measured with.
+
+    Args:
+        model: Model that is asked.
+        images: Number of images.
+        videos: Number of frames of each video.
+        head: Whether the domain's head answers.
+
+    Returns:
+        Warnings.
+
+    Raises:
+        ImageError: The domain's head cannot answer.
+    """
+    if model.kind != "domain" or not (images or videos) or (model.head is not None and not head):
+        return []
+    wrong = None
+    if model.media == "video" and (images or len(videos) != 1):
+        wrong = f"{model.name} reads one video: send a video, or its frames as such"
+    elif model.media == "images" and videos:
+        wrong = f"{model.name} reads images, not videos: send images"
+    elif model.media != "video" and model.images is not None and images not in (0, model.images):
+        wrong = (
+            f"{model.name} reads {model.images} image{'s' * (model.images > 1)} at a time, got "
+            f"{images}: send {'that many' if model.images > 1 else 'one'} in a request"
+        )
+    if wrong is not None:
+        if head:
+            raise ImageError(wrong)
+        return [_unmeasured(model, ["other images or videos"])]
+    if model.media == "video" and model.images is not None and videos[0] != model.images:
+        return [
+            f"{model.name} was measured with {model.images} frames of a video, and this one has "
+            f"{videos[0]}: its accuracy may differ"
+        ]
+    return []
+
+
+def completion_warnings(model: ServedModel) -> list[str]:
+    """Warnings for a text completion, which reads neither a domain's prompt nor an image."""
+    if model.kind != "domain":
+        return []
+    return [
+        f"{model.name} was measured with its prompt ({model.prompt!r}) and images, which a text "
+        "completion lacks: its accuracy does not hold, ask /v1/chat/completions instead"
+    ]
+
+
+def _for_head(model: ServedModel, messages: Sequence[Message]) -> Asked:
+    """The only turn that a head sees: its prompt, and the newest images."""
+    users = [n for n, message in enumerate(messages) if message.role == "user"]
+    shown = next((n for n in reversed(users) if _media(messages[n])), None)
+    if shown is None:
+        raise RequestError(
+            f"{model.name} answers with its {model.head} head, which reads an image or video: "
+            "send one in a user message, or set valora.head to false to generate"
+        )
+    spoken = None
+    if _takes_words(model):
+        spoken = next((n for n in reversed(users) if _text(messages[n])), None)
+    said = _text(messages[shown if spoken is None else spoken])
+    question, _ = question_of(model, said if spoken is not None else None, head=True)
+    dropped: list[str] = []
+    for number, message in enumerate(messages):
+        if number in (shown, spoken):
+            continue
+        if message.role in ("system", "developer"):
+            dropped.append("the system prompt")
+        elif message.role == "user" and number > shown and spoken is None:
+            dropped += ["the text"] * bool(_text(message))
+        else:
+            dropped.append("the other turns")
+    if shown != spoken and _text(messages[shown]) not in ("", question.strip()):
+        dropped.append("the text" if spoken is None else "the other turns")
+    content: list[ContentPart] = [TextPart(type="text", text=question), *_media(messages[shown])]
+    warnings = [_ignored(model, dropped)] if dropped else []
+    return Asked([Message(role="user", content=content)], warnings)
+
+
+def _for_language_model(model: ServedModel, messages: Sequence[Message]) -> Asked:
+    """The conversation in the order of training, with the domain's prompt if it has no text."""
+    users = [n for n, message in enumerate(messages) if message.role == "user"]
+    spoken = next((n for n in reversed(users) if _text(messages[n])), None)
+    shown = next((n for n in reversed(users) if _media(messages[n])), None)
+    turns = list(messages)
+    unmeasured: list[str] = []
+    if spoken is None and shown is not None:
+        question, _ = question_of(model, None, head=False)
+        if any(_text(message) for message in messages):  # otherwise the engine adds the prompt
+            text = TextPart(type="text", text=question)
+            turns[shown] = _with_parts(turns[shown], [text, *_media(turns[shown])])
+    elif spoken is not None:
+        words = _text(turns[spoken])
+        if _takes_words(model):
+            text = TextPart(type="text", text=_filled(model.prompt or "", words))
+            turns[spoken] = _with_parts(turns[spoken], [text, *_media(turns[spoken])])
+        elif words != (model.prompt or "").strip():
+            unmeasured.append("another text")
+    if shown is None:
+        unmeasured.append("no image")
+    if any(message.role in ("system", "developer") for message in messages):
+        unmeasured.append("a system prompt")
+    if len([message for message in messages if message.role not in ("system", "developer")]) > 1:
+        unmeasured.append("several turns")
+    turns = [_text_first(message) if message.role == "user" else message for message in turns]
+    if model.head is not None:
+        unmeasured = []  # its accuracy is that of the head, which was not wanted
+    return Asked(turns, [_unmeasured(model, unmeasured)] if unmeasured else [])
+
+
+def _takes_words(model: ServedModel) -> bool:
+    """Whether a domain's prompt contains the request's own words."""
+    return model.prompted or not model.prompt or PLACE in model.prompt
+
+
+def _filled(prompt: str, words: str) -> str:
+    """The domain's prompt with a request's words in it, which may hold the whole prompt already."""
+    if PLACE not in prompt:
+        return words
+    before, _, after = prompt.partition(PLACE)
+    start, end = before.lstrip(), after.rstrip()
+    has_start = words[: len(start)].lower() == start.lower()
+    has_end = words[len(words) - len(end) :].lower() == end.lower()
+    if (start or end) and has_start and has_end and len(words) > len(start) + len(end):
+        words = words[len(start) : len(words) - len(end)].strip()
+    return prompt.replace(PLACE, words)
+
+
+def _ignored(model: ServedModel, what: Sequence[str]) -> str:
+    listed = ", ".join(dict.fromkeys(what))
+    return (
+        f"{model.name} answers with its {model.head} head, which reads only the prompt that it "
+        f"was measured with ({model.prompt!r}) and the image: ignored {listed}"
+    )
+
+
+def _unmeasured(model: ServedModel, what: Sequence[str]) -> str:
+    listed = ", ".join(dict.fromkeys(what))
+    return (
+        f"{model.name} was measured with its prompt ({model.prompt!r}) and images alone: its "
+        f"accuracy does not hold with {listed}"
+    )
+
+
+def _text(message: Message) -> str:
+    """All texts of a message, joined; empty if they hold nothing but white space."""
+    content = message.content
+    if isinstance(content, str):
+        return content.strip()
+    texts = (part.text.strip() for part in content or () if isinstance(part, TextPart))
+    return " ".join(text for text in texts if text)
+
+
+def _media(message: Message) -> list[ContentPart]:
+    """Parts of a message that are no text."""
+    content = message.content
+    if content is None or isinstance(content, str):
+        return []
+    return [part for part in content if not isinstance(part, TextPart | RefusalPart)]
+
+
+def _with_parts(message: Message, parts: list[ContentPart]) -> Message:
+    return message.model_copy(update={"content": parts})
+
+
+def _text_first(message: Message) -> Message:
+    """A message whose text follows its images, in the other order; any other message as it is."""
+    content = message.content
+    if content is None or isinstance(content, str):
+        return message
+    kinds = [isinstance(part, TextPart) for part in content]
+    at = kinds.index(True) if True in kinds else 0
+    if not all(kinds[at:]):
+        return message
+    return _with_parts(message, [*content[at:], *content[:at]])

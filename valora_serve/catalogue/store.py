@@ -21,7 +21,7 @@ from valora_serve.errors import AdapterError, BusyError, UnknownModelError
 from valora_serve.types import ServedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -188,14 +188,20 @@ class Store:
                 loaded_at=loaded_at,
             )
             listed[short] = ResolvedModel(model, _without_matrices(adapter))
+        golden = _golden_examples(bundle)
         domains = [
-            self._domain(bundle, name, facts, listed[facts["adapter"]])
+            self._domain(bundle, name, facts, listed[facts["adapter"]], golden)
             for name, facts in bundle.domains.items()
         ]
         return Staged(bundle.name, (*listed.values(), *domains), adapters, bundle.folder)
 
     def _domain(
-        self, bundle: Bundle, name: str, facts: dict[str, Any], by: ResolvedModel
+        self,
+        bundle: Bundle,
+        name: str,
+        facts: dict[str, Any],
+        by: ResolvedModel,
+        examples: Sequence[dict[str, Any]],
     ) -> ResolvedModel:
         self._check_name(name)
         labels = tuple(facts.get("labels") or ())
@@ -208,7 +214,7 @@ class Store:
                     f"{shown(head.labels)}; export it again"
                 )
             head = head.configured(facts)
-        golden = [one for one in _golden_examples(bundle) if one.get("domain") == name]
+        golden = [one for one in examples if one.get("domain") == name]
         rests = (one.get("rest") for one in golden)
         counts = {1 + len(rest) if isinstance(rest, list) else 1 for rest in rests}
         accuracy = facts.get("accuracy") or {}

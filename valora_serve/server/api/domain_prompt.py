@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from valora_data.contract.files import shown
 from valora_serve.errors import ImageError, RequestError
 from valora_serve.server.api.schema import Message, RefusalPart, TextPart
 
@@ -80,7 +81,7 @@ def question_of(model: ServedModel, words: str | None, *, head: bool) -> tuple[s
     prompt = model.prompt or ""
     if not words:
         if not prompt or PLACE in prompt:
-            hint = f" (its prompt is {prompt!r})" if prompt else ""
+            hint = f" (its prompt is {shown(prompt)})" if prompt else ""
             raise RequestError(
                 f"{model.name} answers questions about an image{hint}: send the question as text"
             )
@@ -140,16 +141,16 @@ def completion_warnings(model: ServedModel) -> list[str]:
     if model.kind != "domain":
         return []
     return [
-        f"{model.name} was measured with its prompt ({model.prompt!r}) and images, which a text "
-        "completion lacks: its accuracy does not hold, ask /v1/chat/completions instead"
+        f"{model.name} was measured with its prompt ({shown(model.prompt)}) and images, which text "
+        "completions lack: its accuracy does not hold, ask /v1/chat/completions instead"
     ]
 
 
 def _for_head(model: ServedModel, messages: Sequence[Message]) -> Asked:
     """The only turn that a head sees: its prompt, and the newest images."""
     users = [n for n, message in enumerate(messages) if message.role == "user"]
-    shown = next((n for n in reversed(users) if _media(messages[n])), None)
-    if shown is None:
+    newest = next((n for n in reversed(users) if _media(messages[n])), None)
+    if newest is None:
         raise RequestError(
             f"{model.name} answers with its {model.head} head, which reads an image or video: "
             "send one in a user message, or set valora.head to false to generate"
@@ -157,21 +158,21 @@ def _for_head(model: ServedModel, messages: Sequence[Message]) -> Asked:
     spoken = None
     if _takes_words(model):
         spoken = next((n for n in reversed(users) if _text(messages[n])), None)
-    said = _text(messages[shown if spoken is None else spoken])
+    said = _text(messages[newest if spoken is None else spoken])
     question, _ = question_of(model, said if spoken is not None else None, head=True)
     dropped: list[str] = []
     for number, message in enumerate(messages):
-        if number in (shown, spoken):
+        if number in (newest, spoken):
             continue
         if message.role in ("system", "developer"):
             dropped.append("the system prompt")
-        elif message.role == "user" and number > shown and spoken is None:
+        elif message.role == "user" and number > newest and spoken is None:
             dropped += ["the text"] * bool(_text(message))
         else:
             dropped.append("the other turns")
-    if shown != spoken and _text(messages[shown]) not in ("", question.strip()):
+    if newest != spoken and _text(messages[newest]) not in ("", question.strip()):
         dropped.append("the text" if spoken is None else "the other turns")
-    content: list[ContentPart] = [TextPart(type="text", text=question), *_media(messages[shown])]
+    content: list[ContentPart] = [TextPart(type="text", text=question), *_media(messages[newest])]
     warnings = [_ignored(model, dropped)] if dropped else []
     return Asked([Message(role="user", content=content)], warnings)
 
@@ -180,14 +181,14 @@ def _for_language_model(model: ServedModel, messages: Sequence[Message]) -> Aske
     """The conversation in the order of training, with the domain's prompt if it has no text."""
     users = [n for n, message in enumerate(messages) if message.role == "user"]
     spoken = next((n for n in reversed(users) if _text(messages[n])), None)
-    shown = next((n for n in reversed(users) if _media(messages[n])), None)
+    newest = next((n for n in reversed(users) if _media(messages[n])), None)
     turns = list(messages)
     unmeasured: list[str] = []
-    if spoken is None and shown is not None:
+    if spoken is None and newest is not None:
         question, _ = question_of(model, None, head=False)
         if any(_text(message) for message in messages):  # otherwise the engine adds the prompt
             text = TextPart(type="text", text=question)
-            turns[shown] = _with_parts(turns[shown], [text, *_media(turns[shown])])
+            turns[newest] = _with_parts(turns[newest], [text, *_media(turns[newest])])
     elif spoken is not None:
         words = _text(turns[spoken])
         if _takes_words(model):
@@ -195,7 +196,7 @@ def _for_language_model(model: ServedModel, messages: Sequence[Message]) -> Aske
             turns[spoken] = _with_parts(turns[spoken], [text, *_media(turns[spoken])])
         elif words != (model.prompt or "").strip():
             unmeasured.append("another text")
-    if shown is None:
+    if newest is None:
         unmeasured.append("no image")
     if any(message.role in ("system", "developer") for message in messages):
         unmeasured.append("a system prompt")
@@ -229,14 +230,14 @@ def _ignored(model: ServedModel, what: Sequence[str]) -> str:
     listed = ", ".join(dict.fromkeys(what))
     return (
         f"{model.name} answers with its {model.head} head, which reads only the prompt that it "
-        f"was measured with ({model.prompt!r}) and the image: ignored {listed}"
+        f"was measured with ({shown(model.prompt)}) and the image: ignored {listed}"
     )
 
 
 def _unmeasured(model: ServedModel, what: Sequence[str]) -> str:
     listed = ", ".join(dict.fromkeys(what))
     return (
-        f"{model.name} was measured with its prompt ({model.prompt!r}) and images alone: its "
+        f"{model.name} was measured with its prompt ({shown(model.prompt)}) and images alone: its "
         f"accuracy does not hold with {listed}"
     )
 

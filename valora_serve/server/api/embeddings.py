@@ -14,9 +14,11 @@ from starlette.responses import Response
 
 from valora_serve import types
 from valora_serve.errors import RequestError, ServeError
+from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import error_answers
 from valora_serve.server.api.requests import check_text, read_messages, time_left
 from valora_serve.server.api.schema import EmbeddingAnswer, EmbeddingRequest
+from valora_serve.server.bodies import JsonLimits
 from valora_serve.server.envelope import until_disconnect
 from valora_serve.server.telemetry.logs import new_id
 
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
     from valora_serve.server.context import ServerContext
     from valora_serve.types import Output, ServedModel
+
+MOST_TOKENS = 200_000
+"""Most tokens of all inputs that are sent as tokens."""
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -39,6 +44,7 @@ def router(context: ServerContext) -> APIRouter:
         responses=error_answers(),
         summary="Embed texts, or a conversation with images",
     )
+    @allow(Access.KEYED, json=JsonLimits(values=MOST_TOKENS))
     async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
         since = time.monotonic()
         model = context.service.model(body.model)

@@ -326,9 +326,9 @@ def test_a_domain_that_writes_warns_of_what_was_not_measured(server, client):
 
 def test_the_other_doors_to_a_domain_warn_too(server, client):
     answer = client.completions.create(model="person", prompt="detect person")
-    assert "text completion" in answer.valora["warnings"][0]
+    assert "text completions" in answer.valora["warnings"][0]
     chunks = list(client.completions.create(model="person", prompt="detect", stream=True))
-    assert "text completion" in chunks[-1].valora["warnings"][0]
+    assert "text completions" in chunks[-1].valora["warnings"][0]
     assert client.completions.create(model="adapter-1", prompt="x").valora["warnings"] == []
     image = {"images": [PNG["image_url"]["url"]]}
     body = server.client.post("/v1/vision/person", json=image | {"prompt": "Who?"}).json()

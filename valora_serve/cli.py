@@ -95,12 +95,14 @@ async def _serve(
     from valora_serve.server.listen import bind, check_certificate
     from valora_serve.server.loading import golden, startup
     from valora_serve.server.loading.served_set import ServedSet
+    from valora_serve.server.media.pool import shared_pool
 
     began = time.monotonic()
     # Wrong settings are reported before models are loaded.
     KeyRing.from_settings(settings)
     check_certificate(settings)
     sockets = bind(settings)
+    shared_pool().start()  # ready by the time that the model is loaded
     state = Path(settings.state_file)
     folders = startup.find_bundles(bundles, state.parent / "downloads")
     engine = await make_engine(engine_settings)

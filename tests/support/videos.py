@@ -9,7 +9,7 @@ def video_file(path, *, count=10, size=(64, 48), rate=10, codec="mpeg4", gop=5):
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=rate)
         stream.width, stream.height = size
-        stream.pix_fmt = "yuv420p"
+        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
         stream.gop_size = gop
         for number in range(count):
             level = 10 * number % 250

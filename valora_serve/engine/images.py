@@ -89,17 +89,22 @@ class ImageEncoder:
         members: Sequence[tuple[SequenceState, int]],
         broken: dict[str, tuple[SequenceState, ImageError]],
     ) -> None:
-        """Encode images together; if that fails one by one, so that only the bad ones fail."""
+        """Encode images together; if that fails, one by one, so that only the bad ones fail."""
         try:
             self._encode(members)
-        except Exception:  # noqa: BLE001 - whatever it is, find the image that causes it
-            for member in members:
-                sequence = member[0]
+        except Exception:
+            log.exception("encoding %d images together failed: each is encoded alone", len(members))
+            for sequence, number in members:
                 try:
-                    self._encode([member])
-                except Exception as error:
-                    log.exception("encoding an image of request %s", sequence.id)
-                    wrong = ImageError(f"an image cannot be encoded: {error}")
+                    self._encode([(sequence, number)])
+                except Exception as error:  # noqa: BLE001 - whatever it is, its request gets it
+                    log.warning(  # the traceback is that of the group
+                        "image %d of request %s cannot be encoded: %r", number, sequence.id, error
+                    )
+                    wrong = ImageError(
+                        f"image {number + 1} cannot be encoded ({type(error).__name__}): "
+                        "send another one"
+                    )
                     broken.setdefault(sequence.id, (sequence, wrong))
 
     def _encode(self, members: Sequence[tuple[SequenceState, int]]) -> None:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from valora_serve.types import Request
 
 
+PIXELS_PER_TOKEN = 2048
+"""Most resized pixels that one visual token stands for: Qwen3-VL's, 32 x 32 of two frames."""
+
+
 @dataclass(frozen=True, slots=True)
 class Visual:
     """An image or a video of a prompt, before it is encoded.
@@ -170,6 +174,7 @@ def _process(
         if not words:
             raise RequestError("prompt: expected some text, got none")
         return Prompt(words)
+    _check_resized(model, images, videos)
     try:
         inputs = model.process(text, images, videos)
     except (ValueError, TypeError, StopIteration, IndexError) as error:
@@ -194,6 +199,23 @@ def _check_placeholders(
     named = text.count(model.tokenizer.convert_ids_to_tokens(token))
     if named != given:
         raise RequestError(f"prompt: names {named} {kind}, but {given} were sent")
+
+
+def _check_resized(
+    model: BaseModel, images: Sequence[Image], videos: Sequence[Sequence[Image]]
+) -> None:
+    """Refuse images that the model's processor would enlarge beyond what a prompt can hold.
+
+    An image of 1 x 40,000,000 pixels whose shorter side is resized to 336 would take terabytes.
+    """
+    most = model.context_length * PIXELS_PER_TOKEN
+    frames = (frame for video in videos for frame in video)
+    pixels = sum(model.resized_pixels(*image.size) for image in (*images, *frames))
+    if pixels > most:
+        raise ImageError(
+            f"images: the base model would resize them to {pixels} pixels together, more than "
+            f"{most}: send fewer, or cut long ones into parts"
+        )
 
 
 def _visuals(

@@ -29,8 +29,13 @@ class ServerSettings:
             get status 429.
         max_image_bytes: Largest image file, in bytes.
         max_image_pixels: Largest image or video frame, in pixels (width x height).
+        max_video_pixels: Most pixels of the frames that are taken from a video together.
+        max_image_side: Largest width or height of an image or video frame, in pixels.
+        max_image_ratio: Largest ratio of an image's longer side to its shorter one; the base
+            model may enlarge an image until its shorter side has a fixed length.
+        max_decode_bytes: Most memory for decoding an image or a video, in bytes.
         max_request_pixels: Most pixels of all images and frames of one request.
-        max_held_pixels: Most pixels of all requests in progress (3 bytes each); requests beyond
+        max_held_pixels: Most pixels of all requests in progress (4 bytes each); requests beyond
             it get status 429.
         max_images: Most images and videos in one request.
         max_video_bytes: Largest video file, in bytes.
@@ -42,8 +47,10 @@ class ServerSettings:
         media_hosts: Hosts that images and videos may be fetched from; none by default.
         media_private: Allow media_hosts to have private addresses, e.g. a store in an intranet.
         media_folder: Folder that file:// URLs may point to; none by default.
-        media_seconds: Time limit in seconds for fetching an image or video, and for decoding a
-            video.
+        media_seconds: Time limit in seconds for fetching an image or video, and for waiting until
+            it can be decoded.
+        decode_seconds: Time limit in seconds for decoding an image or video; those of one request
+            may take three times as long together.
         rate: Rate limit in requests per minute for each API key, or for each client address if
             there are no keys; 0 for no limit.
         burst: Number of requests that may arrive at once within the rate limit.
@@ -81,9 +88,13 @@ class ServerSettings:
     max_body_bytes: int = 64 * 2**20
     max_held_bytes: int = 2**30
     max_image_bytes: int = 20 * 2**20
-    max_image_pixels: int = 40_000_000
-    max_request_pixels: int = 160_000_000
-    max_held_pixels: int = 1_600_000_000
+    max_image_pixels: int = 20_000_000
+    max_video_pixels: int = 50_000_000
+    max_image_side: int = 16_384
+    max_image_ratio: float = 50.0
+    max_decode_bytes: int = 256 * 2**20
+    max_request_pixels: int = 100_000_000
+    max_held_pixels: int = 400_000_000
     max_images: int = 64
     max_video_bytes: int = 48 * 2**20
     max_video_seconds: float = 600.0
@@ -95,6 +106,7 @@ class ServerSettings:
     media_private: bool = False
     media_folder: str | None = None
     media_seconds: float = 10.0
+    decode_seconds: float = 3.0
     rate: float = 0.0
     burst: int = 60
     max_waiting: int = 1024
@@ -121,13 +133,17 @@ class ServerSettings:
         """
         positive = (
             "max_body_bytes max_held_bytes max_image_bytes max_image_pixels max_request_pixels "
-            "max_held_pixels max_images max_video_bytes "
+            "max_held_pixels max_images max_video_bytes max_video_pixels max_image_side "
+            "max_decode_bytes "
             "max_video_seconds video_frames max_video_frames max_prompt_chars max_n media_seconds "
-            "burst max_waiting max_connections body_seconds send_seconds answer_tokens"
+            "decode_seconds burst max_waiting max_connections body_seconds send_seconds "
+            "answer_tokens"
         )
         for name in positive.split():
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be more than 0")
+        if not self.max_image_ratio >= 1:
+            raise ValueError(f"max_image_ratio is {self.max_image_ratio}: it must be at least 1")
         for name in ("rate", "deadline", "drain_seconds", "temperature"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must not be negative")

@@ -147,6 +147,30 @@ def check_image_token(base: str, config: Any, processor: Any) -> None:
         )
 
 
+def resized_pixels(image_processor: Any, width: int, height: int) -> int:
+    """Return to about how many pixels an image processor resizes an image, before it crops it.
+
+    Args:
+        image_processor: transformers' image processor.
+        width: Width of the image, in pixels.
+        height: Height of the image, in pixels.
+    """
+    if not getattr(image_processor, "do_resize", False):
+        return width * height
+    size = getattr(image_processor, "size", None) or {}
+    short, long, rows, columns = (
+        size.get(name) for name in ("shortest_edge", "longest_edge", "height", "width")
+    )
+    if rows and columns:
+        return int(rows * columns)
+    if short and long and hasattr(image_processor, "merge_size"):  # Qwen-VL: numbers of pixels
+        return int(min(max(width * height, short), long))
+    if short:  # the shorter side is enlarged to this length, and the longer one with it
+        pixels = int(short * short * max(width, height) / min(width, height))
+        return min(pixels, long * long) if long else pixels
+    return int(long * long) if long else width * height
+
+
 class BaseModel:
     """A frozen LMM with its processor.
 
@@ -237,6 +261,15 @@ class BaseModel:
         """Return the token ids of a prompt without images or videos."""
         ids = self.tokenizer(text, add_special_tokens=self._adds_special_tokens(text))["input_ids"]
         return [int(i) for i in ids]
+
+    def resized_pixels(self, width: int, height: int) -> int:
+        """Return to how many pixels the processor resizes an image, before it crops or pads it.
+
+        Args:
+            width: Width of the image, in pixels.
+            height: Height of the image, in pixels.
+        """
+        return resized_pixels(self.processor.image_processor, width, height)
 
     def process(
         self,

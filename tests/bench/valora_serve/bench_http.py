@@ -30,7 +30,6 @@ from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.server.api.system import memory_bytes
 from valora_serve.server.app import create_app, make_server
-from valora_serve.server.media.decode import decode_image
 from valora_serve.server.settings import ServerSettings
 from valora_serve.types import Request, SamplingParams
 
@@ -74,7 +73,7 @@ async def overhead(folder):
         )  # fmt: skip
 
     def head(number):
-        return Request(f"d{number}", "scene", images=[decode_image(picture, 10**8)])
+        return Request(f"d{number}", "scene", images=[Image.open(io.BytesIO(picture))])
 
     cases = {
         "completion of 8 tokens": (http("/v1/completions", json.dumps(text).encode()), words),

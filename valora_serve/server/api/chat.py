@@ -26,6 +26,7 @@ from valora_serve.server.api.requests import (
     sampling,
     schema_of,
     time_left,
+    within_deadline,
 )
 from valora_serve.server.api.responses import (
     chat_logprobs,
@@ -111,7 +112,10 @@ async def begin(context: ServerContext, request: Request, body: ChatRequest) -> 
     )  # fmt: skip
     asked = as_measured(model, body.messages, head=head)
     pixels = request.state.stack.enter_context(context.media.pixels())
-    turns, images, videos = await read_messages(asked.messages, context, pixels)
+    turns, images, videos = await within_deadline(
+        read_messages(asked.messages, context, pixels),
+        request.receive, context, model, body.valora.deadline, since,
+    )  # fmt: skip
     if call is not None:
         turns = instructed(turns, call.instruction())
     # A head that finds boxes was measured with single images.

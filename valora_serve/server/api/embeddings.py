@@ -80,7 +80,9 @@ async def _prompts(
         raise RequestError("Send input, which are texts or tokens, or messages: one of them")
     if body.messages is not None:
         pixels = request.state.stack.enter_context(context.media.pixels())
-        turns, images, videos = await read_messages(body.messages, context, pixels)
+        turns, images, videos = await until_disconnect(
+            request.receive, read_messages(body.messages, context, pixels)
+        )
         if turns is None:
             parts = [{"type": "image"}] * len(images) + [{"type": "video"}] * len(videos)
             turns = [{"role": "user", "content": parts}]

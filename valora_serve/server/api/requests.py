@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from valora_serve.errors import DeadlineError, ImageError, RequestError, ServeError
 from valora_serve.server.api.schema import AudioPart, FilePart
 from valora_serve.server.api.tools import calls_as_text
+from valora_serve.server.envelope import until_disconnect
 from valora_serve.types import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
     from PIL.Image import Image
+    from starlette.types import Receive
 
     from valora_serve.server.api.schema import (
         ChatRequest,
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from valora_serve.server.media.reader import Pixels
     from valora_serve.types import Request, ServedModel
 
+T = TypeVar("T")
 MOST_STOPS = 16
 
 _ROLES = {"developer": "system", "tool": "user", "function": "user"}
@@ -134,6 +137,43 @@ def time_left(
     if left <= 0:
         raise DeadlineError(f"The deadline of {deadline:g} s passed before the engine was asked")
     return left
+
+
+async def within_deadline(
+    work: Coroutine[Any, Any, T],
+    receive: Receive,
+    context: ServerContext,
+    model: ServedModel,
+    wanted: float | None,
+    since: float,
+) -> T:
+    """Run a coroutine until the request's deadline, and no longer than its client stays.
+
+    Args:
+        work: Reads the request's images and videos.
+        receive: Tells whether the client has disconnected.
+        context: Deadlines of the server.
+        model: Model that the request names.
+        wanted: The request's own deadline in seconds, None for none.
+        since: When the request arrived, in seconds of `time.monotonic`.
+
+    Raises:
+        DeadlineError: The deadline passed; `work` was cancelled.
+        CancelledRequestError: The client disconnected; `work` was cancelled.
+    """
+    try:
+        left = time_left(context, model, wanted, since)
+    except BaseException:
+        work.close()
+        raise
+    try:
+        async with asyncio.timeout(left):
+            return await until_disconnect(receive, work)
+    except TimeoutError as error:
+        raise DeadlineError(
+            "The deadline passed while the request's images were read: send smaller ones, or set "
+            "a later deadline"
+        ) from error
 
 
 async def read_messages(

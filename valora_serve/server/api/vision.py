@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from fastapi import APIRouter, Path, Request
 from python_multipart.multipart import parse_options_header
@@ -18,7 +18,7 @@ from valora_serve.errors import RequestError, UnknownModelError
 from valora_serve.server.access.rules import JSON, Access, allow
 from valora_serve.server.api.common import answer, error_answers
 from valora_serve.server.api.domain_prompt import check_measured_media, question_of
-from valora_serve.server.api.requests import check_text, gathered, time_left
+from valora_serve.server.api.requests import check_text, gathered, time_left, within_deadline
 from valora_serve.server.api.responses import usage
 from valora_serve.server.api.schema import VisionAnswer, VisionRequest, VisionResult
 from valora_serve.server.bodies import validated
@@ -27,7 +27,7 @@ from valora_serve.server.telemetry.logs import new_id
 from valora_serve.types import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 
     from PIL.Image import Image
 
@@ -76,6 +76,12 @@ class _ParsedRequest:
     video: list[Image] | None
 
 
+_Media: TypeAlias = "tuple[list[Image], list[Image] | None]"
+"""Decoded images, and the decoded frames of the video or None."""
+_Unread: TypeAlias = "tuple[VisionRequest, Callable[[], Coroutine[Any, Any, _Media]]]"
+"""Fields of a request, and a function that reads its images or its video."""
+
+
 def router(context: ServerContext) -> APIRouter:
     """Route of the vision endpoint."""
     routes = APIRouter(tags=["vision"])
@@ -97,10 +103,14 @@ def router(context: ServerContext) -> APIRouter:
         pixels = request.state.stack.enter_context(context.media.pixels())
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind == JSON:
-            parsed = await _from_json(await request.body(), context, pixels)
+            fields, read = await _from_json(await request.body(), context, pixels)
         else:
-            parsed = await _from_form(request, context, pixels)
-        check_text(len(parsed.fields.prompt or ""), context)
+            fields, read = await _from_form(request, context, pixels)
+        check_text(len(fields.prompt or ""), context)
+        images, video = await within_deadline(
+            read(), request.receive, context, model, fields.deadline, since
+        )
+        parsed = _ParsedRequest(fields, images, video)
         requests, warnings = _requests(context, model, parsed, since)
         headers = dict(request.headers)
         work = _answer(context, model, parsed, requests, headers, since, warnings)
@@ -117,19 +127,22 @@ def _domain(context: ServerContext, name: str) -> ServedModel:
     return domains[name]
 
 
-async def _from_json(body: bytes, context: ServerContext, pixels: Pixels) -> _ParsedRequest:
+async def _from_json(body: bytes, context: ServerContext, pixels: Pixels) -> _Unread:
     fields = await context.parser.parse(body, VisionRequest)
     _check_count(len(fields.images), fields.video is not None, len(fields.frames), context)
-    images = await gathered(*(context.media.image(url, pixels) for url in fields.images))
-    video = None
-    if fields.video is not None:
-        video = await context.media.video(fields.video, pixels)
-    elif fields.frames:
-        video = await context.media.frames(fields.frames, pixels)
-    return _ParsedRequest(fields, images, video)
+
+    async def read() -> _Media:
+        images = await gathered(*(context.media.image(url, pixels) for url in fields.images))
+        if fields.video is not None:
+            return images, await context.media.video(fields.video, pixels)
+        if fields.frames:
+            return images, await context.media.frames(fields.frames, pixels)
+        return images, None
+
+    return fields, read
 
 
-async def _from_form(request: Request, context: ServerContext, pixels: Pixels) -> _ParsedRequest:
+async def _from_form(request: Request, context: ServerContext, pixels: Pixels) -> _Unread:
     files: dict[str, list[bytes]] = {name: [] for name in _FILES}
     values: dict[str, Any] = {}
     content, kind = await request.body(), request.headers["content-type"]
@@ -149,14 +162,17 @@ async def _from_form(request: Request, context: ServerContext, pixels: Pixels) -
     if len(videos) > 1:
         raise RequestError("The form has several videos: send them one by one")
     _check_count(len(images), bool(videos), len(files["frames"]), context)
-    decoded = await gathered(*(context.media.decode_image(item, pixels) for item in images))
-    video = None
-    if videos:
-        video = await context.media.decode_video(videos[0], pixels)
-    elif files["frames"]:
-        frames = (context.media.decode_image(item, pixels) for item in files["frames"])
-        video = await gathered(*frames)
-    return _ParsedRequest(fields, decoded, video)
+
+    async def read() -> _Media:
+        decode = context.media.decode_image
+        found = await gathered(*(decode(item, pixels) for item in images))
+        if videos:
+            return found, await context.media.decode_video(videos[0], pixels)
+        if files["frames"]:
+            return found, await gathered(*(decode(item, pixels) for item in files["frames"]))
+        return found, None
+
+    return fields, read
 
 
 def _form_items(

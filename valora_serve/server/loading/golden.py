@@ -11,7 +11,8 @@ from valora_data.contract.bundle import GOLDEN, MANIFEST, PROMPT_LENGTH
 from valora_data.contract.files import UnreadableError, read_bytes, read_json, shown
 from valora_data.contract.heads import CONFIDENCE_TOLERANCE, golden_text, text_matches
 from valora_serve.errors import AdapterError, ImageError
-from valora_serve.server.media.decode import decode_image
+from valora_serve.server.media.decode import Limits
+from valora_serve.server.media.pool import Job, shared_pool
 from valora_serve.types import Finish, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -28,8 +29,19 @@ MOST_IMAGES = 256
 """Most images or frames of a golden example."""
 IMAGE_BYTES = 64 << 20
 """Most bytes of the file of a golden image."""
-IMAGE_PIXELS = 40_000_000
-"""Most pixels of a golden image."""
+LIMITS = Limits(
+    pixels=40_000_000,
+    video_pixels=0,
+    side=65_535,
+    ratio=200.0,
+    memory=2**30,
+    seconds=30.0,
+    video_seconds=0.0,
+    frames=1,
+)
+"""Limits of a golden image."""
+MOST_PIXELS = 160_000_000
+"""Most pixels of the images of one golden example."""
 
 
 async def replay(engine: EngineClient, folder: Path) -> int:
@@ -122,8 +134,7 @@ def _read(folder: Path) -> list[_Example]:
 
 async def _check(engine: EngineClient, folder: Path, number: int, example: _Example) -> None:
     domain, file, threshold = example.domain, example.files[0], example.threshold
-    # Decoding would hold up all other requests.
-    pictures = await asyncio.to_thread(lambda: [_decoded(path) for path in example.files])
+    pictures = await _pictures(example)
     request = _request(f"golden-{folder.name}-{number}", example, pictures)
     head: HeadResult | None = None
     text = ""
@@ -148,8 +159,22 @@ async def _check(engine: EngineClient, folder: Path, number: int, example: _Exam
         )
 
 
-def _decoded(file: Path) -> Image.Image:
-    return decode_image(read_bytes(file, IMAGE_BYTES), IMAGE_PIXELS)
+async def _pictures(example: _Example) -> list[Image.Image]:
+    """Decode an example's images."""
+    pixels = 0
+
+    def take(width: int, height: int) -> None:
+        nonlocal pixels
+        pixels += width * height
+        if pixels > MOST_PIXELS:
+            raise ImageError(f"an example has more than {MOST_PIXELS} pixels")
+
+    found = []
+    for file in example.files:
+        content = await asyncio.to_thread(read_bytes, file, IMAGE_BYTES)
+        job = Job("image", content, LIMITS, take)
+        found += await shared_pool().decode(job, wait=LIMITS.seconds)
+    return found
 
 
 def _request(name: str, example: _Example, pictures: list[Image.Image]) -> Request:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 MAX_REDIRECTS = 3
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.-]+=[\w.-]+)*);base64,", re.ASCII)
+_BASE64_CHARS = 1 << 18
+"""Base64 is decoded in pieces of so many characters: the decoder holds Python's lock."""
 _FETCH_FAILS = (
     httpcore.NetworkError,
     httpcore.TimeoutException,
@@ -47,7 +49,7 @@ class Fetcher:
 
     Args:
         settings: Allowed hosts and folder, and the time limit.
-        threads: Local files are read there.
+        threads: Local files are read and long data: URLs decoded there.
     """
 
     def __init__(self, settings: ServerSettings, threads: Executor) -> None:
@@ -70,8 +72,11 @@ class Fetcher:
                 fetched in time.
         """
         scheme = url[:8].partition(":")[0].lower()
+        loop = asyncio.get_running_loop()
         if scheme == "data":
-            return _from_data_url(url, most, what)
+            if len(url) <= _BASE64_CHARS:
+                return _from_data_url(url, most, what)
+            return await loop.run_in_executor(self._threads, _from_data_url, url, most, what)
         if scheme in ("http", "https"):
             try:
                 async with asyncio.timeout(self._settings.media_seconds):
@@ -82,8 +87,9 @@ class Fetcher:
                     "send it as a data: URL"
                 ) from error
         if scheme == "file":
-            loop, folder = asyncio.get_running_loop(), self._folder
-            return await loop.run_in_executor(self._threads, _from_folder, folder, url, most, what)
+            return await loop.run_in_executor(
+                self._threads, _from_folder, self._folder, url, most, what
+            )
         raise ImageError(
             f"The {what} is neither a data: nor an http(s): nor a file: URL: send it as "
             "data:image/png;base64,…"
@@ -203,13 +209,18 @@ def _from_data_url(url: str, most: int, what: str) -> bytes:
     head = _DATA_URL.match(url)
     if head is None:
         raise ImageError(f"The {what}'s data: URL is not in base64: write data:{what}/…;base64,…")
-    encoded = url[head.end() :]
-    if len(encoded) > most * 4 // 3 + 4:
+    start = head.end()
+    if len(url) - start > most * 4 // 3 + 4:
         raise too_large(what, most)
+    content = bytearray()
     try:
-        return base64.b64decode(encoded, validate=True)
+        for at in range(start, len(url), _BASE64_CHARS):  # other threads run in between
+            ended = len(content) % 3  # there was padding, which must be the end
+            piece = "=" if ended else url[at : at + _BASE64_CHARS]
+            content += base64.b64decode(piece, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ImageError(f"The {what}'s data: URL holds no valid base64") from error
+    return bytes(content)
 
 
 def _allowed_folder(folder: str | None) -> Path | None:

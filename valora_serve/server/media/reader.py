@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from valora_serve.errors import ImageError, OverloadedError
-from valora_serve.server.media.decode import decode_image, decode_video
+from valora_serve.server.media.decode import Limits
 from valora_serve.server.media.fetch import Fetcher, too_large
+from valora_serve.server.media.pool import DecodePool, Job, shared_pool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from PIL import Image
 
     from valora_serve.server.settings import ServerSettings
 
-T = TypeVar("T")
+SHARE = 3
+"""The images and videos of one request may take so many times as long to decode as one of them."""
 
 
 class Pixels:
@@ -31,12 +32,14 @@ class Pixels:
     Attributes:
         mine: Pixels of the request.
         over: Whether the request has ended.
+        seconds: Time that decoding its images and videos took so far, in seconds.
     """
 
     def __init__(self, reader: MediaReader) -> None:
         self._reader = reader
         self.mine = 0
         self.over = False
+        self.seconds = 0.0
 
     def take(self, count: int) -> None:
         """Reserve room for `count` more pixels; may be called in any thread.
@@ -59,12 +62,23 @@ class MediaReader:
 
     Args:
         settings: Limits, allowed hosts and allowed folder.
+        pool: Decodes; the pool that all readers of this process share by default.
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, pool: DecodePool | None = None) -> None:
         self._settings = settings
-        # Two threads at most, so that decoding does not starve the engine's thread.
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="decode")
+        self._pool = shared_pool() if pool is None else pool
+        self._limits = Limits(
+            pixels=settings.max_image_pixels,
+            video_pixels=settings.max_video_pixels,
+            side=settings.max_image_side,
+            ratio=settings.max_image_ratio,
+            memory=settings.max_decode_bytes,
+            seconds=settings.decode_seconds,
+            video_seconds=settings.max_video_seconds,
+            frames=settings.video_frames,
+        )
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="media")
         self._fetcher = Fetcher(settings, self._threads)
         self._held = 0
         self._lock = threading.Lock()
@@ -146,24 +160,33 @@ class MediaReader:
         """Decode an image file, as `image` does."""
         if len(content) > self._settings.max_image_bytes:
             raise too_large("image", self._settings.max_image_bytes)
-        return await self._in_thread(
-            decode_image, content, self._settings.max_image_pixels, pixels.take
-        )
+        [image] = await self._decode("image", content, pixels)
+        return image
 
     async def decode_video(self, content: bytes, pixels: Pixels) -> list[Image.Image]:
         """Decode evenly spaced frames of a video file, as `video` does."""
         if len(content) > self._settings.max_video_bytes:
             raise too_large("video", self._settings.max_video_bytes)
-        return await self._in_thread(
-            partial(decode_video, take=pixels.take, within=self._settings.media_seconds), content,
-            self._settings.max_image_pixels, self._settings.max_video_seconds,
-            self._settings.video_frames,
-        )  # fmt: skip
+        return await self._decode("video", content, pixels)
 
     async def close(self) -> None:
         """Close all connections and end the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._fetcher.close()
 
-    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+    async def _decode(self, what: str, content: bytes, pixels: Pixels) -> list[Image.Image]:
+        def take(width: int, height: int) -> None:
+            left = SHARE * self._limits.seconds - pixels.seconds
+            if left <= 0:
+                raise ImageError(
+                    "The request's images take longer than "
+                    f"{SHARE * self._limits.seconds:g} s to decode together: send fewer or "
+                    "smaller ones"
+                )
+            pixels.take(width * height)
+
+        job = Job(what, content, self._limits, take)
+        try:
+            return await self._pool.decode(job, self._settings.media_seconds)
+        finally:
+            pixels.seconds += job.seconds

@@ -2,20 +2,40 @@
 
 import contextlib
 import io
-import struct
 import tarfile
 import zipfile
-import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+from tests.fuzz.media import images, inflating, png, scans, videos, with_chunk
 from tests.support.http_helpers import data_url, encoded, picture
 from tests.support.http_helpers import read_media as read
 from tests.support.videos import video_file
 from valora_serve.errors import ImageError
-from valora_serve.server.media.decode import decode_image, decode_video
+from valora_serve.server.media.decode import Limits, decode_image, decode_video
+
+LIMITS = Limits(
+    pixels=10**7,
+    video_pixels=10**8,
+    side=10**4,
+    ratio=50.0,
+    memory=2**28,
+    seconds=20.0,
+    video_seconds=60.0,
+    frames=4,
+)
+
+
+def sampled(content, **limits):
+    """Frames of a video, each as often as it is taken."""
+    found = []
+    for image, times in decode_video(content, replace(LIMITS, **limits)):
+        found += [image] * times
+    return found
+
 
 # Images
 
@@ -44,27 +64,107 @@ def test_exif_orientation(orientation):
     assert np.array_equal(np.asarray(read(data_url(content))), np.asarray(expected.convert("RGB")))
 
 
-def png_bomb(width, height):
-    """A PNG of a few hundred bytes that says it has so many pixels."""
+@pytest.mark.parametrize("number", range(len(images())))
+def test_pixels_are_those_of_pillow(number):
+    """Formats, modes, palettes, interlacing, animations, profiles, EXIF."""
+    _, content = images()[number]
+    with Image.open(io.BytesIO(content)) as image:
+        expected = ImageOps.exif_transpose(image).convert("RGB")
+    found = read(data_url(content))
+    assert (found.mode, found.size) == ("RGB", expected.size)
+    assert found.tobytes() == expected.tobytes()
 
-    def chunk(kind, data):
-        body = kind + data
-        return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
 
-    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    rows = zlib.compress(b"\0" * 200_000, 9)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+@pytest.mark.parametrize(("mode", "orientation"), [("RGB", 6), ("CMYK", 7), ("L", 8), ("RGB", 3)])
+def test_pixels_of_an_image_that_is_sent_in_strips(mode, orientation):
+    noise = np.random.default_rng(0).integers(0, 256, (901, 1203, 4), np.uint8)
+    source = Image.fromarray(noise, "RGBA").convert("RGB").convert(mode)
+    exif = source.getexif()
+    exif[0x0112] = orientation
+    content = encoded(source, "JPEG", exif=exif, progressive=True)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB")
+    found = read(data_url(content))
+    assert found.size == expected.size
+    assert found.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("size", [(50_000, 50_000), (2**31 - 1, 2**31 - 1), (7000, 7000)])
-def test_decompression_bombs_are_refused_by_their_header(size):
-    content = png_bomb(*size)
-    assert len(content) < 1000
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        ((1, 39_999_999), "pixels"), ((39_999_999, 1), "pixels"), ((1, 4_000_000), "a side"),
+        ((4_000_000, 1), "a side"), ((1, 16_384), "50 times"), ((16_384, 300), "50 times"),
+        ((51, 1), "50 times"), ((50_000, 50_000), "pixels"), ((7000, 7000), "pixels"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("depth", [1, 16])
+def test_sizes_are_refused_by_the_header(size, said, depth):
+    content = png(8, 8, depth)
+    content = content[:16] + png(1, 1)[16:33] + content[33:]
+    whole = png(*size, depth) if max(size) < 10**6 and size[0] * size[1] < 10**7 else None
+    forged = png_head(content, *size)
+    for sent in (forged, whole):
+        if sent is not None:
+            with pytest.raises(ImageError, match=said):
+                read(data_url(sent))
+
+
+def png_head(content, width, height):
+    """A PNG that says it has so many pixels."""
+    import struct
+    import zlib
+
+    head = content[12:16] + struct.pack(">II", width, height) + content[24:29]
+    return content[:12] + head + struct.pack(">I", zlib.crc32(head)) + content[33:]
+
+
+def test_a_whole_narrow_image_of_forty_million_pixels():
+    """78 kB that an image processor, which enlarges the shorter side, would make terabytes of."""
+    content = png(1, 39_999_999, depth=1)
+    assert len(content) < 200_000
+    for settings in ({}, {"max_image_pixels": 10**8}):
+        with pytest.raises(ImageError, match=r"pixels|a side"):
+            read(data_url(content), **settings)
+
+
+@pytest.mark.parametrize("size", [(2**31 - 1, 2**31 - 1), (0, 5), (5, 0), (2**31, 1)])
+def test_impossible_sizes(size):
     with pytest.raises(ImageError, match=r"pixels|damaged"):
-        read(data_url(content))
+        read(data_url(png_head(png(8, 8), *size)))
 
 
-def test_text_and_profile_bombs_in_a_png():
+def test_ordinary_sizes_at_the_limits_are_read():
+    assert read(data_url(png(50, 1))).size == (50, 1)
+    assert read(data_url(png(2, 100, 16, 6))).size == (2, 100)
+    assert read(data_url(png(16_384, 328, 1))).size == (16_384, 328)
+
+
+def test_memory_of_a_format_is_known_before_it_is_decoded():
+    source = Image.new("RGB", (1000, 1000))
+    for form, bytes_per_pixel, options in (
+        ("WEBP", 16, {}), ("PNG", 8, {}), ("JPEG", 8, {}), ("JPEG", 12, {"progressive": True})
+    ):  # fmt: skip
+        content, most = encoded(source, form, **options), bytes_per_pixel * 10**6
+        asked = []
+        limits = replace(LIMITS, memory=most)
+        assert decode_image(content, limits, lambda *size, to=asked: to.append(size)).size
+        assert asked == [(1000, 1000)]
+        with pytest.raises(ImageError, match="bytes to decode"):
+            decode_image(content, replace(LIMITS, memory=most - 1), asked.append)
+        assert len(asked) == 1
+
+
+@pytest.mark.parametrize("kind", [b"iCCP", b"zTXt", b"iTXt"])
+@pytest.mark.parametrize("count", [1, 80])
+def test_chunks_that_inflate(kind, count):
+    """A profile or text of 30 MB: Pillow refuses it, or leaves it out."""
+    content = png(40, 30, 8, 2)
+    for _ in range(count):
+        content = with_chunk(content, kind, inflating(kind, 3 * 10**7))
+    with contextlib.suppress(ImageError):
+        assert read(data_url(content)).size == (40, 30)
+
+
+def test_text_bombs_that_pillow_writes():
     from PIL.PngImagePlugin import PngInfo
 
     info = PngInfo()
@@ -72,6 +172,12 @@ def test_text_and_profile_bombs_in_a_png():
         info.add_text("Comment", "a" * 2**24, zip=True)
     with pytest.raises(ImageError):
         read(data_url(encoded(picture(), "PNG", pnginfo=info)))
+
+
+def test_a_jpeg_of_two_thousand_scans_is_given_up():
+    content = scans(encoded(Image.new("RGB", (3000, 3000)), "JPEG", progressive=True), 2000)
+    with pytest.raises(ImageError, match=r"longer than 0\.5 s to decode"):
+        read(data_url(content), decode_seconds=0.5)
 
 
 def archive(kind):
@@ -108,7 +214,7 @@ def test_what_is_no_image_is_refused(content):
 @pytest.mark.parametrize("suffix", ["mp4", "mov", "mkv", "avi"])
 def test_videos_of_common_containers(tmp_path, suffix):
     content = video_file(tmp_path / f"a.{suffix}", count=12).read_bytes()
-    frames = decode_video(content, 10**7, 60.0, 4)
+    frames = sampled(content)
     assert [frame.size for frame in frames] == [(64, 48)] * 4
     # (i + ½)/4 of 12 frames: 1.5, 4.5, 7.5, 10.5.
     levels = [frame.getpixel((30, 20))[0] for frame in frames]
@@ -117,25 +223,28 @@ def test_videos_of_common_containers(tmp_path, suffix):
 
 def test_a_webm(tmp_path):
     content = video_file(tmp_path / "a.webm", codec="libvpx", count=4).read_bytes()
-    assert len(decode_video(content, 10**7, 60.0, 2)) == 2
+    assert len(sampled(content, frames=2)) == 2
 
 
 def test_fewer_frames_than_wanted_are_repeated(tmp_path):
     content = video_file(tmp_path / "a.mp4", count=2).read_bytes()
-    levels = [f.getpixel((9, 9))[0] for f in decode_video(content, 10**7, 60.0, 4)]
+    levels = [f.getpixel((9, 9))[0] for f in sampled(content)]
     assert levels == pytest.approx([0, 0, 10, 10], abs=4)
 
 
 def test_video_limits(tmp_path):
     content = video_file(tmp_path / "a.mp4", count=20, rate=10).read_bytes()
     with pytest.raises(ImageError, match="pixels"):
-        decode_video(content, 64 * 48 - 1, 60.0, 4)
+        sampled(content, pixels=64 * 48 - 1)
+    assert len(sampled(content, video_pixels=64 * 48 * 4)) == 4
+    with pytest.raises(ImageError, match="4 frames of 64 x 48"):
+        sampled(content, video_pixels=64 * 48 * 4 - 1)
     with pytest.raises(ImageError, match="longer than"):
-        decode_video(content, 10**7, 1.0, 4)
+        sampled(content, video_seconds=1.0)
     with pytest.raises(ImageError, match="larger than"):
         read(data_url(content, "video/mp4"), "video", max_video_bytes=1000)
     with pytest.raises(ImageError, match="too long to decode"):
-        decode_video(content, 10**7, 60.0, 4, within=-1.0)
+        sampled(content, seconds=-1.0)
     with pytest.raises(ImageError, match="together"):
         read(data_url(content, "video/mp4"), "video", max_request_pixels=64 * 48 * 7)
 
@@ -151,7 +260,49 @@ def test_what_is_no_video_is_refused(tmp_path):
         b"\x1aE\xdf\xa3" + b"\xff" * 300, archive("zip"), b"RIFF\0\0\0\0AVI " + b"\0" * 99,
     ):  # fmt: skip
         with pytest.raises(ImageError):
-            decode_video(content, 10**7, 60.0, 4)
+            sampled(content)
+
+
+@pytest.mark.parametrize("number", range(len(videos())))
+def test_videos_of_every_container_and_codec(number):
+    suffix, content = videos()[number]
+    found = read(data_url(content, f"video/{suffix}"), "video", video_frames=3)
+    expected = sampled(content, frames=3)
+    assert [frame.size for frame in found] == [(64, 48)] * 3
+    assert [f.tobytes() for f in found] == [f.convert("RGB").tobytes() for f in expected]
+
+
+def test_a_video_whose_frames_change_their_size(tmp_path):
+    """Motion JPEG: each frame has a header of its own."""
+    small, large = (
+        video_file(tmp_path / f"{side}.avi", codec="mjpeg", count=3, size=(side, side))
+        for side in (64, 640)
+    )
+    frames = {side: jpegs(path.read_bytes()) for side, path in ((64, small), (640, large))}
+    content = bytearray(large.read_bytes())
+    for number, at in enumerate(places(bytes(content))):
+        if number == 1:  # the second of three frames is smaller than the header says
+            piece = frames[64][0]
+            content[at : at + len(piece)] = piece
+    assert [frame.size for frame in sampled(bytes(content), frames=3)] in (
+        [(640, 640), (64, 64), (640, 640)], [(640, 640)] * 3, [(640, 640)] * 2,
+    )  # fmt: skip
+    with pytest.raises(ImageError, match="pixels"):
+        sampled(bytes(content), frames=3, pixels=64 * 64)
+
+
+def places(content):
+    """Where JPEG files begin."""
+    found, at = [], content.find(b"\xff\xd8\xff")
+    while at >= 0:
+        found.append(at)
+        at = content.find(b"\xff\xd8\xff", at + 3)
+    return found
+
+
+def jpegs(content):
+    """The JPEG files in a video."""
+    return [content[at : content.index(b"\xff\xd9", at) + 2] for at in places(content)]
 
 
 def test_random_damage_never_raises_anything_else(tmp_path):
@@ -164,6 +315,6 @@ def test_random_damage_never_raises_anything_else(tmp_path):
             for place in rng.integers(0, len(broken), 8):
                 broken[place] = rng.integers(0, 256)
         with contextlib.suppress(ImageError):
-            decode_video(bytes(broken_video), 10**6, 60.0, 3)
+            sampled(bytes(broken_video), pixels=10**6, frames=3)
         with contextlib.suppress(ImageError):
-            decode_image(bytes(broken_image), 10**6)
+            decode_image(bytes(broken_image), replace(LIMITS, pixels=10**6))

@@ -83,7 +83,7 @@ class _Pipeline:
 
         teacher = domain.taught_by or self._settings.teacher
         data = self._run_stage(
-            domains.data_stage(domain),
+            domains.data_stage(domain, Path(self._settings.paths.work)),
             lambda folder, step: domains.build_data(domain, folder, step),
         )
         stage = distill.teach_stage(domain, teacher, data)

@@ -35,6 +35,13 @@ class SourceSettings:
         counts: Number of images drawn for each split, for `scenes`.
         fractions: Share of each split, for data sets that are not split yet.
         seed: Seed for drawing and splitting.
+        max_faulty: Largest share of the images that may be skipped, in whole or in part, because of
+            faults; with more, the data is refused.
+        leaks: What happens if two given splits share an image: `refuse`, or leave one copy out
+            (`keep_test` keeps the copy in the later of train, unlabelled, val, test; `keep_train`
+            the other one).
+        unlabelled: Folder of images without labels, as the unlabelled split; null if the source
+            itself has that split, or it is to be taken from the training part.
     """
 
     kind: str = "scenes"
@@ -46,6 +53,9 @@ class SourceSettings:
     counts: dict[str, int] = field(default_factory=dict)
     fractions: dict[str, float] = field(default_factory=dict)
     seed: int = 0
+    max_faulty: float = 0.05
+    leaks: Literal["refuse", "keep_test", "keep_train"] = "refuse"
+    unlabelled: str | None = None
 
     @property
     def format(self) -> SourceFormat:

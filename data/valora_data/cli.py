@@ -41,14 +41,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _check(source, Path(options.out), console)
         return _preview(source, options, console)
     except DataError as error:
-        Console(stderr=True).print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        from rich.markup import escape
+
+        text = f"[red]error:[/] {escape(str(error))}"
+        Console(stderr=True).print(text, highlight=False, soft_wrap=True)
         return 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="valora-data", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("check", help="counts, labels, broken files, leaks between splits")
+    check = commands.add_parser(
+        "check", help="counts, labels, all faults, copies, leaks between splits"
+    )
     check.add_argument("--out", default=".valora/check", help="folder for pictures")
     preview = commands.add_parser("preview", help="write a contact sheet")
     preview.add_argument("--out", default="preview.png", help="PNG to write")
@@ -89,8 +94,10 @@ def _source(options: argparse.Namespace) -> Source:
 
 
 def _check(source: Source, out: Path, console: Console) -> int:
-    from valora_data.validation.contact_sheets import contact_sheet, leak_sheet
-    from valora_data.validation.inspection import inspect
+    from rich.markup import escape
+
+    from valora_data.validation.contact_sheets import contact_sheet, pair_sheet
+    from valora_data.validation.inspection import SHOWN_PAIRS, inspect, pictures_of
 
     examples: dict[str, _Reservoir] = {}
 
@@ -105,15 +112,25 @@ def _check(source: Source, out: Path, console: Console) -> int:
     for split, kept in examples.items():
         pictures.append(out / f"{split}.png")
         contact_sheet(kept.samples).save(pictures[-1])
-    if any(leak.pictures for leak in found.leaks):
-        pictures.append(out / "leaks.png")
-        leak_sheet(found.leaks).save(pictures[-1])
+    for name, pairs in (("leaks", found.leaks), ("duplicates", found.duplicates)):
+        shown = pairs[:SHOWN_PAIRS]
+        sheet = pair_sheet(shown, pictures_of(source, shown)) if shown else None
+        if sheet is not None:
+            pictures.append(out / f"{name}.png")
+            sheet.save(pictures[-1])
+    lines = [f"{fault.kind.name.lower()}\t{fault.text}" for fault in found.faults.found]
+    lines += [f"copy\t{pair}" for pair in found.pairs]
+    if lines:
+        pictures.append(out / "faults.tsv")
+        pictures[-1].write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     for path in pictures:
         console.print(f"[dim]wrote[/] {path}", highlight=False, soft_wrap=True)
-    for problem in found.problems:
-        console.print(f"[red]✗[/] {problem}", highlight=False, soft_wrap=True)
+    for sign, sentences in (("[yellow]![/]", found.notes), ("[red]✗[/]", found.problems)):
+        for sentence in sentences:
+            console.print(f"{sign} {escape(sentence)}", highlight=False, soft_wrap=True)
     if not found.problems:
-        console.print("[green]✓[/] nothing is wrong")
+        noted = f"; {len(found.notes)} notes above" if found.notes else ""
+        console.print(f"[green]✓[/] no faults{noted}" if noted else "[green]✓[/] nothing is wrong")
     return 1 if found.problems else 0
 
 
@@ -130,8 +147,6 @@ def _report(found: Inspection, console: Console) -> None:
         )  # fmt: skip
     console.print(table)
     _histogram(found, console)
-    if found.duplicates:
-        console.print(f"[yellow]![/] {found.duplicates} pictures occur again in their own split")
 
 
 def _sizes(facts: SplitFacts) -> str:

@@ -1,12 +1,15 @@
 """Samples of one domain and split on disk: a Hugging Face data set that any tool can open.
 
-Columns: `id` (string), `images` (PNGs: one, several, or the frames of a video in order), `prompt`
+Columns: `id` (string), `images` (the files' own bytes, or PNGs where there is no file: one,
+several, or the frames of a video in order), `prompt`
 (the sample's own question, or null), `label` (class index, or null), `soft` (a probability per
 label), `answers` and `captions` (strings), `count` (or null), `objects` = {`bbox`: COCO's (x, y,
 width, height) in pixels, `category`: class index, `score`: confidence}. The label names travel as
 the data set's features; where a domain has no label set, `label` and `category` are strings.
 
 Samples are written one by one and read through a memory map, so a set may be larger than memory.
+A shard may refer to the images of another one beside it (`images_of.json`), whose samples it
+answers differently; its own `images` are empty then.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from valora_data.errors import DataError
+from valora_data.images import decode_image, encoded_file
 from valora_data.schema import Answer, Box, Sample
 
 if TYPE_CHECKING:
@@ -25,7 +29,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     import datasets
+    from PIL.Image import Image
 
+IMAGES_OF = "images_of.json"
+"""File with the name of the shard beside this one that holds its images."""
 BUFFERED = 64
 """Samples that are held in memory while writing."""
 
@@ -58,7 +65,7 @@ def _row(sample: Sample) -> dict[str, Any]:
     boxes = answer.boxes
     return {
         "id": sample.id,
-        "images": list(sample.images),
+        "images": [_stored(image) for image in sample.images],
         "prompt": sample.prompt,
         "label": answer.label,
         "soft": list(answer.soft),
@@ -73,21 +80,30 @@ def _row(sample: Sample) -> dict[str, Any]:
     }
 
 
+def _stored(image: Image) -> Image | dict[str, Any]:
+    """What the data set stores of an image: its file if it came from one, else its pixels."""
+    file = encoded_file(image)
+    return image if file is None else {"bytes": file.content, "path": None}
+
+
 class ShardWriter:
     """Writes samples one by one; the folder appears when the `with` block ends without an error.
 
     Args:
         labels: Labels in the order of the class indices; empty where answers are language.
         folder: A folder that does not exist yet.
+        images_of: Name of the shard beside this one that has the same samples with their images,
+            which are not written again; None to write them.
 
     Attributes:
         count: Samples written so far.
     """
 
-    def __init__(self, labels: Sequence[str], folder: Path) -> None:
+    def __init__(self, labels: Sequence[str], folder: Path, images_of: str | None = None) -> None:
         from datasets.arrow_writer import ArrowWriter
 
         self._labels = tuple(labels)
+        self._images_of = images_of
         self._folder = folder
         self._table = folder.with_name(f"{folder.name}.arrow.partial")
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +119,12 @@ class ShardWriter:
             DataError: If it has a label outside the label set, or not one soft label for each.
         """
         self._check(sample)
-        self._writer.write(_row(sample))
+        row = _row(sample)
+        self.add_row(row)
+
+    def add_row(self, row: dict[str, Any]) -> None:
+        """Write a row of `Shard.rows`, whose labels are known."""
+        self._writer.write(row if self._images_of is None else {**row, "images": []})
         self.count += 1
 
     def _check(self, sample: Sample) -> None:
@@ -149,6 +170,9 @@ class ShardWriter:
             raise DataError(f"no samples to write to {self._folder.name}: the source is empty")
         self._writer.finalize()
         Dataset.from_file(str(self._table)).save_to_disk(self._folder)
+        if self._images_of is not None:
+            text = json.dumps({"folder": self._images_of})
+            (self._folder / IMAGES_OF).write_text(text, encoding="utf-8")
 
 
 def write(samples: Iterable[Sample], labels: Sequence[str], folder: Path) -> int:
@@ -178,9 +202,15 @@ class Shard(Sequence[Sample]):
         labels: The label set; empty where answers are language.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        """Wrap a data set; use `open_shard` for a folder."""
-        self._dataset = dataset
+    def __init__(self, dataset: Any, images: Any = None) -> None:
+        """Wrap a data set; use `open_shard` for a folder.
+
+        Args:
+            dataset: The rows.
+            images: Rows in the same order that hold the images; None if `dataset` does.
+        """
+        self._dataset = dataset.with_format("arrow")  # which leaves images as they are stored
+        self._images = None if images is None else images.with_format("arrow")
         self.labels: tuple[str, ...] = tuple(getattr(dataset.features["label"], "names", ()))
 
     def __len__(self) -> int:
@@ -193,11 +223,21 @@ class Shard(Sequence[Sample]):
     def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
-        return self._sample(self._dataset[index])
+        return self._sample(self.row(index))
+
+    def row(self, index: int) -> dict[str, Any]:
+        """A row with its encoded images, for `ShardWriter.add_row`."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of a shard of {len(self)}")
+        index %= len(self)
+        row: dict[str, Any] = self._dataset[index].to_pylist()[0]
+        if self._images is not None:
+            row["images"] = self._images[index].to_pylist()[0]["images"]
+        return row
 
     def _sample(self, row: dict[str, Any]) -> Sample:
         answer = self._answer(row)
-        first, *rest = (image.convert("RGB") for image in row["images"])
+        first, *rest = (decode_image(image["bytes"]) for image in row["images"])
         return Sample(row["id"], first, answer, row["prompt"], tuple(rest))
 
     def _answer(self, row: dict[str, Any]) -> Answer:
@@ -223,7 +263,7 @@ class Shard(Sequence[Sample]):
 
     def answers(self) -> list[Answer]:
         """The answers alone, in order; no image is decoded."""
-        return [self._answer(row) for row in self._dataset.remove_columns("images")]
+        return [self._answer(row) for row in self._dataset.remove_columns("images")[:].to_pylist()]
 
 
 def is_shard(folder: Path) -> bool:
@@ -252,7 +292,23 @@ def open_shard(folder: Path) -> Shard:
         raise DataError(
             f"{folder} is not a readable data set (no column {', '.join(missing)}): make it again"
         )
-    return Shard(dataset)
+    return Shard(dataset, _other_images(folder))
+
+
+def _other_images(folder: Path) -> Any:
+    """The data set that holds a shard's images, if it is another one."""
+    from datasets import load_from_disk
+
+    note = folder / IMAGES_OF
+    if not note.is_file():
+        return None
+    try:
+        name = json.loads(note.read_text(encoding="utf-8"))["folder"]
+        return load_from_disk(str(folder.parent / name))
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{folder} has no readable images ({error}): make the data set again"
+        ) from error
 
 
 def read(folder: Path) -> list[Sample]:

@@ -1,4 +1,4 @@
-"""Disjoint splits: a check for leaks, and the split of a sample in a set without splits."""
+"""The split of a sample in a set without splits."""
 
 from __future__ import annotations
 
@@ -11,55 +11,7 @@ from valora_data.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from valora_data.schema import Sample, Split
-
-EXAMPLES = 3
-
-
-def content_hash(sample: Sample) -> str:
-    """SHA-256 of modes, sizes and pixels of a sample's images, whatever file they came from."""
-    digest = sha256()
-    for image in sample.images:
-        digest.update(f"{image.mode} {image.width}x{image.height} ".encode())
-        digest.update(image.tobytes())
-    return digest.hexdigest()
-
-
-class LeakCheck:
-    """Checks that no id and no image occurs in two splits; keeps hashes, not images."""
-
-    def __init__(self) -> None:
-        self._ids: dict[str, Split] = {}
-        self._images: dict[str, tuple[Split, str]] = {}
-        self._examples: list[str] = []
-        self._leaks = 0
-
-    def add(self, split: Split, sample: Sample) -> None:
-        """Add a sample."""
-        other = self._ids.setdefault(sample.id, split)
-        if other != split:
-            self._note(f"id {sample.id} is in {other} and {split}")
-            return
-        place, twin = self._images.setdefault(content_hash(sample), (split, sample.id))
-        if place != split:
-            self._note(f"the image of {twin} in {place} is that of {sample.id} in {split}")
-
-    def _note(self, leak: str) -> None:
-        self._leaks += 1
-        if len(self._examples) < EXAMPLES:
-            self._examples.append(leak)
-
-    def finish(self) -> None:
-        """Raise if anything leaked.
-
-        Raises:
-            DataError: An id or image occurs in two splits; the message has the first examples.
-        """
-        if self._leaks:
-            raise DataError(
-                f"{self._leaks} samples leak between splits ({'; '.join(self._examples)}): "
-                "keep each in one split"
-            )
+    from valora_data.schema import Split
 
 
 def split_of(sample_id: str, fractions: Mapping[Split, float], seed: int = 0) -> Split:

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from valora_data.duplicates import Duplicates
+from valora_data.prepare import check_leaks
 from valora_data.schema import Sample, Split, Task
 from valora_data.sources.scenes.builtin import builtin_samples
-from valora_data.splits import LeakCheck
 
 
 def picture(path: Path, seed: int, size: tuple[int, int] = (12, 8)) -> Image.Image:
@@ -30,11 +31,11 @@ def natural_picture(seed: int) -> Image.Image:
 
 def check_no_leak(splits: Mapping[Split, Iterable[Sample]]) -> None:
     """Raise a `DataError` if an id or an image occurs in two splits."""
-    check = LeakCheck()
+    duplicates = Duplicates(near=False)
     for split, samples in splits.items():
         for sample in samples:
-            check.add(split, sample)
-    check.finish()
+            duplicates.add(split, sample)
+    check_leaks([pair for pair in duplicates.pairs() if pair.leaks])
 
 
 def metadata(folder: Path, *rows: object) -> None:

@@ -7,17 +7,20 @@ teacher labels.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valora_data.errors import DataError
+from valora_data.hashing import hash_files
 from valora_data.prepare import TRUTH, prepare
 from valora_data.schema import Split
 from valora_data.shards import open_shard
 from valora_data.sources.base import Source
-from valora_data.sources.registry import open_source
+from valora_data.sources.formats.labelled import ImageReader
+from valora_data.sources.registry import files_of, open_source
 from valora_train.settings import as_dict
-from valora_train.stage import Stage, digest
+from valora_train.stage import RECORD, Stage, digest, write_json
 
 if TYPE_CHECKING:
     from valora_train.reporting.progress import Step
@@ -26,24 +29,48 @@ if TYPE_CHECKING:
 __all__ = ["TRUTH", "build_data", "data_stage"]
 
 
-def data_stage(domain: DomainSettings) -> Stage:
-    """The stage that reads and splits a domain's data."""
+HASHES = "hashes"
+"""Folder in the work folder that remembers the hashes of single files."""
+FAULTS = "faults.json"
+"""File in the stage's folder: what was skipped."""
+
+
+def data_stage(domain: DomainSettings, work: Path | None = None) -> Stage:
+    """The stage that reads and splits a domain's data.
+
+    Args:
+        domain: The domain.
+        work: Folder of all stages, where hashes of files are remembered; None to read all files.
+
+    Raises:
+        DataError: If the data does not exist or cannot be read.
+    """
     source = domain.source
-    inputs = {}
-    for path in (source.path, source.images, source.annotations):
-        if path is None:
-            continue
-        if Path(path).exists():
-            inputs[path] = digest(Path(path))
-        elif not source.format.remote:
+    for path in (source.path, source.images, source.annotations, source.unlabelled):
+        if path is not None and not Path(path).exists() and not source.format.remote:
             raise DataError(f"data of domain {domain.name} not found: {path} does not exist")
+    inputs = {}
+    if source.path is not None and (Path(source.path) / RECORD).is_file():
+        inputs[source.path] = digest(Path(source.path))  # the output of a stage never changes
+    elif source.path is not None:
+        root = Path(source.path)
+        cache = None if work is None else work / HASHES / f"{domain.name}.json"
+        try:
+            inputs[source.path] = hash_files(files_of(_source(domain)), root, cache)
+        except OSError as error:
+            raise DataError(
+                f"data of domain {domain.name}: {error.filename} cannot be read "
+                f"({error.strerror}): check its permissions"
+            ) from error
+        except DataError as error:
+            raise DataError(f"data of domain {domain.name}: {error}") from error
     settings = {
         "labels": domain.labels,
         "name": domain.name,
         "task": str(domain.task),
         "source": as_dict(source),
     }
-    return Stage(f"data-{domain.name}", 3, settings, inputs)
+    return Stage(f"data-{domain.name}", 4, settings, inputs)
 
 
 def build_data(domain: DomainSettings, folder: Path, on_step: Step = lambda *_: None) -> None:
@@ -55,36 +82,59 @@ def build_data(domain: DomainSettings, folder: Path, on_step: Step = lambda *_: 
         on_step: Called with samples written, samples expected, and 0.
 
     Raises:
-        DataError: If a split would be empty or shares an image with another split, or if all
-            training samples have the same answer.
+        DataError: If a split would be empty or shares an image with another split, too many images
+            have faults, or all training samples have the same answer or none.
     """
     source = domain.source
-    assert domain.task is not None, "`Settings.chosen` fills it in"
     total = sum(source.counts.values())
     fractions = {Split(split): share for split, share in source.fractions.items()}
+    reader = ImageReader(source.path or domain.name, tolerance=source.max_faulty)
     try:
-        opened = open_source(
-            Source(
-                kind=source.kind,
-                task=domain.task,
-                labels=tuple(domain.labels),
-                name=domain.name,
-                path=source.path,
-                images=source.images,
-                annotations=source.annotations,
-                columns=source.columns,
-                frames=source.frames,
-                counts=source.counts,
-                seed=source.seed,
-            )
-        )
         prepare(
-            opened, domain.labels, fractions, folder, source.seed,
+            open_source(replace(_source(domain), reader=reader)),
+            domain.labels, fractions, folder, source.seed,
             lambda done: on_step(done, max(done, total), 0.0),
+            leaks=source.leaks, near=not source.format.drawn,
         )  # fmt: skip
     except DataError as error:
         raise DataError(f"data of domain {domain.name}: {error}") from error
+    reader.finish()
+    if reader.faults.found:
+        found = [(fault.kind.name.lower(), fault.text) for fault in reader.faults.found]
+        write_json(folder / FAULTS, found)
     _check_choices(domain, folder)
+    _check_objects(domain, folder)
+
+
+def _source(domain: DomainSettings) -> Source:
+    assert domain.task is not None, "`Settings.chosen` fills it in"
+    source = domain.source
+    return Source(
+        kind=source.kind,
+        task=domain.task,
+        labels=tuple(domain.labels),
+        name=domain.name,
+        path=source.path,
+        images=source.images,
+        annotations=source.annotations,
+        columns=source.columns,
+        frames=source.frames,
+        counts=source.counts,
+        seed=source.seed,
+        unlabelled=source.unlabelled,
+    )
+
+
+def _check_objects(domain: DomainSettings, folder: Path) -> None:
+    """Check that some training sample of a detection domain has objects."""
+    assert domain.task is not None, "`Settings.chosen` fills it in"
+    if not domain.task.spec.detects or domain.source.kind == "images":
+        return
+    if not any(answer.boxes for answer in open_shard(folder / Split.TRAIN).answers()):
+        raise DataError(
+            f"no training image of domain {domain.name} has an object of {', '.join(domain.labels)}"
+            f": check where the labels of {domain.source.path or domain.source.kind} are"
+        )
 
 
 def _check_choices(domain: DomainSettings, folder: Path) -> None:

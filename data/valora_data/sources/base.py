@@ -43,7 +43,8 @@ class Source:
         frames: Number of frames taken of each video.
         counts: Number of samples drawn for each split, for `scenes`.
         seed: Seed for drawing.
-        reader: Opens images and counts broken ones; None for a reader that tolerates few.
+        reader: Opens images and collects faults; None for a reader that tolerates few.
+        unlabelled: Folder of images without labels, as the unlabelled split; None for none.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Source:
     counts: Mapping[str, int] = field(default_factory=dict)
     seed: int = 0
     reader: ImageReader | None = None
+    unlabelled: str | None = None
 
     @property
     def location(self) -> str:
@@ -119,11 +121,13 @@ class SourceFormat(ABC):
             formats that are folders or nothing on disk.
         remote: Whether the path may be a name of something that is not on this machine.
         video: Whether all samples are videos.
+        drawn: Whether samples are drawn and not read, so that none is a copy of another.
     """
 
     files: ClassVar[str] = ""
     remote: ClassVar[bool] = False
     video: ClassVar[bool] = False
+    drawn: ClassVar[bool] = False
 
     @abstractmethod
     def supports(self, task: Task) -> bool:
@@ -140,6 +144,22 @@ class SourceFormat(ABC):
             DataError: A setting or a file is missing, or a file is corrupt. The streams raise it
                 for what they find later.
         """
+
+    def reads(self, source: Source) -> Iterator[Path]:
+        """Files whose content decides on the samples; some of them may be missing.
+
+        By default these are the source's file, and all files in its folders. Formats whose files
+        name others override it.
+
+        Raises:
+            DataError: A file that names the others cannot be read.
+        """
+        for place in (source.path, source.images, source.annotations):
+            path = Path(place) if place is not None else None
+            if path is not None and path.is_dir():
+                yield from sorted(file for file in path.rglob("*") if file.is_file())
+            elif path is not None and path.exists():
+                yield path
 
     def recognises(self, location: Location) -> bool:
         """Whether a path is of this format. Formats that are never guessed leave this out."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valora_data.errors import DataError
 from valora_data.registry import Registry
+from valora_data.schema import Split
 from valora_data.sources.base import Location, Source, SourceFormat, Splits
+from valora_data.sources.formats.images import image_files, read_images
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
 FORMATS: Registry[type[SourceFormat]] = Registry(
     "valora.sources",
@@ -25,6 +29,7 @@ FORMATS: Registry[type[SourceFormat]] = Registry(
         "refcoco": "valora_data.sources.formats.refcoco:RefCocoFormat",
         "vqa": "valora_data.sources.formats.vqa:VqaFormat",
         "coco": "valora_data.sources.formats.coco:CocoFormat",
+        "images": "valora_data.sources.formats.images:ImagesFormat",
     },
     DataError,
 )
@@ -48,7 +53,26 @@ def open_source(source: Source) -> Splits:
             f"a source of kind {source.kind} has no answers for task {source.task}: choose one "
             f"of {', '.join(sorted(kinds))}"
         )
-    return found.open(source)
+    splits = found.open(source)
+    if source.unlabelled is not None:
+        if Split.UNLABELLED in splits:
+            raise DataError(
+                f"the source has an unlabelled split, and {source.unlabelled} would be another: "
+                "leave source.unlabelled out"
+            )
+        splits[Split.UNLABELLED] = partial(read_images, Path(source.unlabelled), source.reader)
+    return splits
+
+
+def files_of(source: Source) -> Iterator[Path]:
+    """Files whose content decides on the samples; some of them may be missing.
+
+    Raises:
+        DataError: If the kind is unknown, or a file that names the others cannot be read.
+    """
+    yield from FORMATS[source.kind]().reads(source)
+    if source.unlabelled is not None:
+        yield from image_files(Path(source.unlabelled))
 
 
 def detect_kind(path: Path | str) -> str:

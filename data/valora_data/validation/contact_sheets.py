@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 from valora_data.drawing import add_caption, arrange, draw_boxes, fit_into_tile
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from PIL.Image import Image
 
+    from valora_data.duplicates import Key, Pair
     from valora_data.schema import Sample
-    from valora_data.validation.inspection import Leak
 
 TILE = 192  # pixels
+PAIR_TILE = 480  # pixels: large enough to judge whether two pictures are the same
 CAPTION_ROWS = 3
 GAP = 8  # pixels
 COLOURS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080", "#9a6324", "#800000")
@@ -31,21 +32,23 @@ def contact_sheet(samples: Sequence[Sample], columns: int = 6) -> Image:
     return arrange(tiles, min(columns, len(tiles)), GAP, "#dddddd")
 
 
-def leak_sheet(leaks: Sequence[Leak]) -> Image:
-    """A sheet of pairs of pictures that two splits share.
+def pair_sheet(pairs: Sequence[Pair], samples: Mapping[Key, Sample]) -> Image | None:
+    """A sheet of pairs of pictures that look the same, one pair per row, with their boxes.
 
     Args:
-        leaks: The pairs, at least one of them with pictures; pairs without are left out.
+        pairs: The pairs.
+        samples: Samples by split and id; pairs without their samples are left out.
+
+    Returns:
+        The sheet; None if no pair has its samples.
     """
     tiles = []
-    for leak in leaks:
-        if leak.pictures is None:
-            continue
-        tile, _ = fit_into_tile(leak.pictures, TILE, "white")
-        how = "equal" if leak.exact else "look the same"
-        lines = [f"{split}: {name}" for split, name in (leak.first, leak.second)] + [how]
-        tiles.append(_with_lines(tile, lines))
-    return arrange(tiles, min(6, len(tiles)), GAP, "#dddddd")
+    for number, pair in enumerate(pairs, start=1):
+        if pair.first in samples and pair.second in samples:
+            for split, name in (pair.first, pair.second):
+                title = f"pair {number}, {pair.likeness}"
+                tiles.append(_tile(samples[split, name], PAIR_TILE, [title, f"{split}: {name}"]))
+    return arrange(tiles, 2, GAP, "#dddddd") if tiles else None
 
 
 def answer_text(sample: Sample) -> str:
@@ -62,12 +65,13 @@ def answer_text(sample: Sample) -> str:
     return "–"
 
 
-def _tile(sample: Sample) -> Image:
-    tile, scale = fit_into_tile(sample.images, TILE, "white")
+def _tile(sample: Sample, side: int = TILE, titles: Sequence[str] | None = None) -> Image:
+    tile, scale = fit_into_tile(sample.images, side, "white")
     boxes = sample.answer.boxes
     labels = list(dict.fromkeys(box.label for box in boxes))
     colours = [COLOURS[labels.index(box.label) % len(COLOURS)] for box in boxes]
-    lines = [sample.id, *([sample.prompt] if sample.prompt else [])]
+    lines = [sample.id] if titles is None else list(titles)
+    lines += [sample.prompt] if sample.prompt else []
     if {box.label for box in boxes} != {sample.prompt}:
         lines.append(answer_text(sample))
     return _with_lines(draw_boxes(tile, boxes, scale, colours), lines)

@@ -1,4 +1,4 @@
-"""Checks of a data set: counts, labels, files that cannot be decoded, leaks between splits."""
+"""Checks of a data set: counts, labels, all of its faults, and copies within and across splits."""
 
 from __future__ import annotations
 
@@ -6,31 +6,23 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-from PIL import Image
-
+from valora_data.duplicates import Duplicates, Likeness, Pair
+from valora_data.errors import DataError
 from valora_data.schema import Sample, Split, Task
 from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.registry import open_source
-from valora_data.splits import content_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
-    import numpy.typing as npt
-
+    from valora_data.duplicates import Key
+    from valora_data.faults import Faults
     from valora_data.sources.base import Source
 
-THUMB = 8
-"""Side of the thumbnails that near duplicates are compared by, in pixels."""
-NEAR_BITS = 6
-"""Largest Hamming distance, of 64 bits, between the hashes of near duplicates."""
-NEAR_LEVELS = 6.0
-"""Largest mean difference between the thumbnails of near duplicates, of 255 levels."""
-FLAT = 4.0
-"""Standard deviation of the grey levels below which an image is too uniform to be recognised."""
-KEPT_PICTURES = 12
-"""Number of leaks whose images are kept for the contact sheet."""
+SHOWN_PAIRS = 24
+"""Pairs of copies of which pictures are drawn."""
+NAMED = 5
+"""Faults of each kind, and pairs of copies, that the report names."""
 
 
 @dataclass(slots=True)
@@ -41,7 +33,7 @@ class SplitFacts:
         samples: Number of samples.
         images: Number of images or frames.
         labels: Number of occurrences of each label, answer or object class.
-        unanswered: Number of samples without an answer.
+        unanswered: Number of samples without an answer; for detection, without objects.
         sizes: Number of images of each (width, height) in pixels.
     """
 
@@ -52,71 +44,103 @@ class SplitFacts:
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
 
 
-@dataclass(frozen=True, slots=True)
-class Leak:
-    """An image that occurs in two splits.
-
-    Attributes:
-        first: Split and sample id of the first occurrence.
-        second: Split and sample id of the second occurrence.
-        exact: True for equal pixels, False for near duplicates.
-        pictures: Thumbnails of both, None beyond `KEPT_PICTURES` leaks.
-    """
-
-    first: tuple[str, str]
-    second: tuple[str, str]
-    exact: bool
-    pictures: tuple[Image.Image, Image.Image] | None = None
-
-
 @dataclass(slots=True)
 class Inspection:
     """Result of checking a data set.
 
     Attributes:
         task: Task of the answers.
+        faults: Everything that was found in files, rows and boxes.
         splits: Counts by split name; `all` for a set without splits.
-        broken: Files that cannot be decoded.
-        leaks: Images in two splits, exact ones first.
-        duplicates: Number of images that occur again in their own split, not counting several
-            questions about one image.
-        problems: One sentence for each fault.
+        pairs: Images that occur again, in another split or in their own.
+        problems: One sentence for each kind of fault that has to be mended.
+        notes: One sentence for each kind of thing that is worth knowing.
     """
 
     task: Task
+    faults: Faults
     splits: dict[str, SplitFacts] = field(default_factory=dict)
-    broken: list[str] = field(default_factory=list)
-    leaks: list[Leak] = field(default_factory=list)
-    duplicates: int = 0
+    pairs: list[Pair] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def leaks(self) -> list[Pair]:
+        """Images in two splits, equal ones first."""
+        return sorted((pair for pair in self.pairs if pair.leaks), key=_order)
+
+    @property
+    def duplicates(self) -> list[Pair]:
+        """Images that occur again in their own split, equal ones first."""
+        return sorted((pair for pair in self.pairs if not pair.leaks), key=_order)
+
+
+def _order(pair: Pair) -> int:
+    return list(Likeness).index(pair.likeness)
 
 
 def inspect(source: Source, on_sample: Callable[[str, Sample], None] | None = None) -> Inspection:
     """Read a data set from end to end and check it.
 
     Args:
-        source: The source; any number of broken files is tolerated and counted.
+        source: The source; any number of faults is tolerated and collected.
         on_sample: Called with the split's name and each sample.
 
     Raises:
         DataError: The set cannot be read at all.
     """
-    reader = ImageReader(source.path or source.name, tolerance=1.0)
-    found = Inspection(source.task)
-    prints = _Prints()
-    for split, stream in open_source(replace(source, reader=reader)).items():
-        name = "all" if split is None else str(split)
-        if split is None and len(open_source(source)) > 1:
-            name = str(Split.TRAIN)
+    reader = ImageReader.for_check(source.path or source.name)
+    found = Inspection(source.task, reader.faults)
+    duplicates = Duplicates()
+    splits = open_source(replace(source, reader=reader))
+    failed: list[DataError] = []
+    unread: list[str] = []
+    for split, stream in splits.items():
+        name = str(split or (Split.TRAIN if len(splits) > 1 else "all"))
         facts = found.splits.setdefault(name, SplitFacts())
-        for sample in stream():
-            _note(facts, sample, source.task)
-            found.duplicates += prints.add(name, sample)
-            if on_sample is not None:
-                on_sample(name, sample)
-    found.broken = reader.skipped
-    found.leaks = prints.leaks()
-    found.problems = _problems(found)
+        try:
+            for sample in stream():
+                _note(facts, sample, source.task)
+                duplicates.add(name, sample)
+                if on_sample is not None:
+                    on_sample(name, sample)
+        except DataError as error:
+            failed.append(error)
+            unread.append(f"split {name} cannot be read: {error}")
+    if len(failed) == len(splits):
+        raise failed[0]
+    found.pairs = duplicates.pairs()
+    found.problems = [*unread, *_problems(found)]
+    found.notes = _notes(found)
+    return found
+
+
+def pictures_of(source: Source, pairs: Sequence[Pair]) -> Mapping[Key, Sample]:
+    """Samples of some pairs, read once more.
+
+    Args:
+        source: The source of the pairs.
+        pairs: The pairs to look for.
+
+    Returns:
+        Samples by split and id; what is found no more is left out.
+    """
+    wanted = {key for pair in pairs for key in (pair.first, pair.second)}
+    found: dict[Key, Sample] = {}
+    splits = open_source(replace(source, reader=ImageReader.for_check(source.path or source.name)))
+    for split, stream in splits.items():
+        name = str(split or (Split.TRAIN if len(splits) > 1 else "all"))
+        if not any(key[0] == name for key in wanted - set(found)):
+            continue
+        try:
+            for sample in stream():
+                key = (name, sample.id)
+                if key in wanted:
+                    found.setdefault(key, sample)
+                if not any(key[0] == name for key in wanted - set(found)):
+                    break
+        except DataError:
+            continue  # it was reported when the set was checked
     return found
 
 
@@ -127,34 +151,33 @@ def _note(facts: SplitFacts, sample: Sample, task: Task) -> None:
     facts.sizes[sample.image.size] += 1
     if task.spec.detects:
         facts.labels.update(box.label for box in answer.boxes)
-        return
-    if answer.choice is not None:
+        facts.unanswered += not answer.boxes
+    elif answer.choice is not None:
         facts.labels[answer.choice] += 1
     elif not answer.captions and not answer.boxes:
         facts.unanswered += 1
 
 
 def _problems(found: Inspection) -> list[str]:
-    problems = []
-    if found.broken:
-        shown = ", ".join(found.broken[:3])
-        problems.append(
-            f"{len(found.broken)} files cannot be decoded or are missing ({shown}): repair or "
-            "remove them"
-        )
-    for exact, what in ((True, "are in two splits"), (False, "look the same in two splits")):
-        leaks = [leak for leak in found.leaks if leak.exact == exact]
+    problems = [
+        f"{len(faults)} {kind.what} ({_examples([fault.text for fault in faults])}): {kind.remedy}"
+        for kind, faults in found.faults.by_kind().items()
+        if kind.skips
+    ]
+    for likeness in Likeness:
+        leaks = [pair for pair in found.leaks if pair.likeness is likeness]
         if leaks:
-            one = leaks[0]
             problems.append(
-                f"{len(leaks)} pictures {what} (such as {one.first[1]} in {one.first[0]} and "
-                f"{one.second[1]} in {one.second[0]}): keep each in one split"
+                f"{len(leaks)} pictures are in two splits, {likeness} "
+                f"({_examples(list(map(str, leaks)))}): keep each in one split, or set "
+                "source.leaks=keep_test"
             )
     problems += [
         f"split {name} holds no samples: add some"
         for name, facts in found.splits.items()
         if not facts.samples
     ]
+    problems += _unanswered(found)
     labels = {name: facts.labels for name, facts in found.splits.items() if facts.labels}
     learnt = labels.get(str(Split.TRAIN), labels.get("all"))
     spec = found.task.spec
@@ -172,80 +195,44 @@ def _problems(found: Inspection) -> list[str]:
     return problems
 
 
-class _Prints:
-    """Exact hashes, perceptual hashes and thumbnails of all images so far."""
-
-    def __init__(self) -> None:
-        self._exact: dict[str, tuple[str, str]] = {}
-        self._own: set[tuple[str, str]] = set()
-        self._leaks: list[Leak] = []
-        self._names: list[tuple[str, str]] = []
-        self._bits: list[np.uint64] = []
-        self._thumbs: list[npt.NDArray[np.uint8]] = []
-
-    def add(self, split: str, sample: Sample) -> int:
-        """Add a sample; returns 1 if its image was already in its split, else 0."""
-        image_id = sample.id.split("#", 1)[0]
-        if (split, image_id) in self._own:
-            return 0  # another question about the same image
-        self._own.add((split, image_id))
-        digest = content_hash(sample)
-        twin = self._exact.setdefault(digest, (split, sample.id))
-        if twin != (split, sample.id):
-            if twin[0] == split:
-                return 1
-            small = _small(sample.image)
-            pictures = (small, small) if len(self._leaks) < KEPT_PICTURES else None
-            self._leaks.append(Leak(twin, (split, sample.id), True, pictures))
-            return 0
-        middle = sample.images[len(sample.images) // 2]
-        bits = perceptual_hash(middle)
-        if bits is not None:
-            self._names.append((split, sample.id))
-            self._bits.append(bits)
-            thumb = middle.resize((THUMB, THUMB), Image.Resampling.BOX)
-            self._thumbs.append(np.asarray(thumb, dtype=np.uint8))
-        return 0
-
-    def leaks(self) -> list[Leak]:
-        """All leaks, exact ones first."""
-        near: list[Leak] = []
-        bits, splits = np.array(self._bits, np.uint64), np.array([n[0] for n in self._names])
-        for place, name in enumerate(self._names):
-            apart = np.bitwise_count(bits[:place] ^ bits[place])
-            others = np.flatnonzero((apart <= NEAR_BITS) & (splits[:place] != name[0]))
-            for other in others:
-                gap = self._thumbs[place].astype(float) - self._thumbs[other]
-                if np.abs(gap).mean() <= NEAR_LEVELS:
-                    pictures = None
-                    if len(near) < KEPT_PICTURES:
-                        first, second = (
-                            Image.fromarray(self._thumbs[i]).resize((96, 96), Image.Resampling.BOX)
-                            for i in (int(other), place)
-                        )
-                        pictures = (first, second)
-                    near.append(Leak(self._names[int(other)], name, False, pictures))
-                    break
-        return [*self._leaks, *near]
+def _unanswered(found: Inspection) -> list[str]:
+    """Splits without any answer, where answers are needed; and single samples without one."""
+    problems = []
+    for name, facts in found.splits.items():
+        if name == Split.UNLABELLED or not facts.unanswered:
+            continue
+        if facts.unanswered == facts.samples:
+            what = "objects" if found.task.spec.detects else "answers"
+            problems.append(
+                f"none of the {facts.samples} images of split {name} has {what}: check where the "
+                "labels are, or use kind `images` for images without labels"
+            )
+        elif not found.task.spec.detects:
+            problems.append(
+                f"{facts.unanswered} of {facts.samples} samples of split {name} have no answer: "
+                "add it or remove them"
+            )
+    return problems
 
 
-def perceptual_hash(image: Image.Image) -> np.uint64 | None:
-    """Difference hash of an image (`imagehash.dhash`), as 64 bits.
+def _notes(found: Inspection) -> list[str]:
+    notes = [
+        f"{len(faults)} {kind.what} ({_examples([fault.text for fault in faults])}): {kind.remedy}"
+        for kind, faults in found.faults.by_kind().items()
+        if not kind.skips
+    ]
+    for likeness in Likeness:
+        pairs = [pair for pair in found.duplicates if pair.likeness is likeness]
+        if pairs:
+            how = "" if likeness is Likeness.EQUAL else f", {likeness}"
+            shown = [f"{pair.second[1]} is {pair.first[1]}" for pair in pairs]
+            notes.append(
+                f"{len(pairs)} pictures occur again in their own split{how} ({_examples(shown)}): "
+                "they go to the same split, and one of each is enough"
+            )
+    return notes
 
-    It survives resizing, recompression and changes of brightness.
 
-    Returns:
-        The bits, or None for an image that is too uniform to be recognised.
-    """
-    import imagehash
-
-    if np.asarray(image.convert("L").resize((9, 8), Image.Resampling.BOX)).std() < FLAT:
-        return None
-    packed = np.packbits(imagehash.dhash(image).hash)
-    return np.uint64(int.from_bytes(packed.tobytes(), "big"))
-
-
-def _small(image: Image.Image) -> Image.Image:
-    copy = image.copy()
-    copy.thumbnail((96, 96))
-    return copy
+def _examples(texts: Sequence[str]) -> str:
+    more = f"; and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
+    return "; ".join(texts[:NAMED]) + more

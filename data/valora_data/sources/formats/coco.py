@@ -8,13 +8,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import DataError
+from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Answer, Box, Sample, Task
 from valora_data.sources.base import Location, Source, SourceFormat, Splits
-from valora_data.sources.formats.labelled import ImageReader, check_labels, checked_box
-from valora_data.sources.formats.tables import check_unique, load_json, load_tables
+from valora_data.sources.formats.labelled import (
+    IMAGES,
+    Frame,
+    ImageReader,
+    Reading,
+    check_labels,
+    checked_box,
+)
+from valora_data.sources.formats.tables import (
+    check_unique,
+    load_json,
+    load_tables,
+    sound_entries,
+    unique_entries,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Container, Iterable, Iterator, Sequence
 
     from valora_data.sources.formats.tables import Entries
 
@@ -43,6 +57,12 @@ class CocoFormat(SourceFormat):
             return {None: partial(read_coco_captions, file, images, source.reader)}
         return {None: partial(read_coco, file, images, source.labels or None, source.reader)}
 
+    def reads(self, source: Source) -> Iterator[Path]:
+        """The file and the images that it lists."""
+        file = Path(source.location)
+        yield file
+        yield from listed_images(load_json(file), source.image_folder)
+
 
 def read_coco(
     json_path: Path,
@@ -70,28 +90,77 @@ def read_coco(
     """
     source = json_path.name
     content = load_tables(json_path, INSTANCES, "COCO instances")
-    images, annotations, categories = (content[table] for table in INSTANCES)
-    names = {category["id"]: category["name"] for category in categories}
-    check_unique(source, "image", [image["id"] for image in images])
-    check_unique(source, "category", [category["id"] for category in categories])
-    if labels is None:
-        labels = tuple(names.values())
-    check_labels(source, names.values(), labels)
-    by_image = _by_image(source, annotations, {image["id"] for image in images}, names)
-    reader = reader or ImageReader(source)
-    reader.total = len(images)
-    for entry in images:
-        picture = reader.open(image_folder / entry["file_name"])
-        if picture is None:
-            continue
-        boxes = []
-        for annotation in by_image[entry["id"]]:
-            label = names[annotation["category_id"]]
-            if label in labels:
-                where = f"{source}, annotation {annotation.get('id')} of {entry['file_name']}"
-                boxes.append(pixel_box(annotation["bbox"], label, picture.size, where))
-        yield Sample(str(entry["id"]), picture, Answer(tuple(boxes)))
-    reader.finish()
+    with Reading(reader, source, len(content["images"])) as reading:
+        categories = sound_entries(reading, source, "categories", content["categories"], CATEGORY)
+        names = {category["id"]: str(category["name"]) for category in categories}
+        check_unique(source, "category", [category["id"] for category in categories])
+        images = _sound_images(reading, source, content["images"])
+        annotations = sound_entries(
+            reading, source, "annotations", content["annotations"], ANNOTATION
+        )
+        by_image = _by_image(reading, source, annotations, images, names)
+        if labels is None:
+            labels = _used(categories, annotations)
+        check_labels(source, names.values(), labels)
+        paths = [image_folder / entry["file_name"] for entry in images]
+        note_unlisted(paths, image_folder, reading)
+        for entry, picture in zip(images, reading.open_all(paths), strict=True):
+            if picture is None:
+                continue
+            file = entry["file_name"]
+            if entry["id"] not in by_image:
+                reading.add(FaultKind.IMAGE_UNLABELLED, file, f"{file} has no annotation")
+            with reading.tolerate(file):
+                declared = (entry.get("width"), entry.get("height"))
+                frame = Frame(picture, declared, f"{source}, {file}")
+                boxes = []
+                for annotation in by_image.get(entry["id"], ()):
+                    label = names[annotation["category_id"]]
+                    with reading.tolerate(file):
+                        if label in labels and not annotation.get("iscrowd"):
+                            where = f"{source}, annotation {annotation.get('id')} of {file}"
+                            edges = coco_edges(annotation["bbox"], where)
+                            boxes.append(frame.box(edges, label, where))
+                yield Sample(str(entry["id"]), picture, Answer(tuple(boxes)))
+
+
+def _sound_images(reader: ImageReader, source: str, entries: Entries) -> Entries:
+    images = sound_entries(reader, source, "images", entries, IMAGE)
+    images = unique_entries(reader, source, "image", "id", images)
+    return unique_entries(reader, source, "image", "file_name", images)
+
+
+def _used(categories: Entries, annotations: Entries) -> tuple[str, ...]:
+    """Names of the categories, without those that only group others, as Roboflow writes one."""
+    groups = {category.get("supercategory") for category in categories}
+    used = {annotation["category_id"] for annotation in annotations}
+    return tuple(
+        str(category["name"])
+        for category in categories
+        if category["id"] in used or category["name"] not in groups
+        or category["name"] == category.get("supercategory")
+    )  # fmt: skip
+
+
+def listed_images(content: Any, image_folder: Path) -> list[Path]:
+    """Files that a table of `images` with `file_name` lists."""
+    images = content.get("images") if isinstance(content, dict) else None
+    return [
+        image_folder / str(entry["file_name"])
+        for entry in images or ()
+        if isinstance(entry, dict) and "file_name" in entry
+    ]
+
+
+def note_unlisted(paths: Iterable[Path], folder: Path, reader: ImageReader) -> None:
+    """Note image files in a folder, or below it, that are not listed."""
+    if not reader.thorough:
+        return
+    listed = {path.resolve() for path in paths}
+    for path in sorted(folder.rglob("*")):
+        if path.suffix.lower() in IMAGES and path.resolve() not in listed:
+            name = path.relative_to(folder).as_posix()
+            reader.add(FaultKind.IMAGE_UNLISTED, name, f"{name} is not listed")
 
 
 def read_coco_captions(
@@ -114,56 +183,86 @@ def read_coco_captions(
     """
     source = json_path.name
     content = load_tables(json_path, CAPTIONS, "COCO captions")
-    images = content["images"]
-    check_unique(source, "image", [image["id"] for image in images])
-    captions: defaultdict[Any, list[str]] = defaultdict(list)
-    known = {image["id"] for image in images}
-    for annotation in content["annotations"]:
-        _check_listed(source, annotation, known)
-        captions[annotation["image_id"]].append(str(annotation["caption"]).strip())
-    captioned = [image for image in images if captions[image["id"]]]
-    if not captioned:
-        raise DataError(f"{source}: no image has a caption: the data set is empty")
-    reader = reader or ImageReader(source)
-    reader.total = len(captioned)
-    for entry in captioned:
-        picture = reader.open(image_folder / entry["file_name"])
-        if picture is not None:
-            yield Sample(str(entry["id"]), picture, Answer(captions=tuple(captions[entry["id"]])))
-    reader.finish()
+    with Reading(reader, source, len(content["images"])) as reading:
+        images = _sound_images(reading, source, content["images"])
+        captions: defaultdict[Any, list[str]] = defaultdict(list)
+        known = {image["id"] for image in images}
+        annotations = sound_entries(reading, source, "annotations", content["annotations"], CAPTION)
+        for annotation in annotations:
+            with reading.tolerate(f"image {annotation['image_id']}"):
+                _check_listed(source, annotation, known)
+                text = str(annotation["caption"]).strip()
+                if not text:
+                    raise FaultError(
+                        FaultKind.ROW_INCOMPLETE,
+                        f"{source}: the caption of annotation {annotation.get('id')} is empty",
+                    )
+                captions[annotation["image_id"]].append(text)
+        captioned = [image for image in images if captions[image["id"]]]
+        if not captioned:
+            raise DataError(f"{source}: no image has a caption: the data set is empty")
+        for image in images:
+            if not captions[image["id"]]:
+                file = image["file_name"]
+                reading.add(FaultKind.IMAGE_UNLABELLED, file, f"{file} has no caption")
+        paths = [image_folder / entry["file_name"] for entry in captioned]
+        note_unlisted(
+            [image_folder / entry["file_name"] for entry in images], image_folder, reading
+        )
+        for entry, picture in zip(captioned, reading.open_all(paths), strict=True):
+            if picture is not None:
+                answer = Answer(captions=tuple(captions[entry["id"]]))
+                yield Sample(str(entry["id"]), picture, answer)
 
 
-INSTANCES = {
-    "images": ("id", "file_name"),
-    "annotations": ("image_id", "category_id", "bbox"),
-    "categories": ("id", "name"),
-}
-CAPTIONS = {"images": ("id", "file_name"), "annotations": ("image_id", "caption")}
+IMAGE = ("id", "file_name")
+ANNOTATION = ("image_id", "category_id", "bbox")
+CATEGORY = ("id", "name")
+CAPTION = ("image_id", "caption")
+INSTANCES = ("images", "annotations", "categories")
+CAPTIONS = ("images", "annotations")
 
 
-def _check_listed(source: str, annotation: dict[str, Any], image_ids: set[Any]) -> None:
+def _check_listed(source: str, annotation: dict[str, Any], image_ids: Container[Any]) -> None:
     if annotation["image_id"] not in image_ids:
-        raise DataError(
+        raise FaultError(
+            FaultKind.ANNOTATION_STRAY,
             f"{source}: annotation {annotation.get('id')} belongs to image "
-            f"{annotation['image_id']}, which is not listed: add the image or remove it"
+            f"{annotation['image_id']}, which is not listed",
         )
 
 
 def _by_image(
-    source: str, annotations: Entries, image_ids: set[Any], names: dict[Any, str]
-) -> defaultdict[Any, Entries]:
+    reader: ImageReader,
+    source: str,
+    annotations: Entries,
+    images: Entries,
+    names: dict[Any, str],
+) -> dict[Any, Entries]:
+    """Annotations of every image that has some."""
     found: defaultdict[Any, Entries] = defaultdict(list)
+    seen: set[str] = set()
+    files = {image["id"]: image["file_name"] for image in images}
     for annotation in annotations:
-        _check_listed(source, annotation, image_ids)
-        if annotation["category_id"] not in names:
-            raise DataError(
-                f"{source}: annotation {annotation.get('id')} has category id "
-                f"{annotation['category_id']}, which is none of "
-                f"{', '.join(map(str, list(names)[:10]))}: make the ids match"
-            )
-        if not annotation.get("iscrowd"):
+        item = files.get(annotation["image_id"], f"image {annotation['image_id']}")
+        with reader.tolerate(item):
+            _check_listed(source, annotation, files)
+            if annotation["category_id"] not in names:
+                raise FaultError(
+                    FaultKind.CLASS_UNKNOWN,
+                    f"{source}: annotation {annotation.get('id')} has category id "
+                    f"{annotation['category_id']}, which is none of "
+                    f"{', '.join(map(str, list(names)[:10]))}",
+                )
+            key = repr([annotation[name] for name in ANNOTATION] + [annotation.get("iscrowd")])
+            if key in seen:
+                raise FaultError(
+                    FaultKind.ROW_REPEATED,
+                    f"{source}: annotation {annotation.get('id')} of {item} repeats another",
+                )
+            seen.add(key)
             found[annotation["image_id"]].append(annotation)
-    return found
+    return dict(found)
 
 
 def pixel_box(bbox: Any, label: str, size: tuple[int, int], where: str) -> Box:
@@ -178,10 +277,20 @@ def pixel_box(bbox: Any, label: str, size: tuple[int, int], where: str) -> Box:
     Raises:
         DataError: If these are not four numbers, or the box has no area or lies outside.
     """
+    return checked_box(coco_edges(bbox, where), label, size, where)
+
+
+def coco_edges(bbox: Any, where: str) -> tuple[float, float, float, float]:
+    """Edges (x0, y0, x1, y1) from COCO's x, y, width, height.
+
+    Raises:
+        FaultError: If these are not four numbers.
+    """
     try:
         x, y, width, height = (float(value) for value in bbox)
     except (TypeError, ValueError) as error:
-        raise DataError(
-            f"{where}: bbox {bbox!r} is not four numbers x, y, width, height: fix it"
+        raise FaultError(
+            FaultKind.BOX_MALFORMED,
+            f"{where}: bbox {bbox!r} is not four numbers x, y, width, height",
         ) from error
-    return checked_box((x, y, x + width, y + height), label, size, where)
+    return (x, y, x + width, y + height)

@@ -7,13 +7,14 @@ top that are named like splits hold the splits.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import DataError
+from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Answer, Sample, Split, Task
 from valora_data.sources.base import (
     Location,
@@ -23,12 +24,12 @@ from valora_data.sources.base import (
     take_missing_from_train,
 )
 from valora_data.sources.formats import videos
-from valora_data.sources.formats.labelled import ImageReader, check_labels
+from valora_data.sources.formats.labelled import IMAGES, ImageReader, Reading, check_labels
 from valora_data.sources.formats.records import RowReader, read_count, task_of_columns
-from valora_data.sources.formats.yolo import SUFFIXES as IMAGES
+from valora_data.sources.formats.tables import read_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from PIL import Image
 
@@ -56,8 +57,8 @@ class ImageFolderFormat(SourceFormat):
     def guess_task(self, path: str) -> Task:
         """The task that the columns of the first `metadata.jsonl` belong to."""
         files = sorted(Path(path).glob(f"**/{METADATA}"))
-        lines = files[0].read_text(encoding="utf-8").splitlines() if files else []
-        columns = json.loads(lines[0]) if lines else {}
+        rows = read_lines(files[0]) if files else []
+        columns = next((row for _, row in rows if isinstance(row, dict)), {})
         return task_of_columns(columns, Task.VIDEO if self.video else Task.CLASSIFICATION)
 
     def open(self, source: Source) -> Splits:
@@ -74,6 +75,7 @@ class ImageFolderFormat(SourceFormat):
                 frames=source.frames if self.video else None,
                 columns=source.columns,
                 reader=source.reader,
+                prefix="" if len(folders) < 2 else f"{folder.name}/",
             )
             for split, folder in places.items()
         }
@@ -122,6 +124,7 @@ def read_folder(
     frames: int | None = None,
     columns: Mapping[str, str] | None = None,
     reader: ImageReader | None = None,
+    prefix: str = "",
 ) -> Iterator[Sample]:
     """Read a folder of images or of videos.
 
@@ -133,11 +136,13 @@ def read_folder(
             all.
         frames: Frames to take of each video, which makes it a folder of videos; None for images.
         columns: A column's name for a field of `records.NAMES`, where it differs.
-        reader: Opens the files; by default a reader that tolerates few broken files.
+        reader: Opens the files; by default a reader that tolerates few faults.
+        prefix: What ids begin with, so that files of one name in two splits have two ids.
 
     Yields:
         One sample per file that decodes, by path, or per row of the metadata, in its order. The id
-        is the path below `folder`, followed by `#` and a number where a file has several rows.
+        is the prefix and the path below `folder`, followed by `#` and a number where a file has
+        several rows.
 
     Raises:
         DataError: If there are no files, a label is missing or stray, a row is malformed or a file
@@ -145,18 +150,21 @@ def read_folder(
     """
     if not folder.is_dir():
         raise DataError(f"folder {folder} does not exist: check the path")
-    reader = reader or ImageReader(folder.name)
-    opener = _Opener(reader, frames)
-    if (folder / METADATA).is_file():
-        rows = RowReader(f"{folder.name}/{METADATA}", task, labels, columns or {})
-        yield from _listed(folder, rows, opener)
-    else:
-        yield from _by_class(folder, task, labels, opener)
-    reader.finish()
+    with Reading(reader, folder.name, 0) as reading:
+        opener = _Opener(reading, frames)
+        if (folder / METADATA).is_file():
+            rows = RowReader(
+                f"{folder.name}/{METADATA}", task, labels, columns or {}, reader=reading
+            )
+            samples = _listed(folder, rows, opener)
+        else:
+            samples = _by_class(folder, task, labels, opener)
+        for sample in samples:
+            yield replace(sample, id=prefix + sample.id)
 
 
 class _Opener:
-    """Opens images, or frames of videos, through one reader that counts failures."""
+    """Opens images, or frames of videos, through one reader that collects faults."""
 
     def __init__(self, reader: ImageReader, frames: int | None) -> None:
         self.reader = reader
@@ -164,20 +172,27 @@ class _Opener:
         self.suffixes = IMAGES if frames is None else videos.SUFFIXES
         self.what = "images" if frames is None else "videos"
 
-    def open(self, path: Path) -> list[Image.Image]:
+    def open_all(self, paths: Iterable[Path]) -> Iterator[list[Image.Image]]:
+        """The image or frames of each path; none if it cannot be decoded."""
         if self.frames is None:
-            picture = self.reader.open(path)
-            return [] if picture is None else [picture]
-        try:
-            return videos.read_frames(path, self.frames)
-        except DataError as error:
-            self.reader.skip(path.name, error)
-            return []
+            for picture in self.reader.open_all(paths):
+                yield [] if picture is None else [picture]
+            return
+        last: tuple[Path | None, list[Image.Image]] = (None, [])
+        for path in paths:
+            if path != last[0]:
+                images: list[Image.Image] = []
+                with self.reader.tolerate(path.name):
+                    images = videos.read_frames(path, self.frames)
+                last = (path, images)
+            yield last[1]
 
 
 def _files(folder: Path, suffixes: frozenset[str]) -> list[Path]:
     return sorted(
-        path for path in folder.rglob("*") if path.suffix.lower() in suffixes and path.is_file()
+        path
+        for path in folder.rglob("*")
+        if path.suffix.lower() in suffixes and path.name[0] != "." and path.is_file()
     )
 
 
@@ -195,75 +210,108 @@ def _by_class(
     loose = [path for path in files if path.parent == folder]
     if len(loose) == len(files):  # nothing but files: what they show is not known
         class_of: dict[Path, str | None] = dict.fromkeys(files)
-    elif loose:
-        raise DataError(
-            f"{folder.name}/{loose[0].name} lies beside the folders of the classes: move it into "
-            "one of them"
-        )
     else:
+        files = [path for path in files if path.parent != folder]
         class_of = {path: path.relative_to(folder).parts[0] for path in files}
         found = list(dict.fromkeys(str(label) for label in class_of.values()))
         labels = found if labels is None else labels
         check_labels(folder.name, found, labels)
         class_of = {path: label for path, label in class_of.items() if label in labels}
     opener.reader.total += len(class_of)
-    for path, label in class_of.items():
-        images = opener.open(path)
-        if images:
-            answer = Answer(label=label)
-            if task.spec.answer == "count" and label is not None:
-                answer = Answer(count=read_count(label, labels, f"folder {label}"))
-            name = path.relative_to(folder).as_posix()
-            yield Sample(name, images[0], answer, rest=tuple(images[1:]))
+    if None not in class_of.values():
+        opener.reader.total += len(loose)
+        for path in loose:
+            text = f"{folder.name}/{path.name} lies beside the folders of the classes"
+            opener.reader.add(FaultKind.IMAGE_UNCLASSED, path.name, text)
+    if opener.reader.thorough:
+        _note_unused(folder, class_of.values(), opener)
+    for (path, label), images in zip(
+        class_of.items(), opener.open_all(class_of), strict=True
+    ):  # fmt: skip
+        name = path.relative_to(folder).as_posix()
+        with opener.reader.tolerate(name):
+            if images:
+                answer = Answer(label=label)
+                if task.spec.answer == "count" and label is not None:
+                    answer = Answer(count=read_count(label, labels, f"folder {label}"))
+                yield Sample(name, images[0], answer, rest=tuple(images[1:]))
+
+
+def _note_unused(folder: Path, used: Iterable[str | None], opener: _Opener) -> None:
+    """Note folders without samples, and files that are of another kind."""
+    labels = set(used)
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and path.name not in labels and not _files(path, opener.suffixes):
+            text = f"folder {path.name} holds no {opener.what}"
+            opener.reader.add(FaultKind.CLASS_UNUSED, path.name, text)
 
 
 def _listed(folder: Path, rows: RowReader, opener: _Opener) -> Iterator[Sample]:
-    entries = _metadata(folder / METADATA)
-    opener.reader.total += len(entries)
-    often = Counter(str(entry["file_name"]) for entry in entries)
-    several = rows.task.spec.prompted
-    for name, count in often.items():
-        if count > 1 and not several:
-            raise DataError(f"{folder.name}/{METADATA} lists {name} {count} times: keep one row")
-    seen: Counter[str] = Counter()
-    last: tuple[str, list[Image.Image]] = ("", [])
-    for number, entry in enumerate(entries, start=1):
-        name = str(entry["file_name"])
-        if name != last[0]:  # rows of one file often follow each other
-            path = folder / name
-            if not path.resolve().is_relative_to(folder.resolve()):
-                raise DataError(
-                    f"{folder.name}/{METADATA}, row {number}: {name} lies outside the folder: "
-                    "move it inside"
+    reader = opener.reader
+    lines = read_lines(folder / METADATA)
+    if not lines:
+        raise DataError(f"{folder / METADATA} is empty: write one row for each file")
+    reader.total += len(lines)
+    entries: list[tuple[int, str, dict[str, Any]]] = []
+    seen: set[str] = set()
+    for number, entry in lines:
+        with reader.tolerate(f"{METADATA}, row {number}"):
+            name = _file_name(folder, number, entry)
+            key = repr(entry)
+            if key in seen:
+                raise FaultError(
+                    FaultKind.ROW_REPEATED,
+                    f"{folder.name}/{METADATA}, row {number} ({name}) repeats an earlier row",
                 )
-            last = (name, opener.open(path))
-        images = last[1]
+            seen.add(key)
+            entries.append((number, name, entry))
+    often = Counter(name for _, name, _ in entries)
+    if not rows.task.spec.prompted:
+        entries = list(_once(folder, entries, often, reader))
+        often = Counter(name for _, name, _ in entries)
+    if reader.thorough:
+        for path in _files(folder, opener.suffixes):
+            name = path.relative_to(folder).as_posix()
+            if name not in often:
+                reader.add(FaultKind.IMAGE_UNLISTED, name, f"{name} is not listed")
+    asked: Counter[str] = Counter()
+    opened = opener.open_all(folder / name for _, name, _ in entries)
+    for (number, name, entry), images in zip(entries, opened, strict=True):
         if not images:
             continue
         where = f"{folder.name}/{METADATA}, row {number} ({name})"
-        found = rows.read(entry, images[0].size, where)
-        for prompt, answer in found:
-            key = f"{name}#{seen[name]}" if often[name] > 1 or len(found) > 1 else name
-            seen[name] += 1
-            yield Sample(key, images[0], answer, prompt, tuple(images[1:]))
+        with reader.tolerate(f"{METADATA}, row {number}"):
+            found = rows.read(entry, images[0].size, where)
+            for prompt, answer in found:
+                key = f"{name}#{asked[name]}" if often[name] > 1 or len(found) > 1 else name
+                asked[name] += 1
+                yield Sample(key, images[0], answer, prompt, tuple(images[1:]))
 
 
-def _metadata(path: Path) -> list[dict[str, Any]]:
-    entries = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise DataError(
-                f"{path.parent.name}/{path.name}, row {number} is not valid JSON ({error}): fix it"
-            ) from error
-        if not isinstance(entry, dict) or "file_name" not in entry:
-            raise DataError(
-                f"{path.parent.name}/{path.name}, row {number} has no file_name: name its file"
-            )
-        entries.append(entry)
-    if not entries:
-        raise DataError(f"{path} is empty: write one row for each file")
-    return entries
+def _file_name(folder: Path, number: int, entry: Any) -> str:
+    where = f"{folder.name}/{METADATA}, row {number}"
+    if not isinstance(entry, dict):
+        raise FaultError(FaultKind.ROW_MALFORMED, f"{where} is not valid JSON")
+    if not isinstance(entry.get("file_name"), str) or not entry["file_name"]:
+        raise FaultError(FaultKind.ROW_INCOMPLETE, f"{where} has no file_name")
+    name = str(entry["file_name"])
+    if not (folder / name).resolve().is_relative_to(folder.resolve()):
+        raise FaultError(FaultKind.IMAGE_OUTSIDE, f"{where}: {name} lies outside the folder")
+    return name
+
+
+def _once(
+    folder: Path,
+    entries: list[tuple[int, str, dict[str, Any]]],
+    often: Counter[str],
+    reader: ImageReader,
+) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Entries whose file no earlier one names."""
+    seen: set[str] = set()
+    for number, name, entry in entries:
+        if name not in seen:
+            yield number, name, entry
+        elif often[name]:
+            text = f"{folder.name}/{METADATA} lists {name} {often[name]} times"
+            reader.add(FaultKind.IMAGE_TWICE, f"{METADATA}, row {number}", text)
+        seen.add(name)

@@ -6,13 +6,14 @@ Rows are streamed: only one is in memory at a time.
 from __future__ import annotations
 
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image, ImageOps
+from PIL import Image
 
 from valora_data.errors import DataError
+from valora_data.faults import FaultError, FaultKind
+from valora_data.images import decode_image, to_rgb
 from valora_data.schema import Sample, Split, Task
 from valora_data.sources.base import (
     Location,
@@ -23,7 +24,7 @@ from valora_data.sources.base import (
 )
 from valora_data.sources.formats import videos
 from valora_data.sources.formats.folders import SPLIT_NAMES
-from valora_data.sources.formats.labelled import ImageReader, check_labels
+from valora_data.sources.formats.labelled import ImageReader, Reading, check_labels
 from valora_data.sources.formats.records import RowReader, task_of_columns
 
 if TYPE_CHECKING:
@@ -124,7 +125,8 @@ def read_hub(
         reader: Counts the images that cannot be decoded; by default one that tolerates few.
 
     Yields:
-        One sample per row, or per phrase; the id is that of the row, or its number.
+        One sample per row, or per phrase; the id is that of the row, or its number, after the
+        split's name where there are several.
 
     Raises:
         DataError: If the data set or a column is missing, a row cannot be read, or too many images
@@ -149,23 +151,24 @@ def read_hub(
     names = _class_names(features, columns, task)
     if names is not None and labels:
         check_labels(name, names, labels)
-    reader = reader or ImageReader(name)
-    record = RowReader(name, task, labels, columns, names)
-    at_end = False
-    for number, row in enumerate(rows):
-        reader.total = max(PATIENCE, number + 1)
-        images = _images(row.pop(media), frames, reader, f"row {number}")
-        if not images:
-            continue
-        key = str(row.get(columns.get("id", "id"), number))
-        found = record.read(row, images[0].size, f"{name}, row {number}")
-        for place, (prompt, answer) in enumerate(found):
-            sample_id = key if len(found) == 1 else f"{key}#{place}"
-            yield Sample(sample_id, images[0], answer, prompt, tuple(images[1:]))
-        at_end = True
-    if not at_end:
-        raise DataError(f"{name}: no row could be read: the data set is empty or broken")
-    reader.finish()
+    any_read = False
+    with Reading(reader, name, 0) as reading:
+        record = RowReader(name, task, labels, columns, names, reading)
+        before = reading.total
+        for number, row in enumerate(rows):
+            reading.total = before + max(PATIENCE, number + 1)
+            with reading.tolerate(f"row {number}"):
+                images = _images(row.pop(media), frames, f"{name}, row {number}")
+                key = str(row.get(columns.get("id", "id"), number))
+                key = key if len(splits) == 1 else f"{split}/{key}"
+                found = record.read(row, images[0].size, f"{name}, row {number}")
+                for place, (prompt, answer) in enumerate(found):
+                    sample_id = key if len(found) == 1 else f"{key}#{place}"
+                    yield Sample(sample_id, images[0], answer, prompt, tuple(images[1:]))
+                any_read = True
+    if not any_read:
+        why = reading.faults.found[0].text if reading.faults.found else "it is empty"
+        raise DataError(f"{name}: no row could be read ({why}): check the data set")
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -219,26 +222,29 @@ def _class_names(
     return None
 
 
-def _images(value: Any, frames: int, reader: ImageReader, where: str) -> list[Image.Image]:
-    """The images of a row; none if one cannot be decoded."""
+def _images(value: Any, frames: int, where: str) -> list[Image.Image]:
+    """The images of a row, at least one."""
     images: list[Image.Image] = []
     for part in value if isinstance(value, list) else [value]:
         try:
             images += _decoded(part, frames)
-        except (DataError, OSError, SyntaxError, ValueError, TypeError) as error:
-            reader.skip(where, error)
-            return []
+        except FaultError:
+            raise
+        except (DataError, OSError, TypeError, AttributeError) as error:
+            kind = FaultKind.IMAGE_UNREADABLE
+            raise FaultError(kind, f"{where} cannot be decoded ({error})") from error
+    if not images:
+        raise FaultError(FaultKind.IMAGE_MISSING, f"{where} has no image")
     return images
 
 
 def _decoded(part: Any, frames: int) -> list[Image.Image]:
     if isinstance(part, Image.Image):
-        return [part.convert("RGB")]
+        return [to_rgb(part, part.format)]
     content = part if isinstance(part, bytes) else part.get("bytes")
     path = "" if isinstance(part, bytes) else str(part.get("path") or "")
     if content is None:
         content = Path(path).read_bytes()
     if path and Path(path).suffix.lower() in videos.SUFFIXES - {".gif"}:
         return videos.read_frames(content, frames, Path(path).name)
-    with Image.open(BytesIO(content)) as image:
-        return [ImageOps.exif_transpose(image).convert("RGB")]
+    return [decode_image(content)]

@@ -1,77 +1,177 @@
-"""Checks that the readers of users' data sets share: boxes, labels and images."""
+"""What the readers of users' data sets share: opening images on all cores, and checking answers."""
 
 from __future__ import annotations
 
 import logging
+import math
+import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from PIL import Image, ImageOps
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import DataError
+from valora_data.faults import MAX_FAULTY, FaultError, FaultKind, Faults
+from valora_data.images import TRANSPOSED, decode_image, encoded_file
 from valora_data.schema import Box
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
+
+    from PIL import Image
 
 log = logging.getLogger(__name__)
 
-MAX_SKIPPED = 0.05
-"""Share of images that may fail to decode before a data set counts as corrupt."""
+IMAGES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
+"""Suffixes of image files, in lower case."""
 TOLERANCE = 1.0
 """Pixels by which a box may reach over the edge: annotation tools round."""
+AHEAD = 3
+"""Images per core that are decoded before they are needed."""
 
 
 @dataclass(slots=True)
 class ImageReader:
-    """Opens the images of one data set and counts those that cannot be decoded.
+    """Opens the images of one data set and collects its faults.
 
     Attributes:
         source: The data set, for messages.
         total: Number of images that the data set lists.
-        tolerance: Share of them that may fail to decode.
-        skipped: Names of images that did not decode.
+        tolerance: Share of them that may have faults.
+        thorough: Whether to look for what a reader does not need: files that belong to nothing.
+        faults: What was found.
     """
 
     source: str
     total: int = 0
-    tolerance: float = MAX_SKIPPED
-    skipped: list[str] = field(default_factory=list)
+    tolerance: float = MAX_FAULTY
+    thorough: bool = False
+    faults: Faults = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.faults = Faults(self.source, self.tolerance)
+
+    @classmethod
+    def for_check(cls, source: str) -> ImageReader:
+        """A reader that tolerates and looks for all faults."""
+        return cls(source, tolerance=math.inf, thorough=True)
+
+    @property
+    def skipped(self) -> list[str]:
+        """Names of images and videos that did not decode or are missing."""
+        kinds = {
+            FaultKind.IMAGE_MISSING, FaultKind.IMAGE_UNREADABLE, FaultKind.VIDEO_UNREADABLE,
+        }  # fmt: skip
+        return [fault.item for fault in self.faults.found if fault.kind in kinds]
 
     def open(self, path: Path) -> Image.Image | None:
         """The RGB image as a viewer shows it, or None if it cannot be decoded.
 
         Raises:
-            DataError: If more than `tolerance` of the images did not decode.
+            DataError: If more than `tolerance` of the images have faults.
         """
-        try:
-            with Image.open(path) as image:
-                return ImageOps.exif_transpose(image).convert("RGB")
-        except (OSError, SyntaxError, ValueError, ImportError) as error:
-            # ImportError: Ultralytics, once imported, makes Pillow look for plugins here.
-            self.skip(path.name, error)
-        return None
+        return self._checked(path, _decoded(path))
 
-    def skip(self, name: str, reason: Exception | str) -> None:
-        """Leave out a file that cannot be decoded.
+    def open_all(self, paths: Iterable[Path]) -> Iterator[Image.Image | None]:
+        """Open images in order; all cores decode, some images ahead of the one that is yielded.
+
+        Args:
+            paths: The files. One that follows itself is decoded once.
+
+        Yields:
+            For each path what `open` returns.
 
         Raises:
-            DataError: If more than `tolerance` of the files did not decode.
+            DataError: If more than `tolerance` of the images have faults.
         """
-        log.warning("%s: skipped %s, which cannot be decoded (%s)", self.source, name, reason)
-        self.skipped.append(name)
-        if len(self.skipped) > self.tolerance * self.total:
-            raise DataError(
-                f"{self.source}: {len(self.skipped)} of {self.total} images cannot be decoded or "
-                f"are missing, more than {self.tolerance:.0%} (first: {self.skipped[0]}): "
-                "repair or remove them"
-            )
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        threads = max(1, cores or 1)
+        coming = iter(paths)
+        waiting: deque[tuple[Path, Future[Image.Image | FaultError]]] = deque()
+        pool = ThreadPoolExecutor(threads, "decode")
+        try:
+            last: tuple[Path, Future[Image.Image | FaultError]] | None = None
+            opened: tuple[Path, Image.Image | None] | None = None
+            while True:
+                for path in islice(coming, AHEAD * threads - len(waiting)):
+                    same = last is not None and last[0] == path
+                    last = last if same and last else (path, pool.submit(_decoded, path))
+                    waiting.append(last)
+                if not waiting:
+                    return
+                path, future = waiting.popleft()
+                if opened is None or opened[0] != path:
+                    opened = (path, self._checked(path, future.result()))
+                yield opened[1]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _checked(self, path: Path, found: Image.Image | FaultError) -> Image.Image | None:
+        if isinstance(found, FaultError):
+            self.add(found.kind, path.name, found.text)
+            return None
+        return found
+
+    def tolerate(self, item: str) -> AbstractContextManager[None]:
+        """Collect a `FaultError` of a block (see `Faults.tolerate`)."""
+        self.faults.total = self.total
+        return self.faults.tolerate(item)
+
+    def add(self, kind: FaultKind, item: str, text: str) -> None:
+        """Collect a fault (see `Faults.add`)."""
+        self.faults.total = self.total
+        self.faults.add(kind, item, text)
+
+    def skip(self, name: str, reason: Exception | str) -> None:
+        """Leave out an image that cannot be decoded.
+
+        Raises:
+            DataError: If more than `tolerance` of the images have faults.
+        """
+        self.add(FaultKind.IMAGE_UNREADABLE, name, f"{name} cannot be decoded ({reason})")
 
     def finish(self) -> None:
-        """Say how many images were skipped, if any."""
-        if self.skipped:
-            log.warning("%s: %d of %d images skipped", self.source, len(self.skipped), self.total)
+        """Say in one warning what was skipped, if anything was."""
+        self.faults.total = self.total
+        self.faults.warn()
+
+
+class Reading:
+    """A reader for one pass over a data set: the caller's, or one that warns at the end.
+
+    Args:
+        reader: The caller's, which warns itself; None for a new one.
+        source: The data set, for messages.
+        total: Number of images that the pass lists.
+    """
+
+    def __init__(self, reader: ImageReader | None, source: str, total: int) -> None:
+        self._own = reader is None
+        self._reader = reader or ImageReader(source)
+        self._reader.total += total
+
+    def __enter__(self) -> ImageReader:
+        return self._reader
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        if self._own and kind is None:
+            self._reader.finish()
+
+
+def _decoded(path: Path) -> Image.Image | FaultError:
+    """An image; or what is wrong with it, as a value that crosses threads."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        kind = FaultKind.IMAGE_UNREADABLE if path.exists() else FaultKind.IMAGE_MISSING
+        return FaultError(kind, f"{path.name} cannot be read ({error.strerror})")
+    try:
+        return decode_image(content)
+    except DataError as error:
+        return FaultError(FaultKind.IMAGE_UNREADABLE, f"{path.name} cannot be decoded ({error})")
 
 
 def checked_box(
@@ -86,25 +186,73 @@ def checked_box(
         where: What the box belongs to, for messages.
 
     Raises:
-        DataError: If the box has no area or lies outside the image by more than `TOLERANCE`.
+        FaultError: If the box has no area or lies outside the image by more than `TOLERANCE`.
     """
     x0, y0, x1, y1 = edges
     width, height = size
-    # Written so that a NaN fails.
+    if not all(map(math.isfinite, edges)):
+        raise FaultError(FaultKind.BOX_NOT_FINITE, f"{where}: box {_shown(edges)} has no area")
     if not (x1 > x0 and y1 > y0):
-        raise DataError(f"{where}: box {_shown(edges)} has no area: give it a width and a height")
+        kind = FaultKind.BOX_INVERTED if x1 < x0 or y1 < y0 else FaultKind.BOX_EMPTY
+        raise FaultError(kind, f"{where}: box {_shown(edges)} has no area")
     inside = min(x0, y0) >= -TOLERANCE and x1 <= width + TOLERANCE and y1 <= height + TOLERANCE
     clipped = (max(0.0, x0), max(0.0, y0), min(float(width), x1), min(float(height), y1))
     if not inside or clipped[2] <= clipped[0] or clipped[3] <= clipped[1]:
-        raise DataError(
-            f"{where}: box {_shown(edges)} lies outside its {width} × {height} image: "
-            "check the unit of the coordinates and the size of the image"
+        raise FaultError(
+            FaultKind.BOX_OUTSIDE,
+            f"{where}: box {_shown(edges)} lies outside its {width} × {height} image",
         )
     return Box(*clipped, label)
 
 
 def _shown(edges: tuple[float, float, float, float]) -> str:
     return "(" + ", ".join(f"{edge:g}" for edge in edges) + ")"
+
+
+class Frame:
+    """The pixels that an annotation file's boxes refer to.
+
+    Some tools annotate the image as it is shown, some as it is stored, before EXIF's orientation
+    is applied. The width and height in the file tell which.
+
+    Args:
+        image: The image as it is shown.
+        declared: Width and height in the annotation file; None or zeros if it has none.
+        where: What is annotated, for messages.
+
+    Raises:
+        FaultError: The image has neither as it is shown nor as it is stored the declared size.
+    """
+
+    def __init__(self, image: Image.Image, declared: Any, where: str) -> None:
+        self.size = image.size
+        self._file = None
+        wanted = _size(declared)
+        if wanted is None or wanted == image.size:
+            return
+        file = encoded_file(image)
+        if file is not None and file.orientation in TRANSPOSED and file.size == wanted:
+            self._file = file
+            return
+        raise FaultError(
+            FaultKind.SIZE_DIFFERS,
+            f"{where}: the image has {image.width} × {image.height} pixels, its annotation says "
+            f"{wanted[0]} × {wanted[1]}",
+        )
+
+    def box(self, edges: tuple[float, float, float, float], label: str, where: str) -> Box:
+        """A box on the image as it is shown (see `checked_box`)."""
+        if self._file is not None and all(map(math.isfinite, edges)):
+            edges = self._file.shown(edges)
+        return checked_box(edges, label, self.size, where)
+
+
+def _size(declared: Any) -> tuple[int, int] | None:
+    try:
+        width, height = (int(float(side)) for side in declared)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return (width, height) if width > 0 and height > 0 else None
 
 
 def check_labels(source: str, known: Iterable[str], labels: Sequence[str]) -> None:
@@ -126,9 +274,8 @@ def check_labels(source: str, known: Iterable[str], labels: Sequence[str]) -> No
         log.info("%s: %d categories that the domain does not ask for are left out", source, unused)
 
 
-def stray_label(where: str, label: str, labels: Sequence[str]) -> DataError:
+def stray_label(where: str, label: str, labels: Sequence[str]) -> FaultError:
     """What is wrong with a label that is none of a domain's."""
-    return DataError(
-        f"{where}: label {label!r} is not one of {', '.join(labels)}: correct it, or add it to the "
-        "domain's labels"
+    return FaultError(
+        FaultKind.LABEL_STRAY, f"{where}: label {label!r} is not one of {', '.join(labels)}"
     )

@@ -6,7 +6,6 @@ turns of `from` (human, gpt) and `value`, in which `<image>` stands for an image
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from functools import partial
@@ -14,12 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import DataError
+from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Answer, Box, Sample, Task
 from valora_data.sources.base import Location, Source, SourceFormat, Splits
 from valora_data.sources.formats import videos
-from valora_data.sources.formats.labelled import ImageReader, checked_box, stray_label
+from valora_data.sources.formats.labelled import (
+    ImageReader,
+    Reading,
+    checked_box,
+    stray_label,
+)
 from valora_data.sources.formats.records import read_count
-from valora_data.sources.formats.tables import check_keys, load_json
+from valora_data.sources.formats.tables import load_json, read_lines, sound_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -68,6 +73,14 @@ class LlavaFormat(SourceFormat):
             )
         }
 
+    def reads(self, source: Source) -> Iterator[Path]:
+        """The file, and the images and videos that it names."""
+        file = Path(source.location)
+        yield file
+        for entry in _content(file):
+            if isinstance(entry, dict):
+                yield from (source.image_folder / path for path in _media(entry))
+
 
 def read_llava(
     json_path: Path,
@@ -104,98 +117,108 @@ def read_llava(
             "for detection"
         )
     source = json_path.name
-    entries = _entries(json_path)
-    shown = [entry for entry in entries if entry.get("image") or entry.get("video")]
-    if not shown:
+    content = _content(json_path)
+    shown = [entry for entry in content if not isinstance(entry, dict) or _media(entry)]
+    if not any(isinstance(entry, dict) for entry in shown):
         raise DataError(f"{source}: no conversation has an image: the data set is empty")
-    if len(shown) < len(entries):
-        log.info("%s: %d conversations have no image", source, len(entries) - len(shown))
-    reader = reader or ImageReader(source)
-    reader.total += len(shown)
-    for position, entry in enumerate(shown):
-        key = str(entry.get("id", position))
-        where = f"{source}, conversation {key}"
-        turns = _turns(entry["conversations"], where)
-        paths = _paths(entry, turns, where)
-        images = _open(reader, image_folder, paths, "video" in entry, frames)
-        if not images:
-            continue
-        for number, (question, text) in enumerate(turns):
-            answer = _answer(text, task, labels, images[0].size, f"{where}, question {number}")
-            prompt: str | None = PLACE.sub(" ", question).strip()
-            if answer.boxes:
-                prompt = answer.boxes[0].label or prompt
-            if not task.spec.prompted:
-                prompt = prompt or None
-            name = key if len(turns) == 1 else f"{key}#{number}"
-            yield Sample(name, images[0], _named(answer, prompt), prompt, tuple(images[1:]))
-    reader.finish()
+    if len(shown) < len(content):
+        log.info("%s: %d conversations have no image", source, len(content) - len(shown))
+    with Reading(reader, source, len(shown)) as reading:
+        entries = sound_entries(reading, source, "conversations", shown, ("conversations",))
+        said = []
+        for position, entry in enumerate(entries):
+            key = str(entry.get("id", position))
+            where = f"{source}, conversation {key}"
+            with reading.tolerate(f"conversation {key}"):
+                turns = _turns(entry["conversations"], where)
+                said.append((key, where, turns, _paths(entry, turns, where), "video" in entry))
+        ahead = reading.open_all(
+            image_folder / path for _, _, _, paths, moving in said if not moving for path in paths
+        )
+        for key, where, turns, paths, moving in said:
+            images = _open(reading, ahead, image_folder, paths, moving, frames)
+            if not images:
+                continue
+            for number, (question, text) in enumerate(turns):
+                with reading.tolerate(f"conversation {key}"):
+                    at = f"{where}, question {number}"
+                    answer = _answer(text, task, labels, images[0].size, at)
+                    prompt: str | None = PLACE.sub(" ", question).strip()
+                    if answer.boxes:
+                        prompt = answer.boxes[0].label or prompt
+                    if not task.spec.prompted:
+                        prompt = prompt or None
+                    name = key if len(turns) == 1 else f"{key}#{number}"
+                    rest = tuple(images[1:])
+                    yield Sample(name, images[0], _named(answer, prompt), prompt, rest)
 
 
-def _entries(json_path: Path) -> list[dict[str, Any]]:
+def _content(json_path: Path) -> list[Any]:
+    """The entries; rows of JSON Lines that are no JSON are None."""
+    content: Any
     if json_path.suffix == ".jsonl":
-        try:
-            lines = json_path.read_text(encoding="utf-8").splitlines()
-            content: Any = [json.loads(line) for line in lines if line.strip()]
-        except OSError as error:
-            raise DataError(
-                f"cannot read {json_path} ({error.strerror}): check the path"
-            ) from error
-        except ValueError as error:
-            raise DataError(
-                f"{json_path.name} is not valid JSON ({error}): export it again"
-            ) from error
+        content = [entry for _, entry in read_lines(json_path)]
     else:
         content = load_json(json_path)
     if not isinstance(content, list):
         raise DataError(f"{json_path.name} is no list: expected LLaVA conversations")
-    check_keys(json_path.name, "conversations", content, ("conversations",))
     return content
+
+
+def _media(entry: dict[str, Any]) -> list[str]:
+    """Paths of an entry's images, or of its video."""
+    value = entry.get("image") or entry.get("video") or []
+    return [str(path) for path in (value if isinstance(value, list) else [value])]
 
 
 def _turns(turns: Any, where: str) -> list[tuple[str, str]]:
     """Pairs of question and answer."""
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise FaultError(FaultKind.ROW_MALFORMED, f"{where} is no list of turns")
     said = [(turn.get("from"), str(turn.get("value", ""))) for turn in turns]
     if said and said[0][0] == "system":
         said = said[1:]
     people = [who for who, _ in said]
     if not said or len(said) % 2 or people != ["human", "gpt"] * (len(said) // 2):
-        raise DataError(
-            f"{where} is told by {', '.join(map(str, people)) or 'nobody'}: expected human and gpt "
-            "in turn"
+        raise FaultError(
+            FaultKind.ROW_MALFORMED,
+            f"{where} is told by {', '.join(map(str, people)) or 'nobody'}, expected human and gpt "
+            "in turn",
         )
     texts = [text for _, text in said]
     return list(zip(texts[0::2], texts[1::2], strict=True))
 
 
 def _paths(entry: dict[str, Any], turns: list[tuple[str, str]], where: str) -> list[str]:
-    value = entry.get("image") or entry["video"]
-    paths = [str(path) for path in (value if isinstance(value, list) else [value])]
+    paths = _media(entry)
     places = sum(len(PLACE.findall(question)) for question, _ in turns)
     if places not in (0, len(paths)):
-        raise DataError(
-            f"{where} has {len(paths)} images and {places} <image>: make the numbers match"
+        raise FaultError(
+            FaultKind.ROW_MALFORMED,
+            f"{where} has {len(paths)} images and {places} <image>, which must be equally many",
         )
     return paths
 
 
 def _open(
-    reader: ImageReader, folder: Path, paths: list[str], moving: bool, frames: int
+    reader: ImageReader,
+    ahead: Iterator[Image.Image | None],
+    folder: Path,
+    paths: list[str],
+    moving: bool,
+    frames: int,
 ) -> list[Image.Image]:
     """All images of an entry; none if one of them cannot be decoded."""
+    if not moving:
+        opened = [next(ahead) for _ in paths]
+        return [] if None in opened else [image for image in opened if image is not None]
     images: list[Image.Image] = []
     for path in paths:
-        if moving:
-            try:
-                images += videos.read_frames(folder / path, frames)
-            except DataError as error:
-                reader.skip(path, error)
-                return []
-            continue
-        picture = reader.open(folder / path)
-        if picture is None:
+        found = len(images)
+        with reader.tolerate(path):
+            images += videos.read_frames(folder / path, frames)
+        if len(images) == found:
             return []
-        images.append(picture)
     return images
 
 
@@ -204,7 +227,7 @@ def _answer(
 ) -> Answer:
     text = text.strip()
     if not text:
-        raise DataError(f"{where}: the answer is empty: write one or remove the question")
+        raise FaultError(FaultKind.ROW_INCOMPLETE, f"{where}: the answer is empty")
     if task.spec.answer == "boxes":
         return Answer(_boxes(text, size, where))
     if task.spec.answer == "captions":
@@ -222,9 +245,10 @@ def _boxes(text: str, size: tuple[int, int], where: str) -> tuple[Box, ...]:
     found = [tuple(int(edge) / GRID for edge in edges) for edges in ON_GRID.findall(text)]
     found = found or [tuple(map(float, edges)) for edges in IN_SHARES.findall(text)]
     if not found:
-        raise DataError(
-            f"{where}: {text!r} holds no box: expected <box>(x0,y0),(x1,y1)</box> on a grid of "
-            "0 to 1000, or [x0, y0, x1, y1] in shares of the image"
+        raise FaultError(
+            FaultKind.BOX_MALFORMED,
+            f"{where}: {text!r} holds no box, expected <box>(x0,y0),(x1,y1)</box> on a grid of "
+            "0 to 1000, or [x0, y0, x1, y1] in shares of the image",
         )
     width, height = size
     return tuple(

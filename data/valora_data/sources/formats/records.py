@@ -13,16 +13,20 @@ exists is used. `Source.columns` maps a field to another name.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import DataError
+from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Answer, Box, Task
 from valora_data.sources.formats.coco import pixel_box
 from valora_data.sources.formats.labelled import stray_label
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
+
+    from valora_data.sources.formats.labelled import ImageReader
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "label": ("label", "labels", "class"),
@@ -74,6 +78,7 @@ class RowReader:
         labels: The domain's labels; None where all are wanted.
         columns: A column's name for a field, where it is not one of `NAMES`.
         names: Declared names of class indices, if the data set has such.
+        reader: Collects the faults of single boxes; None to raise them.
     """
 
     source: str
@@ -81,6 +86,7 @@ class RowReader:
     labels: Sequence[str] | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
     names: Sequence[str] | None = None
+    reader: ImageReader | None = None
     _kinds: dict[type, Any] = field(default_factory=dict)
 
     def read(
@@ -98,7 +104,7 @@ class RowReader:
             that the domain does not ask for.
 
         Raises:
-            DataError: If a column is missing or its value cannot be read.
+            FaultError: If a column is missing or its value cannot be read.
         """
         answer, prompted = self.task.spec.answer, self.task.spec.prompted
         if answer == "label":
@@ -130,7 +136,12 @@ class RowReader:
     def _classified(self, row: Mapping[str, Any], where: str) -> list[tuple[str | None, Answer]]:
         value = self._get(row, "label", where)
         label = self._name(value, where)
-        soft = tuple(float(share) for share in self._find(row, "soft") or ())
+        try:
+            soft = tuple(float(share) for share in self._find(row, "soft") or ())
+        except (TypeError, ValueError) as error:
+            raise FaultError(
+                FaultKind.LABEL_MALFORMED, f"{where}: the soft labels are no list of numbers"
+            ) from error
         if self.labels is not None and label not in self.labels:
             if self.names is not None:
                 return []
@@ -141,21 +152,31 @@ class RowReader:
         """A label's name; labels must be all numbers or all names."""
         if isinstance(value, list):
             if len(value) != 1:
-                raise DataError(f"{where}: expected one label, got {value}: keep one")
+                raise FaultError(
+                    FaultKind.LABEL_MALFORMED, f"{where}: expected one label, got {value}"
+                )
             value = value[0]
+        if isinstance(value, float) and value.is_integer():  # as pandas writes whole numbers
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise FaultError(
+                FaultKind.LABEL_MALFORMED, f"{where}: label {value!r} is no name and no number"
+            )
         kind = int if isinstance(value, int) else str
         other = next((known for known in self._kinds if known is not kind), None)
         if other is not None:
-            raise DataError(
+            raise FaultError(
+                FaultKind.LABEL_MALFORMED,
                 f"{where}: label {value!r} and, before, {self._kinds[other]!r}: "
-                f"{self.source} mixes numbers and names; use one kind of labels"
+                f"{self.source} mixes numbers and names",
             )
         self._kinds.setdefault(kind, value)
         if isinstance(value, int) and self.names is not None:
             if not 0 <= value < len(self.names):
-                raise DataError(
+                raise FaultError(
+                    FaultKind.LABEL_MALFORMED,
                     f"{where}: class index {value} lies outside the {len(self.names)} declared "
-                    "names: correct it"
+                    "names",
                 )
             return self.names[value]
         return str(value)
@@ -165,16 +186,29 @@ class RowReader:
     ) -> tuple[Box, ...]:
         objects = self._get(row, "objects", where)
         if isinstance(objects, list):  # a list of objects instead of an object of lists
+            if not all(isinstance(entry, dict) for entry in objects):
+                raise FaultError(FaultKind.ROW_MALFORMED, f"{where}: objects are no objects")
             keys = objects[0] if objects else ()
             objects = {key: [entry.get(key) for entry in objects] for key in keys}
-        categories = objects.get("category", objects.get("categories", objects.get("label", [])))
-        boxes = []
-        for bbox, category in zip(objects.get("bbox", []), categories, strict=False):
-            label = self._name(category, where)
-            if self.labels is None or label in self.labels:
-                boxes.append(pixel_box(bbox, label, size, where))
-            elif self.names is None:
-                raise stray_label(where, label, self.labels)
+        if not isinstance(objects, dict):
+            raise FaultError(FaultKind.ROW_MALFORMED, f"{where}: objects are no object of lists")
+        categories: Any = objects.get(
+            "category", objects.get("categories", objects.get("label", []))
+        )
+        edges: Any = objects.get("bbox", [])
+        if len(edges) != len(categories):
+            raise FaultError(
+                FaultKind.ROW_MALFORMED,
+                f"{where}: {len(edges)} boxes with {len(categories)} categories",
+            )
+        boxes: list[Box] = []
+        for bbox, category in zip(edges, categories, strict=True):
+            with self.reader.tolerate(where) if self.reader else nullcontext():
+                label = self._name(category, where)
+                if self.labels is None or label in self.labels:
+                    boxes.append(pixel_box(bbox, label, size, where))
+                elif self.names is None:
+                    raise stray_label(where, label, self.labels)
         return tuple(boxes)
 
     def _count(self, row: Mapping[str, Any], where: str) -> int:
@@ -189,9 +223,10 @@ class RowReader:
         value = self._find(row, name)
         if value is None:
             wanted = self.columns.get(name) or " or ".join(NAMES[name])
-            raise DataError(
-                f"{where} has no {wanted}, only {', '.join(row)}: add it, or name the column in "
-                "source.columns"
+            raise FaultError(
+                FaultKind.ROW_INCOMPLETE,
+                f"{where} has no {wanted}, only {', '.join(map(str, row))} (source.columns names "
+                "columns of other names)",
             )
         return value
 
@@ -200,11 +235,11 @@ def read_count(value: Any, labels: Sequence[str] | None, where: str) -> int:
     """A count, checked against the counts that a domain lists.
 
     Raises:
-        DataError: If it is no whole number, or none of `labels`.
+        FaultError: If it is no whole number, or none of `labels`.
     """
     text = str(value).strip()
     if not text.isdecimal():
-        raise DataError(f"{where}: count {value!r} is no whole number: write digits")
+        raise FaultError(FaultKind.LABEL_MALFORMED, f"{where}: count {value!r} is no whole number")
     if labels and str(int(text)) not in labels:
         raise stray_label(where, str(int(text)), labels)
     return int(text)
@@ -224,5 +259,5 @@ def _texts(value: Any, keys: tuple[str, ...]) -> list[str]:
 def _filled(texts: list[str], what: str, where: str) -> tuple[str, ...]:
     kept = tuple(text for text in texts if text)
     if not kept:
-        raise DataError(f"{where}: the {what} is empty: write one or remove the row")
+        raise FaultError(FaultKind.ROW_INCOMPLETE, f"{where}: the {what} is empty")
     return kept

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import DataError
+from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Answer, Sample, Split, Task
 from valora_data.sources.base import (
     Location,
@@ -20,10 +21,10 @@ from valora_data.sources.base import (
     Splits,
     take_missing_from_train,
 )
-from valora_data.sources.formats.coco import pixel_box
+from valora_data.sources.formats.coco import listed_images, pixel_box
 from valora_data.sources.formats.folders import SPLIT_NAMES
-from valora_data.sources.formats.labelled import ImageReader
-from valora_data.sources.formats.tables import check_keys, check_unique, load_json
+from valora_data.sources.formats.labelled import ImageReader, Reading
+from valora_data.sources.formats.tables import load_json, sound_entries, unique_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -57,6 +58,14 @@ class RefCocoFormat(SourceFormat):
             for key, split in places.items()
         }
 
+    def reads(self, source: Source) -> Iterator[Path]:
+        """The file and the images that it lists."""
+        file = Path(source.location)
+        yield file
+        content = _content(file)
+        yield from listed_images(content, source.image_folder)
+        yield from listed_images({"images": content["refs"]}, source.image_folder)
+
 
 def read_refcoco(
     json_path: Path,
@@ -82,31 +91,51 @@ def read_refcoco(
             sentence is empty, a box lies outside its image, or too many images cannot be decoded.
     """
     source = json_path.name
-    refs, files, boxes = _tables(json_path)
-    if split is not None:
-        refs = [ref for ref in refs if _split_of(ref) is split]
-    if not refs:
+    content = _content(json_path)
+    wanted = [ref for ref in content["refs"] if split is None or _split_of(ref) is split]
+    if not content["refs"]:
         raise DataError(f"{source} has no references for {split}: the data set is empty")
-    reader = reader or ImageReader(source)
-    reader.total += len(refs)
-    for ref in refs:
-        where = f"{source}, reference {ref['ref_id']}"
-        name = _look_up(ref, "file_name", "image_id", files, where)
-        bbox = _look_up(ref, "bbox", "ann_id", boxes, where)
-        picture = reader.open(image_folder / name)
-        if picture is None:
-            continue
-        for number, sentence in enumerate(ref["sentences"]):
-            text = sentence
-            if isinstance(sentence, dict):
-                text = sentence.get("sent") or sentence.get("raw")
-            if not text or not str(text).strip():
-                raise DataError(f"{where}: sentence {number} is empty: write it or remove it")
-            phrase = str(text).strip()
-            answer = Answer((pixel_box(bbox, phrase, picture.size, where),))
-            key = f"{ref.get('image_id', name)}#{ref['ref_id']}-{number}"
-            yield Sample(key, picture, answer, phrase)
-    reader.finish()
+    with Reading(reader, source, len(wanted)) as reading:
+        refs = sound_entries(reading, source, "refs", content["refs"], ("ref_id", "sentences"))
+        refs = unique_entries(reading, source, "reference", "ref_id", refs)
+        refs = [ref for ref in refs if split is None or _split_of(ref) is split]
+        if not refs:
+            raise DataError(f"{source} has no references for {split}: the data set is empty")
+        images = sound_entries(reading, source, "images", content["images"], ("id", "file_name"))
+        table = sound_entries(
+            reading, source, "annotations", content["annotations"], ("id", "bbox")
+        )
+        files = {image["id"]: image["file_name"] for image in images}
+        boxes = {annotation["id"]: annotation["bbox"] for annotation in table}
+        located = []
+        for ref in refs:
+            where = f"{source}, reference {ref['ref_id']}"
+            with reading.tolerate(f"reference {ref['ref_id']}"):
+                name = str(_look_up(ref, "file_name", "image_id", files, where))
+                located.append((ref, name, _look_up(ref, "bbox", "ann_id", boxes, where), where))
+        paths = [image_folder / name for _, name, _, _ in located]
+        for (ref, name, bbox, where), picture in zip(located, reading.open_all(paths), strict=True):
+            if picture is None:
+                continue
+            sentences = ref["sentences"] if isinstance(ref["sentences"], list) else []
+            if not sentences:
+                text = f"{where} has no sentences"
+                reading.add(FaultKind.ROW_INCOMPLETE, f"reference {ref['ref_id']}", text)
+            for number, sentence in enumerate(sentences):
+                with reading.tolerate(f"reference {ref['ref_id']}"):
+                    phrase = _phrase(sentence, number, where)
+                    answer = Answer((pixel_box(bbox, phrase, picture.size, where),))
+                    key = f"{ref.get('image_id', name)}#{ref['ref_id']}-{number}"
+                    yield Sample(key, picture, answer, phrase)
+
+
+def _phrase(sentence: Any, number: int, where: str) -> str:
+    text = sentence
+    if isinstance(sentence, dict):
+        text = sentence.get("sent") or sentence.get("raw")
+    if not text or not str(text).strip():
+        raise FaultError(FaultKind.ROW_INCOMPLETE, f"{where}: sentence {number} is empty")
+    return str(text).strip()
 
 
 def refcoco_splits(json_path: Path) -> frozenset[Split]:
@@ -115,32 +144,23 @@ def refcoco_splits(json_path: Path) -> frozenset[Split]:
     Raises:
         DataError: If the file is missing or corrupt.
     """
-    found = {_split_of(ref) for ref in _tables(json_path)[0]}
+    found = {_split_of(ref) for ref in _content(json_path)["refs"]}
     return frozenset(split for split in found if split is not None)
 
 
-Tables = tuple[list[dict[str, Any]], dict[Any, str], dict[Any, Any]]
-
-
-def _tables(json_path: Path) -> Tables:
-    """References, file names by image id, and boxes by annotation id."""
-    source = json_path.name
+def _content(json_path: Path) -> dict[str, list[Any]]:
+    """The tables `refs`, `images` and `annotations`, of which the last two may be empty."""
     content = load_json(json_path)
     if isinstance(content, list):
         content = {"refs": content}
     refs = content.get("refs") if isinstance(content, dict) else None
     if not isinstance(refs, list):
-        raise DataError(f"{source} has no list 'refs': expected referring expressions")
-    check_keys(source, "refs", refs, ("ref_id", "sentences"))
-    check_unique(source, "reference", [ref["ref_id"] for ref in refs])
-    images, annotations = content.get("images", []), content.get("annotations", [])
-    check_keys(source, "images", images, ("id", "file_name"))
-    check_keys(source, "annotations", annotations, ("id", "bbox"))
-    return (
-        refs,
-        {image["id"]: image["file_name"] for image in images},
-        {annotation["id"]: annotation["bbox"] for annotation in annotations},
-    )
+        raise DataError(f"{json_path.name} has no list 'refs': expected referring expressions")
+    return {
+        "refs": refs,
+        "images": content.get("images") or [],
+        "annotations": content.get("annotations") or [],
+    }
 
 
 def _look_up(ref: dict[str, Any], own: str, key: str, table: dict[Any, Any], where: str) -> Any:
@@ -149,10 +169,11 @@ def _look_up(ref: dict[str, Any], own: str, key: str, table: dict[Any, Any], whe
         return table[ref[key]]
     if own in ref:
         return ref[own]
-    raise DataError(
-        f"{where} has {key} {ref.get(key)}, which is not listed, and no {own}: make the ids match"
+    raise FaultError(
+        FaultKind.ANNOTATION_STRAY,
+        f"{where} has {key} {ref.get(key)}, which is not listed, and no {own}",
     )
 
 
-def _split_of(ref: dict[str, Any]) -> Split | None:
-    return SPLIT_NAMES.get(str(ref.get("split", "")))
+def _split_of(ref: Any) -> Split | None:
+    return SPLIT_NAMES.get(str(ref.get("split", ""))) if isinstance(ref, dict) else None

@@ -7,12 +7,17 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import DataError
+from valora_data.faults import FaultError, FaultKind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from valora_data.sources.formats.labelled import ImageReader
+
 Entries = list[dict[str, Any]]
+NAMES = frozenset({"file_name"})
+"""Keys whose values are texts."""
 
 
 def load_json(json_path: Path) -> Any:
@@ -22,30 +27,28 @@ def load_json(json_path: Path) -> Any:
         DataError: If it is missing or no JSON.
     """
     try:
-        content = json.loads(json_path.read_text(encoding="utf-8"))
+        content = json.loads(json_path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise DataError(f"cannot read {json_path} ({error.strerror}): check the path") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{json_path.name} is not valid JSON ({error}): export it again") from error
     return content
 
 
-def load_tables(
-    json_path: Path, required: Mapping[str, tuple[str, ...]], what: str
-) -> dict[str, Entries]:
-    """Tables of a JSON file in the style of COCO.
+def load_tables(json_path: Path, required: Sequence[str], what: str) -> dict[str, list[Any]]:
+    """Tables of a JSON file in the style of COCO; their entries are not checked.
 
     Args:
         json_path: The file.
-        required: Names of the tables, and the keys that each entry must have.
+        required: Names of the tables, the first of which must not be empty.
         what: Name of the format, for messages.
 
     Raises:
-        DataError: If the file is missing or no JSON, lacks a table or a key, or has no images.
+        DataError: If the file is missing or no JSON, lacks a table, or has no images.
     """
     source = json_path.name
     content = load_json(json_path)
-    for table, keys in required.items():
+    for table in required:
         entries = content.get(table) if isinstance(content, dict) else None
         if not isinstance(entries, list):
             *others, last = required
@@ -53,11 +56,67 @@ def load_tables(
                 f"{source} has no list {table!r}: expected {what} with {', '.join(others)} "
                 f"and {last}"
             )
-        check_keys(source, table, entries, keys)
-    first = next(table for table in required)
-    if not content[first]:
-        raise DataError(f"{source} lists no {first}: the data set is empty")
+    if not content[required[0]]:
+        raise DataError(f"{source} lists no {required[0]}: the data set is empty")
     return dict(content)
+
+
+def sound_entries(
+    reader: ImageReader, source: str, table: str, entries: Sequence[Any], keys: Sequence[str]
+) -> Entries:
+    """Entries of a table that have some keys; the others are collected as faults.
+
+    Ids and file names must be numbers or texts.
+
+    Raises:
+        DataError: If too many images have faults.
+    """
+    found = []
+    for position, entry in enumerate(entries):
+        where = f"entry {position} of {table!r}"
+        with reader.tolerate(f"{source}, {where}"):
+            if not isinstance(entry, dict):
+                raise FaultError(
+                    FaultKind.ROW_MALFORMED, f"{source}: {where} is not a valid JSON object"
+                )
+            missing = [key for key in keys if key not in entry]
+            if missing:
+                raise FaultError(
+                    FaultKind.ROW_INCOMPLETE, f"{source}: {where} has no {', '.join(missing)}"
+                )
+            for key in keys:
+                allowed = str if key in NAMES else (int, str)
+                if (key in NAMES or key.endswith("id")) and not isinstance(entry[key], allowed):
+                    raise FaultError(
+                        FaultKind.ROW_MALFORMED,
+                        f"{source}: {where} has the {key} {entry[key]!r}, which is no "
+                        f"{'text' if key in NAMES else 'number or text'}",
+                    )
+            found.append(entry)
+    return found
+
+
+def unique_entries(
+    reader: ImageReader, source: str, kind: str, key: str, entries: Entries
+) -> Entries:
+    """Entries without those that repeat the value of a key, which are collected as faults.
+
+    Raises:
+        DataError: If too many images have faults.
+    """
+    found: dict[Any, dict[str, Any]] = {}
+    for entry in entries:
+        value = entry[key]
+        if value in found:
+            reader.add(
+                FaultKind.ID_TWICE,
+                f"{kind} {value}",
+                f"{source}: {kind} {'id' if key.endswith('id') else key} {value} occurs more than "
+                "once",
+            )
+        else:
+            found[value] = entry
+    return list(found.values())
 
 
 def check_unique(source: str, kind: str, ids: list[Any]) -> None:
@@ -71,16 +130,23 @@ def check_unique(source: str, kind: str, ids: list[Any]) -> None:
         raise DataError(f"{source}: {kind} id {double[0]} occurs more than once: number them anew")
 
 
-def check_keys(source: str, table: str, entries: Any, keys: tuple[str, ...]) -> None:
-    """Check that every entry of a table has some keys.
+def read_lines(path: Path) -> list[tuple[int, Any]]:
+    """Rows of a JSON Lines file with their numbers, which begin at 1; None if one is no JSON.
 
     Raises:
-        DataError: If one lacks a key or is no object.
+        DataError: If the file is missing or no text.
     """
-    for position, entry in enumerate(entries):
-        missing = [key for key in keys if not isinstance(entry, dict) or key not in entry]
-        if missing:
-            raise DataError(
-                f"{source}: entry {position} of {table!r} has no {', '.join(missing)}: "
-                "export the file again"
-            )
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise DataError(f"cannot read {path} ({error.strerror}): check the path") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path.name} is no text in UTF-8 ({error}): export it again") from error
+    return [(number, _parsed(line)) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None

@@ -6,6 +6,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import DataError
+from valora_data.faults import FaultError, FaultKind
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +43,8 @@ def read_frames(video: Path | bytes, count: int = FRAMES, name: str = "") -> lis
         `count` RGB images, turned as a player shows them.
 
     Raises:
-        DataError: If the file is missing or broken, or holds no frames, or PyAV is missing.
+        FaultError: If the file is missing or broken, or holds no frames.
+        DataError: If PyAV is missing, or no frames are wanted.
     """
     try:
         import av
@@ -61,9 +63,11 @@ def read_frames(video: Path | bytes, count: int = FRAMES, name: str = "") -> lis
             total = 1 + max(_decode(av, video, None))
             frames = _decode(av, video, frame_places(total, count))
     except (av.error.FFmpegError, OSError) as error:
-        raise DataError(f"video {name} cannot be decoded ({error}): repair or remove it") from error
+        raise FaultError(
+            FaultKind.VIDEO_UNREADABLE, f"video {name} cannot be decoded ({error})"
+        ) from error
     if not frames:
-        raise DataError(f"video {name} has no frames: repair or remove it")
+        raise FaultError(FaultKind.VIDEO_UNREADABLE, f"video {name} has no frames")
     return [frames[place] for place in frame_places(total, count)]
 
 

@@ -8,18 +8,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import DataError
+from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Answer, Sample, Task
 from valora_data.sources.base import Location, Source, SourceFormat, Splits
-from valora_data.sources.formats.labelled import ImageReader
-from valora_data.sources.formats.tables import check_unique, load_tables
+from valora_data.sources.formats.labelled import ImageReader, Reading
+from valora_data.sources.formats.tables import (
+    load_json,
+    load_tables,
+    sound_entries,
+    unique_entries,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 log = logging.getLogger(__name__)
 
-QUESTIONS = {"questions": ("question_id", "image_id", "question")}
-ANNOTATIONS = {"annotations": ("question_id", "answers")}
+QUESTION = ("question_id", "image_id", "question")
+ANNOTATION = ("question_id", "answers")
 
 
 class VqaFormat(SourceFormat):
@@ -58,6 +64,18 @@ class VqaFormat(SourceFormat):
             )
         }
 
+    def reads(self, source: Source) -> Iterator[Path]:
+        """The file of questions, that of annotations, and the images that are asked about."""
+        file = Path(source.location)
+        yield file
+        if source.annotations is not None:
+            yield Path(source.annotations)
+        content = load_json(file)
+        subtype = str(content.get("data_subtype", ""))
+        for entry in content.get("questions", ()):
+            if isinstance(entry, dict) and "image_id" in entry:
+                yield _file(source.image_folder, entry, subtype)
+
 
 def read_vqa(
     questions_path: Path,
@@ -86,47 +104,56 @@ def read_vqa(
             question has an allowed answer, or too many images cannot be decoded.
     """
     source = questions_path.name
-    content = load_tables(questions_path, QUESTIONS, "VQA questions")
-    questions = content["questions"]
-    annotations = load_tables(annotations_path, ANNOTATIONS, "VQA annotations")["annotations"]
-    check_unique(source, "question", [entry["question_id"] for entry in questions])
-    answers = {entry["question_id"]: _answers(entry, annotations_path) for entry in annotations}
-    wanted = []
-    for entry in questions:
-        if entry["question_id"] not in answers:
-            raise DataError(
-                f"{source}: question {entry['question_id']} has no annotation in "
-                f"{annotations_path.name}: give the files of the same split"
-            )
-        answer = answers[entry["question_id"]]
-        if not labels or answer.choice in labels:
-            wanted.append((entry, answer))
-    if not wanted:
-        raise DataError(
-            f"{source}: no question is answered by one of {', '.join(labels or ())}: correct the "
-            "domain's labels"
+    content = load_tables(questions_path, ("questions",), "VQA questions")
+    annotated = load_tables(annotations_path, ("annotations",), "VQA annotations")["annotations"]
+    with Reading(reader, source, len(content["questions"])) as reading:
+        questions = sound_entries(reading, source, "questions", content["questions"], QUESTION)
+        questions = unique_entries(reading, source, "question", "question_id", questions)
+        annotations = sound_entries(
+            reading, annotations_path.name, "annotations", annotated, ANNOTATION
         )
-    if len(wanted) < len(questions):
-        log.info("%s: %d questions have other answers", source, len(questions) - len(wanted))
-    reader = reader or ImageReader(source)
-    reader.total += len(wanted)
-    subtype = str(content.get("data_subtype", ""))
-    for entry, answer in wanted:
-        picture = reader.open(_file(image_folder, entry, subtype))
-        if picture is not None:
-            key = f"{entry['image_id']}#{entry['question_id']}"
-            yield Sample(key, picture, answer, str(entry["question"]).strip())
-    reader.finish()
+        answers = {entry["question_id"]: entry for entry in annotations}
+        wanted = []
+        for entry in questions:
+            with reading.tolerate(f"question {entry['question_id']}"):
+                if entry["question_id"] not in answers:
+                    raise FaultError(
+                        FaultKind.ROW_INCOMPLETE,
+                        f"{source}: question {entry['question_id']} has no annotation in "
+                        f"{annotations_path.name}",
+                    )
+                answer = _answers(answers[entry["question_id"]], annotations_path)
+                if not labels or answer.choice in labels:
+                    wanted.append((entry, answer))
+        asked = {entry["question_id"] for entry in questions}
+        for number in answers:
+            if reading.thorough and number not in asked:
+                text = f"{annotations_path.name}: question {number} is not asked in {source}"
+                reading.add(FaultKind.ANNOTATION_STRAY, f"question {number}", text)
+        if not wanted:
+            raise DataError(
+                f"{source}: no question is answered by one of {', '.join(labels or ())}: correct "
+                "the domain's labels"
+            )
+        if len(wanted) < len(questions):
+            log.info("%s: %d questions have other answers", source, len(questions) - len(wanted))
+        subtype = str(content.get("data_subtype", ""))
+        paths = [_file(image_folder, entry, subtype) for entry, _ in wanted]
+        for (entry, answer), picture in zip(wanted, reading.open_all(paths), strict=True):
+            if picture is not None:
+                key = f"{entry['image_id']}#{entry['question_id']}"
+                yield Sample(key, picture, answer, str(entry["question"]).strip())
 
 
 def _answers(entry: dict[str, Any], path: Path) -> Answer:
+    listed = entry["answers"] if isinstance(entry["answers"], list) else [entry["answers"]]
     given = [
-        str(answer["answer"] if isinstance(answer, dict) else answer).strip()
-        for answer in entry["answers"]
+        str(answer.get("answer", "") if isinstance(answer, dict) else answer).strip()
+        for answer in listed
     ]
     if not any(given):
-        raise DataError(
-            f"{path.name}: question {entry['question_id']} has no answers: remove it or add some"
+        raise FaultError(
+            FaultKind.ROW_INCOMPLETE, f"{path.name}: question {entry['question_id']} has no answers"
         )
     return Answer(answers=tuple(given))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from valora_data.errors import DataError
+from valora_data.faults import FaultError, FaultKind
+from valora_data.images import encoded_file
 from valora_data.schema import Answer, Box, Sample, Split, Task
 from valora_data.sources.base import (
     Location,
@@ -17,12 +20,24 @@ from valora_data.sources.base import (
     Splits,
     take_missing_from_train,
 )
-from valora_data.sources.formats.labelled import ImageReader, check_labels, checked_box
+from valora_data.sources.formats.labelled import (
+    IMAGES,
+    ImageReader,
+    Reading,
+    check_labels,
+    checked_box,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
+    from PIL.Image import Image
+
+OTHER_NAMES: Mapping[Split, tuple[str, ...]] = {
+    Split.VAL: ("val", "validation", "valid"),
+    Split.UNLABELLED: ("unlabelled", "unlabeled"),
+}
+"""Keys of splits, where there are several."""
 
 
 class YoloFormat(SourceFormat):
@@ -51,6 +66,20 @@ class YoloFormat(SourceFormat):
             for key, name in names.items()
         }
 
+    def reads(self, source: Source) -> Iterator[Path]:
+        """The YAML file, its lists of images, and the images and labels of all splits."""
+        file = Path(source.location)
+        yield file
+        content = _parsed(file)
+        root = _root(file, content)
+        for split in yolo_splits(file):
+            for place in _places(content, split):
+                path = _resolved(root, place)
+                if path.is_file():
+                    yield path
+            for image in _images(file.name, root, content, split)[0]:
+                yield from (image, _label_file(image))
+
 
 def read_yolo(
     yaml_path: Path,
@@ -68,7 +97,7 @@ def read_yolo(
             files of image paths.
         split: Key of the split in that file, such as ``train`` or ``val``.
         labels: Class names that the domain asks for; others are left out. None for all.
-        reader: Opens the images; by default a reader that tolerates few broken files.
+        reader: Opens the images; by default a reader that tolerates few faults.
 
     Yields:
         One sample per image that decodes, in the order of paths; its id is the image's path below
@@ -76,8 +105,8 @@ def read_yolo(
 
     Raises:
         DataError: If the file is missing, corrupt or without that split, the split is empty, a
-            label is no class, a row is malformed or names an unknown class, a box lies outside its
-            image, or too many images cannot be decoded.
+            label is no class, or too many images have faults: they cannot be decoded, or a row of
+            their labels is malformed, names an unknown class, or has a box outside the image.
     """
     source = yaml_path.name
     content = _parsed(yaml_path)
@@ -85,20 +114,22 @@ def read_yolo(
     if labels is None:
         labels = tuple(names.values())
     check_labels(source, names.values(), labels)
-    root = yaml_path.parent / str(content.get("path") or "")
-    images = _images(source, root, content, split)
-    reader = reader or ImageReader(source)
-    reader.total += len(images)
-    for path in images:
-        picture = reader.open(path)
-        if picture is None:
-            continue
-        boxes = [
-            box for box in _boxes(_label_file(path), names, picture.size) if box.label in labels
-        ]
-        name = path.relative_to(root) if path.is_relative_to(root) else path
-        yield Sample(name.as_posix(), picture, Answer(tuple(boxes)))
-    reader.finish()
+    root = _root(yaml_path, content)
+    images, repeated = _images(source, root, content, split)
+    with Reading(reader, source, len(images)) as reading:
+        for path in repeated:
+            reading.add(FaultKind.IMAGE_TWICE, path.name, f"{split} lists {path.name} twice")
+        if reading.thorough:
+            _note_orphans(images, reading)
+        for path, picture in zip(images, reading.open_all(images), strict=True):
+            boxes = _boxes(_label_file(path), path, names, reading, picture)
+            if picture is not None:
+                asked = tuple(box for box in boxes if box.label in labels)
+                yield Sample(_below(root, path), picture, Answer(asked))
+
+
+def _below(root: Path, path: Path) -> str:
+    return (path.relative_to(root) if path.is_relative_to(root) else path).as_posix()
 
 
 def yolo_splits(yaml_path: Path) -> frozenset[Split]:
@@ -108,7 +139,7 @@ def yolo_splits(yaml_path: Path) -> frozenset[Split]:
         DataError: If the file is missing or corrupt.
     """
     content = _parsed(yaml_path)
-    return frozenset(split for split in Split if content.get(split))
+    return frozenset(split for split in Split if _places(content, split))
 
 
 def write_yolo(
@@ -136,7 +167,7 @@ def write_yolo(
         label_folder.mkdir(parents=True, exist_ok=True)
         for position, sample in enumerate(samples):
             stem = f"{position:06d}"
-            sample.image.save(image_folder / f"{stem}.png")
+            _write_image(sample.image, image_folder / stem)
             rows = [_row(box, sample, index_of) for box in sample.answer.boxes]
             (label_folder / f"{stem}.txt").write_text("".join(rows), encoding="utf-8")
     content = {
@@ -181,20 +212,47 @@ def _names(source: str, content: dict[str, Any]) -> dict[int, str]:
     names = content.get("names")
     if isinstance(names, list):
         names = dict(enumerate(names))
+    if isinstance(names, dict):
+        names = {int(key) if str(key).isdecimal() else key: name for key, name in names.items()}
     if not isinstance(names, dict) or not all(isinstance(key, int) for key in names):
         raise DataError(f"{source} has no 'names': list the class names in the order of their ids")
     return {key: str(name) for key, name in names.items()}
 
 
-def _images(source: str, root: Path, content: dict[str, Any], split: str) -> list[Path]:
-    places = content.get(split)
+def _root(yaml_path: Path, content: Mapping[str, Any]) -> Path:
+    return yaml_path.parent / str(content.get("path") or "")
+
+
+def _places(content: Mapping[str, Any], split: str) -> list[str]:
+    keys = OTHER_NAMES[Split(split)] if split in OTHER_NAMES else (split,)
+    places: Any = next((content[key] for key in keys if content.get(key)), [])
+    return [str(place) for place in (places if isinstance(places, list) else [places])]
+
+
+def _resolved(root: Path, place: str) -> Path:
+    path = root / place
+    if not path.exists() and place.startswith("../"):
+        # Roboflow writes paths as seen from a folder inside; Ultralytics forgives it, too.
+        return root / place.removeprefix("../")
+    return path
+
+
+def _images(
+    source: str, root: Path, content: Mapping[str, Any], split: str
+) -> tuple[list[Path], list[Path]]:
+    """Images of a split in the order of paths, and those that are listed again."""
+    places = _places(content, split)
     if not places:
         raise DataError(f"{source} has no split {split!r}: add its folder of images")
     found: list[Path] = []
-    for place in places if isinstance(places, list) else [places]:
-        path = root / str(place)
+    for place in places:
+        path = _resolved(root, place)
         if path.is_dir():
-            found += [file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES]
+            found += [
+                file
+                for file in path.rglob("*")
+                if file.suffix.lower() in IMAGES and file.name[0] != "."
+            ]
         elif path.is_file() and path.suffix == ".txt":
             lines = path.read_text(encoding="utf-8").split("\n")
             # As Ultralytics has it: "./" is relative to the list itself.
@@ -207,10 +265,18 @@ def _images(source: str, root: Path, content: dict[str, Any], split: str) -> lis
             raise DataError(f"{source}: split {split!r} names {path}, which does not exist")
     if not found:
         raise DataError(f"{source}: split {split!r} holds no images: the data set is empty")
-    double = len(found) - len(set(found))
-    if double:
-        raise DataError(f"{source}: split {split!r} lists {double} images twice: remove them")
-    return sorted(found)
+    once = sorted(set(found))
+    repeated = sorted(path for path, count in Counter(found).items() if count > 1)
+    return once, repeated
+
+
+def _note_orphans(images: Iterable[Path], reader: ImageReader) -> None:
+    """Note label files beside those of the images that belong to none."""
+    wanted = {_label_file(image) for image in images}
+    for folder in sorted({path.parent for path in wanted}):
+        for path in sorted(folder.glob("*.txt")):
+            if path not in wanted and path.name != "classes.txt":
+                reader.add(FaultKind.LABELS_ORPHANED, path.name, f"{path.name} belongs to no image")
 
 
 def _label_file(image: Path) -> Path:
@@ -223,13 +289,39 @@ def _label_file(image: Path) -> Path:
     return Path(*parts).with_suffix(".txt")
 
 
-def _boxes(path: Path, names: Mapping[int, str], size: tuple[int, int]) -> list[Box]:
-    if not path.is_file():
+def _boxes(
+    path: Path,
+    image: Path,
+    names: Mapping[int, str],
+    reader: ImageReader,
+    picture: Image | None,
+) -> list[Box]:
+    """Boxes of an image; on a unit square if it cannot be decoded, to find faults only."""
+    size = (1, 1) if picture is None else picture.size
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        reader.add(
+            FaultKind.IMAGE_UNLABELLED, image.name, f"{image.name} has no label file {path.name}"
+        )
         return []
-    boxes = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if line.strip():
-            boxes.append(_box(line.split(), names, size, f"{path.name}, row {number}"))
+    except (OSError, UnicodeDecodeError) as error:
+        reader.add(FaultKind.FILE_MALFORMED, image.name, f"{path.name} cannot be read ({error})")
+        return []
+    rows = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not rows:
+        reader.add(FaultKind.LABELS_EMPTY, image.name, f"{path.name} holds no rows")
+    boxes: list[Box] = []
+    seen: set[str] = set()
+    for number, line in rows:
+        where = f"{path.name}, row {number}"
+        cells = line.split()
+        if " ".join(cells) in seen:
+            reader.add(FaultKind.ROW_REPEATED, image.name, f"{where} repeats an earlier row")
+            continue
+        seen.add(" ".join(cells))
+        with reader.tolerate(image.name):
+            boxes.append(_box(cells, names, size, where))
     return boxes
 
 
@@ -237,16 +329,19 @@ def _box(row: list[str], names: Mapping[int, str], size: tuple[int, int], where:
     try:
         index, *numbers = (float(cell) for cell in row)
     except ValueError as error:
-        raise DataError(f"{where}: {' '.join(row)!r} is not a row of numbers: fix it") from error
+        raise FaultError(
+            FaultKind.ROW_MALFORMED, f"{where}: {' '.join(row)!r} is not a row of numbers"
+        ) from error
     if len(numbers) != 4 and (len(numbers) < 6 or len(numbers) % 2):
-        raise DataError(
+        raise FaultError(
+            FaultKind.ROW_MALFORMED,
             f"{where}: expected a class and 4 numbers (centre x, y, width, height) or a polygon, "
-            f"got {len(numbers)} numbers"
+            f"got {len(numbers)} numbers",
         )
     if index not in names:
-        raise DataError(
-            f"{where}: class {index:g} is none of {', '.join(map(str, list(names)[:10]))}: "
-            "make the ids and names match"
+        raise FaultError(
+            FaultKind.CLASS_UNKNOWN,
+            f"{where}: class {index:g} is none of {', '.join(map(str, list(names)[:10]))}",
         )
     width, height = size
     if len(numbers) == 4:
@@ -258,3 +353,14 @@ def _box(row: list[str], names: Mapping[int, str], size: tuple[int, int], where:
     x0, y0, x1, y1 = edges
     pixels = (x0 * width, y0 * height, x1 * width, y1 * height)
     return checked_box(pixels, names[int(index)], size, where)
+
+
+def _write_image(image: Image, path: Path) -> None:
+    """Write an image without a loss: the file that it came from, where others read it alike."""
+    file = encoded_file(image)
+    kinds = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png"}
+    for magic, suffix in kinds.items():
+        if file is not None and file.plain and file.content.startswith(magic):
+            path.with_suffix(suffix).write_bytes(file.content)
+            return
+    image.save(path.with_suffix(".png"))

@@ -41,6 +41,8 @@ SCENES: Mapping[Task, Mapping[str, SceneDomain]] = {
 class ScenesFormat(SourceFormat):
     """The built-in domains: `Source.name` names one, `Source.counts` says how many samples."""
 
+    drawn = True
+
     def supports(self, task: Task) -> bool:
         """Tasks with built-in domains."""
         return task is Task.DETECTION or task in SCENES

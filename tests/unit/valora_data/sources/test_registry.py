@@ -22,7 +22,7 @@ def test_splits_of_a_folder(tmp_path: Path) -> None:
         picture(tmp_path / name, index)
     splits = open_source(Source("imagefolder", Task.CLASSIFICATION, path=str(tmp_path)))
     assert set(splits) == {None, Split.TEST}  # the rest, of which missing splits are taken
-    assert [s.id for s in splits[None]()] == ["cat/a.png", "dog/b.png"]
+    assert [s.id for s in splits[None]()] == ["train/cat/a.png", "train/dog/b.png"]
     assert [s.answer.label for s in splits[Split.TEST]()] == ["cat"]
     for index, name in enumerate(["val/cat/d.png", "unlabelled/e.png"]):
         picture(tmp_path / name, 9 + index)

@@ -54,7 +54,10 @@ def test_references_with_their_own_boxes(tmp_path: Path) -> None:
         ({"refs": []}, "has no references for test"),
         ({"refs": None}, "has no list 'refs'"),
         ({"refs": [{"ref_id": 1}]}, "entry 0 of 'refs' has no sentences"),
-        ({"refs": [{"ref_id": 1, "sentences": []}] * 2}, "reference id 1 occurs more than once"),
+        (
+            {"refs": [{"ref_id": 1, "sentences": [], "split": "test"}] * 2},
+            "reference id 1 occurs more than once",
+        ),
         (
             {"annotations": [{"id": 10, "bbox": [0, 0, 99, 9]}, {"id": 11, "bbox": [0, 0, 9, 99]}]},
             "outside its 40 × 30 image",

@@ -80,7 +80,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     broken = tmp_path / "broken.mp4"
     broken.write_bytes(b"no video at all" * 40)
     with pytest.raises(
-        DataError, match=r"video broken\.mp4 cannot be decoded.*repair or remove it"
+        DataError, match=r"video broken\.mp4 cannot be decoded.*repair or remove them"
     ):
         read_frames(broken)
     with av.open(str(tmp_path / "sound.mp4"), "w") as container:

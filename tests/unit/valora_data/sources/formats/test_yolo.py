@@ -150,7 +150,7 @@ def test_bad_files(data: Path, tmp_path: Path) -> None:
         list(read_yolo(edit(data, val=str(tmp_path / "empty")), "val", LABELS))
     with pytest.raises(DataError, match=r"names .*gone, which does not exist"):
         list(read_yolo(edit(data, val="gone"), "val", LABELS))
-    with pytest.raises(DataError, match="lists 3 images twice"):
+    with pytest.raises(DataError, match=r"train lists 000000\.png twice"):
         list(read_yolo(edit(data, train=["images/train"] * 2), "train", LABELS))
     with pytest.raises(DataError, match="has no 'names'"):
         list(read_yolo(edit(data, names=None), "train", LABELS))
@@ -171,7 +171,7 @@ def test_images_that_do_not_decode(tmp_path: Path, caplog: pytest.LogCaptureFixt
         assert len(list(read_yolo(data, "train", LABELS))) == 19
     assert "data.yaml: 1 of 20 images skipped" in caplog.text
     (images / "000006.png").write_bytes(b"")
-    with pytest.raises(DataError, match="2 of 20 images cannot be decoded"):
+    with pytest.raises(DataError, match=r"2 of 20 images have faults.*000005\.png cannot be"):
         list(read_yolo(data, "train", LABELS))
 
 

@@ -1,0 +1,260 @@
+"""Finds images that occur again: equal, resized or recompressed, or mirrored."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image, ImageOps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from valora_data.schema import Sample
+
+THUMB = 24
+"""Side of the thumbnails that copies are compared by, in pixels."""
+NEAR_BITS = 6
+"""Largest Hamming distance, of 64 bits, between the hashes of copies."""
+NEAR_LEVELS = 6.0
+"""Largest mean difference between the thumbnails of copies, of 255 levels."""
+NEAR_PART = 14.0
+"""Largest mean difference in any part of 3 × 3 pixels of the thumbnails: where something moved in
+front of a fixed camera, it is larger."""
+FLAT = 4.0
+"""Standard deviation of the grey levels below which an image is too uniform to be recognised."""
+SAME_PLACE = 0.5
+"""Intersection over union from which two boxes are at the same place."""
+SAME_BOXES = 0.8
+"""Share of the boxes that must be at the same places in copies."""
+BANDS = NEAR_BITS + 1
+"""Parts of a hash of which one is equal in any two hashes that differ in `NEAR_BITS` bits."""
+
+Key = tuple[str, str]
+"""Name of the split and id of a sample."""
+
+
+class Likeness(StrEnum):
+    """How an image is like another one."""
+
+    EQUAL = "equal"
+    ALIKE = "resized or recompressed"
+    MIRRORED = "mirrored"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two samples of the same picture.
+
+    Attributes:
+        first: Split and id of the sample that came first.
+        second: Split and id of the other one.
+        likeness: How their images are alike.
+    """
+
+    first: Key
+    second: Key
+    likeness: Likeness
+
+    @property
+    def leaks(self) -> bool:
+        """Whether the two are in different splits."""
+        return self.first[0] != self.second[0]
+
+    def __str__(self) -> str:
+        """The pair in words."""
+        (split, one), (other_split, other) = self.first, self.second
+        if one == other and self.leaks:
+            return f"id {one} is in {split} and {other_split}"
+        if self.likeness is Likeness.EQUAL:
+            return f"the image of {one} in {split} is that of {other} in {other_split}"
+        return f"{one} in {split} is, {self.likeness}, {other} in {other_split}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Print:
+    """What a picture is recognised by.
+
+    Attributes:
+        key: Split and id of the sample.
+        bits: Perceptual hash.
+        mirrored: Perceptual hash of the mirror image.
+        thumb: Thumbnail, uint8 of shape (`THUMB`, `THUMB`, 3).
+        boxes: Edges of the objects as shares of the image, float of shape (n, 4); None where
+            objects are not what is asked for.
+    """
+
+    key: Key
+    bits: np.uint64
+    mirrored: np.uint64
+    thumb: npt.NDArray[np.uint8]
+    boxes: npt.NDArray[np.float64] | None
+
+
+class Duplicates:
+    """Recognises pictures that occur again; keeps hashes and thumbnails, not images.
+
+    Args:
+        near: Whether to look for copies whose pixels differ, too.
+    """
+
+    def __init__(self, near: bool = True) -> None:
+        self._near = near
+        self._exact: dict[str, Key] = {}
+        self._ids: dict[str, str] = {}
+        self._seen: set[Key] = set()
+        self._pairs: list[Pair] = []
+        self._prints: list[_Print] = []
+
+    def add(self, split: str, sample: Sample) -> None:
+        """Add a sample; another question about the same image of a split is no copy."""
+        image_id = sample.id.split("#", 1)[0]
+        if (split, image_id) in self._seen:
+            return
+        self._seen.add((split, image_id))
+        key = (split, sample.id)
+        other = self._ids.setdefault(sample.id, split)
+        if other != split:
+            self._pairs.append(Pair((other, sample.id), key, Likeness.EQUAL))
+            return
+        first = self._exact.setdefault(content_hash(sample), key)
+        if first != key:
+            self._pairs.append(Pair(first, key, Likeness.EQUAL))
+            return
+        if not self._near:
+            return
+        picture = sample.images[len(sample.images) // 2]
+        thumb = picture.resize((THUMB, THUMB), Image.Resampling.BOX)
+        bits = perceptual_hash(thumb)
+        mirrored = perceptual_hash(ImageOps.mirror(thumb))
+        if bits is not None and mirrored is not None:
+            levels = np.asarray(thumb, dtype=np.uint8)
+            self._prints.append(_Print(key, bits, mirrored, levels, _places(sample, picture)))
+
+    def pairs(self) -> list[Pair]:
+        """All pairs so far: each copy with the first sample of its picture."""
+        return [*self._pairs, *self._near_pairs()]
+
+    def _near_pairs(self) -> Iterator[Pair]:
+        prints = self._prints
+        for likeness in (Likeness.ALIKE, Likeness.MIRRORED):
+            flip = likeness is Likeness.MIRRORED
+            bits = np.array([p.bits for p in prints], np.uint64)
+            others = np.array([p.mirrored for p in prints], np.uint64) if flip else bits
+            found: dict[int, int] = {}
+            for one, other in sorted(_candidates(bits, others)):
+                if other not in found and _alike(prints[one], prints[other], flip):
+                    found[other] = one
+            for other, one in sorted(found.items()):
+                yield Pair(prints[one].key, prints[other].key, likeness)
+
+
+def content_hash(sample: Sample) -> str:
+    """SHA-256 of modes, sizes and pixels of a sample's images, whatever file they came from."""
+    digest = sha256()
+    for image in sample.images:
+        digest.update(f"{image.mode} {image.width}x{image.height} ".encode())
+        digest.update(image.tobytes())
+    return digest.hexdigest()
+
+
+def perceptual_hash(image: Image.Image) -> np.uint64 | None:
+    """Difference hash of an image (`imagehash.dhash`), as 64 bits.
+
+    It survives resizing, recompression and changes of brightness.
+
+    Returns:
+        The bits, or None for an image that is too uniform to be recognised.
+    """
+    import imagehash
+
+    if np.asarray(image.convert("L").resize((9, 8), Image.Resampling.BOX)).std() < FLAT:
+        return None
+    packed = np.packbits(imagehash.dhash(image).hash)
+    return np.uint64(int.from_bytes(packed.tobytes(), "big"))
+
+
+def groups_of(pairs: Iterable[Pair]) -> Mapping[Key, Key]:
+    """The first image of its group for every image of a pair; pairs chain to groups.
+
+    Keys have the id of the image, which is the part of the sample's id before ``#``.
+    """
+    first: dict[Key, Key] = {}
+
+    def root(key: Key) -> Key:
+        while first.setdefault(key, key) != key:
+            key = first[key]
+        return key
+
+    for pair in pairs:
+        one, other = ((split, name.split("#", 1)[0]) for split, name in (pair.first, pair.second))
+        first[root(other)] = root(one)
+    return {key: root(key) for key in list(first)}
+
+
+def _candidates(
+    bits: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]
+) -> set[tuple[int, int]]:
+    """Pairs (i, j), i < j, whose `bits[i]` and `others[j]` differ in few bits."""
+    found: set[tuple[int, int]] = set()
+    width = -(-64 // BANDS)
+    for band in range(BANDS):
+        shift = np.uint64(band * width)
+        mask = np.uint64((1 << min(width, 64 - band * width)) - 1)
+        by_part: defaultdict[int, list[int]] = defaultdict(list)
+        for place, part in enumerate(((others >> shift) & mask).tolist()):
+            by_part[part].append(place)
+        arrays = {part: np.array(places) for part, places in by_part.items()}
+        for place, part in enumerate(((bits >> shift) & mask).tolist()):
+            near = arrays.get(part)
+            if near is not None:
+                later = near[near > place]
+                apart = np.bitwise_count(others[later] ^ bits[place])
+                found.update((place, int(other)) for other in later[apart <= NEAR_BITS])
+    return found
+
+
+def _alike(one: _Print, other: _Print, flip: bool) -> bool:
+    """Whether two pictures with similar hashes agree in colours, everywhere, and in boxes."""
+    thumb, boxes = other.thumb, other.boxes
+    if flip:
+        thumb = thumb[:, ::-1]
+        boxes = None if boxes is None else np.stack(
+            [1 - boxes[:, 2], boxes[:, 1], 1 - boxes[:, 0], boxes[:, 3]], axis=1
+        )  # fmt: skip
+    gap = one.thumb.astype(np.float64) - thumb
+    if np.abs(gap).mean() > NEAR_LEVELS:
+        return False
+    gap -= gap.mean()  # another brightness
+    parts = np.abs(gap).reshape(THUMB // 3, 3, THUMB // 3, 3, 3).mean(axis=(1, 3, 4))
+    return bool(parts.max() <= NEAR_PART) and _same_boxes(one.boxes, boxes)
+
+
+def _same_boxes(one: npt.NDArray[np.float64] | None, other: npt.NDArray[np.float64] | None) -> bool:
+    """Whether boxes are at the same places; where one picture has none, they do not tell."""
+    if one is None or other is None or not len(one) or not len(other):
+        return True
+    least = np.maximum(one[:, None, :2], other[None, :, :2])
+    most = np.minimum(one[:, None, 2:], other[None, :, 2:])
+    shared = np.prod(np.clip(most - least, 0, None), axis=2)
+    areas = [np.prod(boxes[:, 2:] - boxes[:, :2], axis=1) for boxes in (one, other)]
+    iou = shared / (areas[0][:, None] + areas[1][None] - shared)
+    from scipy.optimize import linear_sum_assignment
+
+    rows, columns = linear_sum_assignment(-iou)
+    matched = int((iou[rows, columns] >= SAME_PLACE).sum())
+    return matched >= SAME_BOXES * max(len(one), len(other))
+
+
+def _places(sample: Sample, picture: Image.Image) -> npt.NDArray[np.float64] | None:
+    if sample.prompt is not None:  # the boxes are those of one question
+        return None
+    edges: Sequence[tuple[float, ...]] = [box.xyxy for box in sample.answer.boxes]
+    scale = (picture.width, picture.height, picture.width, picture.height)
+    return np.array(edges, np.float64).reshape(-1, 4) / scale

@@ -1,0 +1,217 @@
+"""Faults of a data set: what was skipped or is worth knowing, collected instead of raised."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from valora_data.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+log = logging.getLogger(__name__)
+
+MAX_FAULTY = 0.05
+"""Share of images that may have faults before a data set is refused."""
+EXAMPLES = 3
+"""Examples of each kind of fault that a message shows."""
+
+
+class FaultKind(Enum):
+    """A kind of fault: what it is (after a number), the remedy, and whether something is skipped.
+
+    Attributes:
+        what: What is counted, after a number.
+        remedy: What to do.
+        skips: Whether the image or a part of its answer is left out. Other kinds are notes: the
+            data can be used as it is.
+    """
+
+    def __init__(self, what: str, remedy: str, skips: bool = True) -> None:
+        self.what = what
+        self.remedy = remedy
+        self.skips = skips
+
+    IMAGE_MISSING = ("images are listed but missing", "add the files or remove the entries")
+    IMAGE_UNREADABLE = ("images cannot be decoded", "repair or remove them")
+    VIDEO_UNREADABLE = ("videos cannot be decoded", "repair or remove them")
+    IMAGE_TWICE = ("images are listed twice", "keep one entry for each")
+    IMAGE_UNCLASSED = (
+        "images lie beside the folders of the classes", "move them into one of them",
+    )  # fmt: skip
+    IMAGE_OUTSIDE = ("files lie outside the data set's folder", "move them inside")
+    SIZE_DIFFERS = (
+        "images differ in size from what their annotation says",
+        "export the annotations for these images again",
+    )
+    BOX_EMPTY = ("boxes have no area", "give them a width and a height, or remove them")
+    BOX_INVERTED = (
+        "boxes have no area, as their edges are the wrong way round", "exchange the edges",
+    )  # fmt: skip
+    BOX_NOT_FINITE = (
+        "boxes have no area, as their edges are not finite numbers", "correct or remove them",
+    )  # fmt: skip
+    BOX_OUTSIDE = (
+        "boxes lie outside their image",
+        "check the unit of the coordinates and the size of the image",
+    )
+    BOX_MALFORMED = ("boxes are malformed", "fix or remove them")
+    CLASS_UNKNOWN = ("boxes have an unknown class", "make the ids and names match")
+    LABEL_STRAY = (
+        "labels are none of the domain's",
+        "correct them, or add them to the domain's labels",
+    )
+    LABEL_MALFORMED = ("labels are malformed", "correct them")
+    ROW_MALFORMED = ("rows are malformed", "fix or remove them")
+    ROW_INCOMPLETE = ("rows lack a value", "add it or remove the row")
+    FILE_MALFORMED = ("annotation files cannot be read", "export them again")
+    ANNOTATION_STRAY = (
+        "annotations belong to no listed image", "add the images or remove the annotations",
+    )  # fmt: skip
+    ID_TWICE = ("ids occur more than once", "number them anew")
+
+    ROW_REPEATED = ("rows are repeated, of which one is used", "keep one of each", False)
+    IMAGE_UNLABELLED = (
+        "images have no label file or entry, which counts as no objects",
+        "add labels, or leave it if they show none",
+        False,
+    )
+    LABELS_EMPTY = (
+        "images have empty labels, which counts as no objects",
+        "add labels, or leave it if they show none",
+        False,
+    )
+    LABELS_ORPHANED = (
+        "label files belong to no image", "add the images or remove the files", False,
+    )  # fmt: skip
+    IMAGE_UNLISTED = (
+        "image files are not listed and not used", "list them or remove them", False,
+    )  # fmt: skip
+    CLASS_UNUSED = ("classes have no samples", "add samples or remove the class", False)
+
+
+class FaultError(DataError):
+    """A fault of one image, box or row; readers of whole data sets collect it.
+
+    Args:
+        kind: Kind of fault.
+        text: Names the thing and what is wrong with it.
+    """
+
+    def __init__(self, kind: FaultKind, text: str) -> None:
+        super().__init__(f"{text}: {kind.remedy}")
+        self.kind = kind
+        self.text = text
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault that was found.
+
+    Attributes:
+        kind: Kind of fault.
+        item: The image or row that it belongs to, which is what is counted against the limit.
+        text: Names the thing and what is wrong with it.
+    """
+
+    kind: FaultKind
+    item: str
+    text: str
+
+
+@dataclass(slots=True)
+class Faults:
+    """The faults of one data set, up to a limit.
+
+    Attributes:
+        source: The data set, for messages.
+        tolerance: Share of the images that may have faults of the kinds that skip something;
+            infinite to collect all.
+        total: Number of images that the data set lists.
+        found: All faults, in the order in which they were found.
+    """
+
+    source: str
+    tolerance: float = MAX_FAULTY
+    total: int = 0
+    found: list[Fault] = field(default_factory=list)
+    _items: set[str] = field(default_factory=set)
+    _known: set[Fault] = field(default_factory=set)
+
+    def add(self, kind: FaultKind, item: str, text: str) -> None:
+        """Collect a fault.
+
+        Args:
+            kind: Kind of fault.
+            item: The image or row that it belongs to.
+            text: Names the thing and what is wrong with it.
+
+        Raises:
+            DataError: More than `tolerance` of the images have faults.
+        """
+        fault = Fault(kind, item, text)
+        if fault in self._known:
+            return  # a file that holds several splits is read several times
+        self._known.add(fault)
+        self.found.append(fault)
+        if not kind.skips:
+            return
+        self._items.add(item)
+        if len(self._items) > self.tolerance * self.total:
+            first = next(fault for fault in self.found if fault.kind.skips)
+            raise DataError(
+                f"{self.source}: {len(self._items)} of {self.total} images have faults, more than "
+                f"{self.tolerance:.0%}: {first.text}: {first.kind.remedy}; "
+                "`valora-data check` lists all faults"
+            )
+
+    @contextmanager
+    def tolerate(self, item: str) -> Iterator[None]:
+        """Collect a `FaultError` of the block instead of raising it.
+
+        Args:
+            item: The image or row that the block reads.
+
+        Raises:
+            DataError: More than `tolerance` of the images have faults.
+        """
+        try:
+            yield
+        except FaultError as error:
+            self.add(error.kind, item, error.text)
+
+    @property
+    def faulty(self) -> int:
+        """Number of images that were skipped, or of which a part was."""
+        return len(self._items)
+
+    def by_kind(self) -> Mapping[FaultKind, list[Fault]]:
+        """Faults by kind, the most frequent of those that skip something first."""
+        counts = Counter(fault.kind for fault in self.found)
+        kinds = sorted(counts, key=lambda kind: (not kind.skips, -counts[kind]))
+        return {kind: [fault for fault in self.found if fault.kind is kind] for kind in kinds}
+
+    def summary(self) -> str | None:
+        """What was skipped, in one sentence; None if nothing was."""
+        if not self._items:
+            return None
+        kinds = [
+            f"{len(faults)} {kind.what} (such as {faults[0].text})"
+            for kind, faults in self.by_kind().items()
+            if kind.skips
+        ]
+        return (
+            f"{self.source}: {len(self._items)} of {self.total} images skipped in whole or in "
+            f"part: {'; '.join(kinds)}; `valora-data check` lists all faults"
+        )
+
+    def warn(self) -> None:
+        """Log one warning about what was skipped since the last one, if anything was."""
+        text = self.summary()
+        if text is not None:
+            log.warning("%s", text)

@@ -1,0 +1,101 @@
+"""Content hashes of many files, of which only those that changed are read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+SETTLED = 2_000_000_000
+"""Nanoseconds after which a file's times tell that it changed: a file that is written again sooner
+may keep them, as clocks of file systems are coarse."""
+MISSING = "missing"
+"""Hash of a file that does not exist."""
+
+_Facts = list[int]
+
+
+def hash_files(paths: Iterable[Path], root: Path, cache: Path | None = None) -> str:
+    """Hash the names and contents of files.
+
+    Content decides. A file is read again only if its size, one of its times, or its number on the
+    file system changed since its hash was stored.
+
+    Args:
+        paths: The files, in any order; a missing file has a hash of its own.
+        root: Folder that names are relative to, where files lie in it.
+        cache: File that remembers the hashes of single files; None to read all files.
+
+    Returns:
+        64 hexadecimal digits.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    known = _load(cache)
+    files = sorted({os.path.abspath(path): path for path in paths}.items())  # noqa: PTH100
+    now = time.time_ns()
+    facts = {name: _facts(path) for name, path in files}
+    unread = [
+        (name, path)
+        for name, path in files
+        if (fact := facts[name]) is not None and known.get(name, (None,))[0] != fact
+    ]
+    with ThreadPoolExecutor() as pool:
+        read = dict(pool.map(_hashed, unread))
+    hashes = {
+        name: MISSING if fact is None else read.get(name) or known[name][1]
+        for name, fact in facts.items()
+    }
+    if cache is not None:
+        settled = {
+            name: (fact, hashes[name])
+            for name, fact in facts.items()
+            if fact is not None and (name not in read or max(fact[1:3]) < now - SETTLED)
+        }
+        if settled != known:
+            _store(cache, settled)
+    base = os.path.abspath(root)  # noqa: PTH100
+    listing = [(os.path.relpath(name, base), hashes[name]) for name, _ in files]
+    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
+
+
+def _facts(path: Path) -> _Facts | None:
+    """Size, times and number of a file; None if it is missing."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def _hashed(file: tuple[str, Path]) -> tuple[str, str]:
+    name, path = file
+    with path.open("rb") as stream:
+        return name, hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _load(cache: Path | None) -> dict[str, tuple[_Facts, str]]:
+    try:
+        content = json.loads(cache.read_text(encoding="utf-8")) if cache is not None else {}
+        return {str(name): (list(facts), str(found)) for name, (facts, found) in content.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _store(cache: Path, hashes: dict[str, tuple[_Facts, str]]) -> None:
+    """Write the cache; without one everything works, only slower."""
+    temporary = cache.with_name(f"{cache.name}.{os.getpid()}.tmp")
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(hashes), encoding="utf-8")
+        temporary.replace(cache)
+    except OSError:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,191 @@
+"""Opens image files of every colour mode and depth, as a viewer shows them.
+
+Every image that is trained on is decoded here. An image remembers the file it came from
+(`encoded_file`), so that data sets keep the file's bytes instead of encoding the pixels again.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from io import BytesIO
+from typing import cast
+
+import numpy as np
+from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
+from PIL.ExifTags import Base
+
+from valora_data.errors import DataError
+
+BACKGROUND = (255, 255, 255)
+"""Colour behind transparent pixels: white."""
+
+UNREADABLE = (
+    OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError, OverflowError,
+    MemoryError, ImportError, struct.error, zlib.error, Image.DecompressionBombError,
+)  # fmt: skip
+"""What Pillow raises for damaged files. ImportError: Ultralytics, once imported, makes it look for
+plugins."""
+
+TRANSPOSED = frozenset({5, 6, 7, 8})
+"""EXIF orientations that exchange width and height."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedFile:
+    """The file that an image was decoded from.
+
+    Attributes:
+        content: The file's bytes.
+        size: Width and height in pixels as they are stored, before EXIF's orientation is applied.
+        orientation: EXIF's orientation, 1 to 8; 1 for none.
+        plain: Whether every tool reads the same image: 8 bits of grey or RGB, stored upright.
+    """
+
+    content: bytes
+    size: tuple[int, int]
+    orientation: int = 1
+    plain: bool = False
+
+    def shown(self, edges: tuple[float, float, float, float]) -> tuple[float, float, float, float]:
+        """A box on the stored pixels, as it lies on the image that is shown.
+
+        Args:
+            edges: (x0, y0, x1, y1) in pixels.
+        """
+        width, height = self.size
+        x0, y0, x1, y1 = edges
+        if self.orientation in (2, 3, 7, 8):  # mirrored from left to right
+            x0, x1 = width - x1, width - x0
+        if self.orientation in (3, 4, 6, 7):  # mirrored from top to bottom
+            y0, y1 = height - y1, height - y0
+        return (y0, x0, y1, x1) if self.orientation in TRANSPOSED else (x0, y0, x1, y1)
+
+
+def decode_image(content: bytes) -> Image.Image:
+    """Decode an image file.
+
+    Transparent pixels lie on white (`BACKGROUND`). 16-bit grey levels are scaled, so that 65535 is
+    white. CMYK is converted with the file's colour profile, if it has one. Floating-point images
+    are read on a scale of 0 to 1, or of 0 to 255. Of an animation or several pages the first is
+    taken.
+
+    Args:
+        content: The file's bytes.
+
+    Returns:
+        An RGB image, turned as EXIF says; `encoded_file` gives the file back.
+
+    Raises:
+        DataError: The file is empty, damaged or truncated, or its values cannot be shown.
+    """
+    if not content:
+        raise DataError("the file is empty")
+    try:
+        with Image.open(BytesIO(content)) as file:
+            size = file.size
+            file.load()
+            orientation = int(file.getexif().get(Base.Orientation, 1) or 1)
+            turned = ImageOps.exif_transpose(file)
+            plain = file.mode in ("L", "RGB") and not file.has_transparency_data
+            image = to_rgb(turned, file.format)
+    except DataError:
+        raise
+    except UNREADABLE as error:
+        raise DataError(_reason(error, content)) from error
+    orientation = orientation if 1 <= orientation <= 8 else 1
+    # Not in `image.info`, which Pillow copies to images that are made from this one.
+    vars(image)["encoded_file"] = EncodedFile(
+        content, size, orientation, plain and orientation == 1
+    )
+    return image
+
+
+def encoded_file(image: Image.Image) -> EncodedFile | None:
+    """The file that `decode_image` decoded an image from.
+
+    None for images that are made from another one, such as its mirror image, or that were drawn.
+    """
+    return cast("EncodedFile | None", vars(image).get("encoded_file"))
+
+
+def to_rgb(image: Image.Image, file_format: str | None = None) -> Image.Image:
+    """Convert an image of any mode to RGB, 8 bits a channel (see `decode_image`).
+
+    Args:
+        image: The image.
+        file_format: Pillow's name of the format, such as ``PPM``.
+
+    Raises:
+        DataError: The values have no known white.
+    """
+    mode = image.mode
+    if mode.startswith("I;16") or (mode == "I" and file_format in ("PNG", "PPM")):
+        return _grey(np.asarray(image).astype(np.float64) / 257)
+    if mode == "I":
+        raise DataError(
+            "it holds 32-bit integers, of which the white is not known; save it with 8 or 16 bits"
+        )
+    if mode == "F":
+        return _grey(_levels(np.asarray(image)))
+    if image.has_transparency_data:
+        return _on_background(image)
+    if mode in ("CMYK", "LAB"):
+        return _managed(image)
+    return image if mode == "RGB" else image.convert("RGB")
+
+
+def _grey(levels: np.ndarray) -> Image.Image:
+    rounded = np.clip(np.rint(levels), 0, 255).astype(np.uint8)
+    return Image.fromarray(rounded).convert("RGB")
+
+
+def _levels(values: np.ndarray) -> np.ndarray:
+    """Grey levels of 0 to 255 from floating-point values."""
+    if not np.isfinite(values).all():
+        raise DataError("it holds values that are not finite; save it with 8 or 16 bits")
+    least, most = float(values.min()), float(values.max())
+    if least < 0 or most > 255:
+        raise DataError(
+            f"it holds values from {least:g} to {most:g}, of which the white is not known; scale "
+            "them to 0 to 1, or save it with 8 or 16 bits"
+        )
+    return values * 255.0 if most <= 1 else values
+
+
+def _on_background(image: Image.Image) -> Image.Image:
+    shown = image.convert("LA") if image.mode == "La" else image
+    shown = shown if shown.mode == "RGBA" else shown.convert("RGBA")
+    below = Image.new("RGBA", shown.size, (*BACKGROUND, 255))
+    return Image.alpha_composite(below, shown).convert("RGB")
+
+
+def _managed(image: Image.Image) -> Image.Image:
+    """CMYK or LAB in the colours of sRGB."""
+    profile = image.info.get("icc_profile")
+    try:
+        if image.mode == "LAB":
+            source = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB"))
+        elif profile:
+            source = ImageCms.getOpenProfile(BytesIO(profile))
+        else:
+            return image.convert("RGB")
+        found = ImageCms.profileToProfile(
+            image, source, ImageCms.createProfile("sRGB"), outputMode="RGB"
+        )
+    except ImageCms.PyCMSError as error:
+        if image.mode == "LAB":
+            raise DataError(f"its colours cannot be converted ({error})") from error
+        return image.convert("RGB")  # a damaged profile, or one of another colour space
+    assert found is not None, "only in-place conversions return nothing"
+    return found
+
+
+def _reason(error: BaseException, content: bytes) -> str:
+    unknown = isinstance(error, UnidentifiedImageError | ImportError)
+    if unknown and content[:4] in (b"II*\0", b"MM\0*"):
+        return "it is a TIFF of a kind that is not read; save it with 8 or 16 bits"
+    if unknown:
+        return "it is no image of a known format"
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,152 @@
+"""Copies of a picture: equal, resized, recompressed or mirrored; and what is none."""
+
+import numpy as np
+import pytest
+from PIL import Image, ImageEnhance, ImageOps
+
+from tests.support.data_sets import check_no_leak, natural_picture
+from valora_data.duplicates import (
+    Duplicates,
+    Likeness,
+    Pair,
+    content_hash,
+    groups_of,
+    perceptual_hash,
+)
+from valora_data.errors import DataError
+from valora_data.schema import Answer, Box, Sample, Split
+
+
+def sample(name: str, level: int) -> Sample:
+    return Sample(name, Image.new("RGB", (4, 4), (level, 0, 0)), Answer())
+
+
+def test_distinct_samples_pass() -> None:
+    check_no_leak({Split.TRAIN: [sample("a", 1), sample("b", 2)], Split.VAL: [sample("c", 3)]})
+
+
+def test_same_id_in_two_splits() -> None:
+    with pytest.raises(DataError, match=r"1 samples leak .*id a is in train and test"):
+        check_no_leak({Split.TRAIN: [sample("a", 1)], Split.TEST: [sample("a", 2)]})
+
+
+def test_same_image_under_another_name() -> None:
+    with pytest.raises(DataError, match=r"the image of a in train is that of b in val.*keep each"):
+        check_no_leak({Split.TRAIN: [sample("a", 1)], Split.VAL: [sample("b", 1)]})
+
+
+def test_only_some_examples_are_shown() -> None:
+    many = [sample(str(i), i) for i in range(14)]
+    with pytest.raises(DataError, match=r"14 samples leak .*and 4 more") as caught:
+        check_no_leak({Split.TRAIN: many, Split.VAL: many})
+    assert str(caught.value).count("is in train and val") == 10
+
+
+def test_twins_in_one_split_are_no_leak() -> None:
+    check_no_leak({Split.TRAIN: [sample("a", 1), sample("b", 1)]})
+
+
+def test_hash_sees_pixels_and_shape_alone() -> None:
+    assert content_hash(sample("a", 1)) == content_hash(sample("b", 1))
+    assert content_hash(sample("a", 1)) != content_hash(sample("a", 2))
+    flat = Sample("a", Image.new("RGB", (2, 8), (1, 0, 0)), Answer())
+    assert content_hash(flat) != content_hash(sample("a", 1))
+
+
+def test_frames_count_too() -> None:
+    def clip(name: str, *levels: int) -> Sample:
+        first, *rest = (Image.new("RGB", (4, 4), (level, 0, 0)) for level in levels)
+        return Sample(name, first, Answer(), rest=tuple(rest))
+
+    check_no_leak({Split.TRAIN: [clip("a", 1, 2)], Split.VAL: [clip("b", 1, 3)]})
+    with pytest.raises(DataError, match="the image of a in train is that of b in val"):
+        check_no_leak({Split.TRAIN: [clip("a", 1, 2)], Split.VAL: [clip("b", 1, 2)]})
+
+
+def test_different_pictures_do_not_look_the_same() -> None:
+    hashes = [perceptual_hash(natural_picture(i)) for i in range(60)]
+    kept = np.array([h for h in hashes if h is not None])
+    apart = np.bitwise_count(kept[:, None] ^ kept[None])
+    assert (apart[~np.eye(len(kept), dtype=bool)] <= 6).mean() < 0.01
+    assert perceptual_hash(Image.new("RGB", (50, 50), "white")) is None
+
+
+def copies(image: Image.Image) -> dict[str, Image.Image]:
+    return {
+        "smaller": image.resize((80, 80)),
+        "darker": ImageEnhance.Brightness(image).enhance(0.97),
+        "mirrored": ImageOps.mirror(image),
+        "mirrored and smaller": ImageOps.mirror(image).resize((72, 72)),
+    }
+
+
+def pairs(*samples: Sample, near: bool = True) -> list[Pair]:
+    found = Duplicates(near)
+    for one in samples:
+        found.add("all", one)
+    return found.pairs()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("how", ["smaller", "darker", "mirrored", "mirrored and smaller"])
+def test_copies_are_found(seed: int, how: str) -> None:
+    others = [Sample(f"other{i}", natural_picture(100 + i), Answer()) for i in range(8)]
+    image = natural_picture(seed)
+    first = Sample("first", image, Answer(label="a"))
+    second = Sample("second", copies(image)[how], Answer(label="a"))
+    (pair,) = pairs(*others[:4], first, *others[4:], second)
+    assert (pair.first, pair.second) == (("all", "first"), ("all", "second"))
+    mirrored = how.startswith("mirrored")
+    assert pair.likeness is (Likeness.MIRRORED if mirrored else Likeness.ALIKE)
+    assert pairs(first, second, near=False) == []
+
+
+def test_a_fixed_camera_is_no_copy() -> None:
+    """What moves in front of it differs: the boxes are elsewhere, or the pixels are."""
+    ground = natural_picture(3).resize((320, 240))
+
+    def frame(number: int, x: int, side: int, labelled: bool = True) -> Sample:
+        image = ground.copy()
+        image.paste((200, 40, 40), (x, 100, x + side, 100 + side))
+        boxes = (Box(x, 100, x + side, 100 + side, "cat"),) if labelled else ()
+        return Sample(f"frame{number}", image, Answer(boxes))
+
+    small = [frame(i, 10 + 24 * i, 16) for i in range(12)]
+    assert pairs(*small) == []
+    unlabelled = [frame(i, 10 + 70 * i, 60, labelled=False) for i in range(4)]
+    assert pairs(*unlabelled) == []
+    # The same picture with the same boxes is a copy, with whatever noise.
+    again = small[3].image.resize((160, 120))
+    copy = Sample("copy", again, Answer((Box(41, 50, 49, 58, "cat"),)))
+    (pair,) = pairs(*small, copy)
+    assert (pair.first[1], pair.likeness) == ("frame3", Likeness.ALIKE)
+
+
+def test_mirrored_boxes_are_where_the_mirror_puts_them() -> None:
+    image = natural_picture(5).resize((200, 100))
+    one = Sample("one", image, Answer((Box(10, 20, 50, 60, "cat"),)))
+    right = Sample("two", ImageOps.mirror(image), Answer((Box(150, 20, 190, 60, "cat"),)))
+    wrong = Sample("two", ImageOps.mirror(image), Answer((Box(10, 20, 50, 60, "cat"),)))
+    assert [pair.likeness for pair in pairs(one, right)] == [Likeness.MIRRORED]
+    assert pairs(one, wrong) == []
+
+
+def test_pairs_chain_to_groups() -> None:
+    keys = [("all", name) for name in ("a#0", "b", "c#1", "d", "e")]
+    equal = [Pair(keys[0], keys[1], Likeness.EQUAL), Pair(keys[1], keys[2], Likeness.ALIKE)]
+    groups = groups_of([*equal, Pair(keys[3], keys[4], Likeness.MIRRORED)])
+    expected = {"a": "a", "b": "a", "c": "a", "d": "d", "e": "d"}
+    assert groups == {("all", one): ("all", other) for one, other in expected.items()}
+
+
+def test_candidates_are_all_within_the_distance() -> None:
+    from valora_data.duplicates import NEAR_BITS, _candidates
+
+    random = np.random.default_rng(7)
+    bits = random.integers(0, 2**64, 300, dtype=np.uint64)
+    for i in range(0, 300, 3):  # neighbours at every distance from 0 to 9 bits
+        flips = sum(1 << int(bit) for bit in random.choice(64, i // 3 % 10, replace=False))
+        bits[i + 1] = bits[i] ^ np.uint64(flips)
+    apart = np.bitwise_count(bits[:, None] ^ bits[None])
+    expected = {(i, j) for i, j in zip(*np.nonzero(apart <= NEAR_BITS), strict=True) if i < j}
+    assert _candidates(bits, bits) == expected

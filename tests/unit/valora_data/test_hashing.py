@@ -1,0 +1,77 @@
+"""Hashes of many files: content decides, and only what changed is read."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from valora_data.hashing import hash_files
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number in range(20):
+        path = tmp_path / "set" / f"{number % 3}" / f"{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"file {number}")
+    return tmp_path / "set"
+
+
+def hashed(folder: Path, cache: bool = True) -> str:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return hash_files(files, folder, folder.parent / "hashes.json" if cache else None)
+
+
+def test_content_and_names_decide(folder: Path, tmp_path: Path) -> None:
+    first = hashed(folder)
+    assert hashed(folder, cache=False) == first
+    os.utime(folder / "0" / "3.txt", (1, 1))  # another time, the same content
+    assert hashed(folder) == first
+    (folder / "0" / "3.txt").rename(folder / "0" / "33.txt")
+    assert hashed(folder) != first
+    (folder / "0" / "33.txt").rename(folder / "0" / "3.txt")
+    assert hashed(folder) == first
+    folder.rename(tmp_path / "moved")
+    assert hashed(tmp_path / "moved") == first
+
+
+def test_every_change_of_content_is_seen(folder: Path) -> None:
+    """Also where size and modification time are those of before."""
+    first = hashed(folder)
+    path = folder / "1" / "4.txt"
+    before = path.stat()
+    path.write_text("file 5")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    assert hashed(folder) != first
+
+
+def test_a_missing_file_is_part_of_the_hash(folder: Path) -> None:
+    paths = [folder / "0" / "0.txt", folder / "none.txt"]
+    first = hash_files(paths, folder)
+    assert hash_files(paths[:1], folder) != first
+    (folder / "none.txt").write_text("")
+    assert hash_files(paths, folder) != first
+
+
+def test_unchanged_files_are_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("valora_data.hashing.SETTLED", 0)
+    time.sleep(0.05)
+    first = hashed(folder)
+
+    def refuse(file: tuple[str, Path]) -> tuple[str, str]:
+        raise AssertionError(f"{file[0]} was read again")
+
+    monkeypatch.setattr("valora_data.hashing._hashed", refuse)
+    assert hashed(folder) == first
+    (folder / "2" / "2.txt").write_text("other")
+    with pytest.raises(AssertionError, match=r"2\.txt was read again"):
+        hashed(folder)
+
+
+def test_a_damaged_cache_is_no_harm(folder: Path) -> None:
+    first = hashed(folder)
+    for text in ("no JSON", "[]", '{"a": 1}', '{"a": [1, 2]}'):
+        (folder.parent / "hashes.json").write_text(text)
+        assert hashed(folder) == first

@@ -1,0 +1,229 @@
+"""Images of every mode and depth: decoded as other libraries decode them, or refused."""
+
+import io
+from collections.abc import Callable
+
+import cv2
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image, ImageCms, ImageOps, PngImagePlugin
+
+from valora_data.errors import DataError
+from valora_data.images import decode_image, encoded_file
+
+HEIGHT, WIDTH = 20, 30
+RAMP = np.linspace(0, 1, HEIGHT * WIDTH).reshape(HEIGHT, WIDTH)
+COLOURS = np.random.default_rng(1).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
+
+
+def saved(image: Image.Image, kind: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def tiff(values: np.ndarray, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    tifffile.imwrite(buffer, values, **options)
+    return buffer.getvalue()
+
+
+def pixels(content: bytes) -> np.ndarray:
+    image = decode_image(content)
+    assert image.mode == "RGB"
+    return np.asarray(image).astype(int)
+
+
+def grey(levels: np.ndarray) -> np.ndarray:
+    return np.repeat(np.rint(levels)[..., None], 3, axis=2).astype(int)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".tiff"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_16_bits_agree_with_opencv(suffix: str, channels: int) -> None:
+    values = (np.stack([RAMP, RAMP**2, 1 - RAMP], -1) * 65535).astype(np.uint16)
+    values = values if channels == 3 else values[..., 0]
+    done, buffer = cv2.imencode(suffix, values)
+    assert done
+    reference = cv2.cvtColor(cv2.imdecode(buffer, cv2.IMREAD_COLOR), cv2.COLOR_BGR2RGB)
+    found = pixels(buffer.tobytes())
+    assert np.abs(found - reference.astype(int)).max() <= 1  # rounded, or cut to the high byte
+    assert found.min() == 0
+    assert found.max() == 255
+
+
+def test_16_bits_of_other_formats() -> None:
+    values = (RAMP * 65535).astype(np.uint16)
+    for content in (
+        tiff(values, byteorder=">"), tiff(values, compression="zlib"), _pgm(values),
+    ):  # fmt: skip
+        assert np.abs(pixels(content) - grey(RAMP * 255)).max() <= 1
+
+
+def _pgm(values: np.ndarray) -> bytes:
+    return f"P5 {WIDTH} {HEIGHT} 65535\n".encode() + values.astype(">u2").tobytes()
+
+
+@pytest.mark.parametrize("most", [1.0, 255.0])
+def test_floating_point(most: float) -> None:
+    found = pixels(tiff((RAMP * most).astype(np.float32)))
+    assert np.abs(found - grey(RAMP * 255)).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (np.full((4, 4), np.nan, np.float32), "not finite"),
+        (np.full((4, 4), np.inf, np.float32), "not finite"),
+        (np.full((4, 4), -3, np.float32), "from -3 to -3, of which the white is not known"),
+        (np.full((4, 4), 4000, np.float32), "scale them to 0 to 1"),
+        (np.full((4, 4), 7, np.int32), "32-bit integers"),
+        (np.full((4, 4), 0.5, np.float64), "a TIFF of a kind that is not read"),
+        (np.full((4, 4, 3), 0.5, np.float32), "a TIFF of a kind that is not read"),
+    ],
+)
+def test_values_without_a_known_white_are_refused(values: np.ndarray, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        decode_image(tiff(values))
+
+
+def test_transparency_lies_on_white() -> None:
+    alpha = (RAMP * 255).astype(np.uint8)
+    shown = COLOURS * (alpha[..., None] / 255) + 255 * (1 - alpha[..., None] / 255)
+    rgba = Image.fromarray(np.dstack([COLOURS, alpha]))
+    for content in (saved(rgba, "PNG"), saved(rgba, "TIFF"), saved(rgba, "WEBP", lossless=True)):
+        assert np.abs(pixels(content) - shown)[alpha > 0].max() <= 1
+    level = COLOURS[..., 0]
+    content = saved(Image.fromarray(np.dstack([level, alpha]), "LA"), "PNG")
+    expected = level * (alpha / 255) + 255 * (1 - alpha / 255)
+    assert np.abs(pixels(content) - grey(expected)).max() <= 1
+    opaque = Image.fromarray(np.dstack([COLOURS, np.full_like(alpha, 255)]))
+    assert np.array_equal(pixels(saved(opaque, "PNG")), COLOURS)
+
+
+def test_palettes() -> None:
+    indices = (np.arange(HEIGHT * WIDTH).reshape(HEIGHT, WIDTH) % 4).astype(np.uint8)
+    image = Image.fromarray(indices, "P")
+    palette = np.array([[255, 0, 0], [0, 255, 0], [9, 99, 199], [1, 2, 3]], np.uint8)
+    image.putpalette(palette.tobytes())
+    for kind in ("PNG", "GIF", "BMP", "TIFF"):
+        assert np.array_equal(pixels(saved(image, kind)), palette[indices]), kind
+    see_through = palette.copy()
+    see_through[2] = 255
+    for kind in ("PNG", "GIF"):
+        found = pixels(saved(image, kind, transparency=2))
+        assert np.array_equal(found, see_through[indices]), kind
+    key = saved(Image.fromarray(palette[indices]), "PNG", transparency=(9, 99, 199))
+    assert np.array_equal(pixels(key), see_through[indices])
+
+
+def test_one_bit() -> None:
+    bits = RAMP > 0.4
+    for kind in ("PNG", "TIFF", "BMP"):
+        assert np.array_equal(pixels(saved(Image.fromarray(bits), kind)), grey(bits * 255)), kind
+
+
+def test_cmyk_with_and_without_a_profile() -> None:
+    cmyk = Image.fromarray(COLOURS).convert("CMYK")
+    assert np.array_equal(pixels(saved(cmyk, "TIFF")), np.asarray(cmyk.convert("RGB")))
+    # A JPEG of print programs is inverted, which its Adobe marker says.
+    smooth = Image.fromarray(np.dstack([grey(RAMP * 255)] * 1).astype(np.uint8)).convert("CMYK")
+    jpeg = saved(smooth, "JPEG", quality=100)
+    assert np.abs(pixels(jpeg) - np.asarray(smooth.convert("RGB")).astype(int)).max() <= 6
+    # A profile of another colour space, or a damaged one, is left alone.
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    for profile in (srgb, b"no profile"):
+        found = pixels(saved(cmyk, "TIFF", icc_profile=profile))
+        assert np.array_equal(found, np.asarray(cmyk.convert("RGB")))
+
+
+def test_lab() -> None:
+    lab = ImageCms.createProfile("LAB")
+    srgb = ImageCms.createProfile("sRGB")
+    flat = Image.new("RGB", (8, 8), (180, 90, 40))
+    image = ImageCms.profileToProfile(flat, srgb, lab, outputMode="LAB")
+    assert image is not None
+    assert np.abs(pixels(saved(image, "TIFF")) - np.asarray(flat).astype(int)).max() <= 3
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_of_pixels_and_boxes(orientation: int) -> None:
+    stored = Image.fromarray(np.zeros((HEIGHT, WIDTH, 3), np.uint8))
+    stored.paste((255, 255, 255), (2, 3, 9, 8))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = decode_image(saved(stored, "PNG", exif=exif))
+    reference = stored.copy()
+    reference.getexif()[0x0112] = orientation
+    assert image.tobytes() == ImageOps.exif_transpose(reference).tobytes()
+    file = encoded_file(image)
+    assert file is not None
+    assert (file.size, file.orientation) == ((WIDTH, HEIGHT), orientation)
+    shown = file.shown((2, 3, 9, 8))
+    ys, xs = np.nonzero(np.asarray(image)[..., 0])
+    assert shown == (xs.min(), ys.min(), xs.max() + 1, ys.max() + 1)
+
+
+def test_the_first_of_several_pages() -> None:
+    frames = [Image.new("RGB", (8, 8), (level, 0, 0)) for level in (10, 200)]
+    for kind in ("TIFF", "PNG", "WEBP"):
+        options = {"lossless": True} if kind == "WEBP" else {}
+        content = saved(frames[0], kind, save_all=True, append_images=frames[1:], **options)
+        assert pixels(content)[0, 0, 0] == 10, kind
+
+
+def bomb() -> bytes:
+    import struct
+    import zlib
+
+    head = struct.pack(">IIBBBBB", 100_000, 100_000, 1, 0, 0, 0, 0)
+    chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
+    parts = [
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        lambda: b"", lambda: b"no image", lambda: b"GIF89a", bomb,
+        lambda: saved(Image.fromarray(COLOURS), "PNG")[:-400],
+        lambda: saved(Image.fromarray(COLOURS), "JPEG")[:-300],
+        lambda: saved(Image.fromarray(COLOURS), "TIFF")[:200],
+        lambda: saved(Image.fromarray(COLOURS), "WEBP")[:100],
+        lambda: b"\xff\xd8\xff\xe0" + bytes(400),
+        lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+    ],
+)  # fmt: skip
+def test_damaged_files_are_refused(content: Callable[[], bytes]) -> None:
+    with pytest.raises(DataError):
+        decode_image(content())
+
+
+def test_flipped_bytes_never_raise_anything_else() -> None:
+    random = np.random.default_rng(3)
+    kinds = {"PNG": {}, "JPEG": {}, "TIFF": {}, "GIF": {}, "BMP": {}, "WEBP": {}}
+    for kind, options in kinds.items():
+        sound = saved(Image.fromarray(COLOURS), kind, **options)
+        for _ in range(60):
+            broken = bytearray(sound)
+            for place in random.integers(0, len(broken), 4):
+                broken[place] = random.integers(0, 256)
+            try:
+                assert decode_image(bytes(broken)).mode == "RGB"
+            except DataError:
+                continue
+
+
+def test_an_image_made_from_another_forgets_the_file() -> None:
+    content = saved(Image.fromarray(COLOURS), "PNG", pnginfo=PngImagePlugin.PngInfo())
+    image = decode_image(content)
+    file = encoded_file(image)
+    assert file is not None
+    assert file.content == content
+    assert file.plain
+    for made in (image.copy(), ImageOps.mirror(image), image.resize((4, 4)), image.crop()):
+        assert encoded_file(made) is None

@@ -314,6 +314,8 @@ class ServedModel:
         media: ``images`` or ``video``, what the domain was measured with; None if not known.
         images: Number of images or frames of the prompts that the domain was measured with; None
             if not known, or if it differs.
+        max_tokens: Most tokens of the answers that the domain was measured with; None if a head
+            answers, or if not known.
         bundle: Name and version of the bundle, e.g. ``detection@1``.
         rank: Largest rank of the adapter.
         loaded_at: Unix time at which it was loaded.
@@ -335,6 +337,7 @@ class ServedModel:
     prompted: bool = False
     media: str | None = None
     images: int | None = None
+    max_tokens: int | None = None
     bundle: str | None = None
     rank: int | None = None
     loaded_at: float = 0.0

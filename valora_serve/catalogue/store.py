@@ -236,6 +236,7 @@ class Store:
             prompted="{}" in str(facts.get("prompt")) or any("question" in one for one in golden),
             media=facts.get("media"),
             images=counts.pop() if len(counts) == 1 else None,
+            max_tokens=facts.get("max_tokens"),
             bundle=f"{bundle.name}@{bundle.version}",
             rank=by.model.rank,
             loaded_at=by.model.loaded_at,

@@ -169,7 +169,10 @@ def _check(manifest: dict[str, Any]) -> None:
 def _check_domain(facts: dict[str, Any], place: str) -> None:
     _entries(facts, place, {"adapter": str})
     texts = dict.fromkeys(("head", "task", "metric", "prompt", "media"), str)
-    _entries(facts, place, {**texts, "accuracy": dict, "labels": list}, needed=False)
+    others = {"accuracy": dict, "labels": list, "max_tokens": int}
+    _entries(facts, place, {**texts, **others}, needed=False)
+    if (most := facts.get("max_tokens")) is not None and most < 1:
+        raise ValueError(f"{place}max_tokens: expected 1 or more, got {most}")
     for label in facts.get("labels") or ():
         if not isinstance(label, str):
             raise TypeError(f"{place}labels: expected texts, got {shown(label)}")

@@ -19,6 +19,7 @@ from valora_serve.server.api.domain_prompt import (
     check_measured_media,
 )
 from valora_serve.server.api.requests import (
+    answer_tokens,
     check_head,
     constrained,
     instructed,
@@ -105,7 +106,7 @@ async def begin(context: ServerContext, request: Request, body: ChatRequest) -> 
         as_json, schema = True, call.schema()
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs goes with logprobs: set logprobs, or leave it out")
-    limit = body.max_completion_tokens or body.max_tokens or context.settings.answer_tokens
+    limit = body.max_completion_tokens or body.max_tokens or answer_tokens(model, context)
     params = sampling(
         body, context, max_tokens=limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,

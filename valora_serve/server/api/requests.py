@@ -81,6 +81,11 @@ def sampling(
     )
 
 
+def answer_tokens(model: ServedModel, context: ServerContext) -> int:
+    """Most tokens of an answer to a request that says nothing of it."""
+    return model.max_tokens or context.settings.answer_tokens
+
+
 def schema_of(body: ChatRequest | CompletionRequest) -> tuple[bool, Any]:
     """Whether the answer must be JSON, and its schema (None for any object).
 

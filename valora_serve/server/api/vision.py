@@ -18,7 +18,13 @@ from valora_serve.errors import RequestError, UnknownModelError
 from valora_serve.server.access.rules import JSON, Access, allow
 from valora_serve.server.api.common import answer, error_answers
 from valora_serve.server.api.domain_prompt import check_measured_media, question_of
-from valora_serve.server.api.requests import check_text, gathered, time_left, within_deadline
+from valora_serve.server.api.requests import (
+    answer_tokens,
+    check_text,
+    gathered,
+    time_left,
+    within_deadline,
+)
 from valora_serve.server.api.responses import usage
 from valora_serve.server.api.schema import VisionAnswer, VisionRequest, VisionResult
 from valora_serve.server.bodies import validated
@@ -241,7 +247,7 @@ def _requests(
         content = [{"type": "text", "text": question}, {"type": kind}]
         messages = [{"role": "user", "content": content}]
     sampling = SamplingParams(
-        max_tokens=fields.max_tokens or context.settings.answer_tokens,
+        max_tokens=fields.max_tokens or answer_tokens(model, context),
         temperature=context.settings.temperature,
     )
     common: dict[str, Any] = {

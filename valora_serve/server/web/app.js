@@ -191,6 +191,7 @@ async function askHead(model, prompt, began) {
   } else {
     listLabels(result);
   }
+  warn(answer.warnings);
   took(began, `${milliseconds(answer.seconds * 1000)} in the server, ${answer.mode} mode`);
 }
 
@@ -221,6 +222,7 @@ async function askLanguageModel(model, prompt, began) {
   for await (const event of events(response.body)) {
     if (event.error) throw new Error(event.error.message);
     if (event.usage) usage = event.usage;
+    if (event.valora) warn(event.valora.warnings);
     const delta = event.choices.length ? event.choices[0].delta.content : "";
     if (delta && first === null) first = performance.now() - began;
     text.textContent += delta || "";
@@ -346,6 +348,15 @@ function say(text) {
 
 function took(began, more) {
   el("timing").textContent = `${milliseconds(performance.now() - began)} in total${more ? `; ${more}` : ""}`;
+}
+
+function warn(warnings) {
+  for (const warning of warnings || []) {
+    const line = document.createElement("p");
+    line.className = "hint";
+    line.textContent = warning;
+    el("said").append(line);
+  }
 }
 
 function fail(text) {

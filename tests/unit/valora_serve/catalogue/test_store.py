@@ -19,7 +19,7 @@ from tests.support.serve_helpers import (
     make_label_head,
     targets_of,
 )
-from valora_data.contract.bundle import MANIFEST, write_manifest
+from valora_data.contract.bundle import GOLDEN, MANIFEST, write_manifest
 from valora_serve.catalogue.adapters import read_adapter
 from valora_serve.catalogue.store import Store
 from valora_serve.errors import AdapterError, BusyError, UnknownModelError
@@ -243,6 +243,10 @@ def odd_domains(manifest):
     manifest["domains"]["scene"] = ["head"]
 
 
+def no_answers(manifest):
+    manifest["domains"]["caption"]["max_tokens"] = 0
+
+
 def wide_head(folder):
     make_label_head(folder / "heads/scene.safetensors", 7, ["forest", "street", "beach"], seed=1)
     rewrite(folder, lambda manifest: None)
@@ -268,6 +272,7 @@ def sick_adapter(folder):
         (manifest_with(outside), "has no sha256"),
         (manifest_with(no_domains), "manifest is damaged.*domains"),
         (manifest_with(odd_domains), "manifest is damaged"),
+        (manifest_with(no_answers), r"max_tokens: expected 1 or more, got 0"),
         (wide_head, "expected shape"),
         (sick_adapter, "NaN or Inf"),
         (lambda folder: (folder / MANIFEST).write_text("{}"), "schema version"),
@@ -283,3 +288,35 @@ def test_damaged_bundles_change_nothing(damage, message, store, bundle, copied):
     with pytest.raises(AdapterError, match=message):
         store.stage_bundle(copied)
     assert store.models() == before
+
+
+def test_what_a_domain_was_measured_with(store, copied):
+    """Its media, their number and its questions come from the manifest and the examples."""
+
+    def facts(manifest):
+        domains = manifest["domains"]
+        domains["scene"] |= {"media": "images"}
+        domains["crowd"] |= {"media": "video"}
+        domains["caption"] |= {"prompt": "read {}", "media": "images", "max_tokens": 24}
+
+    (copied / GOLDEN).parent.mkdir()
+    examples = [
+        {"domain": "scene", "image": "a.png", "rest": ["b.png"]},
+        {"domain": "scene", "image": "c.png", "rest": ["d.png"]},
+        {"domain": "crowd", "image": "e.png", "rest": ["f.png", "g.png"], "media": "video"},
+        {"domain": "plates", "image": "h.png"},
+        {"domain": "plates", "image": "i.png", "rest": ["j.png"]},
+        {"domain": "traffic", "image": "k.png", "question": "Find it.", "prompt": "it"},
+    ]
+    (copied / GOLDEN).write_text(json.dumps(examples))
+    rewrite(copied, facts)
+    store.commit(store.stage_bundle(copied))
+    found = {
+        name: (one.media, one.images, one.prompted, one.max_tokens)
+        for name, one in ((name, store.resolve(name).model) for name in DOMAINS)
+    }
+    assert found == {
+        "scene": ("images", 2, False, None), "crowd": ("video", 3, False, None),
+        "plates": (None, None, False, None), "traffic": (None, 1, True, None),
+        "caption": ("images", None, True, 24),
+    }  # fmt: skip

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import openai
 import pytest
@@ -337,3 +338,20 @@ def test_the_other_doors_to_a_domain_warn_too(server, client):
     for more in ({}, {"prompt": "detect person"}, {"prompt": " "}):
         body = server.client.post("/v1/vision/person", json=image | more).json()
         assert body["warnings"] == []
+
+
+def test_a_domains_answers_are_as_long_as_those_that_were_measured():
+    engine = FakeEngine()
+    engine._served["caption"] = replace(engine._served["caption"], max_tokens=3)
+    with serving(engine) as server:
+        image = PNG["image_url"]["url"]
+        asked = [
+            chat("describe the image.", image, model="caption"),
+            chat("describe the image.", image, model="caption", max_tokens=7),
+            chat("describe the image.", image, model="adapter-1"),
+        ]
+        for body, most in zip(asked, (3, 7, 256), strict=True):
+            assert server.client.post("/v1/chat/completions", json=body).status_code == 200
+            assert engine.asked[-1].sampling.max_tokens == most
+        server.client.post("/v1/vision/caption", json={"images": [image]})
+        assert engine.asked[-1].sampling.max_tokens == 3

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MASK_SECONDS = 0.005
+"""Time of a step in which the masks of constraints are computed."""
+
 
 @dataclass(slots=True)
 class Flight:
@@ -169,9 +172,19 @@ class Launcher:
     def _works(
         self, shares: list[tuple[SequenceState, int]]
     ) -> tuple[list[tuple[SequenceState, int]], list[Work]]:
-        """Return the shares with their works; requests whose constraint fails are ended."""
+        """Return the shares with their works; requests whose constraint fails are ended.
+
+        Constraints have `MASK_SECONDS` in all. Those that took longest so far come last, and wait
+        for the next step if no time is left, so that slow ones delay nobody but themselves.
+        """
         kept, works = [], []
-        for sequence, count in shares:
+        until: float | None = None
+        for sequence, count in sorted(shares, key=lambda share: share[0].mask_seconds):
+            if sequence.request.sampling.constraint is not None:
+                now = time.monotonic()
+                until = until or now + MASK_SECONDS
+                if now > until:
+                    continue
             try:
                 works.append(self._work(sequence, count))
             except RequestError as error:
@@ -226,7 +239,9 @@ class Launcher:
         if params.constraint is None:
             return TokenChoice(params, sequence.generator, forbidden, counts=counts)
         allowed = np.ones(self._lmm.vocabulary, dtype=np.bool_)
+        began = time.monotonic()
         params.constraint.mask(allowed)
+        sequence.mask_seconds += time.monotonic() - began
         if not allowed.any():
             raise RequestError(
                 f"request {sequence.id} was given up, as its JSON schema allows no token that the "

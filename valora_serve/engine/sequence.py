@@ -61,6 +61,7 @@ class SequenceState:
         counts: How often each token has come, for its penalties; None without penalties.
         scores: Log probabilities of its prompt, one entry for each step that computed some; None if
             it wants none, or has got them.
+        mask_seconds: Time that its constraint has taken to compute masks, in seconds.
         place: Its place in the batch, None while it waits.
         computed: Tokens whose keys and values are in the cache, those of the step under way
             included.
@@ -91,6 +92,7 @@ class SequenceState:
     arrival: float
     counts: TokenCounts | None = None
     scores: list[StepLogprobs] | None = None
+    mask_seconds: float = 0.0
     place: int | None = None
     computed: int = 0
     pending: int = 0

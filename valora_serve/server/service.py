@@ -107,6 +107,8 @@ class Service:
         name = ticket.model.name
         tokens_at: list[float] = []
         last: Output | None = None
+        constraint = request.sampling.constraint
+        texts: list[str] = []
         stream = self.engine.generate(request)
         try:
             with self._tracer.span(name, headers) as span:
@@ -115,6 +117,10 @@ class Service:
                         tokens_at += [time.monotonic()] * len(output.token_ids)
                     if output.finish in (Finish.ERROR, Finish.CANCELLED):
                         raise output.error or CancelledRequestError("The request was cancelled")
+                    if constraint is not None:
+                        texts.append(output.text)
+                        if output.finish is Finish.STOP:
+                            constraint.check("".join(texts))
                     if output.finish is not None:
                         last = output
                         span.ended(output)

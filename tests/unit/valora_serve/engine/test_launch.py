@@ -1,5 +1,6 @@
 """Constraints on tokens: followed, or failing their own request only."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -8,20 +9,24 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.support.engine_reference import (
+    Got,
     Reference,
+    add_requests,
     assert_empty,
     check_answers,
+    collect,
     make_engine,
     question,
     run,
 )
+from valora_serve.errors import RequestError
 from valora_serve.types import Finish, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Broken:
-    """A constraint that fails at token number `place`, in one of three ways."""
+    """A constraint that fails at token number `place`, in one of four ways."""
 
     def __init__(self, place: int, way: str) -> None:
         self._left, self._way = place, way
@@ -29,6 +34,8 @@ class Broken:
     def mask(self, allowed: NDArray[np.bool_]) -> None:
         if self._left == 0 and self._way == "mask":
             raise KeyError("no such state")
+        if self._left == 0 and self._way == "refuse":
+            raise RequestError("no such state")
         if self._left == 0 and self._way == "nothing":
             allowed[:] = False
 
@@ -39,7 +46,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("way", ["mask", "advance", "nothing"])
+@pytest.mark.parametrize("way", ["mask", "advance", "nothing", "refuse"])
 @pytest.mark.parametrize("place", [0, 2])
 def test_a_constraint_that_fails(
     base: str, reference: Reference, overlap: bool, way: str, place: int
@@ -49,9 +56,8 @@ def test_a_constraint_that_fails(
     bad = replace(one, sampling=replace(one.sampling, constraint=Broken(place, way)))
     found = run(engine, [bad, beside])
     assert found["one"].finish is Finish.ERROR
-    assert "allows no token" in str(found["one"].error) or "no such state" in str(
-        found["one"].error
-    )
+    assert ("allows no token" if way == "nothing" else "no such state") in str(found["one"].error)
+    assert isinstance(found["one"].error, RequestError) == (way in ("nothing", "refuse"))
     assert found["one"].tokens == reference(one).tokens[:place]
     check_answers(found, reference, beside)
     assert_empty(engine)
@@ -100,4 +106,81 @@ def test_constraints_and_min_tokens(base: str, reference: Reference, overlap: bo
     found = run(engine, [replace(one, sampling=sampling)])
     assert len(found["one"].tokens) >= 5
     assert not set(found["one"].tokens[:4]) & engine.lmm.stop_ids
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 7}, {"max_tokens": 3}])
+def test_a_constraint_decides_where_its_answer_ends(base: str, options: dict[str, Any]) -> None:
+    engine = make_engine(base)
+    end = min(engine.lmm.stop_ids)
+    sampling = SamplingParams(**{"max_tokens": 9, "constraint": Only([11, 12, end])} | options)
+    found = run(engine, [replace(question("one"), sampling=sampling)])["one"]
+    assert found.tokens == [11, 12, end]
+    assert found.finish is Finish.STOP
+
+
+def test_a_constraint_holds_whatever_the_bias(base: str) -> None:
+    engine = make_engine(base)
+    end = min(engine.lmm.stop_ids)
+    bias = (*((token, -100.0) for token in (11, 12, end)), (13, 100.0))
+    sampling = SamplingParams(
+        max_tokens=9, constraint=Only([11, 12, end]), logit_bias=bias, frequency_penalty=2.0
+    )
+    found = run(engine, [replace(question("one"), sampling=sampling)])["one"]
+    assert found.tokens == [11, 12, end]
+
+
+def test_a_stop_text_that_cuts_constrained_text_is_an_error(base: str) -> None:
+    engine = make_engine(base)
+    tokens = engine.lmm.tokenizer("a red star")["input_ids"]
+    sampling = SamplingParams(
+        max_tokens=9, constraint=Only([*tokens, min(engine.lmm.stop_ids)]), stop=("ed",)
+    )
+    found = run(engine, [replace(question("one"), sampling=sampling)])["one"]
+    assert found.finish is Finish.ERROR
+    assert isinstance(found.error, RequestError)
+    assert "stop text" in str(found.error)
+    assert_empty(engine)
+
+
+class Slow(Only):
+    """A constraint whose masks take long; it notes when they are computed."""
+
+    def __init__(self, tokens: list[int], name: str, calls: list[str], seconds: float) -> None:
+        super().__init__(tokens)
+        self._name, self._calls, self._seconds = name, calls, seconds
+
+    def mask(self, allowed: NDArray[np.bool_]) -> None:
+        self._calls.append(self._name)
+        time.sleep(self._seconds)
+        super().mask(allowed)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_slow_masks_delay_only_themselves(
+    base: str, reference: Reference, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("valora_serve.engine.launch.MASK_SECONDS", 0.01)
+    engine = make_engine(base, overlap=overlap)
+    calls: list[str] = []
+    steps: list[list[str]] = []
+    beside = question("beside", tokens=6)
+    asked = [beside]
+    for name, seconds in (("slow 1", 0.03), ("slow 2", 0.03), ("slow 3", 0.03), ("quick", 0.0)):
+        sampling = SamplingParams(
+            max_tokens=4, constraint=Slow([11, 12, 13, 14], name, calls, seconds)
+        )
+        asked.append(replace(question(name), sampling=sampling))
+    add_requests(engine, *asked)
+    found: dict[str, Got] = {}
+    while engine.busy:
+        calls.clear()
+        collect(engine.step(), found)
+        steps.append(list(calls))
+    assert all(sum(name.startswith("slow") for name in step) <= 1 for step in steps)
+    assert all(got.tokens == [11, 12, 13, 14] for name, got in found.items() if name != "beside")
+    check_answers(found, reference, beside)
+    # After a first mask each, the quick one comes first, so that it never waits again.
+    quick = [number for number, step in enumerate(steps) if "quick" in step]
+    assert quick[-1] - quick[0] <= 6
     assert_empty(engine)

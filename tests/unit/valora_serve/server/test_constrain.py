@@ -3,17 +3,19 @@
 import asyncio
 import json
 
+import jsonschema_rs
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import ask, serving
+from tests.support.json_schemas import random_answer, random_schema
 from valora_data.contract.base_model import base_folder
 from valora_serve.errors import RequestError
-from valora_serve.server.constrain import Grammars
+from valora_serve.server.constrain import Grammars, JsonConstraint
 
 
 @pytest.fixture(scope="module")
@@ -26,34 +28,46 @@ SCHEMAS = [
      "required": ["a", "b"], "additionalProperties": False},
     {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 4},
     {"type": "string", "pattern": "^[a-c]{2,5}$"},
-    {"anyOf": [{"const": None}, {"type": "number", "minimum": 0, "maximum": 9}]},
+    {"anyOf": [{"const": None}, {"type": "integer", "minimum": 0, "maximum": 9}]},
+    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e-9},
+    {"allOf": [{"exclusiveMinimum": -0.5}, {"exclusiveMaximum": 0}], "type": "number"},
+    {"type": "object", "properties": {"text": {"type": "string", "maxLength": 9},
+     "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["text", "next"],
+     "additionalProperties": False},
 ]  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
-@given(schema=st.sampled_from(SCHEMAS), seed=st.integers(0, 2**32))
+def assert_valid(schema, text):
+    assert text is not None
+    assert jsonschema_rs.is_valid(schema, json.loads(text)), (schema, text)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+@pytest.mark.parametrize("seed", range(8))
 def test_any_walk_through_a_constraint_keeps_to_the_schema(grammars, schema, seed):
-    jsonschema = pytest.importorskip("jsonschema_rs")
-    tokenizer = grammars._engine.tokenizer
     (constraint,) = asyncio.run(grammars.json(schema))
-    rng = np.random.default_rng(seed)
-    tokens = []
-    padded = len(tokenizer) + 13  # a vocabulary that is padded to a round number
-    for _ in range(400):
-        allowed = np.ones(padded, dtype=bool)
-        constraint.mask(allowed)
-        assert not allowed[len(tokenizer) :].any()
-        choices = np.flatnonzero(allowed)
-        assert choices.size
-        if tokenizer.eos_token_id in choices:
-            break
-        # Short tokens end sooner: digits could go on for ever.
-        token = int(rng.choice(choices))
-        tokens.append(token)
-        constraint.advance(token)
-    else:
+    # a vocabulary that is padded to a round number
+    text = random_answer(constraint, grammars._engine.tokenizer, seed, padded=13)
+    assert_valid(schema, text)
+    constraint.check(text)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+@example(seed=306)  # a pattern with a POSIX class, which ECMA-262 reads differently
+def test_random_schemas_are_kept_or_refused(grammars, seed):
+    schema = random_schema(seed)
+    if not jsonschema_rs.meta.is_valid(schema):
         return
-    assert jsonschema.is_valid(schema, json.loads(tokenizer.decode(tokens)))
+    try:
+        constraints = asyncio.run(grammars.json(schema, 2))
+    except RequestError as error:
+        assert "schema" in str(error)
+        return
+    for number, constraint in enumerate(constraints):
+        text = random_answer(constraint, grammars._engine.tokenizer, seed + number)
+        if text is not None:
+            assert_valid(schema, text)
 
 
 def test_a_mask_only_takes_away(grammars):
@@ -65,11 +79,97 @@ def test_a_mask_only_takes_away(grammars):
 @pytest.mark.parametrize(
     "schema",
     [{"type": "nonsense"}, {"$ref": "http://127.0.0.1:1/x"}, {"$ref": "file:///etc/passwd"},
-     {"pattern": "(", "type": "string"}, {"properties": 5}, False, {"enum": ["x" * 300_000]}],
+     {"$schema": "http://127.0.0.1:1/x", "type": "integer"},
+     {"pattern": "(", "type": "string"}, {"properties": 5}, False, {"enum": ["x" * 300_000]},
+     {"not": {"type": "string"}}, {"if": {"type": "string"}, "then": {"minLength": 3}},
+     {"type": "array", "uniqueItems": True}, {"type": "array", "contains": {"type": "integer"}},
+     {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}},
+     {"oneOf": [{"type": "integer"}, {"type": "number"}]}, {"enum": []}, {"type": []},
+     {"type": "integer", "minimum": 5, "maximum": 3}, {"type": "string", "format": "nonsense"},
+     {"exclusiveMinimum": 0, "exclusiveMaximum": 1e-300, "type": "number"},
+     {"type": "object", "required": ["a"], "additionalProperties": False},
+     {"allOf": [{"type": "string"}, {"type": "integer"}]}, {"type": "array", "minItems": 10**9},
+     {"enum": [[[[float("inf")]]]]}, {"type": "string", "minLength": 3, "pattern": "^.?$"}],
 )  # fmt: skip
 def test_schemas_that_cannot_be(grammars, schema):
-    with pytest.raises(RequestError, match="schema"):
+    with pytest.raises(RequestError, match="schema") as refused:
         asyncio.run(grammars.json(schema))
+    assert "\n" not in str(refused.value)
+
+
+def texts(count, name):
+    return {
+        "type": "object",
+        "properties": {f"{name}{n}": {"type": "string"} for n in range(count)},
+    }
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [texts(20, "k") for _ in range(30)]},
+        texts(1000, "p"),
+        {"$defs": {"n": {"type": "object", "properties": {"c": {"$ref": "#/$defs/n"}},
+         "required": ["c"]}}, "$ref": "#/$defs/n"},
+        {"type": "array", "items": {"anyOf": [texts(60, "k") for _ in range(20)]}},
+        {"properties": {"deep": texts(800, "q")}, "required": ["deep"], "type": "object"},
+    ],
+)  # fmt: skip
+def test_what_the_grammar_engine_gives_up_on_is_refused_before_admission(schema):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    engine = FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny")))
+    with serving(engine) as server:
+        for stream in (False, True):
+            answer = ask(server, response_format=form, stream=stream)
+            assert answer.status_code == 400, answer.text
+            assert "schema" in answer.json()["error"]["message"]
+    assert not engine.asked
+
+
+@pytest.mark.parametrize("way", ["mask", "advance", "check"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_constraint_that_fails_in_the_middle_is_an_error(way, count, monkeypatch):
+    def fail(*_):
+        raise RequestError("The JSON schema is too complex")
+
+    engine = FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny")))
+    schema = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 3, "maxItems": 3}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    before = getattr(JsonConstraint, way)
+    calls = []
+
+    def failing(self, argument):
+        calls.append(argument)
+        if way == "check" or len(calls) > 3:
+            fail()
+        return before(self, argument)
+
+    monkeypatch.setattr(JsonConstraint, way, failing)
+    with serving(engine) as server:
+        answer = ask(server, response_format=form, n=count, max_tokens=50)
+        assert answer.status_code == 400, answer.text
+        assert "too complex" in answer.json()["error"]["message"]
+        calls.clear()
+        answer = ask(server, response_format=form, n=count, max_tokens=50, stream=True)
+        assert "too complex" in answer.text
+        assert '"finish_reason":"stop"' not in answer.text
+        assert server.inside == 0
+
+
+def test_an_answer_that_is_no_json_is_an_error(grammars):
+    (constraint,) = asyncio.run(grammars.json({"type": "array"}))
+    for text in ("", "[1", "[1]]", "[NaN]" * 2, "[" * 100_000):
+        with pytest.raises(RequestError, match="does not follow"):
+            constraint.check(text)
+    constraint.check("[" + "9" * 10_000 + "]")
+
+
+def test_a_token_that_is_not_allowed_is_an_error(grammars):
+    (constraint,) = asyncio.run(grammars.json({"type": "integer"}))
+    with pytest.raises(RequestError):
+        constraint.advance(grammars._engine.tokenizer("x")["input_ids"][0])
+    with pytest.raises(RequestError):
+        constraint.mask(np.ones(len(grammars._engine.tokenizer), dtype=bool))
 
 
 def test_a_huge_schema_is_400():
@@ -80,6 +180,8 @@ def test_a_huge_schema_is_400():
     many = {"enum": ["x" * 100] * 5000}
     engine = FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny")))
     with serving(engine) as server:
-        assert ask(server, response_format=form).status_code in (200, 400)
+        answer = ask(server, response_format=form)
+        assert answer.status_code == 400
+        assert "dep" in answer.json()["error"]["message"]
         form["json_schema"]["schema"] = many
         assert ask(server, response_format=form).status_code == 400

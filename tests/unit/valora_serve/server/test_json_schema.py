@@ -1,0 +1,151 @@
+"""JSON schemas: what is tightened, what is refused."""
+
+import json
+import math
+import random
+from itertools import pairwise
+
+import pytest
+
+from valora_serve.errors import RequestError
+from valora_serve.server.json_schema import prepare
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ({"minimum": 3, "maximum": 4.5}, {"minimum": 3, "maximum": 4.5}),
+        ({"exclusiveMinimum": 0}, {"minimum": 1e-15}),
+        ({"exclusiveMaximum": 1}, {"maximum": 0.99999999999999}),
+        ({"exclusiveMinimum": -2, "minimum": -3}, {"minimum": -1.99999999999999}),
+        ({"exclusiveMinimum": 1, "minimum": 2}, {"minimum": 2}),
+        ({"minimum": 1e-300}, {"minimum": 1e-15}),
+        ({"maximum": 1e-300}, {"maximum": 0}),
+        ({"minimum": -1e-300}, {"minimum": 0}),
+        ({"minimum": 9007199254740993}, {"minimum": 9007199254741000}),
+        ({"maximum": 2**63 - 1}, {"maximum": 9 * 10**18}),
+        ({"maximum": 1e300}, {"maximum": 9 * 10**18}),
+        ({"minimum": -(2**63)}, {"minimum": -9 * 10**18}),
+        ({"minimum": 5, "exclusiveMinimum": True}, {"minimum": 5.00000000000001}),
+        ({"minimum": 5, "exclusiveMinimum": False}, {"minimum": 5}),
+        ({"uniqueItems": False}, {}),
+        ({"pattern": r"^a.b[.]\.$"}, {"pattern": r"^a[^\n\r\u2028\u2029]b[.]\.$"}),
+    ],
+)
+def test_limits_are_moved_inwards(given, made):
+    before = json.dumps(given)
+    assert prepare(given) == made
+    assert prepare({"properties": {"minimum": given}}) == {"properties": {"minimum": made}}
+    assert prepare({"anyOf": [{"items": given}, True]}) == {"anyOf": [{"items": made}, True]}
+    assert json.dumps(given) == before
+
+
+def test_names_and_constants_are_no_keywords():
+    schema = {
+        "properties": {"exclusiveMinimum": {"const": {"exclusiveMinimum": 0, "x-guidance": 1}}},
+        "default": {"exclusiveMaximum": 1},
+    }
+    assert prepare(schema) == schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        (False, "false"),
+        ({"$ref": "#"}, "requires itself"),
+        ({"allOf": [{"$ref": "#"}]}, "requires itself"),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "requires itself"),
+        ({"type": "array", "prefixItems": [False], "minItems": 1}, "requires itself"),
+        (
+            {"type": "object", "properties": {"a/~": {"$ref": "#"}}, "required": ["a/~"]},
+            "requires itself",
+        ),
+        (
+            {"type": "object", "additionalProperties": {"$ref": "#"}, "required": ["a"]},
+            "requires itself",
+        ),
+        ({"anyOf": [False, {"$ref": "#"}]}, "requires itself"),
+        ({"$ref": "http://example.org/x"}, "example.org"),
+        ({"$ref": "other.json#/a"}, "other.json"),
+        ({"$ref": "#/$defs/missing"}, "missing"),
+        ({"$ref": "#/default", "default": {"type": "string"}}, "#/default"),
+        ({"$ref": 5}, "5"),
+        ({"x-guidance": {"lenient": True}}, "x-guidance"),
+        ({"items": {"x-guidance": {}}}, "x-guidance"),
+        ({"const": 2**53 + 1}, str(2**53 + 1)),
+        ({"enum": ["a", {"b": [1e300]}]}, "1e+300"),
+        ({"const": 1e-300}, "1e-300"),
+        ({"minimum": 1e19}, "1e+19"),
+        ({"maximum": -1e19}, "1e+19"),
+        ({"minimum": math.inf}, "too large"),
+        ({"minimum": math.nan}, "too large"),
+        ({"minimum": "5"}, "#/minimum"),
+        ({"exclusiveMaximum": [5]}, "#/exclusiveMaximum"),
+        ({"multipleOf": 0}, "multipleOf 0"),
+        ({"multipleOf": -2}, "multipleOf -2"),
+        ({"multipleOf": 1e-10}, "multipleOf 1e-10"),
+        ({"multipleOf": 123456.7}, "multipleOf 123456.7"),
+        ({"minItems": 10**9}, "minItems 1000000000"),
+        ({"minLength": 1e12}, "minLength"),
+        ({"pattern": "[[:alpha:]]"}, "#/pattern"),
+        ({"pattern": "[a&&b]"}, "&&"),
+        ({"pattern": "(?i)a"}, "(?i)"),
+        ({"pattern": "a(?=b)"}, "(?=b"),
+        ({"pattern": r"\Aa\z"}, r"\A"),
+        ({"pattern": "[]a]"}, "[]a"),
+        ({"properties": {"a": 5}}, "#/properties/a"),
+        (5, "expected an object"),
+        ({"anyOf": [[]]}, "#/anyOf/0"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(schema, said):
+    with pytest.raises(RequestError) as refused:
+        prepare(schema)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {"type": "array", "items": {"$ref": "#"}},
+        {"type": "array", "prefixItems": [True, False], "minItems": 1},
+        {"properties": {"a": {"$ref": "#"}}, "required": ["a"]},  # a text has no properties
+        {"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+         "required": ["a"]},
+        {"$ref": "#/$defs/a%20b", "$defs": {"a b": {"type": "integer"}}},
+        {"$ref": "#there", "$defs": {"x": {"$anchor": "there"}}},
+        {"const": {"a": 2**53, "b": -0.5, "c": None}},
+        {"multipleOf": 0.25},
+        {"pattern": r"^(?:a|[^\]b])\d+\.\w{2,3}\/\-$"},
+    ],
+)  # fmt: skip
+def test_what_can_be_kept_is_kept(schema):
+    assert prepare(schema) == schema
+
+
+def test_size_and_depth_are_bounded():
+    deep = {"type": "integer"}
+    for _ in range(500):
+        deep = {"items": deep}
+    with pytest.raises(RequestError, match="deeper than"):
+        prepare(deep)
+    with pytest.raises(RequestError, match="more than"):
+        prepare({"anyOf": [{} for _ in range(20_000)]})
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_long_chains_of_references_are_followed_or_refused(backwards):
+    def chain(count):
+        names = [f"n{number}" for number in range(count)]
+        made = {name: {"$ref": f"#/$defs/{after}"} for name, after in pairwise(names)}
+        return made | {names[-1]: {"type": "integer"}}
+
+    parts = chain(150)
+    schema = {"$ref": "#/$defs/n0", "$defs": dict(reversed(parts.items())) if backwards else parts}
+    assert prepare(schema) == schema
+    parts = chain(4_000)
+    shuffled = random.Random(1).sample(list(parts), len(parts))
+    with pytest.raises(RequestError, match="too many"):
+        prepare({"$ref": "#/$defs/n0", "$defs": {name: parts[name] for name in shuffled}})

@@ -1,0 +1,361 @@
+"""JSON schemas before they are compiled to a grammar: what cannot be kept is refused.
+
+The grammar engine (llguidance) refuses keywords that it does not implement. It is inexact for some
+numbers and regular expressions, and takes schemas that no finite answer satisfies; `prepare`
+refuses those, or tightens them so that every answer satisfies the schema that was sent.
+"""
+
+from __future__ import annotations
+
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+from valora_serve.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MOST_NODES = 10_000
+DEEPEST = 60
+MOST_WORK = 200_000  # looks at parts, a second
+LARGEST_INTEGER = 2**53
+"""JSON numbers are read as float64, which holds every integer up to this."""
+
+LARGEST_BOUND = Decimal(9 * 10**18)
+"""The grammar engine reads the integer part of bounds as 64-bit integers."""
+
+LONGEST = 100_000
+"""Most items, properties or characters that an answer can be required to have."""
+
+DIGITS = 15
+"""Decimal digits that every float64 keeps."""
+
+_ONE = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else",
+        "contains", "propertyNames", "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
+_SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
+_CONTEXT = Context(prec=60, Emin=-10_000, Emax=10_000)
+
+Schema = dict[str, Any] | bool
+
+
+def prepare(schema: Any) -> Any:
+    """Check a JSON schema, and tighten its limits on numbers to what the grammar engine keeps.
+
+    Bounds are moved inwards to 15 significant digits and at most 15 decimals, and exclusive bounds
+    to the next number of this grid; so every number that satisfies the result satisfies `schema`.
+
+    Args:
+        schema: JSON schema; it is not changed.
+
+    Returns:
+        The schema to compile.
+
+    Raises:
+        RequestError: No answer, or none that is certain, can satisfy the schema, or it is too large
+            or too deep.
+    """
+    nodes: dict[str, Schema] = {}
+    made = _copied(schema, "#", 0, nodes)
+    if not _finite(nodes, _references(nodes)):
+        raise RequestError(
+            "No finite answer satisfies the JSON schema: a part that every answer needs is false, "
+            "or requires itself; make that part optional"
+        )
+    return made
+
+
+def _copied(schema: Any, at: str, depth: int, nodes: dict[str, Schema]) -> Any:
+    """Return a copy of a schema with tightened numbers, and enter its parts into `nodes`.
+
+    Args:
+        schema: The schema.
+        at: JSON pointer to it.
+        depth: Number of schemas around it.
+        nodes: Copies by pointer.
+    """
+    if depth > DEEPEST:
+        raise RequestError(f"The JSON schema is nested deeper than {DEEPEST} levels: simplify it")
+    if len(nodes) >= MOST_NODES:
+        raise RequestError(f"The JSON schema has more than {MOST_NODES} parts: simplify it")
+    if isinstance(schema, bool):
+        nodes[at] = schema
+        return schema
+    if not isinstance(schema, dict):
+        raise RequestError(
+            f"The JSON schema is wrong at {_short(at)}: expected an object or a bool"
+        )
+    made = nodes[at] = dict(schema)
+    if "x-guidance" in made:
+        raise RequestError("The JSON schema holds x-guidance, which is not supported: leave it out")
+    if made.get("uniqueItems") is False:
+        del made["uniqueItems"]
+
+    def copied(part: Any, *path: object) -> Any:
+        return _copied(part, "/".join((at, *map(_escaped, path))), depth + 1, nodes)
+
+    for key in _ONE:
+        if isinstance(made.get(key), (dict, bool)):
+            made[key] = copied(made[key], key)
+    for key in _SEVERAL:
+        if isinstance(made.get(key), list):
+            made[key] = [copied(part, key, number) for number, part in enumerate(made[key])]
+    for key in _NAMED:
+        if isinstance(made.get(key), dict):
+            made[key] = {name: copied(part, key, name) for name, part in made[key].items()}
+    _check_texts(made, at)
+    _tighten(made, at)
+    _check_values([made[key] for key in ("const", "enum") if key in made])
+    return made
+
+
+def _check_texts(made: dict[str, Any], at: str) -> None:
+    """Refuse answers that are too long, and rewrite the pattern, in place."""
+    if isinstance(made.get("pattern"), str):
+        made["pattern"] = _pattern(made["pattern"], f"{at}/pattern")
+    for key in ("minItems", "minLength", "minProperties"):
+        if isinstance(made.get(key), (int, float)) and made[key] > LONGEST:
+            raise RequestError(
+                f"The JSON schema has {key} {_short(made[key])}, more than an answer can hold: "
+                f"ask for at most {LONGEST}"
+            )
+
+
+def _tighten(made: dict[str, Any], at: str) -> None:
+    """Move the bounds on numbers of a schema inwards, in place."""
+    for key, exclusive, up in (
+        ("minimum", "exclusiveMinimum", True),
+        ("maximum", "exclusiveMaximum", False),
+    ):
+        bounds: list[Decimal] = []
+        strict = made.pop(exclusive, None)
+        if isinstance(strict, bool):  # draft 4: it says what `minimum` means
+            if strict and key in made:
+                bounds.append(_inwards(made[key], f"{at}/{key}", up=up, strict=True))
+                del made[key]
+        elif strict is not None:
+            bounds.append(_inwards(strict, f"{at}/{exclusive}", up=up, strict=True))
+        if key in made:
+            bounds.append(_inwards(made[key], f"{at}/{key}", up=up, strict=False))
+        if bounds:
+            bound = max(bounds) if up else min(bounds)
+            whole = bound == bound.to_integral_value()
+            made[key] = int(bound) if whole else float(bound)
+    step = made.get("multipleOf")
+    if step is None:
+        return
+    exact = _number(step, f"{at}/multipleOf")
+    _, digits, exponent = exact.normalize(_CONTEXT).as_tuple()
+    if exact <= 0 or len(digits) > 4 or not -4 <= int(exponent) <= 4:
+        raise RequestError(
+            f"The JSON schema has multipleOf {_short(step)}, which cannot be kept: it takes up to "
+            "4 digits and 4 decimals"
+        )
+
+
+def _inwards(bound: Any, at: str, *, up: bool, strict: bool) -> Decimal:
+    """Return the outermost number that satisfies a bound and that the grammar engine keeps.
+
+    Args:
+        bound: The bound.
+        at: JSON pointer to it.
+        up: Whether it is a lower bound.
+        strict: Whether the bound itself is excluded.
+    """
+    exact = _number(bound, at)
+    magnitude = exact.adjusted() + 1 if exact else 0
+    step = Decimal(1).scaleb(max(magnitude - DIGITS, -DIGITS), _CONTEXT)
+    count = (exact / step).to_integral_value(ROUND_CEILING if up else ROUND_FLOOR)
+    if strict and count * step == exact:
+        count += 1 if up else -1
+    found = count * step
+    if abs(found) < LARGEST_BOUND:
+        return found
+    if up == (found > 0):
+        raise RequestError(
+            f"The JSON schema has the bound {_short(bound)} at {_short(at)}, which cannot be kept: "
+            f"keep it within ±{LARGEST_BOUND:g}"
+        )
+    return LARGEST_BOUND if found > 0 else -LARGEST_BOUND
+
+
+def _pattern(pattern: str, at: str) -> str:
+    """Return a pattern whose meaning in JSON Schema (ECMA-262) and in the grammar engine agree.
+
+    Args:
+        pattern: The regular expression.
+        at: JSON pointer to it.
+    """
+    made, inside, place = [], False, 0
+    while place < len(pattern):
+        two, one = pattern[place : place + 2], pattern[place]
+        if one == "\\":
+            if (two[1:].isalpha() and two[1] not in "bBcdDfnprPsStuvwWx") or pattern[place + 1 :][
+                :2
+            ] in ("x{", "b{"):
+                raise _differs(two, at)
+            made.append(two)
+            place += 2
+            continue
+        if inside:
+            if one == "[" or two in ("&&", "--", "~~"):
+                raise _differs(two, at)
+            inside = one != "]"
+        elif one == "[":
+            inside = True
+            # An empty class, or a bracket as its first member, means something else in each.
+            if pattern[place + 1 :].removeprefix("^").startswith("]"):
+                raise _differs(pattern[place : place + 3], at)
+        elif two == "(?" and pattern[place + 2 : place + 3] != ":":
+            raise _differs(pattern[place : place + 4], at)
+        elif one == ".":
+            one = r"[^\n\r\u2028\u2029]"
+        made.append(one)
+        place += 1
+    return "".join(made)
+
+
+def _differs(part: str, at: str) -> RequestError:
+    return RequestError(
+        f"The JSON schema has {part} in the pattern at {_short(at)}, which is not supported: "
+        "write it in another way"
+    )
+
+
+def _number(value: Any, at: str) -> Decimal:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RequestError(f"The JSON schema is wrong at {_short(at)}: expected a number")
+    exact = Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
+    if not exact.is_finite() or exact.adjusted() > 1000:
+        raise RequestError(f"The JSON schema has a number at {_short(at)} that is too large")
+    return exact
+
+
+def _check_values(left: list[Any]) -> None:
+    """Refuse constants with numbers that float64, or the grammar engine, changes."""
+    while left:
+        item = left.pop()
+        if isinstance(item, dict):
+            left += item.values()
+        elif isinstance(item, list):
+            left += item
+        elif isinstance(item, (int, float)) and not isinstance(item, bool):
+            exact = _number(item, "a constant")
+            if abs(exact) > LARGEST_INTEGER or exact.as_tuple().exponent < -2 * DIGITS:  # type: ignore[operator]
+                raise RequestError(
+                    f"The JSON schema has the constant {_short(item)}, which cannot be kept: use a "
+                    "text, or a number up to 2**53"
+                )
+
+
+def _references(nodes: dict[str, Schema]) -> dict[str, str]:
+    """Return the pointers that the references of parts stand for, by the part's pointer.
+
+    Raises:
+        RequestError: A reference points to no part of the schema.
+    """
+    anchors = {
+        node["$anchor"]: at
+        for at, node in nodes.items()
+        if isinstance(node, dict) and isinstance(node.get("$anchor"), str)
+    }
+    found = {}
+    for at, node in nodes.items():
+        if not isinstance(node, dict) or "$ref" not in node:
+            continue
+        path = unquote(node["$ref"]) if isinstance(node["$ref"], str) else ""
+        target = path if path in nodes else anchors.get(path[1:]) if path[:1] == "#" else None
+        if target is None:
+            raise RequestError(
+                f"The JSON schema refers to {_short(node['$ref'])} at {_short(at)}: refer to parts "
+                "of the schema itself, such as #/$defs/name"
+            )
+        found[at] = target
+    return found
+
+
+def _finite(nodes: dict[str, Schema], targets: dict[str, str]) -> bool:
+    """Whether a finite answer has the shape that the schema asks for, the least fixed point.
+
+    Args:
+        nodes: All parts of the schema.
+        targets: What the references of parts stand for.
+
+    Raises:
+        RequestError: Finding out takes too long.
+    """
+    found: set[str] = set()
+    left = list(nodes)
+    work = MOST_WORK
+    while "#" not in found:
+        left.reverse()  # at first inner parts, which come after the outer ones; then there and back
+        work -= len(left)
+        if work < 0:
+            raise RequestError(
+                "The JSON schema has too many references from part to part: simplify it"
+            )
+        before = len(found)
+        left = [at for at in left if not _ends(at, nodes[at], targets, found)]
+        if len(found) == before:
+            return False
+    return True
+
+
+def _ends(at: str, node: Schema, targets: dict[str, str], found: set[str]) -> bool:
+    """Whether a part has a finite answer, given the parts that are known to have one."""
+    if isinstance(node, bool):
+        ends = node
+    else:
+        ends = all(child in found for child in _needed(at, node, targets))
+        for key in ("anyOf", "oneOf"):
+            options = node.get(key)
+            if isinstance(options, list):
+                ends &= any(f"{at}/{key}/{number}" in found for number in range(len(options)))
+        kinds = node.get("type", _TYPES)
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        if "const" not in node and "enum" not in node and isinstance(kinds, (list, tuple)):
+            ends &= any(
+                all(child in found for child in _required(kind, node, at)) for kind in kinds
+            )
+    if ends:
+        found.add(at)
+    return ends
+
+
+def _needed(at: str, node: dict[str, Any], targets: dict[str, str]) -> Iterator[str]:
+    """Yield the parts that an answer to a part must satisfy, whatever its type."""
+    if "$ref" in node:
+        yield targets[at]
+    for number in range(len(node["allOf"])) if isinstance(node.get("allOf"), list) else ():
+        yield f"{at}/allOf/{number}"
+
+
+def _required(kind: Any, node: dict[str, Any], at: str) -> Iterator[str]:
+    """Yield the parts that an answer of a type must hold."""
+    if kind == "object" and isinstance(node.get("required"), list):
+        properties = node.get("properties")
+        for name in node["required"]:
+            if isinstance(properties, dict) and name in properties:
+                yield f"{at}/properties/{_escaped(name)}"
+            elif isinstance(node.get("additionalProperties"), dict):
+                yield f"{at}/additionalProperties"
+    if kind == "array" and isinstance(node.get("minItems"), int):
+        first = node.get("prefixItems", node.get("items"))
+        key = "prefixItems" if "prefixItems" in node else "items"
+        count = len(first) if isinstance(first, list) else 0
+        for number in range(min(count, node["minItems"])):
+            yield f"{at}/{key}/{number}"
+        rest = "additionalItems" if key == "items" and count else "items"
+        if node["minItems"] > count and isinstance(node.get(rest), (dict, bool)):
+            yield f"{at}/{rest}"
+
+
+def _escaped(name: Any) -> str:
+    return str(name).replace("~", "~0").replace("/", "~1")
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 LARGEST_SCHEMA = 200_000  # characters
 REMEMBERED = 64  # compiled schemas that are cached
-LIMITS = {
+LIMITS: dict[str, Any] = {
     # Together they bound the computation of a token's mask to about 5 ms for 150,000 tokens.
     "max_items_in_row": 1_000,
     "step_max_items": 10_000,

@@ -173,15 +173,15 @@ def test_a_token_that_is_not_allowed_is_an_error(grammars):
 
 
 def test_a_huge_schema_is_400():
-    schema = {"type": "object"}
-    for _ in range(200):
-        schema = {"type": "object", "properties": {"a": schema}}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    deep = {"type": "object"}
+    for _ in range(70):
+        deep = {"type": "array", "items": deep}
     many = {"enum": ["x" * 100] * 5000}
     engine = FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny")))
     with serving(engine) as server:
-        answer = ask(server, response_format=form)
-        assert answer.status_code == 400
-        assert "dep" in answer.json()["error"]["message"]
-        form["json_schema"]["schema"] = many
-        assert ask(server, response_format=form).status_code == 400
+        for schema, said in ((deep, "deeper than"), (many, "characters, more than")):
+            form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+            answer = ask(server, response_format=form)
+            assert answer.status_code == 400
+            assert said in answer.json()["error"]["message"]
+    assert not engine.asked

@@ -68,6 +68,34 @@ class AdapterError(ServeError):
     code = "invalid_adapter"
 
 
+class QuarantinedError(ServeError):
+    """The adapter was found to damage what it is merged into; only loading it again lifts that.
+
+    The status is 422, as clients of OpenAI's API repeat requests that ended with 409 or 5xx.
+    """
+
+    status = 422
+    code = "adapter_quarantined"
+
+
+class NonFiniteError(ServeError):
+    """The model computed NaN or infinity for this request.
+
+    Args:
+        message: What was computed by which model, and the remedy.
+        blame_adapter: Whether the request runs on an adapter, whose weights are the likely cause;
+            without one the base model has failed.
+    """
+
+    status = 422
+    code = "non_finite_output"
+
+    def __init__(self, message: str, *, blame_adapter: bool = True) -> None:
+        super().__init__(message)
+        if not blame_adapter:
+            self.status = 500
+
+
 class BusyError(ServeError):
     """Something cannot be unloaded or replaced, as it is in use."""
 

@@ -370,6 +370,9 @@ class EngineStats:
         finished: Requests that ended, by the value of `Finish`.
         prompt_tokens: Prompt tokens computed.
         generated_tokens: Tokens generated.
+        non_finite: Requests that failed because the model computed NaN or infinity for them.
+        unmergeable: Names of the adapters that are never merged into the base weights.
+        quarantined: Names of the adapters that requests cannot use any more, each with the reason.
     """
 
     running: int = 0
@@ -392,6 +395,9 @@ class EngineStats:
     finished: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    non_finite: int = 0
+    unmergeable: tuple[str, ...] = ()
+    quarantined: dict[str, str] = field(default_factory=dict)
 
 
 class EngineClient(Protocol):

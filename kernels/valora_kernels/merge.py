@@ -200,6 +200,10 @@ class MergeableWeights:
             num_stages=tiling.stages,
         )
 
+    def is_finite(self) -> bool:
+        """Whether all weights that the model reads are finite; waits for the device."""
+        return bool(torch.stack(torch.aminmax(self.live)).isfinite().all())
+
     def unmerge(self) -> None:
         """Restore the base weights exactly, by copying the pristine ones."""
         self.live.copy_(self.pristine)

@@ -8,7 +8,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from valora_data.contract.heads import HeadResult
-from valora_serve.errors import RequestError, ServeError
+from valora_serve.errors import NonFiniteError, RequestError, ServeError
+from valora_serve.model.finite import BROKEN
 from valora_serve.types import (
     Finish,
     Logprob,
@@ -41,10 +42,14 @@ class Answers:
         requests: Unfinished requests.
         context_length: Longest prompt and answer together, in tokens.
         on_end: Called after a request was taken out of `requests`.
+        on_broken: Called with a request that has ended because its outputs were not finite, and
+            with the key of the adapter that was merged into the weights, None for none.
 
     Attributes:
         generated_tokens: Tokens generated since the start.
         finished: Requests ended since the start, by the value of `Finish`.
+        non_finite: Requests that failed since the start because the model's outputs were not
+            finite.
         pending: Outputs that nobody has taken yet, in order.
     """
 
@@ -55,12 +60,14 @@ class Answers:
         requests: Requests,
         context_length: int,
         on_end: Callable[[SequenceState], None],
+        on_broken: Callable[[SequenceState, str | None], None],
     ) -> None:
-        self.generated_tokens = 0
+        self.generated_tokens = self.non_finite = 0
         self.finished: Counter[str] = Counter()
         self.pending: list[Output] = []
         self._lmm, self._tokenizer, self._requests = lmm, tokenizer, requests
-        self._context_length, self._on_end = context_length, on_end
+        self._context_length = context_length
+        self._on_end, self._on_broken = on_end, on_broken
 
     def take(self) -> list[Output]:
         """Return the outputs since the last call."""
@@ -78,6 +85,9 @@ class Answers:
             sequence.pending -= 1
             if sequence.finish is not None:
                 continue  # it ended while this step ran
+            if token == BROKEN:
+                self._broken(sequence, flight)
+                continue
             try:
                 self._token(sequence, token, logprobs[row] if logprobs else (), mode)
             except RequestError as error:
@@ -93,6 +103,8 @@ class Answers:
                 sequence.first_token = time.monotonic()
                 if isinstance(result, HeadResult):
                     self.end(sequence, Finish.HEAD, head=result, mode=mode)
+                elif isinstance(result, NonFiniteError):
+                    self._broken(sequence, flight)
                 else:
                     self.fail(sequence, result)
 
@@ -105,7 +117,7 @@ class Answers:
         found: list[tuple[TokenLogprobs, ...]] = []
         for row, (sequence, token) in enumerate(zip(choosing, tokens, strict=True)):
             count = sequence.request.sampling.logprobs
-            if count is None or sequence.finish is not None:
+            if count is None or sequence.finish is not None or token == BROKEN:
                 found.append(())
                 continue
             pairs = zip(ids[row][:count], values[row][:count], strict=True)
@@ -115,6 +127,20 @@ class Answers:
 
     def _logprob(self, token: int, value: float) -> Logprob:
         return Logprob(token, self._tokenizer.decode([token]), value)
+
+    def _broken(self, sequence: SequenceState, flight: Flight) -> None:
+        """End a request whose outputs are not finite, which no answer can be made of."""
+        self.non_finite += 1
+        name = sequence.request.model
+        on_adapter = sequence.adapter is not None
+        remedy = "use another model, or train the adapter again" if on_adapter else "see the log"
+        error = NonFiniteError(
+            f"{name or 'the base model'} computed NaN or infinity for this request: {remedy}",
+            blame_adapter=on_adapter,
+        )
+        log.warning("request %s on %s in %s mode: %s", sequence.id, name, flight.mode, error)
+        self.fail(sequence, error)
+        self._on_broken(sequence, flight.merged)
 
     def _token(
         self,

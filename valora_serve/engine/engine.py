@@ -41,6 +41,7 @@ from valora_serve.errors import (
     CancelledRequestError,
     DeadlineError,
     OverloadedError,
+    QuarantinedError,
     RequestError,
     ServeError,
     StoppedError,
@@ -169,7 +170,12 @@ class Engine:
         # A tokenizer is not thread-safe, and prompts are prepared in another thread.
         self._tokenizer = copy.deepcopy(lmm.tokenizer)
         self._answers = Answers(
-            lmm, self._tokenizer, self.requests, self.context_length, self._ended
+            lmm,
+            self._tokenizer,
+            self.requests,
+            self.context_length,
+            self._ended,
+            self._broken,
         )
         self._launcher = Launcher(
             lmm, self.runner, self.requests, self.images, self.merge_state, self._answers.fail
@@ -235,6 +241,7 @@ class Engine:
 
         Raises:
             RequestError: The request cannot be answered, or its id is in use.
+            QuarantinedError: Its adapter is quarantined.
             TooLongError: Prompt and answer do not fit.
         """
         request, target, prompt = prepared.request, prepared.target, prepared.prompt
@@ -261,6 +268,8 @@ class Engine:
             key = self.named.key(target.adapter)
             if key not in self.adapters:
                 raise RequestError(f"{target.model.name} was unloaded: ask again")
+            if key in self.adapters.quarantined:
+                raise self._quarantined(key)
             adapter_pages = self.adapters.pages(key)
         size = self.settings.block_size
         pages = -(-(len(ids) + 1) // size)
@@ -367,6 +376,22 @@ class Engine:
             self.named.released(key)
         self.policy.finished(sequence.id)
 
+    def _broken(self, sequence: SequenceState, merged: str | None) -> None:
+        """Keep what made a request's outputs infinite or NaN from later requests."""
+        self.blocks.forget(sequence.keys)
+        if merged is not None and sequence.adapter is None:
+            # Without an adapter of its own, the merged one is the likeliest cause.
+            reason = "a request of the base model was not finite beside it"
+            log.error("adapter %s is not merged any more: %s", merged, reason)
+            self.adapters.bar(merged, reason)
+
+    def _quarantined(self, key: str) -> QuarantinedError:
+        """Return the error of the requests of an adapter that is quarantined."""
+        return QuarantinedError(
+            f"adapter {self.named.name(key)} is quarantined ({self.adapters.quarantined[key]}): "
+            "use another model; loading the adapter again lifts the quarantine"
+        )
+
     # ------------------------------------------------------------------ steps
 
     @property
@@ -428,7 +453,12 @@ class Engine:
         merged = decision.merged
         if merged is not None and merged not in self.adapters.resident:
             merged = None
-        self.merge_state.switch(decision.mode, merged)
+        if (
+            not self.merge_state.switch(decision.mode, merged)
+            and merged is not None
+            and merged in self.adapters.quarantined
+        ):
+            self._launcher.fail_adapter(merged, self._quarantined(merged))
         self._idle = not decision.batch
         if self._idle and not view.running and not self.adapters.loading:
             # The merged adapter is pinned: release it, or what waits may never have room.
@@ -452,7 +482,8 @@ class Engine:
         if not running and not waiting:
             self._arrived.clear()
             return None
-        settings = self.settings
+        settings, resident = self.settings, self.adapters.resident
+        barred = self.adapters.unmergeable.keys() & resident
         arrived, self._arrived = self._arrived, []
         return View(
             now=now,
@@ -460,7 +491,7 @@ class Engine:
             waiting=waiting,
             mode=self.merge_state.mode,
             merged=self.merge_state.adapter,
-            resident=self.adapters.resident,
+            resident=resident,
             loading=self.adapters.loading,
             limits=StepLimits(
                 max_requests=settings.max_requests - held,
@@ -470,6 +501,7 @@ class Engine:
                 chunk=settings.chunk,
             ),
             arrived=arrived,
+            switchable=frozenset(resident - barred) if barred else None,
         )
 
     def _schedulable(self, sequence: SequenceState) -> bool:
@@ -518,6 +550,9 @@ class Engine:
             finished=dict(self._answers.finished),
             prompt_tokens=self._launcher.prompt_tokens,
             generated_tokens=self._answers.generated_tokens,
+            non_finite=self._answers.non_finite,
+            unmergeable=tuple(sorted(named.by_name(self.adapters.unmergeable))),
+            quarantined=named.by_name(self.adapters.quarantined),
         )
 
     def close(self) -> None:

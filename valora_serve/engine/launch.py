@@ -46,6 +46,7 @@ class Flight:
         answering: Requests whose head answers, in the order of `heads`.
         heads: Outputs of the heads, None if no head answers.
         mode: Inference mode of the step.
+        merged: Key of the adapter that was merged into the weights, None for none.
     """
 
     choosing: list[SequenceState]
@@ -53,6 +54,7 @@ class Flight:
     answering: list[SequenceState]
     heads: HeadLogits | None
     mode: Mode
+    merged: str | None
 
 
 class Launcher:
@@ -134,7 +136,8 @@ class Launcher:
         heads = self._heads.launch(inputs) if inputs else None
         for sequence in answering:  # its keys and values are not needed any more
             self._requests.release(sequence)
-        return Flight(choosing, result, answering, heads, self._merge_state.mode)
+        state = self._merge_state
+        return Flight(choosing, result, answering, heads, state.mode, state.adapter)
 
     def _prefetch(self, keys: Iterable[str]) -> None:
         """Start copying adapters to the device; only the first may evict ones that are wanted."""
@@ -147,7 +150,7 @@ class Launcher:
                 self.fail_adapter(key, error)
 
     def fail_adapter(self, key: str, error: ServeError) -> None:
-        """End the requests of an adapter that cannot be loaded."""
+        """End the requests of an adapter that cannot be used."""
         for sequence in self._requests.of_adapter(key):
             self._fail(sequence, error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from valora_kernels.metadata import NONE
@@ -10,6 +11,8 @@ from valora_serve.types import Mode
 if TYPE_CHECKING:
     from valora_serve.memory.adapter_memory import AdapterMemory
     from valora_serve.model.linears import Linears
+
+log = logging.getLogger(__name__)
 
 
 class MergeState:
@@ -39,27 +42,60 @@ class MergeState:
         """Slot of the merged adapter, `NONE` while the weights are pristine."""
         return NONE if self.adapter is None else self._adapters.slot(self.adapter)
 
-    def switch(self, mode: Mode, adapter: str | None) -> None:
+    def switch(self, mode: Mode, adapter: str | None) -> bool:
         """Merge a resident adapter into the weights, or restore the pristine weights.
+
+        An adapter that must not be merged, or that cannot be, leaves the weights pristine. One that
+        makes weights infinite or NaN is quarantined.
 
         Args:
             mode: Mode of the next steps; without a merged adapter it is always unmerged.
             adapter: Key of the adapter to merge, None for pristine weights.
+
+        Returns:
+            Whether the weights hold what was asked for.
         """
+        wanted, before, adapters = adapter, self.adapter, self._adapters
+        if adapter in adapters.unmergeable:
+            adapter = None
+        if adapter != before:
+            if adapter is not None:
+                adapters.pin(adapter)
+                if not self._merge(adapter):
+                    adapters.unpin(adapter)
+                    adapter = None
+            if adapter is None:
+                for weights in self._linears.merged:
+                    weights.unmerge()
+            if before is not None:
+                adapters.unpin(before)
+            self.switches += 1
+        self.adapter = adapter
         self.mode = mode if adapter is not None else Mode.UNMERGED
-        if adapter == self.adapter:
-            return
+        return adapter == wanted
+
+    def _merge(self, adapter: str) -> bool:
+        """Merge an adapter; return whether that went well, after which the weights are finite."""
         adapters = self._adapters
-        if adapter is not None:
-            adapters.pin(adapter)
-            slot = adapters.slot(adapter)
-            rank, scaling = int(adapters.ranks[slot]), float(adapters.scalings[slot])
+        slot = adapters.slot(adapter)
+        rank, scaling = int(adapters.ranks[slot]), float(adapters.scalings[slot])
+        try:
             for weights in self._linears.merged:
                 weights.merge(slot, rank, scaling)
-        else:
-            for weights in self._linears.merged:
-                weights.unmerge()
-        if self.adapter is not None:
-            adapters.unpin(self.adapter)
-        self.adapter = adapter
-        self.switches += 1
+            # Content that was merged once gives the same weights every time: wait only once.
+            if adapter not in adapters.proven:
+                finite = all(weights.is_finite() for weights in self._linears.merged)
+                if not finite:
+                    log.error("adapter %s is quarantined: %s", adapter, INFINITE)
+                    adapters.quarantine(adapter, INFINITE)
+                    return False
+                adapters.proven.add(adapter)
+        except Exception as error:
+            log.exception("adapter %s is not merged any more", adapter)
+            adapters.bar(adapter, f"merging it failed: {error}")
+            return False
+        return True
+
+
+INFINITE = "merging it makes base weights infinite or NaN"
+"""Why a merge was taken back."""

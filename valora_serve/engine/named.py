@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from valora_serve.catalogue.adapters import read_adapter
+from valora_serve.catalogue.effect import check_effect
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable
+    from collections.abc import Callable, Container, Iterable, Mapping
     from pathlib import Path
 
     from valora_serve.catalogue.adapters import Adapter
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from valora_serve.memory.adapter_memory import AdapterMemory
     from valora_serve.memory.unified import PackedAdapter, UnifiedMemory
     from valora_serve.model.lmm import Lmm
+
+log = logging.getLogger(__name__)
 
 
 class Named:
@@ -51,8 +55,9 @@ class Named:
         self._lmm, self._store = lmm, store
         self._memory, self._adapters, self._merge_state = memory, adapters, merge_state
         self._in_use, self._mergeable, self._on_change = in_use, mergeable, on_change
+        self._row_norms = lmm.linears.row_norms() if mergeable else {}
         self._key_of: dict[str, str] = {}  # by content hash
-        self._names: dict[str, str] = {}  # of the adapters that a name needs, by key
+        self._names: dict[str, list[str]] = {}  # of the adapters that a name needs, by key
 
     def known(self) -> list[str]:
         """Return the keys of all adapters that a name needs, sorted."""
@@ -66,9 +71,17 @@ class Named:
         named = f"{adapter.folder.name}#{adapter.content[:12]}"
         return self._key_of.setdefault(adapter.content, named)
 
+    def by_name(self, facts: Mapping[str, str]) -> dict[str, str]:
+        """Return what is known of some adapters, by each name that requests can use for them.
+
+        Args:
+            facts: By key of the adapter.
+        """
+        return {name: fact for key, fact in facts.items() for name in self._names.get(key, ())}
+
     def name(self, key: str) -> str:
         """Return the name of an adapter; its key if only running requests still need it."""
-        return self._names.get(key, key)
+        return self._names.get(key, [key])[0]
 
     def load(self, folder: Path, name: str | None = None) -> list[str]:
         """Read, check, pack and register a folder.
@@ -83,12 +96,11 @@ class Named:
         Raises:
             AdapterError: The folder cannot be served; nothing has changed then.
         """
-        staged, packed = self.read(folder, name)
-        return self.register(staged, packed)
+        return self.register(*self.read(folder, name))
 
     def read(
         self, folder: Path, name: str | None = None
-    ) -> tuple[Staged, dict[str, PackedAdapter]]:
+    ) -> tuple[Staged, dict[str, PackedAdapter], dict[str, str]]:
         """Do the slow part of `load`, which changes nothing; may be called from any thread.
 
         Returns:
@@ -99,15 +111,27 @@ class Named:
         """
         store = self._store
         staged = store.stage_bundle(folder) if name is None else store.stage_adapter(name, folder)
+        adapters, dtype = staged.adapters.items(), self._memory.storage.dtype
+        unmergeable = {}
+        for content, adapter in adapters:
+            reason = check_effect(adapter, dtype, self._row_norms)
+            if reason is not None:
+                unmergeable[content] = reason
         pack = self._memory.pack
-        return staged, {content: pack(adapter) for content, adapter in staged.adapters.items()}
+        return staged, {content: pack(adapter) for content, adapter in adapters}, unmergeable
 
-    def register(self, staged: Staged, packed: dict[str, PackedAdapter]) -> list[str]:
+    def register(
+        self,
+        staged: Staged,
+        packed: Mapping[str, PackedAdapter],
+        unmergeable: Mapping[str, str] | None = None,
+    ) -> list[str]:
         """Make what was read nameable; all of it, or nothing.
 
         Args:
             staged: The names, and the adapters by content hash.
             packed: The same adapters laid out for the device, by content hash.
+            unmergeable: Why adapters must not be merged, by content hash.
 
         Returns:
             The names.
@@ -122,7 +146,10 @@ class Named:
             def reload(folder: Path = folder) -> PackedAdapter:
                 return self._memory.pack(read_adapter(folder, self._lmm.targets))
 
-            self._adapters.add(self.key(adapter), packed[content], reload)
+            key, reason = self.key(adapter), (unmergeable or {}).get(content)
+            self._adapters.add(key, packed[content], reload, unmergeable=reason)
+            if reason is not None:
+                log.warning("adapter %s is served, but never merged: %s", key, reason)
         self._activate({name for one in packed.values() for name in one.groups})
         self._refresh()
         return [model.name for model in models]
@@ -155,7 +182,7 @@ class Named:
         self._names = {}
         for name, adapter in self._store.adapters().items():
             # The first name is the adapter's own; domains that use it come later.
-            self._names.setdefault(self.key(adapter), name)
+            self._names.setdefault(self.key(adapter), []).append(name)
         self._retire(before - set(self._names))
 
     def _retire(self, keys: Iterable[str]) -> None:

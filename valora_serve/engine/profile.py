@@ -97,8 +97,10 @@ def measure(engine: Engine, seconds: float = SECONDS) -> CostModel:
         _merge(engine, merged)
         points.append((shape, _time(engine, works)))
     merges, unmerges = [], []
-    for key in sorted(engine.adapters.resident)[:MERGED_ADAPTERS]:
+    for key in _mergeable(engine)[:MERGED_ADAPTERS]:
         rank = int(engine.adapters.ranks[engine.adapters.slot(key)])
+        _merge(engine, key)  # the first time, the merged weights are checked
+        _merge(engine, None)
         for _ in range(REPEATS):
             merges.append((rank, _switch_time(engine, key)))
             unmerges.append(_switch_time(engine, None))
@@ -117,6 +119,12 @@ def measure(engine: Engine, seconds: float = SECONDS) -> CostModel:
     )
     log.info("measured %d steps in %.0f s", len(points), time.monotonic() - start)
     return found
+
+
+def _mergeable(engine: Engine) -> list[str]:
+    """Return the keys of the resident adapters that may be merged, sorted."""
+    adapters = engine.adapters
+    return sorted(adapters.resident - adapters.unmergeable.keys())
 
 
 def _load(engine: Engine) -> list[tuple[int, float]]:
@@ -143,8 +151,8 @@ def _steps(engine: Engine) -> Iterator[tuple[StepShape, list[Work], str | None]]
     mixes: list[tuple[Mode, str | None, int]] = [(Mode.UNMERGED, None, 0)]
     if resident:
         mixes += [(Mode.UNMERGED, None, 1), (Mode.UNMERGED, None, len(resident))]
-        if engine.lmm.linears.merged:
-            mixes.append((Mode.MIXTURE, resident[0], len(resident)))
+        if engine.lmm.linears.merged and (mergeable := _mergeable(engine)):
+            mixes.append((Mode.MIXTURE, mergeable[0], len(resident)))
     settings, cuda = engine.settings, engine.device.type == "cuda"
     for mode, merged, distinct in mixes:
         for context in CONTEXTS if cuda else FEW_CONTEXTS:

@@ -136,7 +136,7 @@ class Requests:
             return
         self.places.append(sequence.place)
         sequence.place = None
-        self.blocks.close(sequence.id)
+        sequence.keys = self.blocks.close(sequence.id)
         if sequence.adapter is not None:
             self.adapters.unpin(sequence.adapter)
         sequence.features.clear()

@@ -74,6 +74,7 @@ class SequenceState:
         first_token: Time of its first token, or of its head's result.
         finish: Why it ended, None while it runs.
         preemptions: How often it was preempted.
+        keys: Keys of its blocks in the prefix cache, once it has given them back.
     """
 
     request: Request
@@ -104,6 +105,7 @@ class SequenceState:
     first_token: float | None = None
     finish: Finish | None = None
     preemptions: int = 0
+    keys: list[bytes] = field(default_factory=list)
 
     @property
     def id(self) -> str:

@@ -93,6 +93,9 @@ class AdapterMemory:
         resident: Keys of the adapters on the device; updated in place, do not change it.
         loading: Keys of the adapters that are being loaded; updated in place, do not change it.
         wanted: Keys of the adapters that unfinished requests use; they are evicted last.
+        unmergeable: Adapters that must not be merged into the base weights, each with the reason.
+        quarantined: Those of them that requests must not use either; loading them again lifts that.
+        proven: Keys of the adapters that were merged once, with finite weights.
     """
 
     def __init__(
@@ -103,6 +106,9 @@ class AdapterMemory:
         self.resident: set[str] = set()
         self.loading: set[str] = set()
         self.wanted: Collection[str] = ()
+        self.unmergeable: dict[str, str] = {}
+        self.quarantined: dict[str, str] = {}
+        self.proven: set[str] = set()
         self._memory, self._pool = memory, pool
         self._host_bytes = host_bytes
         self._held_bytes = 0
@@ -135,16 +141,25 @@ class AdapterMemory:
         return self._held_bytes
 
     def add(
-        self, key: str, packed: PackedAdapter, reload: Callable[[], PackedAdapter] | None = None
+        self,
+        key: str,
+        packed: PackedAdapter,
+        reload: Callable[[], PackedAdapter] | None = None,
+        *,
+        unmergeable: str | None = None,
     ) -> None:
-        """Add an adapter in host memory; a known one stays where it is.
+        """Add an adapter in host memory; a known one stays where it is, out of quarantine.
 
         Args:
             key: Key of the adapter.
             packed: The adapter, from `UnifiedMemory.pack`.
             reload: Reads and packs the adapter's file again, after it was dropped from host
                 memory; called in another thread. None to never drop it.
+            unmergeable: Why it must not be merged into the base weights, None if it may be.
         """
+        self._absolve(key)
+        if unmergeable is not None:
+            self.unmergeable[key] = unmergeable
         if key in self._entries:
             entry = self._entries[key]
             # The former folder may be gone when the file must be read again.
@@ -170,6 +185,21 @@ class AdapterMemory:
             self._evict(key)
         self._drop(key)
         del self._entries[key]
+        self._absolve(key)
+
+    def bar(self, key: str, reason: str) -> None:
+        """Keep an adapter from being merged from now on."""
+        self.unmergeable[key] = reason
+
+    def quarantine(self, key: str, reason: str) -> None:
+        """Keep an adapter from being merged and used from now on."""
+        self.unmergeable[key] = self.quarantined[key] = reason
+
+    def _absolve(self, key: str) -> None:
+        """Forget what was found out about an adapter."""
+        self.unmergeable.pop(key, None)
+        self.quarantined.pop(key, None)
+        self.proven.discard(key)
 
     def state(self, key: str) -> AdapterState:
         """Return where an adapter is."""
@@ -280,6 +310,7 @@ class AdapterMemory:
             self.loading.discard(key)
             if entry.removed:
                 del self._entries[key]
+                self._absolve(key)
                 return
             entry.packed = self._read(key, reading)
             self._keep(key)

@@ -106,6 +106,15 @@ class PagePool:
             raise ValueError(f"page {page}: expected keys and values, got {owner.name}")
         self._users[page] += 1
 
+    def uncache(self, page: int) -> None:
+        """Free a cached page; a page that is in use is freed when its last user gives it back."""
+        if self._owner[page] is Owner.CACHED:
+            del self._cached[page]
+            self._owner[page] = Owner.FREE
+            self._counts[Owner.CACHED] -= 1
+            self._counts[Owner.FREE] += 1
+            self._free.append(page)
+
     def give(self, page: int, *, keep: bool = False) -> None:
         """Remove a user from a page, which is free when it has none left.
 
@@ -321,16 +330,32 @@ class BlockManager:
         """Return the blocks of a sequence, in the order of its tokens; do not change the list."""
         return self._sequences[sequence].blocks
 
-    def close(self, sequence: Hashable) -> None:
+    def close(self, sequence: Hashable) -> list[bytes]:
         """Close a sequence; its blocks stay in the prefix cache until they are evicted.
+
+        Returns:
+            Their keys in the prefix cache.
 
         Raises:
             KeyError: No sequence of this id is open.
         """
-        blocks = self._sequences.pop(sequence).blocks
+        entry = self._sequences.pop(sequence)
         # Last block first, so that the end of a prefix is evicted before its beginning.
-        for block in reversed(blocks):
+        for block in reversed(entry.blocks):
             self.pool.give(block, keep=block in self._key_of)
+        return entry.keys
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Remove blocks from the prefix cache, as their keys and values are not to be used again.
+
+        Args:
+            keys: Their keys; those that are not in the cache any more are skipped.
+        """
+        for key in keys:
+            block = self._block_of.pop(key, None)
+            if block is not None:
+                del self._key_of[block]
+                self.pool.uncache(block)
 
     def _key(
         self, before: bytes, tokens: Sequence[int], spans: Sequence[ImageSpan], index: int

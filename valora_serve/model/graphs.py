@@ -16,6 +16,7 @@ import torch
 
 from valora_kernels.metadata import LoraBatch
 from valora_serve.model.attention.base import Rows
+from valora_serve.model.finite import finite_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,6 +79,7 @@ class DecodeGraph:
             and its position in time, height and width.
         logits: [rows, vocabulary] float32, written by a replay.
         tokens: [rows] int64, argmax of the logits, written by a replay.
+        finite: [rows] bool, whether the logits are finite, written by a replay.
         staging: Two page-locked copies of `inputs`, used in turn.
         events: For each staging buffer, the end of its last copy to the device.
         turn: Index of the staging buffer used last.
@@ -89,6 +91,7 @@ class DecodeGraph:
     inputs: Tensor
     logits: Tensor
     tokens: Tensor
+    finite: Tensor
     staging: list[Tensor]
     events: list[torch.cuda.Event]
     turn: int = 0
@@ -158,19 +161,19 @@ class DecodeGraphs(_Graphs[DecodeGraph]):
             inputs = torch.zeros((4, size), dtype=torch.int64, device=lmm.device)
             inputs[0] = resources.max_requests
 
-        def run() -> tuple[Tensor, Tensor]:
+        def run() -> tuple[Tensor, Tensor, Tensor]:
             with lmm.linears.scope.text(lora):
                 positions = inputs[1:] if lmm.three_positions else inputs[1]
                 hidden = lmm.hidden(last_tokens[inputs[0]], positions, plan)
                 logits = lmm.logits(hidden)
                 tokens = logits.argmax(-1)
                 last_tokens[inputs[0]] = tokens
-            return logits, tokens
+            return logits, tokens, finite_rows(logits)
 
-        graph, (logits, tokens) = self._recorder.record(run)
+        graph, (logits, tokens, finite) = self._recorder.record(run)
         staging = [torch.empty((4, size), dtype=torch.int64).pin_memory() for _ in range(2)]
         events = [torch.cuda.Event() for _ in range(2)]
-        return DecodeGraph(graph, plan, lora, inputs, logits, tokens, staging, events)
+        return DecodeGraph(graph, plan, lora, inputs, logits, tokens, finite, staging, events)
 
     def find(self, works: Sequence[Work], terms: LoraTerms | None) -> DecodeGraph | None:
         """The smallest graph that holds a step; None unless all its works only decode."""
@@ -183,7 +186,7 @@ class DecodeGraphs(_Graphs[DecodeGraph]):
 
     def replay(
         self, graph: DecodeGraph, works: Sequence[Work], terms: LoraTerms | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Enqueue a decode step.
 
         Args:
@@ -192,8 +195,9 @@ class DecodeGraphs(_Graphs[DecodeGraph]):
             terms: Their LoRA terms.
 
         Returns:
-            Of every work: its logits [works, vocabulary] float32, their argmax [works] int64, and
-            its place in `StepResources.last_tokens` [works] int64.
+            Of every work: its logits [works, vocabulary] float32, their argmax [works] int64,
+            whether they are finite [works] bool, and its place in `StepResources.last_tokens`
+            [works] int64.
         """
         size, count = graph.inputs.shape[1], len(works)
         graph.turn ^= 1
@@ -212,7 +216,8 @@ class DecodeGraphs(_Graphs[DecodeGraph]):
         if graph.lora is not None and terms is not None:
             self._resources.adapters.fill(graph.lora, terms.padded(size))
         graph.graph.replay()
-        return graph.logits[:count], graph.tokens[:count], graph.inputs[0, :count]
+        places = graph.inputs[0, :count]
+        return graph.logits[:count], graph.tokens[:count], graph.finite[:count], places
 
 
 @dataclass(slots=True)

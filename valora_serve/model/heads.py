@@ -6,16 +6,21 @@ what its outputs mean is defined in `valora_data.contract.heads`.
 
 from __future__ import annotations
 
+import logging
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from valora_data.contract.heads import Head, HeadResult
-from valora_serve.errors import RequestError, ServeError
+from valora_serve.errors import NonFiniteError, RequestError, ServeError
+from valora_serve.model.finite import finite_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +142,9 @@ class HeadLogits:
         inputs: The batch.
         errors: For each input the reason why it cannot be answered, or None.
         logits: [elements] float32 on the host, the parts of all inputs one after the other; the
-            copy into it may still be running.
-        shapes: (rows, outputs) of each input's part.
+            copy into it may still be running. Each row has one more element than the head has
+            outputs: 0, or NaN if what the head read is not finite.
+        shapes: (rows, outputs + 1) of each input's part.
         copied: Event that is recorded after the copy; None if the copy is done.
     """
 
@@ -162,7 +168,10 @@ class HeadLogits:
         return self._copied is None or bool(self._copied.query())
 
     def read(self) -> list[HeadResult | ServeError]:
-        """Wait for the logits and interpret them on the host: a result or an error each."""
+        """Wait for the logits and interpret them on the host: a result or an error each.
+
+        An input whose hidden states, logits or result are not finite gets a `NonFiniteError`.
+        """
         if self._copied is not None:
             self._copied.synchronize()
         results: list[HeadResult | ServeError] = []
@@ -170,12 +179,33 @@ class HeadLogits:
         for item, error, shape in zip(self._inputs, self._errors, self._shapes, strict=True):
             stop = start + shape[0] * shape[1]
             if error is None:
-                raw = self._logits[start:stop].view(shape)
-                results.append(item.head.interpret(raw, item.sizes, item.min_score))
+                results.append(_interpret(item, self._logits[start:stop].view(shape)))
             else:
                 results.append(error)
             start = stop
         return results
+
+
+def _interpret(item: HeadRequest, raw: torch.Tensor) -> HeadResult | ServeError:
+    """Return what the logits of one input mean, or why they mean nothing."""
+    broken = NonFiniteError("the head's outputs are not finite")
+    if not bool(raw.isfinite().all()):
+        return broken
+    try:
+        result = item.head.interpret(raw[:, :-1].contiguous(), item.sizes, item.min_score)
+        return result if _is_finite(result.prompt_fields(item.sizes)) else broken
+    except Exception as error:  # a head of another package must not end the engine
+        log.exception("interpreting the outputs of a %s head", item.head.kind)
+        return ServeError(f"the {item.head.kind} head failed: {error}")
+
+
+def _is_finite(value: Any) -> bool:
+    """Return whether all numbers of an answer, which is made of JSON types, are finite."""
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 class HeadSet:
@@ -191,15 +221,20 @@ class HeadSet:
         rows: list[torch.Tensor] = []
         members: dict[int, list[int]] = {}
         for number, item in enumerate(inputs):
+            error: ServeError | None = None
+            read = item.hidden[:0].float()
             try:
                 item.check()
-            except RequestError as error:
-                errors.append(error)
-                rows.append(item.hidden[:0].float())
-                continue
-            errors.append(None)
-            rows.append(_rows(item))
-            members.setdefault(id(item.head), []).append(number)
+                read = _rows(item)
+            except RequestError as wrong:
+                error = wrong
+            except Exception as wrong:  # a head of another package must not end the engine
+                log.exception("pooling for a %s head", item.head.kind)
+                error = ServeError(f"the {item.head.kind} head failed: {wrong}")
+            errors.append(error)
+            rows.append(read)
+            if error is None:
+                members.setdefault(id(item.head), []).append(number)
         parts = [torch.empty(0) for _ in inputs]
         for numbers in members.values():
             head = inputs[numbers[0]].head
@@ -207,6 +242,8 @@ class HeadSet:
             raw = together  # of a head without parameters
             if head.weight.numel():
                 raw = torch.addmm(head.bias, together, head.weight.T)
+            flags = torch.where(finite_rows(together), 0.0, math.nan)
+            raw = torch.cat([raw, flags[:, None]], dim=1)
             for number, part in zip(
                 numbers, raw.split([len(rows[number]) for number in numbers]), strict=True
             ):

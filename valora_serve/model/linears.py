@@ -306,7 +306,25 @@ class Linears:
             group.lora = None
             group.forget()
         for memory in self.merged:
+            memory.unmerge()
             memory.bind({})
+
+    def row_norms(self) -> dict[str, float]:
+        """Return the size of the language model's weights, into which adapters are merged.
+
+        Nothing may be merged into them.
+
+        Returns:
+            Root mean square of the norms of the rows, by name of the linear.
+        """
+        found: dict[str, Tensor] = {}
+        for module, (group, index) in self.group_of.items():
+            if group.spec.part == "text":
+                weight = group.matrix(index)
+                norm = torch.linalg.vector_norm(weight, dtype=torch.float32)
+                found[module] = norm / len(weight) ** 0.5
+        values = torch.stack(list(found.values())).tolist() if found else []
+        return dict(zip(found, values, strict=True))
 
     def forget_outputs(self) -> None:
         """Free the outputs that the last group keeps."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from valora_kernels.metadata import NONE, LoraBatch
 from valora_serve.model.attention.base import Rows, to_device
 from valora_serve.model.attention.registry import make_backend
+from valora_serve.model.finite import finite_rows, mark_broken
 from valora_serve.model.graphs import DecodeGraphs, GraphRecorder, PromptGraphs
 from valora_serve.model.lmm import VisualRows
 from valora_serve.model.sampler import StepLogprobs, sample, top_logprobs
@@ -103,13 +104,13 @@ class ModelRunner:
         self, graph: DecodeGraph, works: Sequence[Work], terms: LoraTerms | None
     ) -> StepResult:
         """A decode step from a graph; the graph itself takes the argmax of the logits."""
-        logits, tokens, places = self._decode_graphs.replay(graph, works, terms)
+        logits, tokens, finite, places = self._decode_graphs.replay(graph, works, terms)
         choices = [work.choice for work in works if work.choice is not None]
         if not all(choice.is_argmax for choice in choices):
             tokens = sample(logits, choices)
             self._last_tokens[places] = tokens
         logprobs = self._logprobs(works, logits, tokens)
-        return self._result(tokens, logprobs, [None] * len(works), [])
+        return self._result(mark_broken(tokens, finite), logprobs, [None] * len(works), [])
 
     def _eager(self, works: Sequence[Work], terms: LoraTerms | None) -> StepResult:
         """Any step; its layers may come from a graph."""
@@ -158,7 +159,8 @@ class ModelRunner:
         chosen = [works[i] for i in choosing]
         found = sample(logits, [work.choice for work in chosen if work.choice is not None])
         self._last_tokens[self._send(np.array([work.place for work in chosen]))] = found
-        return self._result(found, self._logprobs(chosen, logits, found), kept, prompts)
+        told = mark_broken(found, finite_rows(logits))
+        return self._result(told, self._logprobs(chosen, logits, found), kept, prompts)
 
     def _layers(
         self,

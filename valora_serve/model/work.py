@@ -70,7 +70,8 @@ class StepResult:
     """The result of a step, on its way to the host.
 
     Attributes:
-        tokens: [choices] int64, the chosen tokens in the order of the works that have a choice.
+        tokens: [choices] int64, the chosen tokens in the order of the works that have a choice;
+            `BROKEN` for logits that are not finite.
         logprobs: Log probabilities of those rows; None if no work asks for them.
         hidden: For each work the hidden states that it keeps, on the device; None without any.
         prompts: Log probabilities of the targets of the works that have some, in their order.

@@ -264,3 +264,42 @@ def test_adapters_that_do_not_fit_their_slot_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"expected .* got "):
             weights.write(slot, one, two)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 6e4])
+def test_rows_that_overflow_leave_the_others_alone(
+    tiling: Tiling, terms: int, value: float
+) -> None:
+    """Not a bit of a row depends on another: neither x nor h of a masked row is ever multiplied."""
+    case = make_case(
+        40, [8, 24, 16], 72, (64, 24, 40), dtype=torch.float16, terms=terms, popularity="uniform"
+    )
+    want = [y.clone() for y in case.ys]
+    launch(tiling, want, case.x, case.weights, case.batch)
+    sick = torch.from_numpy(case.adapters[:, 0] == 1)
+    sick[3] = True
+    x = case.x.clone()
+    x[sick, ::3] = value
+    for y in case.ys:
+        y[sick] = float("nan")
+    launch(tiling, case.ys, x, case.weights, case.batch)
+    for got, other in zip(case.ys, want, strict=True):
+        assert torch.equal(got[~sick], other[~sick])
+        assert not bool(got[sick].isfinite().all())
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+def test_rows_that_overflow_leave_the_others_alone_in_the_reference(terms: int) -> None:
+    case = make_case(
+        40, [8, 24, 16], 72, (64, 24), dtype=torch.float16, terms=terms, popularity="uniform"
+    )
+    want = [y.clone() for y in case.ys]
+    atmm_reference(want, case.x, case.weights, case.batch)
+    sick = torch.from_numpy(case.adapters[:, 0] == 1)
+    x = case.x.clone()
+    x[sick] = float("inf")
+    atmm_reference(case.ys, x, case.weights, case.batch)
+    for got, other in zip(case.ys, want, strict=True):
+        assert torch.equal(got[~sick], other[~sick])

@@ -119,3 +119,26 @@ def test_bad_input_is_refused() -> None:
         MergeableWeights(SHAPES, dtype=torch.float32, device="cpu").merge(0, 8, 1.0)
     with pytest.raises(ValueError, match="expected at least one matrix"):
         MergeableWeights({}, dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_found(value: float) -> None:
+    merged, linears, base, _ = make(torch.float16)
+    assert merged.is_finite()
+    linears["o"].weight[71, 39] = value
+    assert not merged.is_finite()
+    merged.unmerge()
+    assert merged.is_finite()
+    assert all(torch.equal(linears[name].weight, base[name]) for name in linears)
+
+
+def test_a_product_that_overflows_is_found() -> None:
+    """A, B and the base weights are finite, and so is everything but one element of B·A."""
+    merged, _, _, adapters = make(torch.float16)
+    merged.merge(0, 24, 1.0)
+    assert merged.is_finite()
+    merged.merge(0, 24, 3e4)
+    assert not merged.is_finite()
+    merged.merge(1, 8, 1.0)
+    assert merged.is_finite()
+    assert adapters

@@ -57,7 +57,18 @@ class FlexBackend(AttentionBackend):
             return (q_owner[q] == k_owner[k]) & (k_at[k] <= q_at[q])
 
         mask = self._mask(visible, None, None, len(q_owner), len(k_owner), device=str(device))
-        return FlexPlan(cache, self._attend, page, offset, seen_page, seen_offset, mask)
+        return FlexPlan(
+            cache,
+            self._attend,
+            page,
+            offset,
+            seen_page,
+            seen_offset,
+            mask,
+            (q_owner, q_at),
+            (k_owner, k_at),
+            len(rows.lengths),
+        )
 
 
 @dataclass(slots=True)
@@ -72,6 +83,9 @@ class FlexPlan:
         seen_page: [tokens] int64, page of every token of all sequences.
         seen_offset: [tokens] int64, offset in that page.
         mask: Block mask of [rows, tokens].
+        row_of: Sequence and position of each row, [rows] int64 each.
+        token_of: Sequence and position of each token, [tokens] int64 each.
+        sequences: Number of sequences.
     """
 
     cache: KVCache
@@ -81,15 +95,20 @@ class FlexPlan:
     seen_page: Tensor
     seen_offset: Tensor
     mask: Any
+    row_of: tuple[Tensor, Tensor]
+    token_of: tuple[Tensor, Tensor]
+    sequences: int
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Write keys and values, and attend, as `AttentionPlan.run` defines."""
         keys, values = self.cache.layers[layer]
         keys[self.page, self.offset] = key
         values[self.page, self.offset] = value
-        k, v = (
-            part[self.seen_page, self.seen_offset].transpose(0, 1)[None] for part in (keys, values)
-        )
+        k, v = (part[self.seen_page, self.seen_offset] for part in (keys, values))
+        # All sequences share a product, in which the weight of a masked token is 0: times NaN or
+        # infinity, that would be NaN in every other sequence.
+        broken = ~(k.isfinite().all(-1).all(-1) & v.isfinite().all(-1).all(-1))
+        k, v = (part.masked_fill(broken[:, None, None], 0).transpose(0, 1)[None] for part in (k, v))
         out: Tensor = self.function(
             query.transpose(0, 1)[None],
             k,
@@ -98,4 +117,12 @@ class FlexPlan:
             scale=scale,
             enable_gqa=self.cache.heads != self.cache.kv_heads,
         )
-        return out[0].transpose(0, 1)
+        return out[0].transpose(0, 1).masked_fill(self._sees(broken)[:, None, None], torch.nan)
+
+    def _sees(self, tokens: Tensor) -> Tensor:
+        """Return which rows see one of some tokens: [tokens] bool → [rows] bool."""
+        owner, at = self.token_of
+        never = torch.iinfo(at.dtype).max
+        first = at.new_full((self.sequences,), never)
+        first = first.scatter_reduce(0, owner, at.masked_fill(~tokens, never), "amin")
+        return first[self.row_of[0]] <= self.row_of[1]

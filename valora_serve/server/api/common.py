@@ -20,6 +20,7 @@ _TEXTS = {
     409: "The adapter or bundle is in use",
     413: "The request is too large",
     415: "The content type is not supported",
+    422: "The adapter is quarantined, or computed NaN or infinity for this request",
     429: "The server is overloaded, or the key exceeded its rate limit",
     499: "The client disconnected",
     503: "The server is starting, shutting down, or has failed",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import answer, error_answers
 from valora_serve.server.api.domain_prompt import completion_warnings
 from valora_serve.server.api.requests import check_text, constrained, sampling, schema_of, time_left
-from valora_serve.server.api.responses import finish_reason, usage, valora_block
+from valora_serve.server.api.responses import finish_reason, json_logprob, usage, valora_block
 from valora_serve.server.api.schema import (
     CompletionAnswer,
     CompletionChoice,
@@ -288,7 +287,7 @@ class _Part:
         self.text += output.text
         for item in output.logprobs:
             top = _by_text((top.text, top.logprob) for top in item.top)
-            self._token(item.chosen.text, _finite(item.chosen.logprob), top)
+            self._token(item.chosen.text, json_logprob(item.chosen.logprob), top)
 
     async def add_prompt(self, prompt: PromptLogprobs, tokenizer: Any) -> None:
         """Add the tokens of a prompt; nothing precedes the first one, whose entries are None."""
@@ -309,7 +308,7 @@ class _Part:
             if number % AT_ONCE == 0:
                 await asyncio.sleep(0)
             top = _by_text(zip((texts[one] for one in others), values, strict=True))
-            self._token(texts[token], _finite(logprob), top)
+            self._token(texts[token], json_logprob(logprob), top)
 
     def _token(self, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
         self.logprobs["tokens"].append(text)
@@ -323,10 +322,5 @@ def _by_text(found: Iterable[tuple[str, float]]) -> dict[str, float]:
     """Log probabilities by text; of tokens with the same text the first, likeliest one counts."""
     top: dict[str, float] = {}
     for text, logprob in found:
-        top.setdefault(text, _finite(logprob))
+        top.setdefault(text, json_logprob(logprob))
     return top
-
-
-def _finite(logprob: float) -> float:
-    # JSON has no infinity; OpenAI, too, gives -9999 for tokens that cannot come next.
-    return -9999.0 if math.isnan(logprob) else max(logprob, -9999.0)

@@ -32,12 +32,13 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 64 * 1024  # names and paths only
 
 
-def card(model: ServedModel, context_length: int) -> ModelCard:
+def card(model: ServedModel, context_length: int, quarantined: str | None = None) -> ModelCard:
     """A served model in the API's format.
 
     Args:
         model: The model; its card shows no folders of this machine.
         context_length: Longest prompt and answer together, in tokens.
+        quarantined: Why requests cannot use it any more, None if they can.
     """
     model = without_folder(model)
     return ModelCard(
@@ -58,6 +59,7 @@ def card(model: ServedModel, context_length: int) -> ModelCard:
         media=model.media,
         bundle=model.bundle,
         rank=model.rank,
+        quarantined=quarantined,
         max_model_len=context_length,
     )
 
@@ -89,11 +91,13 @@ def router(context: ServerContext) -> APIRouter:
 
     @routes.get("/v1/models", tags=["OpenAI"], summary="List the models that a request can name")
     async def models() -> ModelList:
-        return ModelList(data=[card(model, engine.context_length) for model in engine.models()])
+        bad, most = engine.stats().quarantined, engine.context_length
+        return ModelList(data=[card(one, most, bad.get(one.name)) for one in engine.models()])
 
     @routes.get("/v1/models/{model:path}", tags=["OpenAI"], summary="Get one model")
     async def one_model(model: str) -> ModelCard:
-        return card(context.service.model(model), engine.context_length)
+        found = context.service.model(model)
+        return card(found, engine.context_length, engine.stats().quarantined.get(found.name))
 
     @routes.post("/v1/load_lora_adapter", tags=["loading"], summary="Load a PEFT adapter")
     @admin

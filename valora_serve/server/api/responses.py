@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from valora_serve.types import Logprob, Output, ServedModel, TokenLogprobs
+
+LEAST_LOGPROB = -9999.0
+"""Smallest log probability in responses."""
 
 
 def finish_reason(finish: Finish, *, call: bool = False) -> str:
@@ -127,7 +131,14 @@ def chat_logprobs(items: Iterable[TokenLogprobs]) -> list[TokenLogprob]:
     ]
 
 
+def json_logprob(value: float) -> float:
+    """A log probability as JSON can hold it, which knows neither infinity nor NaN.
+
+    OpenAI, too, gives -9999 for tokens that cannot come next.
+    """
+    return value if LEAST_LOGPROB < value < math.inf else LEAST_LOGPROB
+
+
 def _one(item: Logprob) -> dict[str, Any]:
-    # JSON has no infinity; OpenAI, too, gives -9999 for tokens that cannot come next.
-    value = max(item.logprob, -9999.0)
+    value = json_logprob(item.logprob)
     return {"token": item.text, "logprob": value, "bytes": list(item.text.encode())}

@@ -764,6 +764,7 @@ class ModelCard(_ResponseBody):
     media: str | None = None
     bundle: str | None = None
     rank: int | None = None
+    quarantined: str | None = None
     max_model_len: int
 
 
@@ -819,6 +820,9 @@ class Status(_ResponseBody):
     preemptions: int
     prompt_tokens: int
     generated_tokens: int
+    non_finite: int
+    unmergeable: list[str]
+    quarantined: dict[str, str]
     memory_bytes: int
     uptime_seconds: float
 

@@ -130,6 +130,9 @@ def router(context: ServerContext) -> APIRouter:
             preemptions=stats.preemptions,
             prompt_tokens=stats.prompt_tokens,
             generated_tokens=stats.generated_tokens,
+            non_finite=stats.non_finite,
+            unmergeable=list(stats.unmergeable),
+            quarantined=stats.quarantined,
             memory_bytes=memory_bytes(),
             uptime_seconds=time.monotonic() - context.started,
         )

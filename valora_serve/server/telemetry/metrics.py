@@ -179,6 +179,10 @@ class _EngineState(Collector):
             ("pages_free", "Free pages, cached ones included.", stats.pages_free),
             ("adapters_resident", "Adapters on the device.", len(stats.adapters_resident)),
             ("adapters_known", "Adapters that requests can name.", stats.adapters_known),
+            ("models_unmergeable", "Adapters and domains whose weights are never merged.",
+             len(stats.unmergeable)),
+            ("models_quarantined", "Adapters and domains that requests cannot use any more.",
+             len(stats.quarantined)),
         ):  # fmt: skip
             yield GaugeMetricFamily(f"valora_{name}", text, value=value)
         mode = GaugeMetricFamily("valora_mode", "1 for the mode of the last step.", labels=["mode"])
@@ -194,6 +198,7 @@ class _EngineState(Collector):
             ("engine_steps", "Engine steps.", stats.steps),
             ("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated.", stats.generated_tokens),
+            ("non_finite_outputs", "Requests that failed on NaN or infinity.", stats.non_finite),
             ("num_preemptions", "Requests that were preempted and recomputed.",
              stats.preemptions),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",

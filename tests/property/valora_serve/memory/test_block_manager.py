@@ -105,11 +105,16 @@ class Pages(RuleBasedStateMachine):
             naive.tokens.append(extra % 2)
 
     @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
-    def close(self, data):
+    @rule(data=st.data(), forget=st.booleans())
+    def close(self, data, forget):
         key = data.draw(st.sampled_from(sorted(self.sequences)))
-        self.manager.close(key)
-        del self.sequences[key]
+        naive = self.sequences.pop(key)
+        keys = self.manager.close(key)
+        assert len(keys) == (naive.computed // self.block if self.caching else 0)
+        if forget:
+            self.manager.forget(keys)
+            for index in range(len(keys)):
+                self.found.pop(naive.prefix((index + 1) * self.block), None)
 
     @rule(count=st.integers(1, 8))
     def take(self, count):

@@ -1,6 +1,7 @@
 """Running heads: against training's modules and closed forms, and mixed in one batch."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.support.serve_helpers import make_box_head, make_label_head
 from valora_data.contract.heads import BoxesResult, HeadResult, Pooling, read_head
-from valora_serve.errors import RequestError
+from valora_serve.errors import NonFiniteError, RequestError
 from valora_serve.model.heads import HeadRequest, HeadSet, check_visual
 from valora_train.settings import HeadSettings
 from valora_train.tasks.box_head import BoxHeadModule
@@ -175,3 +176,80 @@ def test_a_task_that_cannot_be_answered_hits_only_itself(tmp_path):
     check_visual(head, 2 * CELLS, 2)
     with pytest.raises(RequestError, match="3 × 4 cells"):
         check_visual(head, 2 * CELLS, 1)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0])
+@pytest.mark.parametrize("pooling", list(Pooling))
+def test_hidden_states_that_are_not_finite_hit_only_their_own_request(value, pooling, tmp_path):
+    """A hidden state of zeros is what a norm leaves of an overflow."""
+    places = torch.tensor([2] * 4 + [9] * 5)
+    head = read_head(linear(tmp_path, 3, 7, pooling=pooling), WIDTH)
+    boxes = read_head(detection(tmp_path, ["a"], 1), WIDTH)
+    mask = visual(17, 4, 9)
+    good = HeadRequest(head, hidden(17, 2), mask, places=places)
+    find = HeadRequest(boxes, hidden(20, 1), visual(20, 2, CELLS), [(50, 60)])
+    states = hidden(17, 3)
+    if value == 0.0:
+        states[:] = 0.0
+    else:
+        states[[6, 16], 5] = value
+    bad = HeadRequest(head, states, mask, places=places)
+    broken_boxes = hidden(20, 1)
+    broken_boxes[5] = value
+    blind = HeadRequest(boxes, broken_boxes, visual(20, 2, CELLS), [(50, 60)], 0.01)
+    results = HeadSet().run([find, bad, good, blind])
+    assert isinstance(results[1], NonFiniteError)
+    assert isinstance(results[3], NonFiniteError)
+    healthy = replace(bad, hidden=hidden(17, 3))
+    expected = HeadSet().run([find, healthy, good, replace(blind, hidden=hidden(20, 1))])
+    for number in (0, 2):
+        assert isinstance(results[number], HeadResult)
+        np.testing.assert_array_equal(results[number].logits, expected[number].logits)
+
+
+def test_a_bias_of_minus_infinity_and_a_temperature_near_zero(tmp_path):
+    head = read_head(linear(tmp_path, 3, 2), WIDTH)
+    bias = head.bias.clone()
+    bias[1] = -math.inf
+    cold = replace(head, temperature=1e-44)
+    results = HeadSet().run(
+        [
+            HeadRequest(replace(head, bias=bias), hidden(3, 8)),
+            HeadRequest(cold, hidden(3, 8)),
+            HeadRequest(head, hidden(3, 8)),
+        ]
+    )
+    assert isinstance(results[0], NonFiniteError)
+    assert isinstance(results[1], NonFiniteError)
+    assert results[2].label in head.labels
+
+
+def test_a_head_that_raises_hits_only_itself(tmp_path, monkeypatch):
+    head = read_head(linear(tmp_path, 3, 2), WIDTH)
+    worse = read_head(linear(tmp_path, 4, 3), WIDTH)
+    monkeypatch.setattr(type(head), "interpret", _only_three(type(head).interpret))
+    monkeypatch.setattr(type(head), "inputs", _not_two_tokens(type(head).inputs))
+    tasks = [HeadRequest(worse, hidden(3, 8)), HeadRequest(head, hidden(2, 8)),
+             HeadRequest(head, hidden(3, 8))]  # fmt: skip
+    results = HeadSet().run(tasks)
+    assert "classification head failed: 'unlucky'" in str(results[0])
+    assert "classification head failed: too short" in str(results[1])
+    assert isinstance(results[2], HeadResult)
+
+
+def _only_three(interpret):
+    def wrong(self, logits, sizes, min_score=None):
+        if len(self.labels) != 3:
+            raise KeyError("unlucky")
+        return interpret(self, logits, sizes, min_score)
+
+    return wrong
+
+
+def _not_two_tokens(inputs):
+    def wrong(self, last, visual, places):
+        if float(last[0, 0]) == float(hidden(2, 8)[-1, 0]):
+            raise ZeroDivisionError("too short")
+        return inputs(self, last, visual, places)
+
+    return wrong

@@ -176,3 +176,24 @@ def test_locations_are_those_of_the_tables(
         assert held == case.tables[row][:pages]
     found = case.run("torch", 0, 0.7)
     torch.testing.assert_close(found, case.expected(0, 0.7), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mix", ["prompts", "decodes", "mixed"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("what", ["query", "key", "value"])
+def test_a_sequence_that_is_not_finite_leaves_the_others_alone(
+    backend: str, mix: str, value: float, what: str
+) -> None:
+    """Its neighbours' output is the same to the bit, and its own shows that something is wrong."""
+    clean = Case(MIXES[mix], heads=(4, 2), seed=3)
+    expected = clean.run(backend, 0, 0.35)
+    sick = Case(MIXES[mix], heads=(4, 2), seed=3)
+    bad = len(MIXES[mix]) - 1
+    # The newest token of the last sequence.
+    getattr(sick, what)[0][bad][-1, 0, 2] = value
+    found = sick.run(backend, 0, 0.35)
+    owner = torch.from_numpy(sick.rows.owners) == bad
+    assert torch.equal(found[~owner], expected[~owner])
+    if what != "key" or value != torch.inf:
+        assert not bool(found[owner][-1].isfinite().all())

@@ -1,0 +1,399 @@
+"""Adapters that overflow, beside others: their own requests fail, everybody else's are as before.
+
+Each is finite as a file. What they compute is not: for every input, or for some only.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.engine_reference import (
+    Got,
+    Reference,
+    add_requests,
+    ask,
+    assert_empty,
+    check_answers,
+    collect,
+    finish,
+    make_engine,
+    noise,
+    question,
+    run,
+)
+from tests.support.lmm_checkpoints import save_llava
+from tests.support.serve_helpers import (
+    EVERYTHING,
+    LANGUAGE,
+    MLP,
+    VISION,
+    DomainSpec,
+    make_adapter,
+    make_bundle,
+)
+from valora_serve.engine.engine import Engine
+from valora_serve.errors import AdapterError, NonFiniteError
+from valora_serve.orchestrator.registry import POLICIES
+from valora_serve.types import Finish, Mode, Request, SamplingParams
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:flex_attention called without"),
+]
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets files in whatever their values are, to see what stands behind that check."""
+    monkeypatch.setattr("valora_serve.catalogue.adapters.MAX_CHANGE", math.inf)
+
+
+Change = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def rewritten(folder: Path, change: Change) -> Path:
+    """Change the tensors of an adapter."""
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({name: change(name, one.clone()).contiguous() for name, one in tensors.items()}, file)
+    return folder
+
+
+def larger(factor: float, part: str = "lora_B") -> Change:
+    return lambda name, one: one * (factor if part in name else 1.0)
+
+
+def one_row(name: str, one: torch.Tensor) -> torch.Tensor:
+    if "lora_B" in name:
+        one[5] *= 3e5
+    return one
+
+
+def one_direction(name: str, one: torch.Tensor) -> torch.Tensor:
+    """In the first layer, overflows for inputs on one side of a plane only."""
+    if "layers.0." not in name:
+        return torch.zeros_like(one) if "lora_B" in name else one
+    if "lora_A" in name:
+        one[1:] = 0
+        return one
+    one[:, 1:] = 0
+    # All outputs of the gate have one sign, and a gate that is far below 0 is closed.
+    return (one.abs() if "gate_proj" in name else one) * 3e14
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_llava(tmp_path_factory.mktemp("llava"), seed=11))
+
+
+@pytest.fixture(scope="module")
+def adapters(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        "attention": make_adapter(folder / "attention", base, seed=1, rank=8, strength=0.25),
+        "everything": make_adapter(
+            folder / "everything", base, seed=2, rank=3, alpha=7, targets=EVERYTHING, strength=0.25
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def harmful(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Adapters that can be loaded."""
+    folder = tmp_path_factory.mktemp("harmful")
+
+    def make(name: str, seed: int, targets: str, change: Change) -> Path:
+        made = make_adapter(
+            folder / name, base, seed=seed, rank=4, alpha=8, targets=targets, strength=0.25
+        )
+        return rewritten(made, change)
+
+    return {
+        "loud": make("loud", 21, f"{LANGUAGE}|{MLP}", larger(1e6)),
+        "row": make("row", 22, LANGUAGE, one_row),
+        "always": make("always", 23, MLP, larger(1e14)),
+        "sometimes": make("sometimes", 24, MLP, one_direction),
+        "tower": make("tower", 25, f"{VISION}|{MLP}", larger(1e14)),
+    }
+
+
+@pytest.fixture(scope="module")
+def reference(base: str, adapters: dict[str, Path]) -> Reference:
+    return Reference(base, adapters)
+
+
+def with_image(name: str, model: str | None, seed: int) -> Request:
+    sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+    return Request(
+        name, model=model, messages=ask("What is this?", images=1),
+        images=[noise(30 + seed, 40, seed)], sampling=sampling,
+    )  # fmt: skip
+
+
+def crowd(harmful: dict[str, Path]) -> tuple[list[Request], list[Request]]:
+    """Requests of others, and many more of harmful adapters, so that policies want to merge."""
+    others: list[Request] = []
+    for number, name in enumerate((None, "attention", "everything")):
+        others += [question(f"{name} {n}", name, tokens=9) for n in range(2)]
+        others.append(with_image(f"{name} image", name, number))
+    bad = [question(f"{name} {n}", name, tokens=14) for n in range(5) for name in harmful]
+    bad += [with_image(f"{name} image", name, 50 + n) for n, name in enumerate(harmful)]
+    return others, bad
+
+
+def interleaved(others: list[Request], bad: list[Request]) -> list[Request]:
+    share = len(bad) // len(others)
+    found = []
+    for number, one in enumerate(others):
+        found += [*bad[number * share : (number + 1) * share], one]
+    return found + bad[len(others) * share :]
+
+
+def check_bad(found: dict[str, Got], bad: list[Request]) -> None:
+    """Answers of harmful adapters are errors or texts, and never empty."""
+    for one in bad:
+        got = found[one.id]
+        if got.error is not None:
+            assert isinstance(got.error, NonFiniteError)
+            assert (got.error.status, got.error.code) == (422, "non_finite_output")
+            assert str(one.model) in str(got.error)
+        else:
+            assert len(got.tokens) == one.sampling.max_tokens
+    for one in bad:
+        if one.model in ("always", "tower"):
+            assert found[one.id].finish is Finish.ERROR
+
+
+@pytest.mark.parametrize(
+    ("policy", "overlap"), [(name, n % 2 == 0) for n, name in enumerate(POLICIES)]
+)
+def test_others_get_the_answers_of_their_own_models(
+    base: str,
+    adapters: dict[str, Path],
+    harmful: dict[str, Path],
+    reference: Reference,
+    policy: str,
+    overlap: bool,
+) -> None:
+    engine = make_engine(
+        base, adapters | harmful, policy=policy, overlap=overlap, max_requests=10, pages=1024
+    )
+    others, bad = crowd(harmful)
+    found = run(engine, interleaved(others, bad), together=25)
+    check_answers(found, reference, *others)
+    check_bad(found, bad)
+    stats = engine.stats()
+    assert stats.quarantined == {}
+    assert stats.non_finite == sum(found[one.id].error is not None for one in bad) > 0
+    assert stats.merged_adapter not in harmful
+    assert_empty(engine)
+
+
+def test_some_inputs_overflow_and_others_do_not(base: str, harmful: dict[str, Path]) -> None:
+    engine = make_engine(base, {"sometimes": harmful["sometimes"]})
+    asked = [
+        Request(str(n), model="sometimes", token_ids=[10 + 3 * n],
+                sampling=SamplingParams(max_tokens=1))
+        for n in range(40)
+    ]  # fmt: skip
+    found = run(engine, asked)
+    failed = sum(got.error is not None for got in found.values())
+    assert 0 < failed < len(asked)
+
+
+class Beside:
+    """Merges one adapter at a time and leaves the batch to a policy: mixture for everybody else."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._inner, self._engine, self.turn = engine.policy, engine, 0
+
+    def decide(self, view: Any) -> Any:
+        self.turn += 1
+        names = sorted(view.resident)
+        decision = self._inner.decide(view)
+        if not names or not decision.batch:
+            return decision
+        return replace(decision, mode=Mode.MIXTURE, merged=names[self.turn // 3 % len(names)])
+
+    def finished(self, request_id: str) -> None:
+        self._inner.finished(request_id)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_policy_that_insists_on_merging_them(
+    base: str,
+    adapters: dict[str, Path],
+    harmful: dict[str, Path],
+    reference: Reference,
+    overlap: bool,
+) -> None:
+    """The engine does not merge what must not be merged, whatever it is told."""
+    engine = make_engine(base, adapters | harmful, policy="valora", overlap=overlap, pages=1024)
+    engine.policy = Beside(engine)
+    others, bad = crowd(harmful)
+    found = run(engine, interleaved(others, bad), together=25)
+    check_answers(found, reference, *others)
+    check_bad(found, bad)
+    assert engine.stats().switches > 5
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("attention", ["torch", "flex"])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_pages_that_held_nan_serve_others(
+    base: str,
+    adapters: dict[str, Path],
+    harmful: dict[str, Path],
+    attention: str,
+    prefix_cache: bool,
+) -> None:
+    """Log probabilities are equal to the bit to those of an engine that saw no harmful adapter."""
+
+    def answers(bad_first: bool) -> dict[str, Got]:
+        engine = make_engine(
+            base, adapters | harmful, policy="unmerge_only", attention=attention, block_size=4,
+            prefix_cache=prefix_cache, pages=260, max_requests=4,
+        )  # fmt: skip
+        if bad_first:
+            _, bad = crowd(harmful)
+            check_bad(run(engine, bad), bad)
+            # Free pages hold what their last owners left there.
+            assert not bool(engine.memory.storage.isfinite().all())
+        others, _ = crowd(harmful)
+        wanting = [replace(one, sampling=replace(one.sampling, logprobs=3)) for one in others]
+        return run(engine, wanting)
+
+    clean, after = answers(bad_first=False), answers(bad_first=True)
+    for name, got in clean.items():
+        assert got.error is None
+        assert after[name].tokens == got.tokens
+        assert after[name].logprobs == got.logprobs
+
+
+@pytest.mark.parametrize("attention", ["torch", "flex"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_memory_that_is_not_finite_at_the_start(
+    base: str, adapters: dict[str, Path], attention: str, value: float
+) -> None:
+    def answers(poison: bool) -> dict[str, Got]:
+        engine = make_engine(
+            base, adapters, policy="valora", attention=attention, block_size=4, chunk=9, pages=1024
+        )
+        if poison:
+            size = engine.memory.page.elements
+            engine.memory.storage[: engine.memory.pages * size] = value
+        others, _ = crowd({})
+        return run(engine, [replace(one, sampling=replace(one.sampling, logprobs=2))
+                            for one in others])  # fmt: skip
+
+    clean, poisoned = answers(poison=False), answers(poison=True)
+    for name, got in clean.items():
+        assert got.error is None
+        assert (poisoned[name].tokens, poisoned[name].logprobs) == (got.tokens, got.logprobs)
+
+
+def test_cancelled_and_preempted_in_the_middle(
+    base: str, adapters: dict[str, Path], harmful: dict[str, Path], reference: Reference
+) -> None:
+    """Pages of requests that ended before anybody read their outputs are reused as well."""
+    engine = make_engine(
+        base, adapters | harmful, policy="cost", chunk=5, block_size=4, pages=420, overlap=True
+    )
+    found: dict[str, Got] = {}
+    for turn in range(4):
+        bad = [question(f"bad {turn} {n}", "always", tokens=9) for n in range(4)]
+        one = question(f"good {turn}", ("attention", None)[turn % 2], tokens=9)
+        add_requests(engine, *bad, one)
+        for _ in range(2):
+            collect(engine.step(), found)
+        for item in bad:
+            engine.cancel(item.id)
+        finish(engine, found)
+        check_answers(found, reference, one)
+    assert_empty(engine)
+
+
+DOMAINS = {
+    "plates": DomainSpec("adapter-1", labels=["plate"], prompt="Find plates."),
+    "scene": DomainSpec("adapter-2", "classification", ["a", "b", "c"], prompt="Which scene?"),
+    "crowd": DomainSpec("adapter-1", "counting", ["0", "1", "2"], "visual_mean", "How many?"),
+    "sure": DomainSpec("adapter-2", "yes_no", ["no", "yes"], "attention", "Is it?"),
+    "caption": DomainSpec("adapter-2", None, [], prompt="Describe the image."),
+}
+
+
+@pytest.mark.parametrize("policy", ["cost", "valora", "merge_only", "unmerge_only"])
+def test_domains_of_others_and_of_its_own(tmp_path: Path, policy: str) -> None:
+    """Heads on a harmful adapter answer with an error, never with an empty list of boxes."""
+    fine = make_bundle(tmp_path / "fine", "tiny", name="fine", domains=DOMAINS, seed=1)
+    names = {f"bad {name}": spec for name, spec in DOMAINS.items()}
+    options = {"targets": f"{LANGUAGE}|{MLP}", "strength": 1e15}
+    bad = make_bundle(
+        tmp_path / "bad", "tiny", name="bad", domains=names, seed=2,
+        adapters={"adapter-1": {"rank": 4, **options}, "adapter-2": {"rank": 2, **options}},
+    )  # fmt: skip
+
+    def requests(*domains: str) -> list[Request]:
+        return [
+            Request(f"{name} {n}", model=name, images=[noise(60, 40 + n, n)], min_score=0.05,
+                    sampling=SamplingParams(max_tokens=5, ignore_eos=True))
+            for n in range(3)
+            for name in domains
+        ]  # fmt: skip
+
+    alone = make_engine("tiny", policy=policy)
+    alone.load(fine)
+    wanted = run(alone, requests(*DOMAINS))
+    engine = make_engine("tiny", policy=policy)
+    engine.load(fine)
+    engine.load(bad)
+    own, theirs = requests(*DOMAINS), requests(*names)
+    found = run(engine, [one for pair in zip(theirs, own, strict=True) for one in pair])
+    for one in theirs:
+        error = found[one.id].error
+        assert isinstance(error, NonFiniteError)
+        assert found[one.id].finish is Finish.ERROR
+        assert found[one.id].last.head is None  # type: ignore[union-attr]
+    for one in own:
+        got, expected = found[one.id], wanted[one.id]
+        assert got.error is None
+        assert got.tokens == expected.tokens
+        head, other = got.last.head, expected.last.head  # type: ignore[union-attr]
+        if other is None:
+            assert head is None
+        else:
+            assert head is not None
+            torch.testing.assert_close(
+                torch.from_numpy(head.logits), torch.from_numpy(other.logits),
+                rtol=1e-4, atol=1e-4,
+            )  # fmt: skip
+    assert_empty(engine)
+
+
+REFUSED: dict[str, Change] = {
+    "A of 1e30": larger(1e30, "lora_A"),
+    "B of 1e30": larger(1e30),
+    "a product of 1e40": lambda _, one: one * 1e20,
+    "one row of 1e30": lambda name, one: one + 1e30 * torch.eye(*one.shape)
+    if "lora_B" in name else one,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_no_input_survives_is_refused_at_load(
+    base: str, tmp_path: Path, what: str, dtype: str
+) -> None:
+    folder = make_adapter(tmp_path / "bad", base, seed=3, rank=4)
+    rewritten(folder, REFUSED[what])
+    engine = make_engine(base, dtype=dtype, policy="valora")
+    with pytest.raises(AdapterError, match=r"bad"):
+        engine.load(folder, "bad")
+    assert len(engine.adapters) == 0
+    assert [model.kind for model in engine.store.models()] == ["base"]

@@ -1,0 +1,253 @@
+"""Merges that are refused, taken back or fail: the weights are pristine, and others are served."""
+
+import hashlib
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.engine_reference import (
+    Reference,
+    add_requests,
+    assert_empty,
+    check_answers,
+    finish,
+    make_engine,
+    question,
+    run,
+)
+from tests.support.serve_helpers import LANGUAGE, make_adapter
+from valora_kernels.merge import MergeableWeights
+from valora_serve.engine.engine import Engine
+from valora_serve.errors import QuarantinedError
+from valora_serve.orchestrator.registry import POLICIES
+from valora_serve.types import Finish, Mode
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def digest(engine: Engine) -> str:
+    """Hash of the base weights that the model reads."""
+    found = hashlib.sha256()
+    for group in engine.lmm.linears.groups.values():
+        for weight in group.weights:
+            found.update(weight.contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def enlarged(folder: Path, base: str, factor: float, **options: Any) -> Path:
+    """An adapter whose B is larger than usual."""
+    make_adapter(folder, base, seed=99, rank=4, alpha=8, strength=0.3, **options)
+    file = folder / "adapter_model.safetensors"
+    tensors = {
+        name: tensor * (factor if "lora_B" in name else 1.0)
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets files in whatever their values are, to see what stands behind that check."""
+    monkeypatch.setattr("valora_serve.catalogue.adapters.MAX_CHANGE", math.inf)
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets every adapter in, to see what stands behind the check at load."""
+    monkeypatch.setattr("valora_serve.engine.named.check_effect", lambda *_: None)
+
+
+@pytest.fixture
+def infinite(base: str, tmp_path: Path) -> Path:
+    """An adapter that passes as finite in fp32, and whose B·A does not."""
+    folder = enlarged(tmp_path / "infinite", base, 1e30, targets=LANGUAGE)
+    file = folder / "adapter_model.safetensors"
+    save_file({name: tensor * 1e7 for name, tensor in load_file(file).items()}, file)
+    return folder
+
+
+def key_of(engine: Engine, name: str) -> str:
+    return engine.named.key(engine.store.adapters()[name])
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("before", [None, "a"])
+def test_an_infinite_merge_is_taken_back(
+    base: str, adapters: dict[str, Path], infinite: Path, before: str | None
+) -> None:
+    engine = make_engine(base, {"a": adapters["a"], "bad": infinite}, policy="valora")
+    pristine = digest(engine)
+    for name in ("a", "bad"):
+        assert engine.adapters.load(key_of(engine, name))
+    if before is not None:
+        assert engine.merge_state.switch(Mode.MERGED, key_of(engine, before))
+        assert digest(engine) != pristine
+    assert not engine.merge_state.switch(Mode.MIXTURE, key_of(engine, "bad"))
+    assert digest(engine) == pristine
+    assert (engine.merge_state.adapter, engine.merge_state.mode) == (None, Mode.UNMERGED)
+    assert list(engine.stats().quarantined) == ["bad"]
+    assert_empty(engine)
+    # Never tried again, until it is loaded again.
+    switches = engine.merge_state.switches
+    assert not engine.merge_state.switch(Mode.MIXTURE, key_of(engine, "bad"))
+    assert engine.merge_state.switches == switches
+    assert engine.merge_state.switch(Mode.MIXTURE, key_of(engine, "a"))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_quarantined_adapter_costs_only_its_own_requests(
+    base: str,
+    adapters: dict[str, Path],
+    reference: Reference,
+    infinite: Path,
+    policy: str,
+    overlap: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = make_engine(
+        base, {"a": adapters["a"], "bad": infinite}, policy=policy, overlap=overlap
+    )
+    good = [question("one", "a"), question("two"), question("three", "a")]
+    bad = [question(f"bad {n}", "bad", tokens=30) for n in range(9)]
+    with caplog.at_level(logging.ERROR):
+        found = run(engine, [*bad[:5], *good, *bad[5:]])
+    check_answers(found, reference, *good)
+    assert all(found[one.id].finish is Finish.ERROR for one in bad)
+    merged = engine._modes != {Mode.UNMERGED}
+    if engine.stats().quarantined:
+        assert merged
+        assert "bad" in engine.stats().quarantined
+        assert "quarantined" in caplog.text
+        # Those that ran before anything was merged have found out for themselves.
+        codes = {getattr(found[one.id].error, "code", "") for one in bad}
+        assert codes <= {"adapter_quarantined", "non_finite_output"}
+        with pytest.raises(QuarantinedError, match=r"bad is quarantined.*loading.*again lifts"):
+            engine.add(engine.prepare(question("later", "bad")))
+    else:
+        assert all(getattr(found[one.id].error, "code", "") == "non_finite_output" for one in bad)
+    assert_empty(engine)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_loading_again_lifts_the_quarantine(
+    base: str, adapters: dict[str, Path], reference: Reference, infinite: Path
+) -> None:
+    engine = make_engine(base, {"x": infinite}, policy="merge_only")
+    found = run(engine, [question("one", "x")])
+    error = found["one"].error
+    assert isinstance(error, QuarantinedError)
+    assert (error.status, error.code) == (422, "adapter_quarantined")
+    # The same content is found out again, other content is served.
+    engine.load(infinite, "x")
+    assert engine.stats().quarantined == {}
+    assert isinstance(run(engine, [question("two", "x")])["two"].error, QuarantinedError)
+    engine.load(adapters["a"], "x")
+    assert engine.stats().quarantined == {}
+    assert (engine.adapters.unmergeable, engine.adapters.proven) == ({}, set())
+    asked = question("three", "x")
+    found = run(engine, [asked])
+    assert found["three"].tokens == reference(question("three", "a")).tokens
+    engine.load(infinite, "bad")
+    run(engine, [question("four", "bad")])
+    assert set(engine.stats().quarantined) == {"bad"}
+    engine.named.unregister("bad", bundle=False)
+    assert engine.stats().quarantined == {}
+    assert engine.adapters.unmergeable == {}
+
+
+def test_a_merge_that_fails_is_taken_back(
+    base: str,
+    adapters: dict[str, Path],
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine(base, {"a": adapters["a"], "b": adapters["b"]}, policy="merge_only")
+    pristine = digest(engine)
+    merge: Callable[..., None] = MergeableWeights.merge
+    slots: list[int] = []
+
+    def fails_for_the_first(self: MergeableWeights, slot: int, *rest: Any) -> None:
+        slots.append(slot)
+        merge(self, slot, *rest)
+        if slot == slots[0]:
+            raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(MergeableWeights, "merge", fails_for_the_first)
+    asked = [question("one", "a"), question("two", "b"), question("three")]
+    check_answers(run(engine, asked), reference, *asked)
+    assert slots.count(slots[0]) == 1
+    assert len(set(slots)) == 2
+    (reason,) = engine.adapters.unmergeable.values()
+    assert "no memory" in reason
+    assert engine.stats().quarantined == {}  # it is served unmerged
+    engine.merge_state.switch(Mode.UNMERGED, None)
+    assert digest(engine) == pristine
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_adapter_that_outweighs_the_base_weights_is_never_merged(
+    base: str, adapters: dict[str, Path], reference: Reference, tmp_path: Path, policy: str
+) -> None:
+    loud = enlarged(tmp_path / "loud", base, 1e4, targets=LANGUAGE)
+    engine = make_engine(base, {"loud": loud, "a": adapters["a"]}, policy=policy)
+    barred = key_of(engine, "loud")
+    mergeable = engine._modes != {Mode.UNMERGED}
+    assert engine.stats().unmergeable == (("loud",) if mergeable else ())
+    switch, merged = engine.merge_state.switch, set()
+
+    def watched(mode: Mode, adapter: str | None) -> bool:
+        merged.add(adapter)
+        return switch(mode, adapter)
+
+    engine.merge_state.switch = watched  # type: ignore[method-assign]
+    asked = [question(f"loud {n}", "loud", tokens=20) for n in range(8)]
+    others = [question("one", "a"), question("two")]
+    add_requests(engine, *asked, *others)
+    found = finish(engine)
+    check_answers(found, reference, *others)
+    assert all(found[one.id].error is None for one in asked)
+    assert barred not in merged
+    assert engine.stats().quarantined == {}
+    assert_empty(engine)
+
+
+def test_a_merged_adapter_is_barred_when_the_base_model_breaks_beside_it(
+    base: str, adapters: dict[str, Path], reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What no bound foresaw: the first answer is an error, and everything after it is right."""
+    engine = make_engine(base, {"a": adapters["a"]}, policy="valora", block_size=4)
+    key = key_of(engine, "a")
+    assert engine.adapters.load(key)
+    assert engine.merge_state.switch(Mode.MIXTURE, key)
+    asked = question("base")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.policy, "decide", _mixture(engine, key))
+        for weights in engine.lmm.linears.merged:
+            weights.live.fill_(torch.inf)
+        found = run(engine, [asked])
+    error = found["base"].error
+    assert getattr(error, "code", "") == "non_finite_output"
+    assert getattr(error, "status", 0) == 500
+    assert list(engine.adapters.unmergeable) == [key]
+    # Neither the weights nor the prefix cache hold any of it.
+    again = [question("base"), question("a", "a")]
+    check_answers(run(engine, again), reference, *again)
+    assert engine.stats().merged_adapter is None
+    assert_empty(engine)
+
+
+def _mixture(engine: Engine, key: str) -> Callable[[Any], Any]:
+    from dataclasses import replace
+
+    decide = engine.policy.decide
+    return lambda view: replace(decide(view), mode=Mode.MIXTURE, merged=key)

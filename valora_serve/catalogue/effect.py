@@ -1,0 +1,113 @@
+"""Bounds of what an adapter adds to a model, which prove that it is harmless to others.
+
+An adapter adds x·ΔWᵀ with ΔW = scaling·B·A to the outputs of a linear. Norms of the rank rows bound
+that for every input, without computing ΔW: for x of norm ‖x‖, the output o of the shrink's row j is
+at most scaling·‖a_j‖·‖x‖, and the whole output at most scaling·Σ_j |b_oj|·‖a_j‖·‖x‖. Two questions
+are answered once, when an adapter is loaded:
+
+- Are its outputs finite for a typical input? Otherwise it is refused.
+- Can it be merged? In mixture mode all other rows compute x·(W + ΔW)ᵀ − x·ΔWᵀ, whose rounding
+  error grows with ‖ΔW‖/‖W‖. An adapter for which that is too much is served, but never merged.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from valora_serve.errors import AdapterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from valora_serve.catalogue.adapters import Adapter, LoraPair
+
+LARGEST_SQUARED = 2.0**63
+"""Norms square activations in fp32: what is larger overflows there, also in wider types."""
+
+LARGEST_SHARE, LARGEST_SHARE_16 = 64.0, 8.0
+"""Largest ‖ΔW‖/‖W‖ of a row of a mergeable adapter, in fp32 and in 16 bits.
+
+Trained adapters stay below 1. Merging one at the limit costs other rows 3 bits of 8 in bf16, and in
+fp16 there is still room for activations of 8,000.
+"""
+
+HEADROOM = 2.0**12
+"""Norm of other requests' inputs that the shrink of a mergeable adapter must stand, in fp16."""
+
+
+def check_effect(
+    adapter: Adapter, dtype: torch.dtype, row_norms: Mapping[str, float]
+) -> str | None:
+    """Check that an adapter's outputs are finite, and whether it may be merged.
+
+    Args:
+        adapter: The adapter with its matrices.
+        dtype: Data type that the model computes in.
+        row_norms: Root mean square of the norms of the rows of W, by name of each linear that
+            adapters are merged into; empty if none ever is.
+
+    Returns:
+        Why the adapter must not be merged, None if it may be.
+
+    Raises:
+        AdapterError: Its outputs overflow the data type for an input of root mean square 1.
+    """
+    largest = min(torch.finfo(dtype).max, LARGEST_SQUARED)
+    reason = None
+    for module, pair in adapter.modules.items():
+        bounds = _Bounds(pair)
+        length = math.sqrt(pair.a.shape[1])  # norm of an input whose root mean square is 1
+        scaling = abs(pair.scaling)
+        products = length * max(bounds.shrink, bounds.expand)
+        worst = max(scaling * products, scaling)
+        # Merging multiplies B·A first, in fp32. The comparisons are false for NaN, too.
+        if not (worst <= largest and products <= LARGEST_SQUARED):
+            raise AdapterError(
+                f"adapter {adapter.folder}: lora_alpha or the weights of {module} are so large "
+                f"that its outputs overflow {dtype}: train it again with a smaller learning rate"
+            )
+        if reason is None and module in row_norms:
+            reason = _unmergeable(module, pair, bounds, dtype, row_norms[module])
+    return reason
+
+
+class _Bounds:
+    """Norms of the matrices of one linear, in float64.
+
+    Attributes:
+        shrink: Largest norm of a row of A.
+        expand: Bound of the norm of a row of B·A.
+        spread: Norm of a row of B·A if the rows of A are orthogonal; rounding errors of the rank
+            rows are independent, and add up like this.
+        b: Largest absolute value in B.
+    """
+
+    def __init__(self, pair: LoraPair) -> None:
+        rows = torch.linalg.vector_norm(pair.a, dim=1, dtype=torch.float64)
+        b = pair.b.abs().double()
+        self.shrink = float(rows.max())
+        self.expand = float((b @ rows).max())
+        self.spread = float((b.square() @ rows.square()).max().sqrt())
+        self.b = float(b.max())
+
+
+def _unmergeable(
+    module: str, pair: LoraPair, bounds: _Bounds, dtype: torch.dtype, row_norm: float
+) -> str | None:
+    """Return why merging into one linear would harm other requests, None if it would not."""
+    limits = torch.finfo(dtype)
+    most = LARGEST_SHARE if dtype == torch.float32 else LARGEST_SHARE_16
+    scaling = abs(pair.scaling)
+    share = scaling * bounds.spread / row_norm if row_norm else math.inf
+    if bounds.spread == 0 or share <= most:
+        if scaling * bounds.shrink * HEADROOM > limits.max:
+            return f"A of {module} is too large for other requests' inputs"
+        # What a shrink loses below the smallest number is not taken back out of the weights.
+        lost = limits.tiny * bounds.b * math.sqrt(len(pair.a))
+        if lost > limits.eps * most * row_norm and bounds.spread:
+            return f"A of {module} is so small, and B so large, that the shrink underflows"
+        return None
+    return f"it changes {module} by {share:.3g} times the base weights' size, more than {most:g}"

@@ -1,0 +1,35 @@
+"""Rows whose values are no longer finite: found on the device, without waiting for it.
+
+Weights that are too large overflow in one of two ways. Infinity and NaN reach the end of the model
+and show there. A hidden state whose squares overflow in a norm is divided by infinity: it becomes
+zero, every logit is equal, and the argmax is a token like any other. Both are found.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BROKEN = -1
+"""Stands for a token that was chosen from logits that are not finite."""
+
+
+def finite_rows(values: Tensor) -> Tensor:
+    """Return which rows are finite and not constant: [rows, width] → [rows] bool.
+
+    Reads the values once, and can be captured in a CUDA graph.
+    """
+    if not values.shape[0]:
+        return torch.ones(0, dtype=torch.bool, device=values.device)
+    low, high = torch.aminmax(values, dim=-1)  # both are NaN if any value is
+    return low.isfinite() & high.isfinite() & (low < high)
+
+
+def mark_broken(tokens: Tensor, finite: Tensor) -> Tensor:
+    """Return the tokens of rows whose logits are finite, and `BROKEN` for the others: [rows] int64.
+
+    Args:
+        tokens: [rows] int64, the chosen tokens; they stay valid ids, which the next step reads.
+        finite: [rows] bool, see `finite_rows`.
+    """
+    return torch.where(finite, tokens, BROKEN)

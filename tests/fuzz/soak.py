@@ -169,6 +169,17 @@ class Soak:
             self.store / "more", self.base, name="more", domains=MORE, adapters=adapters, seed=4
         )
         self.questions = self._make_questions()
+        self.bodies = {
+            "not JSON": b'{"model": "x", "messages": [' + b"\xff" * 99,
+            "deep": b"[" * 100_000 + b"]" * 100_000,
+            "many keys": json.dumps({f"k{n}": n for n in range(20_000)}).encode(),
+            "wrong types": b'{"model": 7, "messages": {"role": []}, "max_tokens": "x"}',
+            "huge number": b'{"messages": [], "max_tokens": 1' + b"0" * 5000 + b"}",
+            "nobody": json.dumps(Question("nobody", "x", None, 2).body("")).encode(),
+        }
+        tall = io.BytesIO()
+        Image.new("1", (1, 1_000_000)).save(tall, "PNG")
+        self.tall = tall.getvalue()
         self.right: dict[Question, Any] = {}
         self.server: Process | None = None
         self.model = ""  # name of the base model
@@ -436,26 +447,14 @@ class Soak:
         flipped = bytearray(good)
         for _ in range(9):
             flipped[draw.randrange(24, len(flipped))] ^= 1 << draw.randrange(8)
-        tall = io.BytesIO()
-        Image.new("1", (1, 1_000_000)).save(tall, "PNG")
-        bodies: list[tuple[str, Callable[[], Coroutine[Any, Any, httpx.Response]]]] = [
-            (name, lambda content=content: self._send_raw(client, content))
-            for name, content in (
-                ("not JSON", b'{"model": "x", "messages": [' + bytes([draw.randrange(256)]) * 99),
-                ("deep", b"[" * 100_000 + b"]" * 100_000),
-                ("many keys", json.dumps({f"k{n}": n for n in range(20_000)}).encode()),
-                ("wrong types", b'{"model": 7, "messages": {"role": []}, "max_tokens": "x"}'),
-                ("huge number", b'{"messages": [], "max_tokens": 1' + b"0" * 5000 + b"}"),
-                ("nobody", json.dumps(Question("nobody", "x", None, 2).body("")).encode()),
-            )
-        ]
-        images = [("cut", good[:cut]), ("flipped", bytes(flipped)), ("tall", tall.getvalue()),
-                  ("noise", draw.randbytes(3000)), ("empty", b"")]  # fmt: skip
-        bodies += [
-            (name, lambda image=image: self._send_image(client, image)) for name, image in images
-        ]
-        name, send = draw.choice(bodies)
-        answer = await send()
+        images = {"cut": good[:cut], "flipped": bytes(flipped), "tall": self.tall,
+                  "noise": draw.randbytes(3000), "empty": b""}  # fmt: skip
+        name = draw.choice((*self.bodies, *images))
+        if name in images:
+            sent = self._send_image(client, images[name])
+        else:
+            sent = self._send_raw(client, self.bodies[name])
+        answer = await sent
         allowed = {200} if name in ("cut", "flipped") else set()  # some decode all the same
         if answer.status_code == 200 and allowed:
             self.tally.note("hostile", "200")
@@ -507,7 +506,8 @@ class Soak:
         draw = random.Random(number)
         while not self.stop:
             # A connection of its own each time: some must be closed in the middle.
-            async with httpx.AsyncClient(headers=HEADERS, timeout=90) as client:
+            limits = httpx.Limits(keepalive_expiry=1)  # the server closes idle ones after 5 s
+            async with httpx.AsyncClient(headers=HEADERS, timeout=90, limits=limits) as client:
                 for _ in range(draw.randrange(1, 6)):
                     if self.stop:
                         return
@@ -521,6 +521,8 @@ class Soak:
                         if not self.draining and name not in ("hostile", "trickle"):
                             self.tally.bad(f"{name}: connection lost: {error!r}")
                         await asyncio.sleep(0.1)
+                    if kind in (self.hostile, self.cancelled):
+                        break  # the server may close the connection
 
     # ------------------------------------------------------------------ faults
 

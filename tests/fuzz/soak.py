@@ -220,7 +220,7 @@ class Soak:
             "--max-requests", 8, "--max-tokens", 96, "--chunk", 40, "--max-adapters", 3,
             "--slots", 4, "--block-size", 8, "--pages", 260, "--max-waiting", 64,
             "--image-cache-bytes", 1 << 14, "--drain-seconds", 20, "--dtype", "float32",
-            "--device", "cpu", "--send-seconds", 5, "--body-seconds", 5,
+            "--device", "cpu", "--send-seconds", 15, "--body-seconds", 15,
             cwd=self.folder,
         ).ready(240)  # fmt: skip
         listed = self.get("/v1/models")["data"]
@@ -403,7 +403,7 @@ class Soak:
                 event = json.loads(line[6:])
                 if "error" in event:
                     if not self.draining:
-                        self.tally.bad(f"{kind}: an error event: {line[:300]}")
+                        self.tally.bad(f"{kind}: {question.model}: an error event: {line[:300]}")
                     self.tally.note(kind, "error event")
                     return
                 for choice in event["choices"]:
@@ -484,7 +484,7 @@ class Soak:
             + b"\r\ncontent-type: application/json\r\ncontent-length: 5000\r\n\r\n"
         )  # fmt: skip
         try:
-            for _ in range(self.draw.choice((2, 80))):
+            for _ in range(self.draw.choice((2, 200))):
                 writer.write(b" ")
                 await writer.drain()
                 await asyncio.sleep(0.1)

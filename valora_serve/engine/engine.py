@@ -124,6 +124,7 @@ class Engine:
         if cuda if settings.compile is None else settings.compile:
             lmm.compile_layers()
         self.context_length = min(settings.context_length or lmm.context_length, lmm.context_length)
+        self._longest_token = max(map(len, lmm.tokenizer.get_vocab()))  # in characters
         self._modes = modes_of(settings.policy)
         mergeable = self._modes != {Mode.UNMERGED}
         page = PageShape(settings.block_size, lmm.layers, lmm.kv_heads, lmm.head_dim)
@@ -234,7 +235,26 @@ class Engine:
             ServeError: The request cannot be answered.
         """
         target = self.store.resolve(request.model)
+        self._check_characters(request)
         return Prepared(request, target, prepare_prompt(self.lmm, request, target.model.prompt))
+
+    def _check_characters(self, request: Request) -> None:
+        """Refuse a text that cannot fit, before it takes seconds to be tokenized.
+
+        Raises:
+            TooLongError: Even if all its tokens were the longest one, the text would not fit.
+        """
+        texts = [request.text or ""]
+        for message in request.messages or ():
+            content = message["content"]
+            parts = [{"text": content}] if isinstance(content, str) else content
+            texts += [part.get("text") or "" for part in parts]
+        most, chars = self.context_length * self._longest_token, sum(map(len, texts))
+        if chars > most:
+            raise TooLongError(
+                f"the prompt has {chars} characters, more than the {most} that fit into the "
+                f"context of {self.context_length} tokens: shorten it"
+            )
 
     def add(self, prepared: Prepared) -> None:
         """Put a request in the queue.

@@ -1,6 +1,7 @@
 """Limits on size and time, odd requests, clients that go away, and errors."""
 
 import json
+import re
 import socket
 import time
 
@@ -184,3 +185,119 @@ def test_an_unexpected_failure_is_a_500_that_tells_nothing():
         assert answer.status_code == 500
         assert "secret" not in answer.text
         assert answer.json()["error"]["code"] == "internal_error"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "said"),
+    [
+        ({}, 415, "no content type, .*-H 'content-type: application/json'"),
+        ({"content-type": "text/plain"}, 415, "'text/plain', .*-H 'content-type"),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415, "-H 'content-type: appl"),
+        ({"content-type": "application/vnd.api+json"}, 415, "reads application/json"),
+        ({"content-type": "application/jsonx"}, 415, "reads application/json"),
+        ({"content-type": "application/json; charset=latin-1"}, 415, "'latin-1': send JSON in UTF"),
+        ({"content-type": "application/json", "content-encoding": "gzip"}, 415, "uncompressed"),
+        ({"content-type": "application/json", "content-encoding": "identity"}, 200, ""),
+        ({"content-type": "application/json; charset=UTF-8"}, 200, ""),
+        ({"content-type": 'Application/JSON ;x=1; charset="utf-8"'}, 200, ""),
+        ({"content-type": "application/json;"}, 200, ""),
+    ],
+)
+def test_content_types_of_a_json_route(headers, status, said):
+    with serving() as server:
+        answer = server.client.post(CHAT, content=json.dumps(chat()), headers=headers)
+        assert answer.status_code == status, answer.text
+        if status == 415:
+            assert re.search(said, answer.json()["error"]["message"])
+            assert answer.json()["error"]["code"] == "unsupported_media_type"
+
+
+def test_every_json_route_says_which_content_type_it_reads(tmp_path):
+    key = "a key for the tests"
+    with serving(
+        api_key=key, allow_runtime_loading=True, adapter_folder=str(tmp_path),
+        state_file=str(tmp_path / "served.json"),
+    ) as server:  # fmt: skip
+        schema = server.client.get("/openapi.json").json()
+        posts = [path for path, operations in schema["paths"].items() if "post" in operations]
+        assert len(posts) >= 7
+        for path in posts:
+            answer = server.client.post(
+                path.replace("{domain}", "person"), content="a=1",
+                headers={"authorization": f"Bearer {key}",
+                         "content-type": "application/x-www-form-urlencoded"},
+            )  # fmt: skip
+            assert answer.status_code == 415, path
+            assert "-H 'content-type: application/json'" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["authorization", "content-type", "x-request-id", "origin", "content-encoding"],
+)
+def test_a_header_that_is_sent_twice_is_refused(header):
+    with serving(api_key="a key for the tests") as server:
+        twice = [("authorization", "Bearer a key for the tests"), (header, "a"), (header, "b")]
+        if header == "authorization":
+            twice.pop()
+        answer = server.client.get("/v1/models", headers=twice)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == (
+            f"The request has several {header} headers: send one"
+        )
+        fine = [("authorization", "Bearer a key for the tests"), ("accept", "a"), ("accept", "b")]
+        assert server.client.get("/v1/models", headers=fine).status_code == 200
+
+
+def test_two_hosts_and_two_lengths_are_refused():
+    twice = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nhost: evil.example\r\n\r\n"
+    with serving() as server:
+        assert b" 400 " in talk(server, twice)
+    head = b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: localhost\r\n"
+    with serving() as server:
+        twice = b"content-length: 2\r\ncontent-length: 3\r\n\r\n{} "
+        assert b" 400 " in talk(server, head + twice)
+
+
+def test_head_and_options_are_answered_on_every_path():
+    with serving() as server:
+        for path in ("/", "/health", "/ready", "/metrics", "/version", "/v1/models", "/v1/status",
+                     "/v1/models/tiny", "/docs", "/openapi.json", "/console/app.js"):  # fmt: skip
+            head = server.client.head(path)
+            assert head.status_code == 200, path
+            assert head.content == b""
+            got = server.client.get(path)
+            assert head.headers["content-type"] == got.headers["content-type"]
+            options = server.client.options(path)
+            assert options.status_code == 204
+            assert options.headers["allow"] == "GET, HEAD, OPTIONS"
+        assert server.client.head("/nothing").status_code == 404
+        assert server.client.head(CHAT).status_code == 405
+        assert server.client.options(CHAT).headers["allow"] == "OPTIONS, POST"
+        assert server.client.options("/nothing").status_code in (404, 405)
+
+
+def test_messages_name_files_without_their_folders():
+    engine = FakeEngine()
+    with serving(engine) as server:
+        engine.refuse = OverloadedError("adapter /srv/secret/place/a.bin: see /v1/models and /docs")
+        said = ask(server).json()["error"]["message"]
+        assert said == "adapter a.bin: see /v1/models and /docs"
+
+
+def test_bodies_in_progress_are_bounded_together():
+    body = chat("x" * 50_000)
+    with serving(max_held_bytes=120_000, body_seconds=30) as server:
+        held = []
+        for _ in range(2):
+            content = json.dumps(body).encode()
+            sock = socket.create_connection(("127.0.0.1", server.port))
+            sock.sendall(
+                b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: localhost\r\n"
+                b"content-type: application/json\r\ncontent-length: 60000\r\n\r\n" + content
+            )
+            held.append(sock)
+        until(lambda: ask(server, text="y" * 30_000).status_code == 429)
+        for sock in held:
+            sock.close()
+        until(lambda: ask(server, text="y" * 30_000).status_code != 429)

@@ -64,3 +64,61 @@ def test_connections_are_bounded():
         assert b" 503 " in held[0].recv(4096)
         for sock in held:
             sock.close()
+
+
+HEAD = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 50_000, b"chunks of less"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"a: b\r\n" * 5_000, b"128 headers"),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 5_000 + b"\r\n", b"128 headers"),
+        (b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500, b"requests wait"),
+        (b"\x16\x03\x01\x02\x00", b"not valid HTTP"),
+    ],
+    ids=["chunks", "trailers", "headers", "pipelined", "tls"],
+)
+def test_what_costs_more_than_its_bytes_is_refused_in_a_sentence(data, said):
+    with serving() as server, socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.settimeout(10)
+        found = b""
+        try:
+            sock.sendall(data)
+            while piece := sock.recv(65536):
+                found += piece
+        except OSError:
+            pass
+        assert b" 400 " in found
+        assert said in found
+        assert b'"invalid_request_error"' in found
+
+
+def test_chunks_of_a_usual_size_are_read():
+    def pieces():
+        yield b'{"messages": [{"role": "user", "content": "'
+        for _ in range(3_000):
+            yield b"x" * 100
+        for _ in range(300):
+            yield b"y"
+        yield b'"}]}'
+
+    with serving(max_prompt_chars=200_000) as server:
+        headers = {"content-type": "application/json"}
+        answer = server.client.post("/v1/chat/completions", content=pieces(), headers=headers)
+        assert answer.status_code == 400
+        assert "300300 characters" in answer.json()["error"]["message"]
+
+
+def test_the_rest_of_a_refused_body_has_to_arrive_in_time():
+    with serving(api_key="a key for the tests", body_seconds=0.3) as server:
+        server.server.config.http_protocol_class.message_seconds = 0.5
+        with socket.create_connection(("127.0.0.1", server.port)) as sock:
+            sock.settimeout(10)
+            sock.sendall(HEAD + b"content-length: 100\r\n\r\n{")
+            assert b" 401 " in sock.recv(65536)
+            with pytest.raises((ConnectionResetError, AssertionError)):
+                assert sock.recv(100) != b""

@@ -1,0 +1,440 @@
+"""Requests to every route: made from the OpenAPI schema, and hostile ones written by hand.
+
+``python -m tests.fuzz routes --cases 20000`` starts ``valora-serve`` with the tiny model and a
+random bundle in a process of its own. Another process asks ``/health`` twenty times a second
+meanwhile and keeps the slowest answer. The property: no 5xx but 503 and 504, every error in
+OpenAI's format, nothing undeclared, and the server ends with status 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import requests
+
+ROOT = Path(__file__).parents[2]
+SECRET = "an-admin-key-for-the-fuzzing"
+HEADERS = {"authorization": f"Bearer {SECRET}"}
+JSON = {"content-type": "application/json"}
+FORM = {"content-type": "multipart/form-data; boundary=b"}
+LIMIT_SECONDS = 0.2
+CHAT, COMPLETIONS, VISION = "/v1/chat/completions", "/v1/completions", "/v1/vision/scene"
+PATHS = (CHAT, COMPLETIONS, VISION, "/v1/load_lora_adapter", "/v1/unload_bundle")
+
+
+def hostile(rng: random.Random) -> dict[str, tuple[str, dict[str, str], bytes]]:
+    """Bodies that cost a careless server much: path, headers and content by name."""
+    many = rng.randrange(200_000, 2_000_000)
+    keys = b"{" + b",".join(b'"k%d":1' % n for n in range(many)) + b"}"
+    image = base64.b64encode(rng.randbytes(15_000_000))
+    user = [{"role": "user", "content": "a"}]
+    path = rng.choice(PATHS)
+    part = b'--b\r\ncontent-disposition: form-data; name="image"; filename="x"\r\n\r\nx\r\n'
+
+    def turn(content: bytes) -> bytes:
+        return b'{"messages":[{"role":"user","content":' + content + b'}],"max_tokens":1}'
+
+    def picture(url: bytes) -> bytes:
+        return turn(b'[{"type":"image_url","image_url":{"url":"' + url + b'"}}]')
+
+    bodies = {
+        "unknown keys": (path, keys),
+        "one key, repeated": (path, b"{" + b'"k":1,' * many + b'"k":1}'),
+        "long keys": (path, b"{" + b",".join(b'"%09000d":1' % n for n in range(5000)) + b"}"),
+        "nested lists": (path, b"[" * many),
+        "nested objects": (path, b'{"a":' * many),
+        "closed lists": (path, b"]" * many),
+        "tokens": (COMPLETIONS, b'{"prompt":[' + b"1," * many + b"1]}"),
+        "fewer tokens": (COMPLETIONS, b'{"prompt":[' + b"1," * 190_000 + b"1]}"),
+        "token lists": (COMPLETIONS, b'{"prompt":[' + b"[1]," * 900 + b"[1]]}"),
+        "texts": (COMPLETIONS, b'{"prompt":[' + b'"a",' * 900 + b'"a"]}'),
+        "stop texts": (COMPLETIONS, json.dumps(
+            {"prompt": "a" * 390_000, "stop": ["a" * n for n in range(1, 17)], "n": 16}).encode()),
+        "a huge integer": (path, b'{"n":' + b"9" * (10 * many) + b"}"),
+        "a long fraction": (path, b'{"temperature":0.' + b"1" * (10 * many) + b"}"),
+        "large integers": (COMPLETIONS, b'{"prompt":[' + (b"9" * 99 + b",") * 15_000 + b"1]}"),
+        "escapes": (CHAT, turn(b'"' + rb"\u0000" * many + b'"')),
+        "escaped quotes": (CHAT, turn(b'"' + rb"\"" * many + b'"')),
+        "quotes": (CHAT, turn(b'"' * many)),
+        "foreign characters": (CHAT, turn(('"' + "\u20ac" * many + '"').encode())),
+        "white space": (CHAT, turn(b" " * (10 * many))),
+        "one character": (CHAT, turn(b'"' + b"a" * 399_000 + b'"')),
+        "spaces": (COMPLETIONS, json.dumps({"prompt": " " * 399_000}).encode()),
+        "marks": (COMPLETIONS, json.dumps({"prompt": "a\u0301" * 199_000}).encode()),
+        "messages": (CHAT, b'{"messages":[' + b'{"role":"user","content":"a"},' * 9_000 + b"1]}"),
+        "turns": (CHAT, json.dumps({"messages": user * 2400}).encode()),
+        "wrong parts": (CHAT, turn(b"[" + b'{"type":"x"},' * 4_000 + b"1]")),
+        "unknown keys within": (CHAT, turn(b'[{"type":"text",' + keys[1:40_000] + b'":1}]')),
+        "a large schema": (CHAT, json.dumps({"messages": user, "response_format": {
+            "type": "json_schema",
+            "json_schema": {"schema": {"enum": [f"v{n}" for n in range(19_000)]}}}}).encode()),
+        "log probabilities": (CHAT, json.dumps({
+            "messages": user, "n": 16, "max_tokens": 64, "ignore_eos": True, "logprobs": True,
+            "top_logprobs": 20}).encode()),
+        "a logit bias": (CHAT, json.dumps(
+            {"messages": user, "logit_bias": {str(n): 1 for n in range(4000)}}).encode()),
+        "a large image": (CHAT, picture(b"data:image/png;base64," + image)),
+        "a long url": (CHAT, picture(b"http://" + b"a/" * many)),
+        "a surrogate": (CHAT, turn(rb'"\ud800"')),
+        "bytes": (path, rng.randbytes(many)),
+        "UTF-16": (path, ("{" * many).encode("utf-16")),
+        "too large": (path, b" " * (70 * 2**20)),
+    }  # fmt: skip
+    forms = {
+        "parts of a form": part * 20_000 + b"--b--",
+        "boundaries": part[:-3] + b"\r\n--bx" * many,
+        "headers of a part": b"--b\r\n" + b"a: b\r\n" * many,
+        "a part without end": part[:-3] + b"\r\n" * many,
+    }
+    long = {"content-type": f"multipart/form-data; boundary={'b' * 9000}"}
+    url_form = {"content-type": "application/x-www-form-urlencoded"}
+    made = {name: (place, JSON, body) for name, (place, body) in bodies.items()}
+    made |= {name: (VISION, FORM, body) for name, body in forms.items()}
+    made["a long boundary"] = (VISION, long, b"--" + b"b" * many)
+    made["a form in JSON's place"] = (path, url_form, b"a=1&" * many)
+    made["compressed"] = (path, JSON | {"content-encoding": "gzip"}, rng.randbytes(many))
+    return made
+
+
+def raw(rng: random.Random) -> dict[str, bytes]:
+    """Requests that HTTP clients do not send."""
+    post = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer "
+    post += SECRET.encode() + b"\r\ncontent-type: application/json\r\n"
+    chunked = post + b"transfer-encoding: chunked\r\n\r\n"
+    end = b" HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    get = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+    return {
+        "chunks of one byte": chunked + b"1\r\na\r\n" * 500_000,
+        "chunk extensions": chunked + b"1;" + b"a=b;" * 1_000_000,
+        "trailers": chunked + b"0\r\n" + b"a: b\r\n" * 500_000,
+        "pipelined requests": (get + b"\r\n") * 100_000,
+        "headers": get + b"a: b\r\n" * 10_000 + b"\r\n",
+        "a long path": b"GET /" + b"%41" * 20_000 + end,
+        "a long query": b"GET /health?" + b"a=b&" * 15_000 + end,
+        "two keys": post + b"authorization: Bearer x\r\ncontent-length: 2\r\n\r\n{}",
+        "two lengths": post + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}",
+        "noise": rng.randbytes(100_000),
+    }
+
+
+class Report:
+    """What was tried and what came of it."""
+
+    def __init__(self) -> None:
+        self.tried: Counter[str] = Counter()
+        self.outcomes: dict[str, Counter[str]] = {}
+        self.slowest: dict[str, float] = {}
+        self.health: dict[str, float] = {}
+        self.failures: list[str] = []
+        self._lock = threading.Lock()
+
+    def add(self, kind: str, outcome: str, seconds: float) -> None:
+        """Count a request; outcomes of HTTP are status codes."""
+        with self._lock:
+            self.tried[kind] += 1
+            self.outcomes.setdefault(kind, Counter())[outcome] += 1
+            self.slowest[kind] = max(self.slowest.get(kind, 0.0), seconds)
+
+    def failed(self, text: str) -> None:
+        """Keep a failure, with what reproduces it."""
+        with self._lock:
+            self.failures.append(text)
+        print(f"FAILED: {text}", file=sys.stderr, flush=True)
+
+    def table(self) -> str:
+        """A Markdown table."""
+        lines = ["| kind | requests | answers | slowest | `/health` |", "|" + " --- |" * 5]
+        for kind, count in self.tried.items():
+            said = ", ".join(f"{status}: {n}" for status, n in sorted(self.outcomes[kind].items()))
+            health = f"{self.health[kind]:.3f} s" if kind in self.health else ""
+            lines.append(f"| {kind} | {count} | {said} | {self.slowest[kind]:.2f} s | {health} |")
+        return "\n".join(lines)
+
+
+def watch(url: str, slowest: Any, asked: Any, stop: Any) -> None:
+    """Ask ``/health`` on a new connection every time, and keep the slowest answer."""
+    host, port = url.removeprefix("http://").split(":")
+    request = f"GET /health HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode()
+    while not stop.is_set():
+        began = time.perf_counter()
+        try:
+            with socket.create_connection((host, int(port)), timeout=30) as sock:
+                sock.sendall(request)
+                answer = b""
+                while piece := sock.recv(4096):
+                    answer += piece
+            good = b" 200 " in answer[:20]
+        except OSError:
+            good = False
+        seconds = time.perf_counter() - began if good else 60.0
+        slowest.value = max(slowest.value, seconds)
+        asked.value += 1
+        time.sleep(0.05)
+
+
+def start(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """Start ``valora-serve`` with a random bundle; returns the process and its URL."""
+    from tests.support.serve_helpers import make_bundle
+
+    make_bundle(folder / "bundle", "tiny")
+    (folder / "store").mkdir()
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    roots = os.pathsep.join(str(ROOT / part) for part in ("", "data", "kernels", "teachers"))
+    settings = {"PYTHONPATH": roots, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+                "VALORA_COST_FOLDER": str(folder / "costs"), "VALORA_PROFILE": "false"}  # fmt: skip
+    arguments = [
+        sys.executable, "-m", "valora_serve.cli", str(folder / "bundle"), "--no-golden",
+        "--port", str(port), "--api-key", SECRET, "--allow-runtime-loading", "--adapter-folder",
+        str(folder / "store"), "--state-file", str(folder / "served.json"), "--log-level", "error",
+        "--answer-tokens", "16",
+    ]  # fmt: skip
+    with (folder / "log.txt").open("wb") as log:
+        process = subprocess.Popen(
+            arguments, cwd=folder, env=os.environ | settings, stdout=log, stderr=log
+        )
+    url = f"http://127.0.0.1:{port}"
+    end = time.monotonic() + 300
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
+                return process, url
+        except httpx.TransportError:
+            time.sleep(0.2)
+    raise RuntimeError((folder / "log.txt").read_text())
+
+
+def send_hostile(
+    url: str, rng: random.Random, rounds: int, at_once: int, report: Report, slowest: Any
+) -> None:
+    """Send every hostile body `at_once` times at the same time, and every raw request."""
+
+    def attacked(name: str, work: Callable[[], None]) -> None:
+        before, slowest.value = slowest.value, 0.0
+        together(work, at_once)
+        time.sleep(0.1)  # what has been asked meanwhile is answered
+        report.health[name] = max(report.health.get(name, 0.0), slowest.value)
+        slowest.value = max(before, slowest.value)
+
+    for _ in range(rounds):
+        for name, (path, headers, content) in hostile(rng).items():
+            print(name, file=sys.stderr, flush=True)
+
+            def ask(name=name, path=path, headers=headers, content=content) -> None:
+                began = time.perf_counter()
+                try:
+                    answer = httpx.post(
+                        url + path, content=content, headers=HEADERS | headers, timeout=120,
+                        trust_env=False,
+                    )  # fmt: skip
+                except httpx.TransportError as error:
+                    report.add(name, "hung up", time.perf_counter() - began)
+                    if len(content) < 2**20:
+                        report.failed(f"{name}: {error!r} from {path}")
+                    return
+                report.add(name, str(answer.status_code), time.perf_counter() - began)
+                check(answer, f"{name} to {path}", report)
+
+            attacked(name, ask)
+        for name, data in raw(rng).items():
+
+            def talk(name=name, data=data) -> None:
+                began = time.perf_counter()
+                try:
+                    with socket.create_connection(address(url), timeout=10) as sock:
+                        sender = threading.Thread(target=_send, args=(sock, data), daemon=True)
+                        sender.start()
+                        answer = sock.recv(65536)
+                except OSError:
+                    answer = b""
+                status = answer[9:12].decode("ascii", "replace") if answer else "hung up"
+                report.add(name, status, time.perf_counter() - began)
+                if status.startswith("5"):
+                    report.failed(f"{name}: status {status}")
+
+            attacked(name, talk)
+
+
+def _send(sock: socket.socket, data: bytes) -> None:
+    try:
+        sock.sendall(data)
+    except OSError:
+        return
+
+
+def address(url: str) -> tuple[str, int]:
+    """Host and port of a URL."""
+    host, port = url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+def together(work: Callable[[], None], count: int) -> None:
+    """Run a function in several threads at a time."""
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def check(answer: httpx.Response, what: str, report: Report) -> None:
+    """The property of every answer."""
+    if answer.status_code >= 500 and answer.status_code not in (503, 504):
+        report.failed(f"{what}: status {answer.status_code}: {answer.text[:300]}")
+    elif answer.status_code >= 400:
+        try:
+            message = answer.json()["error"]["message"]
+            assert isinstance(message, str) and 0 < len(message) < 2000
+        except (ValueError, KeyError, TypeError, AssertionError):
+            text = answer.text[:300]
+            report.failed(f"{what}: status {answer.status_code} without a message: {text}")
+
+
+def send_made(url: str, cases: int, seed: int, report: Report) -> None:
+    """Send requests that schemathesis makes from the OpenAPI schema, right and wrong ones."""
+    import hypothesis
+    import schemathesis
+    from schemathesis import GenerationMode
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi.checks import (
+        content_type_conformance,
+        response_headers_conformance,
+        response_schema_conformance,
+        status_code_conformance,
+    )
+
+    checks = [
+        status_code_conformance, content_type_conformance, response_headers_conformance,
+        response_schema_conformance,
+    ]  # fmt: skip
+    found = httpx.get(f"{url}/openapi.json", timeout=60, trust_env=False).json()
+    schema = schemathesis.openapi.from_dict(found)
+    operations = [item.ok() for item in schema.get_all_operations()]
+    plans = [
+        (operation, mode)
+        for operation in operations
+        for mode in GenerationMode
+        if mode is GenerationMode.POSITIVE or operation.body or operation.path_parameters
+    ]
+    # Routes without any input need no thousands of requests.
+    weights = [10 if operation.body else 1 for operation, _ in plans]
+    session = requests.Session()
+    session.trust_env = False
+
+    def made(operation: Any, mode: GenerationMode, weight: int) -> None:
+        count = max(10, cases * weight // sum(weights))
+        name = f"{operation.method.upper()} {operation.path} ({mode.value})"
+
+        @hypothesis.seed(seed)
+        @hypothesis.settings(
+            max_examples=count, deadline=None, database=None, print_blob=True,
+            suppress_health_check=list(hypothesis.HealthCheck),
+            phases=[hypothesis.Phase.generate],
+        )  # fmt: skip
+        @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+        def ask(case) -> None:
+            if len(str(case.body)) % 2 and isinstance(case.body, dict) and "model" in case.body:
+                case.body["model"] = ["tiny", "scene", "traffic", "sample/adapter-1"][
+                    len(str(case.body)) // 2 % 4
+                ]
+            if "domain" in (case.path_parameters or {}) and len(str(case.body)) % 2:
+                case.path_parameters["domain"] = "scene"
+            began = time.perf_counter()
+            answer = case.call(base_url=url, headers=HEADERS, timeout=120, session=session)
+            report.add(name, str(answer.status_code), time.perf_counter() - began)
+            if answer.status_code not in (503, 504):
+                not_a_server_error(None, answer, case)
+            case.validate_response(answer, checks=checks)
+
+        try:
+            ask()  # type: ignore[call-arg]
+        except Exception as error:  # noqa: BLE001 - reported with what reproduces it
+            report.failed(f"{name}: {error}")
+        print(f"{name}: {report.tried[name]} requests", file=sys.stderr, flush=True)
+
+    for (operation, mode), weight in zip(plans, weights, strict=True):
+        made(operation, mode, weight)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the fuzzing; returns 1 if a property failed."""
+    parser = argparse.ArgumentParser("make fuzz ARGS='routes …'", description=__doc__)
+    parser.add_argument("--cases", type=int, default=20_000, help="requests made from the schema")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of the hostile bodies")
+    parser.add_argument("--at-once", type=int, default=8, help="the same hostile body at a time")
+    parser.add_argument(
+        "--health-seconds", type=float, default=LIMIT_SECONDS, help="slowest answer of /health"
+    )
+    chosen = parser.parse_args(arguments)
+    report = Report()
+    context = multiprocessing.get_context("spawn")
+    slowest = {part: context.Value("d", 0.0) for part in ("idle", "hostile", "made")}
+    asked = context.Value("l", 0)
+    with tempfile.TemporaryDirectory() as place:
+        process, url = start(Path(place))
+        server = psutil.Process(process.pid)
+        idle = server.memory_info().rss
+        peak = idle
+        try:
+            for part, value in slowest.items():
+                stop = context.Event()
+                watcher = context.Process(target=watch, args=(url, value, asked, stop))
+                watcher.start()
+                if part == "idle":
+                    time.sleep(10)  # what this machine takes without any attack
+                elif part == "hostile":
+                    rng = random.Random(chosen.seed)
+                    send_hostile(url, rng, chosen.rounds, chosen.at_once, report, value)
+                else:
+                    send_made(url, chosen.cases, chosen.seed, report)
+                stop.set()
+                watcher.join()
+            peak = _peak(process.pid)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            status = process.wait(120)
+            log = (Path(place) / "log.txt").read_text()
+    if status != 0:
+        report.failed(f"the server ended with status {status}")
+    if "Traceback" in log:
+        report.failed(f"the server logged a traceback:\n{log[log.index('Traceback') :][:3000]}")
+    for part, value in slowest.items():
+        if part != "idle" and value.value > chosen.health_seconds:
+            report.failed(f"/health took {value.value:.3f} s ({part})")
+    print(report.table())
+    print(
+        f"\n{sum(report.tried.values())} requests; slowest /health of {asked.value}: "
+        + ", ".join(f"{value.value:.3f} s ({part})" for part, value in slowest.items())
+        + f"; peak memory {(peak - idle) / 2**20:.0f} MB above idle; "
+        f"{len(report.failures)} failures"
+    )
+    for failure in report.failures:
+        print(f"\nfailed: {failure}")
+    return int(bool(report.failures))
+
+
+def _peak(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -1,0 +1,142 @@
+"""Shutting down: what finishes, what is refused, and how the rest ends."""
+
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from tests.support.fake_engine import FakeEngine
+from tests.support.http_helpers import CHAT, ask, begin, chat, encoded, picture, serving, until
+
+LONG = {"max_tokens": 100_000, "ignore_eos": True}
+
+
+def stopping(server):
+    """Stop the server as a signal does, in a thread."""
+    server.server.should_exit = True
+    until(lambda: server.app.state.context.drain.begun)
+
+
+def rest(sock):
+    """Everything that comes until the server closes the connection."""
+    found = b""
+    while piece := sock.recv(65536):
+        found += piece
+    return found
+
+
+def events(found):
+    return [line[6:] for line in found.decode().splitlines() if line.startswith("data: ")]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "vision/person"])
+def test_new_requests_get_a_503_while_running_ones_finish(path):
+    engine = FakeEngine(step=0.03)
+    with serving(engine, drain_seconds=20) as server:
+        answers = []
+        body = chat(max_tokens=150, ignore_eos=True)
+        thread = threading.Thread(
+            target=lambda: answers.append(server.client.post(CHAT, json=body))
+        )
+        thread.start()
+        until(lambda: engine.running)
+        stopping(server)
+        with httpx.Client(base_url=server.url, trust_env=False) as other:  # a new connection
+            sent = {"messages": body["messages"]} if "chat" in path else {"prompt": "a"}
+            refused = other.post(f"/v1/{path}", json=sent)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "draining"
+            assert int(refused.headers["retry-after"]) >= 1
+        assert httpx.get(f"{server.url}/health").json() == {"status": "draining"}
+        assert httpx.get(f"{server.url}/ready").status_code == 503
+        assert "valora_num_requests_running 1" in httpx.get(f"{server.url}/metrics").text
+        assert httpx.get(f"{server.url}/v1/status").json()["ready"] is False
+        thread.join()
+        assert answers[0].json()["usage"]["completion_tokens"] == 150
+        server.stop()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/health")
+    assert engine.closed
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_that_does_not_finish_in_time_ends_with_an_error_event(n):
+    engine = FakeEngine(step=0.02)
+    with serving(engine, drain_seconds=0.3) as server:
+        with begin(server, chat(stream=True, n=n, **LONG)) as sock:
+            until(lambda: len(engine.running) == n)
+            stopping(server)
+            *_, error, done = events(rest(sock))
+        assert done == "[DONE]"
+        found = json.loads(error)["error"]
+        assert (found["code"], found["type"]) == ("draining", "server_error")
+        until(lambda: not engine.running)
+        assert len(engine.cancelled) == n
+        server.stop()
+
+
+def test_a_request_that_does_not_finish_in_time_gets_a_503():
+    engine = FakeEngine(step=0.02, slots=1)
+    with serving(engine, drain_seconds=0.3) as server:
+        with begin(server, chat(**LONG)) as running:
+            until(lambda: engine.running)
+            with begin(server, chat(**LONG)) as waiting:
+                until(lambda: engine.waiting)
+                stopping(server)
+                for sock in (running, waiting):
+                    found = rest(sock)
+                    assert b" 503 " in found.split(b"\r\n")[0]
+                    assert b'"draining"' in found
+        server.stop()
+
+
+def test_requests_that_have_not_reached_the_engine_end_as_well():
+    with serving(drain_seconds=0.3) as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as slow:
+            slow.settimeout(10)
+            slow.sendall(
+                b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: localhost\r\n"
+                b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
+            )
+            drain = server.app.state.context.drain
+            until(lambda: not drain.idle)
+            stopping(server)
+            assert b" 503 " in rest(slow)
+        server.stop()
+
+
+def test_a_request_that_waits_for_something_else_is_cancelled(monkeypatch):
+    import asyncio
+
+    with serving(drain_seconds=0.2) as server:
+
+        async def never(*_):
+            await asyncio.sleep(1000)
+
+        monkeypatch.setattr(server.app.state.context.media, "decode_image", never)
+        answers = []
+        files = {"image": encoded(picture())}
+        thread = threading.Thread(
+            target=lambda: answers.append(server.client.post("/v1/vision/person", files=files))
+        )
+        thread.start()
+        until(lambda: not server.app.state.context.drain.idle)
+        began = time.monotonic()
+        stopping(server)
+        thread.join()
+        assert answers[0].status_code == 503
+        assert answers[0].json()["error"]["code"] == "draining"
+        assert time.monotonic() - began < 20
+        server.stop()
+
+
+def test_an_idle_server_stops_at_once_in_spite_of_open_connections():
+    with serving(drain_seconds=60) as server:
+        assert ask(server).status_code == 200  # leaves a connection open
+        with socket.create_connection(("127.0.0.1", server.port)):
+            began = time.monotonic()
+            server.stop()
+            assert time.monotonic() - began < 15

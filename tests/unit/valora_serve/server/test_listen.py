@@ -1,0 +1,117 @@
+"""Addresses and certificates are checked before a model is loaded."""
+
+import socket
+import subprocess
+import time
+
+import pytest
+
+from valora_serve import cli
+from valora_serve.errors import SettingsError
+from valora_serve.server.listen import bind, check_certificate, ready
+from valora_serve.server.settings import ServerSettings
+
+
+def settings(**chosen):
+    return ServerSettings(**{"host": "127.0.0.1", "port": 0} | chosen)
+
+
+def test_a_port_in_use_is_said_whether_its_owner_listens_yet_or_not():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(SettingsError, match=f"port {port} of 127.0.0.1 is in use: .*--port"):
+            bind(settings(port=port))
+    (first,) = bind(settings())
+    with first, pytest.raises(SettingsError, match="in use"):
+        bind(settings(port=first.getsockname()[1]))
+
+
+def test_a_bound_port_refuses_until_it_listens_and_is_taken_again_after_a_restart():
+    (sock,) = bind(settings())
+    port = sock.getsockname()[1]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    ready([sock])[0].listen()
+    sock.setblocking(True)
+    client = socket.create_connection(("127.0.0.1", port))
+    accepted, _ = sock.accept()
+    accepted.close()  # the server's side ends first, and lingers
+    sock.close()
+    client.close()
+    time.sleep(0.05)
+    (again,) = bind(settings(port=port))
+    ready([again])[0].listen()
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ({"host": "no.such.host.invalid"}, "host no.such.host.invalid is not known"),
+        ({"host": "a" * 300}, "is not known"),
+        ({"host": "192.0.2.7"}, "host 192.0.2.7 is no address of this machine"),
+    ],
+)
+def test_hosts_that_are_none_of_this_machine(chosen, said):
+    with pytest.raises(SettingsError, match=said):
+        bind(settings(**chosen))
+
+
+def test_localhost_listens_on_one_port_of_all_its_addresses():
+    sockets = bind(settings(host="localhost"))
+    assert len({sock.getsockname()[1] for sock in sockets}) == 1
+    for sock in sockets:
+        sock.close()
+
+
+def certificate(folder, name):
+    command = [
+        "openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj",
+        "/CN=localhost", "-keyout", folder / f"{name}.key", "-out", folder / f"{name}.pem",
+    ]  # fmt: skip
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("openssl makes the certificate, and is not installed")
+
+
+def test_certificates(tmp_path):
+    certificate(tmp_path, "a")
+    certificate(tmp_path, "b")
+    (tmp_path / "text").write_text("hello")
+    locked = ["openssl", "rsa", "-aes256", "-passout", "pass:1234", "-in", tmp_path / "a.key",
+              "-out", tmp_path / "locked.key"]  # fmt: skip
+    subprocess.run(locked, check=True, capture_output=True)
+
+    def check(cert, key):
+        check_certificate(settings(tls_cert=str(tmp_path / cert), tls_key=str(tmp_path / key)))
+
+    check("a.pem", "a.key")
+    for cert, key, said in (
+        ("c.pem", "a.key", "tls_cert .*c.pem cannot be read"),
+        ("a.pem", "c.key", "tls_key .*c.key cannot be read"),
+        ("a.pem", "b.key", "belong together"),
+        ("text", "a.key", "no certificate"),
+        ("a.pem", "locked.key", "needs a password"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            check(cert, key)
+
+
+def test_the_command_says_so_before_it_loads_anything(monkeypatch, capsys, tmp_path):
+    async def never(*_):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(cli, "make_engine", never)
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert cli.main(["--port", str(port)]) == 1
+        assert f"error: port {port} of 127.0.0.1 is in use" in capsys.readouterr().err
+    missing = ["--tls-cert", "no.pem", "--tls-key", "no.key"]
+    assert cli.main(missing) == 1
+    assert "error: tls_cert no.pem cannot be read" in capsys.readouterr().err

@@ -16,7 +16,12 @@ from valora_serve import types
 from valora_serve.errors import RequestError, ServeError
 from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import error_answers
-from valora_serve.server.api.requests import check_text, read_messages, time_left
+from valora_serve.server.api.requests import (
+    check_text,
+    read_messages,
+    time_left,
+    within_deadline,
+)
 from valora_serve.server.api.schema import EmbeddingAnswer, EmbeddingRequest
 from valora_serve.server.bodies import JsonLimits
 from valora_serve.server.envelope import until_disconnect
@@ -49,7 +54,10 @@ def router(context: ServerContext) -> APIRouter:
         since = time.monotonic()
         model = context.service.model(body.model)
         request.state.facts["model"] = model.name
-        prompts = await _prompts(context, request, body)
+        prompts = await within_deadline(
+            _prompts(context, request, body),
+            request.receive, context, model, body.valora.deadline, since,
+        )  # fmt: skip
         deadline = time_left(context, model, body.valora.deadline, since)
         identity = f"embd-{new_id()}"
         requests = [
@@ -80,9 +88,7 @@ async def _prompts(
         raise RequestError("Send input, which are texts or tokens, or messages: one of them")
     if body.messages is not None:
         pixels = request.state.stack.enter_context(context.media.pixels())
-        turns, images, videos = await until_disconnect(
-            request.receive, read_messages(body.messages, context, pixels)
-        )
+        turns, images, videos = await read_messages(body.messages, context, pixels)
         if turns is None:
             parts = [{"type": "image"}] * len(images) + [{"type": "video"}] * len(videos)
             turns = [{"role": "user", "content": parts}]

@@ -96,6 +96,7 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
+        context.grammars.read()
         yield
         context.drain.begun = True
         await context.media.close()

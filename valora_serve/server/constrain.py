@@ -19,6 +19,7 @@ import numpy as np
 
 from valora_serve.errors import RequestError
 from valora_serve.server.json_schema import prepare
+from valora_serve.server.telemetry.logs import LOG
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,7 +47,7 @@ class Grammars:
     """Makes constraints from JSON schemas; compiled schemas are cached.
 
     Args:
-        engine: Engine whose tokenizer is used; it is read at the first constraint.
+        engine: Engine whose tokenizer is used.
     """
 
     def __init__(self, engine: EngineClient) -> None:
@@ -56,6 +57,17 @@ class Grammars:
         self._lock = threading.Lock()
         # One thread, so that schemas that are slow to compile leave the other cores to the engine.
         self._compiling = ThreadPoolExecutor(1, "schema")
+
+    def read(self) -> None:
+        """Read the engine's tokenizer; this holds up all threads for seconds, so do it at start."""
+        import llguidance.hf
+
+        if self._engine.tokenizer is None:
+            return
+        try:
+            self._tokenizer = llguidance.hf.from_tokenizer(self._engine.tokenizer)
+        except ValueError as error:
+            LOG.warning("response_format is not served with this tokenizer: %s", error)
 
     async def json(
         self, schema: Mapping[str, Any] | bool | None, count: int = 1
@@ -104,12 +116,13 @@ class Grammars:
             RequestError: The grammar engine cannot use the schema, or exceeds its limits.
         """
         import llguidance
-        import llguidance.hf
 
-        if schema is False:
-            raise RequestError("No answer satisfies the JSON schema: it is false")
         if self._tokenizer is None:
-            self._tokenizer = llguidance.hf.from_tokenizer(self._engine.tokenizer)
+            self.read()
+        if self._tokenizer is None:
+            raise RequestError(
+                "The base model's tokenizer takes no JSON schema: leave response_format out"
+            )
         try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(
                 json.dumps({} if schema is True else schema),

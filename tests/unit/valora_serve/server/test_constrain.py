@@ -185,3 +185,21 @@ def test_a_huge_schema_is_400():
             assert answer.status_code == 400
             assert said in answer.json()["error"]["message"]
     assert not engine.asked
+
+
+def test_the_tokenizer_is_read_before_the_first_request(monkeypatch):
+    """Reading a large vocabulary holds up the event loop for seconds."""
+    engine = FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny")))
+    with serving(engine) as server:
+        monkeypatch.setattr(Grammars, "read", None)
+        answer = ask(server, response_format={"type": "json_object"}, max_tokens=3)
+        assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("tokenizer", [None, "not a fast tokenizer"])
+def test_a_tokenizer_that_takes_no_schema_is_told(tokenizer):
+    with serving(FakeEngine(tokenizer=tokenizer)) as server:
+        assert ask(server).status_code == 200
+        answer = ask(server, response_format={"type": "json_object"})
+        assert answer.status_code == 400
+        assert "tokenizer" in answer.json()["error"]["message"]

@@ -279,6 +279,8 @@ class FakeEngine:
             )
         if (folder / "adapter_model.safetensors").read_bytes()[:4] == b"nope":
             raise errors.AdapterError(f"adapter {name} is damaged: export it again")
+        if name in self._served and self._served[name].bundle:
+            raise errors.AdapterError(f"{name} is a name that something else has")
         made = replace(ADAPTER, name=name, adapter=name, root=str(folder), bundle=None)
         self._served[name] = made
         return made
@@ -299,7 +301,10 @@ class FakeEngine:
             replace(PERSON, name=domain, bundle=name, root=str(folder))
             for domain in manifest["domains"]
         ]
-        self._served |= {model.name: model for model in made}
+        kept = {key: model for key, model in self._served.items() if model.bundle != name}
+        if taken := kept.keys() & {model.name for model in made}:
+            raise errors.AdapterError(f"{taken} are names that something else has")
+        self._served = kept | {model.name: model for model in made}
         return made
 
     async def unload_bundle(self, name):

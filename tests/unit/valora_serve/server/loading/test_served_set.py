@@ -1,15 +1,19 @@
 """Loading and unloading at run time: who may, from where, what is refused, what is remembered."""
 
+import asyncio
+import errno
 import json
 import os
+import shutil
 import stat
 import zipfile
 
 import pytest
 
+from tests.support.disk_faults import failing
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import serving
-from valora_serve.errors import SettingsError
+from valora_serve.errors import SettingsError, StorageError
 from valora_serve.server.access.keys import new_key
 from valora_serve.server.loading.served_set import ServedSet
 
@@ -341,3 +345,217 @@ def test_the_state_file_is_for_the_owner(place):
     run(make(place, FakeEngine()).load_adapter("one", "good", replace=False))
     mode = stat.S_IMODE((place / "state" / "served.json").stat().st_mode)
     assert mode & 0o022 == 0
+
+
+# Whatever fails: what is served, what is recorded and what is answered agree
+
+
+def roots(server):
+    return {model.name: model.root for model in server.engine.models()}
+
+
+def after_restart(place, bundles=()):
+    """What a new process serves, by name."""
+    from valora_serve.server.loading import startup
+
+    async def start():
+        engine = FakeEngine()
+
+        async def warm_up():
+            pass
+
+        served = make(place, engine)
+        await startup.load_all(engine, bundles, served, warm_up=warm_up, replay=False)
+        return {model.name: model.root for model in engine.models()}
+
+    return run(start())
+
+
+CHANGES = {
+    "load": lambda served: served.load_adapter("new", "good", replace=False),
+    "replace": lambda served: served.load_adapter("mine", "other", replace=True),
+    "unload": lambda served: served.unload_adapter("mine"),
+    "load bundle": lambda served: served.load_bundle("vans"),
+    "replace bundle": lambda served: served.load_bundle("cars-2"),
+    "replace the command line's": lambda served: served.load_bundle("boats-2"),
+    "unload bundle": lambda served: served.unload_bundle("cars"),
+    "unload the command line's": lambda served: served.unload_bundle("boats"),
+}
+ERRORS = (errno.ENOSPC, errno.EROFS, errno.EIO, errno.EACCES)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_disk_that_fails_at_any_moment(place, change):
+    adapters = place / "adapters"
+    bundle(adapters / "vans", ("van",), "vans")
+    bundle(adapters / "cars-2", ("car", "bus"), "cars")
+    bundle(adapters / "boats-2", ("ship",), "boats")
+    boats = bundle(place / "boats", ("boat",), "boats")
+    failed = []
+    for at in range(9):
+        shutil.rmtree(place / "state", ignore_errors=True)
+        engine = FakeEngine()
+        served = make(place, engine)
+
+        def now(engine=engine):
+            return {model.name: model.root for model in engine.models()}
+
+        async def prepare(engine=engine, served=served):
+            await engine.load_bundle(boats)
+            await served.load_adapter("mine", "good", replace=False)
+            await served.load_bundle("cars")
+
+        run(prepare())
+        before = now()
+        error = ERRORS[at % len(ERRORS)]
+        with failing(place / "state", at, OSError(error, os.strerror(error))) as faults:
+            try:
+                run(CHANGES[change](served))
+            except StorageError as told:
+                assert now() == before
+                for part in (os.strerror(error), "served.json", "so nothing was changed"):
+                    assert part in str(told)
+                failed.append(faults.seen[at])
+            else:
+                assert now() != before
+        assert after_restart(place, [boats]) == now()
+    # Every operation up to the renaming fails the change, and none after it.
+    assert failed == ["mkdir", "open", "write", "fsync", "write", "replace"]
+
+
+def test_the_answer_of_a_full_disk(place):
+    with serving(**settings(place)) as server:
+        assert load(server, "good").status_code == 200
+        before = names(server)
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        for path, body in (
+            ("load_lora_adapter", {"lora_name": "new", "lora_path": "good"}),
+            ("unload_lora_adapter", {"lora_name": "mine"}),
+            ("load_bundle", {"bundle_path": "cars"}),
+        ):
+            with failing(place / "state", 3, full):
+                answer = post(server, path, body)
+            assert answer.status_code == 507
+            assert answer.json()["error"]["code"] == "storage_failed"
+            assert "free space on that disk" in answer.json()["error"]["message"]
+            assert names(server) == before
+
+
+def test_a_bundle_of_the_command_line_that_was_replaced_and_unloaded_stays_away(place):
+    first = bundle(place / "cars-0", ("car", "bus"))
+    engine = FakeEngine()
+    run(engine.load_bundle(first))
+    with serving(engine, **settings(place)) as server:
+        assert post(server, "load_bundle", {"bundle_path": "cars"}).status_code == 200
+        assert after_restart(place, [first]) == roots(server)
+        assert "bus" not in roots(server)
+        assert post(server, "unload_bundle", {"bundle_name": "cars"}).status_code == 200
+        assert not {"car", "bus"} & names(server)
+        assert after_restart(place, [first]) == roots(server)
+        assert after_restart(place, [first]) == roots(server)
+        assert post(server, "load_bundle", {"bundle_path": "cars"}).status_code == 200
+        assert after_restart(place, [first]) == roots(server)
+    assert run(served_after(place, [first]))[0] >= {"car"}
+
+
+def test_what_could_not_be_restored_can_be_forgotten(place):
+    with serving(**settings(place)) as server:
+        assert load(server, "good").status_code == 200
+        assert post(server, "load_bundle", {"bundle_path": "cars"}).status_code == 200
+    shutil.move(place / "adapters", place / "away")
+    (place / "adapters").mkdir()
+    engine = FakeEngine()
+    served = make(place, engine)
+    served.read()
+    assert len(run(served.restore())) == 2
+    run(served.unload_adapter("mine"))
+    run(served.unload_bundle("cars"))
+    shutil.rmtree(place / "adapters")
+    shutil.move(place / "away", place / "adapters")
+    assert after_restart(place) == {model.name: model.root for model in FakeEngine().models()}
+
+
+def test_the_folder_of_the_state_file_may_go_under_a_running_server(place):
+    with serving(**settings(place)) as server:
+        assert load(server, "good").status_code == 200
+        shutil.rmtree(place / "state")
+        assert load(server, "other", "second").status_code == 200
+        assert after_restart(place) == roots(server)
+        shutil.rmtree(place / "state")
+        (place / "state").write_text("a file in its place")
+        assert load(server, "other", "third").status_code == 507
+        assert post(server, "unload_lora_adapter", {"lora_name": "mine"}).status_code == 507
+        assert {"mine", "second"} <= names(server) and "third" not in names(server)
+
+
+@pytest.mark.parametrize(
+    ("make_file", "message"),
+    [
+        (lambda file: file.write_text('{"version": 2, "fleets": {}}'), "newer version"),
+        (lambda file: file.write_text("[" * 10**5), "damaged, as it is nested"),
+        (lambda file: file.write_text('{"adapters": {"a": "x", "a": "y"}}'), "key 'a' twice"),
+        (lambda file: file.write_text('{"bundles": {"a": "\\ud800"}}'), "not Unicode"),
+        (lambda file: file.write_bytes(b"\xff"), "damaged"),
+        (lambda file: file.write_text(""), "damaged"),
+        (lambda file: file.mkdir(), "no regular file"),
+        (os.mkfifo, "no regular file"),
+    ],
+)
+def test_state_files_that_are_none(place, make_file, message):
+    file = place / "state" / "served.json"
+    file.parent.mkdir()
+    make_file(file)
+    with pytest.raises(SettingsError, match=message):
+        make(place, FakeEngine()).read()
+
+
+def test_a_draft_that_a_crash_left_does_not_count(place):
+    run(make(place, FakeEngine()).load_adapter("one", "good", replace=False))
+    (place / "state" / "served.json.partial").write_text('{"adapters": {"two"')
+    after, problems = run(served_after(place))
+    assert "one" in after and problems == []
+    run(make(place, FakeEngine()).load_adapter("two", "good", replace=False))
+
+
+def test_a_replay_that_breaks_leaves_nothing_behind(place):
+    async def breaks(folder):
+        raise ZeroDivisionError
+
+    async def life():
+        engine = FakeEngine()
+        served = make(place, engine, breaks)
+        with pytest.raises(ZeroDivisionError):
+            await served.load_bundle("cars")
+        return {model.name for model in engine.models()}
+
+    assert "car" not in run(life())
+    assert list((place / "state").iterdir()) == []
+
+
+def test_a_load_goes_on_when_its_client_leaves(place):
+    class Slow(FakeEngine):
+        async def load_adapter(self, name, folder):
+            await asyncio.sleep(0.5)
+            return await super().load_adapter(name, folder)
+
+    from tests.support.http_helpers import until
+
+    with serving(Slow(), **settings(place)) as server:
+        body = {"lora_name": "mine", "lora_path": "good"}
+        with pytest.raises(Exception, match="timed out"):
+            server.client.post("/v1/load_lora_adapter", json=body, timeout=0.1,
+                               headers={"authorization": f"Bearer {SECRET}"})  # fmt: skip
+        until(lambda: "mine" in roots(server))
+        until(lambda: "mine" in names(server))
+        assert after_restart(place) == roots(server)
+
+
+def test_files_that_are_no_files_end_in_one_sentence(place):
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        folder = adapter(place / "adapters" / name.replace(".", "-"))
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with serving(**settings(place)) as server:
+            answer = load(server, folder.name)
+            assert answer.status_code == 400
+            assert "is no PEFT adapter" in answer.json()["error"]["message"]

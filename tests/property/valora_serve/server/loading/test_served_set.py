@@ -1,0 +1,180 @@
+"""Any sequence of loads, unloads, faults and restarts serves what a simple table says."""
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.support.disk_faults import failing
+from tests.support.fake_engine import FakeEngine
+from valora_data.errors import ValoraError
+from valora_serve.errors import StorageError
+from valora_serve.server.loading import startup
+from valora_serve.server.loading.served_set import ServedSet
+
+FOLDERS = {  # name of the bundle, and its domains
+    "cars-1": ("cars", ("car",)),
+    "cars-2": ("cars", ("car", "van")),
+    "vans": ("vans", ("van", "bus")),
+    "boats": ("boats", ("boat",)),
+}
+COMMAND_LINE = {"cars-0": ("cars", ("car", "bus")), "boats-0": ("boats", ("boat", "ship"))}
+ADAPTERS = ("a", "b")
+NAMES = ("x", "y", "car")
+BUILT_IN = {model.name: model.root for model in FakeEngine().models()}
+
+
+class Killed(BaseException):
+    """The process dies here."""
+
+
+class Serving(RuleBasedStateMachine):
+    """The table: folder and domains of each served bundle, folder of each adapter."""
+
+    @initialize()
+    def start(self):
+        self.place = Path(tempfile.mkdtemp())
+        for name, (bundle, domains) in (FOLDERS | COMMAND_LINE).items():
+            folder = self.place / ("adapters" if name in FOLDERS else "bundles") / name
+            folder.mkdir(parents=True)
+            content = {"name": bundle, "base": "tiny", "domains": domains}
+            (folder / "bundle.json").write_text(json.dumps(content))
+        for name in ADAPTERS:
+            folder = self.place / "adapters" / name
+            folder.mkdir()
+            (folder / "adapter_config.json").write_text("{}")
+            (folder / "adapter_model.safetensors").write_bytes(b"\0" * 8)
+        self.bundles = {
+            bundle: (self.place / "bundles" / name, domains)
+            for name, (bundle, domains) in COMMAND_LINE.items()
+        }
+        self.adapters = {}
+        self.boot()
+
+    def boot(self):
+        async def warm_up():
+            pass
+
+        self.engine = FakeEngine()
+        file = self.place / "state" / "served.json"
+        self.served = ServedSet(self.engine, self.place / "adapters", file)
+        found = [self.place / "bundles" / name for name in COMMAND_LINE]
+        asyncio.run(
+            startup.load_all(self.engine, found, self.served, warm_up=warm_up, replay=False)
+        )
+
+    def table(self):
+        made = {name: str(folder) for name, folder in self.adapters.items()}
+        for folder, domains in self.bundles.values():
+            made |= dict.fromkeys(domains, str(folder))
+        return made
+
+    def actual(self):
+        found = {model.name: model.root for model in self.engine.models()}
+        return {name: root for name, root in found.items() if name not in BUILT_IN}
+
+    def attempt(self, change, allowed, done, at):
+        """Make a change, perhaps on a full disk; `done` enters it in the table."""
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with failing(self.place / "state", at, full):
+            try:
+                asyncio.run(change())
+            except StorageError:
+                assert at is not None and at < 6  # also where the change is not allowed
+            except ValoraError:
+                assert not allowed
+            else:
+                assert allowed
+                done()
+
+    faults = st.none() | st.integers(0, 8)
+
+    @rule(name=st.sampled_from(NAMES), folder=st.sampled_from(ADAPTERS), replace=st.booleans(),
+          at=faults)  # fmt: skip
+    def load_adapter(self, name, folder, replace, at):
+        self.attempt(
+            lambda: self.served.load_adapter(name, folder, replace=replace),
+            name not in self.table() or (replace and name in self.adapters),
+            lambda: self.adapters.update({name: self.place / "adapters" / folder}),
+            at,
+        )
+
+    @rule(name=st.sampled_from(NAMES), at=faults)
+    def unload_adapter(self, name, at):
+        self.attempt(
+            lambda: self.served.unload_adapter(name),
+            name in self.adapters,
+            lambda: self.adapters.pop(name),
+            at,
+        )
+
+    @rule(name=st.sampled_from(list(FOLDERS)), at=faults)
+    def load_bundle(self, name, at):
+        bundle, domains = FOLDERS[name]
+        others = {d for key, (_, ds) in self.bundles.items() if key != bundle for d in ds}
+        self.attempt(
+            lambda: self.served.load_bundle(name),
+            not (others | set(self.adapters)) & set(domains),
+            lambda: self.bundles.update({bundle: (self.place / "adapters" / name, domains)}),
+            at,
+        )
+
+    @rule(name=st.sampled_from(["cars", "vans", "boats", "cars@1"]), at=faults)
+    def unload_bundle(self, name, at):
+        short = name.partition("@")[0]
+        self.attempt(
+            lambda: self.served.unload_bundle(name),
+            short in self.bundles,
+            lambda: self.bundles.pop(short),
+            at,
+        )
+
+    @rule()
+    def restart(self):
+        self.boot()
+
+    @rule(name=st.sampled_from(list(FOLDERS)), at=st.integers(0, 8))
+    def killed_while_loading(self, name, at):
+        """Afterwards the load was made, or not."""
+        before = (dict(self.bundles), dict(self.adapters))
+        with failing(self.place / "state", at, Killed()), contextlib.suppress(Killed, ValoraError):
+            asyncio.run(self.served.load_bundle(name))
+        self.boot()
+        if self.actual() != self.table():
+            bundle, domains = FOLDERS[name]
+            self.bundles[bundle] = (self.place / "adapters" / name, domains)
+            assert at > 5, before
+
+    @rule(name=st.sampled_from([*FOLDERS, *ADAPTERS]))
+    def restart_without_a_folder(self, name):
+        """What lies in the folder is left out, and comes back with the folder."""
+        folder = self.place / "adapters" / name
+        shutil.move(folder, self.place / "away")
+        self.boot()
+        missing = {key for key, root in self.table().items() if root == str(folder)}
+        assert self.actual() == {k: v for k, v in self.table().items() if k not in missing}
+        shutil.move(self.place / "away", folder)
+        self.boot()
+
+    @invariant()
+    def what_is_served_is_in_the_table(self):
+        if hasattr(self, "engine"):
+            assert self.actual() == self.table()
+
+    def teardown(self):
+        if hasattr(self, "place"):
+            shutil.rmtree(self.place)
+
+
+TestServing = Serving.TestCase
+TestServing.settings = settings(
+    max_examples=20, stateful_step_count=12, deadline=None, derandomize=True
+)

@@ -53,11 +53,11 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(engine=None, tracer=None, **settings):
+def serving(engine=None, tracer=None, served=None, **settings):
     """A server with these settings."""
     engine = engine or FakeEngine()
     chosen = ServerSettings(**({"port": 0, "drain_seconds": 1.0} | settings))
-    app = create_app(engine, chosen, tracer=tracer)
+    app = create_app(engine, chosen, served, tracer=tracer)
     server = make_server(app, chosen)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

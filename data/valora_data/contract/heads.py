@@ -763,6 +763,9 @@ def read_head(file: Path, width: int) -> Head:
         raise BundleError(
             f"head {file} is damaged, as it {error.reason}: copy or export the bundle again"
         ) from error
+    for name, tensor in stored.items():
+        if tensor.is_complex():
+            raise BundleError(f"head {file}: tensor {name} is complex; export the bundle again")
     tensors = {name: tensor.to(torch.float32) for name, tensor in stored.items()}
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):

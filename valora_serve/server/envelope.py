@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from valora_serve.server.telemetry.metrics import Metrics
 
 T = TypeVar("T")
+LONGEST_URL = 8192
 LOGGED_PATH = 200  # characters of a path that the access log shows
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
@@ -151,6 +152,8 @@ class Envelope:
         self, scope: Scope, headers: Mapping[bytes, str], receive: Receive, send: Send
     ) -> None:
         _check_single(scope["headers"])
+        if len(scope["path"]) + len(scope["query_string"]) > LONGEST_URL:
+            raise RequestError(f"The URL is longer than {LONGEST_URL} characters: shorten it")
         if scope["method"] == "OPTIONS" and (methods := self._routes.methods(scope)):
             allowed = {"Allow": ", ".join(sorted(methods))}
             await Response(status_code=204, headers=allowed)(scope, receive, send)

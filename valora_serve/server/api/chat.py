@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from dataclasses import replace
@@ -244,13 +245,17 @@ class Chat:
             id=self._id,
             created=self._created,
             model=self._model.name,
-            choices=[self._choice(number, outputs) for number, outputs in enumerate(answers)],
+            choices=await asyncio.to_thread(self._choices, answers),
             usage=usage(lasts),
             valora=self._block(lasts[0]),
         )
 
     def _block(self, last: Output) -> ValoraAnswer:
         return valora_block(self._model, last, self._sizes, self._warnings)
+
+    def _choices(self, answers: Sequence[Sequence[Output]]) -> list[ChatChoice]:
+        """The choices; in a thread, as log probabilities are up to a million small objects."""
+        return [self._choice(number, outputs) for number, outputs in enumerate(answers)]
 
     def _choice(self, number: int, outputs: Sequence[Output]) -> ChatChoice:
         last = outputs[-1]

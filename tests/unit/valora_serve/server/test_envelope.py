@@ -301,3 +301,10 @@ def test_bodies_in_progress_are_bounded_together():
         for sock in held:
             sock.close()
         until(lambda: ask(server, text="y" * 30_000).status_code != 429)
+
+
+@pytest.mark.parametrize("url", ["/health?" + "a=b&" * 5_000, "/" + "%41" * 9_000])
+def test_a_long_url_is_refused_before_it_is_taken_apart(url):
+    with serving() as server:
+        found = talk(server, b"GET " + url.encode() + b" HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert b" 400 " in found

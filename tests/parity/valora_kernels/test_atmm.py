@@ -267,14 +267,13 @@ def test_adapters_that_do_not_fit_their_slot_are_refused() -> None:
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize("terms", [1, 2])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 6e4])
+@pytest.mark.parametrize(("terms", "value"), [(1, float("inf")), (2, float("nan")), (2, 6e4)])
 def test_rows_that_overflow_leave_the_others_alone(
     tiling: Tiling, terms: int, value: float
 ) -> None:
     """Not a bit of a row depends on another: neither x nor h of a masked row is ever multiplied."""
     case = make_case(
-        40, [8, 24, 16], 72, (64, 24, 40), dtype=torch.float16, terms=terms, popularity="uniform"
+        20, [8, 24], 72, (64, 24), dtype=torch.float16, terms=terms, popularity="uniform"
     )
     want = [y.clone() for y in case.ys]
     launch(tiling, want, case.x, case.weights, case.batch)

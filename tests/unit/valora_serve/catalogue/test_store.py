@@ -260,9 +260,38 @@ def sick_adapter(folder):
     rewrite(folder, lambda manifest: None)
 
 
+def entry(value, *way):
+    """Put a value into the manifest."""
+
+    def change(manifest):
+        for key in way[:-1]:
+            manifest = manifest[key]
+        manifest[way[-1]] = value
+
+    return manifest_with(change)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        *((entry(value, "name"), "name: expected") for value in (None, 5, "", "a/b", "a@1", ["x"])),
+        *((entry(value, "version"), "version: expected") for value in (0, -1, "1", True, 1.5)),
+        *((entry(v, "domains", "scene", "max_tokens"), "max_tokens: expected") for v in (-1, "x")),
+        *(
+            (entry(v, "domains", "scene", "threshold"), "threshold: expected a number")
+            for v in ("0.5", True, float("nan"), float("inf"), [0.5])
+        ),
+        (entry(float("nan"), "domains", "scene", "required"), "required: expected a number"),
+        (entry("high", "domains", "scene", "accuracy", "test"), "test: expected a number"),
+        (entry("forest", "domains", "scene", "labels"), "labels: expected a list"),
+        (entry([1, 2, 3], "domains", "scene", "labels"), "labels: expected texts"),
+        (entry("x" * 40_000, "domains", "scene", "prompt"), "prompt: expected at most"),
+        (entry(7, "adapters", "adapter-1", "path"), "path: expected a text"),
+        (entry({}, "adapters"), "expected an adapter"),
+        (entry("x", "base"), "base: expected an object"),
+        (entry(5, "base", "sha256"), "base.sha256: expected a text"),
+        (lambda folder: (folder / MANIFEST).write_text("[" * 10**5), "nested more than 64"),
+        (lambda folder: (folder / MANIFEST).write_text('{"a":' * 10**5), "nested more than 64"),
         (drop_sha("adapters/adapter-2/adapter_model.safetensors"), "has no sha256"),
         (drop_sha("adapters/adapter-2/adapter_config.json"), "has no sha256"),
         (drop_sha("heads/scene.safetensors"), "has no sha256"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import signal
@@ -53,6 +54,8 @@ DESCRIPTION = (
     "OpenAI's chat and completions endpoints and a vision endpoint, over one large multimodal "
     "model with many LoRA adapters and heads. `model` names a domain, an adapter or the base model."
 )
+
+_M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 4 << 20  # of malloc.h; bytes
 
 _KEY = {"type": "http", "scheme": "bearer", "description": "API key, if the server asks for one"}
 
@@ -236,6 +239,7 @@ def make_server(
         sockets: Sockets made by `listen.bind`; made from the settings if None.
     """
     _allow_files(settings.max_connections + 256)
+    _return_memory()
     config = uvicorn.Config(
         app,
         host=settings.host,
@@ -267,3 +271,12 @@ def _allow_files(count: int) -> None:
         count = min(count, hard)
     if soft < count:
         resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+
+
+def _return_memory() -> None:
+    """Let glibc return large blocks (bodies, images) to the system as soon as they are freed.
+
+    By default it keeps more and more of them, once it has seen one freed.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)

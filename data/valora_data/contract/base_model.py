@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,6 +148,46 @@ def check_image_token(base: str, config: Any, processor: Any) -> None:
         )
 
 
+MANY_PIXELS = 8_000_000
+"""Images of more pixels together are processed one by one, which takes less memory."""
+
+
+class _OneByOne:
+    """An image processor that processes each image alone: the same tensors, in less memory.
+
+    transformers' image processors hold all images as tensors, and once more as stacks of equal
+    size, before the first one is resized.
+    """
+
+    def __init__(self, image_processor: Any) -> None:
+        self._image_processor = image_processor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._image_processor, name)
+
+    def __call__(self, images: Sequence[Any], *others: Any, **options: Any) -> Any:
+        import torch
+        from PIL.Image import Image
+
+        if not all(isinstance(image, Image) for image in images):
+            return self._image_processor(images, *others, **options)
+        parts = [self._image_processor([image], *others, **options) for image in images]
+        first = parts[0]
+        for name in list(first):
+            values = [part[name] for part in parts]
+            if len({value.shape[1:] for value in values}) > 1:
+                raise ValueError("images of different sizes do not fit into one batch")
+            first[name] = torch.cat(values)
+        return first
+
+
+def _sparing(processor: Any) -> Any:
+    """Return a processor that processes images one by one."""
+    found = copy.copy(processor)
+    found.image_processor = _OneByOne(processor.image_processor)
+    return found
+
+
 def resized_pixels(image_processor: Any, width: int, height: int) -> int:
     """Return to about how many pixels an image processor resizes an image, before it crops it.
 
@@ -204,6 +245,7 @@ class BaseModel:
         self.base = base
         self.model: Any = model.requires_grad_(False).eval()
         self.processor: Any = processor
+        self._sparing = _sparing(processor)
         self.tokenizer: Any = getattr(processor, "tokenizer", processor)
         self.architecture = architecture_of(model, base)
         self.language_model: Any = self.architecture.language_model(model)
@@ -292,7 +334,9 @@ class BaseModel:
         if videos:
             media["videos"] = [np.stack([np.asarray(frame) for frame in video]) for video in videos]
             media["videos_kwargs"] = {"do_sample_frames": False}
-        return self.processor(
+        pixels = sum(image.width * image.height for image in images)
+        processor = self._sparing if len(images) > 1 and pixels > MANY_PIXELS else self.processor
+        return processor(
             text=[text],
             return_tensors="pt",
             add_special_tokens=self._adds_special_tokens(text),

@@ -147,7 +147,9 @@ class DecodePool:
                     f"The {job.what} waited {wait:g} s for others to be decoded: try again soon"
                 ) from None
             if not future.cancel():
-                loop.call_later(LEAVE_SECONDS, job.stop)
+                stop = threading.Timer(LEAVE_SECONDS, job.stop)  # the loop may end before
+                stop.daemon = True
+                stop.start()
             raise
         finally:
             timer.cancel()

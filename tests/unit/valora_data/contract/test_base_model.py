@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 from transformers import (
     AutoProcessor,
     LlamaConfig,
@@ -16,9 +17,11 @@ from transformers import (
 
 from tests.support.engine_reference import make_engine, noise
 from tests.support.lmm_checkpoints import CHECKPOINTS
+from valora_data.contract import base_model
 from valora_data.contract.architectures.generic import GenericSquare
 from valora_data.contract.base_model import BaseModel, base_folder, check_image_token, load_model
 from valora_data.errors import BundleError
+from valora_serve.errors import ImageError
 from valora_serve.model.prompt import prepare_prompt
 from valora_serve.types import Request
 from valora_train.model.lmm import Lmm
@@ -56,6 +59,50 @@ def test_training_and_serving_read_a_prompt_alike(family, tmp_path):
         torch.testing.assert_close(features, encoded.features, atol=1e-5, rtol=1e-5)
     assert (trained.stop_ids, trained.width) == (served.stop_ids, served.width)
     assert trained.context_length == served.context_length == 1024
+
+
+@pytest.mark.parametrize("family", list(CHECKPOINTS))
+def test_images_that_are_processed_one_by_one(family, tmp_path, monkeypatch):
+    """The same bits as transformers' processor gives for all of them at once."""
+    base = str(CHECKPOINTS[family](tmp_path / family, seed=5))
+    model = BaseModel(base, *load_model(base, torch.float32))
+    images = [noise(64, 48, 1), noise(64, 48, 2), noise(40, 100, 3), noise(64, 48, 4)]
+    text = model.render([{"role": "user", "content": [{"type": "image"}] * len(images)}])
+    together = model.process(text, images)
+    monkeypatch.setattr(base_model, "MANY_PIXELS", 64 * 48)
+    apart = model.process(text, images)
+    assert set(together) == set(apart)
+    for name, value in together.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(apart[name])), name
+
+
+@pytest.mark.parametrize("family", list(CHECKPOINTS))
+def test_sizes_after_resizing_are_known_before(family, tmp_path):
+    base = str(CHECKPOINTS[family](tmp_path / family, seed=5))
+    model = BaseModel(base, *load_model(base, torch.float32))
+    for size in ((64, 48), (40, 600), (900, 31), (300, 300)):
+        text = model.render([{"role": "user", "content": [{"type": "image"}]}])
+        made = model.process(text, [noise(*size, 1)])["pixel_values"].numel() // 3
+        # Qwen-VL's sides are rounded to whole patches, and each patch is stored twice.
+        expected = model.resized_pixels(*size) * (1 if model.fixed_grid else 2)
+        assert expected / 2 <= made <= 2 * expected, size
+
+
+@pytest.mark.parametrize(("width", "height"), [(1, 4_000_000), (4_000_000, 1), (1, 30_000)])
+def test_an_image_that_the_processor_would_enlarge_a_thousandfold(width, height):
+    """CLIP's processor enlarges the shorter side; 1 x 4,000,000 pixels took 1.6 GB."""
+    model = BaseModel("tiny", *load_model("tiny", torch.float32))
+    model.processor.image_processor.size = {"shortest_edge": 336}
+    assert model.resized_pixels(width, height) == 336 * 336 * max(width, height)
+    assert model.resized_pixels(400, 200) == 336 * 672
+    content = [{"type": "text", "text": "What?"}, {"type": "image"}]
+    asked = Request(
+        "x",
+        messages=[{"role": "user", "content": content}],
+        images=[Image.new("L", (width, height)).convert("RGB")],
+    )
+    with pytest.raises(ImageError, match="would resize them to"):
+        prepare_prompt(model, asked)
 
 
 def test_the_shipped_model():

@@ -28,7 +28,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("error", [RuntimeError, TypeError, MemoryError])
 def test_an_image_that_the_encoder_cannot_encode(
-    base: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+    base: str,
+    error: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = make_engine(base, policy="unmerge_only")
     reference = Reference(base, {})
@@ -57,6 +60,14 @@ def test_an_image_that_the_encoder_cannot_encode(
     add_requests(engine, *requests[3:])
     found = finish(engine)
     assert isinstance(found["bad"].error, ImageError)
+    assert str(found["bad"].error).startswith("image 2 cannot be encoded")
+    tracebacks = [record for record in caplog.records if record.exc_info]
+    groups = [record for record in tracebacks if "together failed" in record.getMessage()]
+    assert tracebacks == groups
+    assert groups
+    singles = [r.getMessage() for r in caplog.records if "cannot be encoded" in r.getMessage()]
+    assert len(singles) == 1
+    assert "request bad" in singles[0]
     check_answers(found, reference, *requests)
     assert engine.images.held_bytes == sum(
         one.embeddings.numel() * 4 for one in engine.images._kept.values()
@@ -76,3 +87,31 @@ def test_the_image_cache_keeps_its_bound(base: str) -> None:
     engine = make_engine(base, image_cache_bytes=one - 1)
     run(engine, [asked])
     assert not len(engine.images)
+
+
+def test_a_group_that_is_too_large_is_logged_and_answered(
+    base: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each image alone fits into the memory: all are answered, and the operator is told."""
+    engine = make_engine(base, policy="unmerge_only")
+    reference = Reference(base, {})
+    requests = [
+        replace(
+            question(f"{n}"), token_ids=None, messages=ask("Look", images=1),
+            images=[noise(20, 20, n)],
+        )
+        for n in range(3)
+    ]  # fmt: skip
+    encode = engine.runner.encode
+
+    def fails(visuals: Any, slots: Any) -> Any:
+        if len(visuals) > 1:
+            raise MemoryError("too many")
+        return encode(visuals, slots)
+
+    monkeypatch.setattr(engine.runner, "encode", fails)
+    add_requests(engine, *requests)
+    check_answers(finish(engine), reference, *requests)
+    [said] = [record for record in caplog.records if record.exc_info]
+    assert "3 images together failed" in said.getMessage()
+    assert "too many" in str(said.exc_info)

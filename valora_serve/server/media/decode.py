@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
-BYTES_PER_PIXEL = {"WEBP": 16}
-"""Memory of decoding by format: for WebP two canvases, a copy and Pillow's image."""
+BYTES_PER_PIXEL = {"WEBP": 20}
+"""Memory of decoding by format: for WebP two canvases, two copies and Pillow's image."""
 OTHER_BYTES_PER_PIXEL = 8
 """Memory of decoding other formats: Pillow's image, and its rotated copy."""
 PROGRESSIVE_BYTES_PER_PIXEL = 12

@@ -141,7 +141,7 @@ def test_ordinary_sizes_at_the_limits_are_read():
 def test_memory_of_a_format_is_known_before_it_is_decoded():
     source = Image.new("RGB", (1000, 1000))
     for form, bytes_per_pixel, options in (
-        ("WEBP", 16, {}), ("PNG", 8, {}), ("JPEG", 8, {}), ("JPEG", 12, {"progressive": True})
+        ("WEBP", 20, {}), ("PNG", 8, {}), ("JPEG", 8, {}), ("JPEG", 12, {"progressive": True})
     ):  # fmt: skip
         content, most = encoded(source, form, **options), bytes_per_pixel * 10**6
         asked = []

@@ -245,7 +245,6 @@ class BaseModel:
         self.base = base
         self.model: Any = model.requires_grad_(False).eval()
         self.processor: Any = processor
-        self._sparing = _sparing(processor)
         self.tokenizer: Any = getattr(processor, "tokenizer", processor)
         self.architecture = architecture_of(model, base)
         self.language_model: Any = self.architecture.language_model(model)
@@ -335,7 +334,9 @@ class BaseModel:
             media["videos"] = [np.stack([np.asarray(frame) for frame in video]) for video in videos]
             media["videos_kwargs"] = {"do_sample_frames": False}
         pixels = sum(image.width * image.height for image in images)
-        processor = self._sparing if len(images) > 1 and pixels > MANY_PIXELS else self.processor
+        processor = self.processor
+        if len(images) > 1 and pixels > MANY_PIXELS:
+            processor = _sparing(processor)
         return processor(
             text=[text],
             return_tensors="pt",

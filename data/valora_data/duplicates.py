@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -22,20 +21,23 @@ THUMB = 24
 """Side of the thumbnails that copies are compared by, in pixels."""
 NEAR_BITS = 6
 """Largest Hamming distance, of 64 bits, between the hashes of copies."""
+MOST_BITS = 16
+"""Largest Hamming distance of copies of smooth pictures, whose hashes are half noise."""
 NEAR_LEVELS = 6.0
 """Largest mean difference between the thumbnails of copies, of 255 levels."""
-NEAR_PART = 14.0
-"""Largest mean difference in any part of 3 × 3 pixels of the thumbnails: where something moved in
-front of a fixed camera, it is larger."""
+NEAR = (NEAR_LEVELS, 14.0)
+"""Largest mean difference between the thumbnails of copies, on the whole and in any part of 3 × 3
+pixels: where something moved in front of a fixed camera, the latter is larger."""
+SMOOTH = (3.0, 8.0)
+"""The same for pictures whose hashes differ in more than `NEAR_BITS` bits."""
 FLAT = 4.0
 """Standard deviation of the grey levels below which an image is too uniform to be recognised."""
 SAME_PLACE = 0.5
 """Intersection over union from which two boxes are at the same place."""
+EXACT_PLACE = 0.8
+"""Intersection over union from which they are at exactly the same place."""
 SAME_BOXES = 0.8
 """Share of the boxes that must be at the same places in copies."""
-BANDS = NEAR_BITS + 1
-"""Parts of a hash of which one is equal in any two hashes that differ in `NEAR_BITS` bits."""
-
 Key = tuple[str, str]
 """Name of the split and id of a sample."""
 
@@ -143,16 +145,22 @@ class Duplicates:
 
     def _near_pairs(self) -> Iterator[Pair]:
         prints = self._prints
+        bits = np.array([found.bits for found in prints], np.uint64)
+        parts = np.array([_parts(found.thumb) for found in prints])
         for likeness in (Likeness.ALIKE, Likeness.MIRRORED):
             flip = likeness is Likeness.MIRRORED
-            bits = np.array([p.bits for p in prints], np.uint64)
-            others = np.array([p.mirrored for p in prints], np.uint64) if flip else bits
-            found: dict[int, int] = {}
-            for one, other in sorted(_candidates(bits, others)):
-                if other not in found and _alike(prints[one], prints[other], flip):
-                    found[other] = one
-            for other, one in sorted(found.items()):
-                yield Pair(prints[one].key, prints[other].key, likeness)
+            for place, found in enumerate(prints):
+                own = found.mirrored if flip else found.bits
+                shown = _parts(found.thumb[:, ::-1] if flip else found.thumb)
+                apart = np.bitwise_count(bits[:place] ^ own)
+                near = np.flatnonzero(apart <= MOST_BITS)
+                if near.size:
+                    near = near[np.abs(parts[near] - shown).mean(axis=(1, 2, 3)) <= NEAR_LEVELS]
+                for first in near:
+                    limits = NEAR if apart[first] <= NEAR_BITS else SMOOTH
+                    if _alike(prints[first], found, flip, *limits):
+                        yield Pair(prints[first].key, found.key, likeness)
+                        break
 
 
 def content_hash(sample: Sample) -> str:
@@ -198,45 +206,48 @@ def groups_of(pairs: Iterable[Pair]) -> Mapping[Key, Key]:
     return {key: root(key) for key in list(first)}
 
 
-def _candidates(
-    bits: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]
-) -> set[tuple[int, int]]:
-    """Pairs (i, j), i < j, whose `bits[i]` and `others[j]` differ in few bits."""
-    found: set[tuple[int, int]] = set()
-    width = -(-64 // BANDS)
-    for band in range(BANDS):
-        shift = np.uint64(band * width)
-        mask = np.uint64((1 << min(width, 64 - band * width)) - 1)
-        by_part: defaultdict[int, list[int]] = defaultdict(list)
-        for place, part in enumerate(((others >> shift) & mask).tolist()):
-            by_part[part].append(place)
-        arrays = {part: np.array(places) for part, places in by_part.items()}
-        for place, part in enumerate(((bits >> shift) & mask).tolist()):
-            near = arrays.get(part)
-            if near is not None:
-                later = near[near > place]
-                apart = np.bitwise_count(others[later] ^ bits[place])
-                found.update((place, int(other)) for other in later[apart <= NEAR_BITS])
-    return found
+def _parts(levels: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Means of the parts of 3 × 3 pixels of a thumbnail, of shape (8, 8, 3)."""
+    side = THUMB // 3
+    means: npt.NDArray[np.float32] = levels.reshape(side, 3, side, 3, 3).mean(
+        axis=(1, 3), dtype=np.float32
+    )
+    return means
 
 
-def _alike(one: _Print, other: _Print, flip: bool) -> bool:
+def _alike(one: _Print, other: _Print, flip: bool, most: float, most_in_part: float) -> bool:
     """Whether two pictures with similar hashes agree in colours, everywhere, and in boxes."""
     thumb, boxes = other.thumb, other.boxes
     if flip:
         thumb = thumb[:, ::-1]
-        boxes = None if boxes is None else np.stack(
-            [1 - boxes[:, 2], boxes[:, 1], 1 - boxes[:, 0], boxes[:, 3]], axis=1
-        )  # fmt: skip
+        if boxes is not None:
+            edges = (1 - boxes[:, 2], boxes[:, 1], 1 - boxes[:, 0], boxes[:, 3])
+            boxes = np.stack(edges, axis=1)
     gap = one.thumb.astype(np.float64) - thumb
     if np.abs(gap).mean() > NEAR_LEVELS:
         return False
     gap -= gap.mean()  # another brightness
-    parts = np.abs(gap).reshape(THUMB // 3, 3, THUMB // 3, 3, 3).mean(axis=(1, 3, 4))
-    return bool(parts.max() <= NEAR_PART) and _same_boxes(one.boxes, boxes)
+    if np.abs(gap).mean() > most:
+        return False
+    largest = _parts(np.abs(gap)).mean(axis=2).max()
+    if largest > most_in_part and not _boxed_alike(one.boxes, boxes):
+        return False
+    return _same_boxes(one.boxes, boxes, SAME_PLACE)
 
 
-def _same_boxes(one: npt.NDArray[np.float64] | None, other: npt.NDArray[np.float64] | None) -> bool:
+def _boxed_alike(
+    one: npt.NDArray[np.float64] | None, other: npt.NDArray[np.float64] | None
+) -> bool:
+    """Whether pictures have objects at exactly the same places, so that little was put over one."""
+    known = one is not None and other is not None and len(one) and len(other)
+    return bool(known) and _same_boxes(one, other, EXACT_PLACE)
+
+
+def _same_boxes(
+    one: npt.NDArray[np.float64] | None,
+    other: npt.NDArray[np.float64] | None,
+    least_iou: float,
+) -> bool:
     """Whether boxes are at the same places; where one picture has none, they do not tell."""
     if one is None or other is None or not len(one) or not len(other):
         return True
@@ -248,7 +259,7 @@ def _same_boxes(one: npt.NDArray[np.float64] | None, other: npt.NDArray[np.float
     from scipy.optimize import linear_sum_assignment
 
     rows, columns = linear_sum_assignment(-iou)
-    matched = int((iou[rows, columns] >= SAME_PLACE).sum())
+    matched = int((iou[rows, columns] >= least_iou).sum())
     return matched >= SAME_BOXES * max(len(one), len(other))
 
 

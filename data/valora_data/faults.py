@@ -92,6 +92,7 @@ class FaultKind(Enum):
     IMAGE_UNLISTED = (
         "image files are not listed and not used", "list them or remove them", False,
     )  # fmt: skip
+    NOT_LABELLED = ("entries are not labelled yet and not used", "label or remove them", False)
     CLASS_UNUSED = ("classes have no samples", "add samples or remove the class", False)
 
 

@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from valora_data.errors import ValoraError
 from valora_data.schema import Task
+from valora_data.sources.registry import FORMATS
 from valora_data.sources.scenes.builtin import builtin_labels, builtin_names, builtin_prompt
 from valora_train.cli import config_folder
 from valora_train.errors import SettingsError
@@ -17,6 +18,15 @@ CONF = config_folder()
 OWN = [
     "domains.cat.name=cat", "domains.cat.labels=[cat,kitten]", "domains.cat.source.path=x.json",
 ]  # fmt: skip
+
+
+def of_ones_own(kind: str) -> list[str]:
+    """What is left to say about a domain of one's own."""
+    more = {
+        "images": ["domains.cat.teacher=x.pt"], "vqa": ["domains.cat.source.annotations=y.json"],
+        "labelstudio": ["domains.cat.source.images=x"], "refcoco": ["domains.cat.labels=[]"],
+    }  # fmt: skip
+    return [*OWN, *more.get(kind, [])]
 
 
 def settings(*overrides: str) -> Settings:
@@ -42,8 +52,10 @@ def choices():
             own = ["+domain@domains.cat=coco", *OWN] if name == "own" else []
             kind = ["teacher.kind=small"] if (group, name) == ("teacher", "own") else []
             yield pytest.param([f"{group}={name}", *own, *kind], id=f"{group}/{name}")
-        elif name in ("coco", "yolo"):
-            yield pytest.param([f"+domain@domains.cat={name}", *OWN], id=f"{group}/{name}")
+        elif name in FORMATS:
+            yield pytest.param(
+                [f"+domain@domains.cat={name}", *of_ones_own(name)], id=f"{group}/{name}"
+            )
         elif not name.startswith("_"):
             yield pytest.param(["task.only=[" + name + "]"], id=f"{group}/{name}")
 
@@ -125,7 +137,10 @@ def test_the_papers_requirements_are_the_default():
         ("domains.person.labels=[]", "domain person needs a list of distinct labels"),
         ("domains.person.name=a-b", "domain name 'a-b' must be letters"),
         ("task.type=poetry", "bad setting task.type='poetry'"),
-        ("domains.person.source.kind=tar", "unknown source kind 'tar': choose one of coco, hub"),
+        (
+            "domains.person.source.kind=tar",
+            "unknown source kind 'tar': choose one of coco, cvat, hub",
+        ),
     ],
 )
 def test_bad_settings_are_one_sentence(override, message):

@@ -1,16 +1,21 @@
 """From a source to splits on disk: whole, apart, streamed, and without answers to learn from."""
 
-from collections.abc import Iterator
+import io
+import logging
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
+from tests.support.data_sets import natural_picture
 from valora_data import shards
 from valora_data.errors import DataError
+from valora_data.images import decode_image
 from valora_data.prepare import TRUTH, prepare
-from valora_data.schema import Answer, Sample, Split
+from valora_data.schema import Answer, Sample, Split, Task
+from valora_data.sources.scenes.builtin import builtin_labels, builtin_samples
 
 SHARES = {Split.TRAIN: 0.4, Split.UNLABELLED: 0.2, Split.VAL: 0.2, Split.TEST: 0.2}
 LABELS = ("even", "odd")
@@ -71,3 +76,124 @@ def test_nothing_is_left_of_what_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the fractions of train, unlabelled, val, test are zero"):
         prepare({None: partial(stream, 0, 50)}, LABELS, zero, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def scenes(*numbers: int, change: Callable[[Image.Image], Image.Image] = lambda image: image):
+    """A stream of drawn pictures; samples are named after their numbers and the change."""
+
+    def stream() -> Iterator[Sample]:
+        for number in numbers:
+            picture = change(natural_picture(number))
+            yield Sample(f"{number}-{picture.width}-{change.__name__}", picture,
+                         Answer(label=LABELS[number % 2]))  # fmt: skip
+
+    return stream
+
+
+def smaller(image: Image.Image) -> Image.Image:
+    return image.resize((70, 70))
+
+
+def where(folder: Path) -> dict[str, Split]:
+    return {s.id: split for split in Split for s in shards.read(folder / split)}
+
+
+def test_copies_of_a_picture_go_to_one_split(tmp_path: Path) -> None:
+    """Equal, resized and mirrored ones, which hashes of their ids would divide."""
+
+    def stream() -> Iterator[Sample]:
+        for change in (lambda image: image, smaller, ImageOps.mirror, ImageOps.exif_transpose):
+            for sample in scenes(*range(12), change=change)():
+                yield Sample(f"{change.__name__}/{sample.id}", sample.image, sample.answer)
+
+    counts = prepare({None: stream}, LABELS, SHARES, tmp_path)
+    assert sum(counts.values()) == 48
+    splits: dict[str, set[Split]] = {}
+    for name, split in where(tmp_path).items():
+        splits.setdefault(name.split("/")[1].split("-")[0], set()).add(split)
+    assert all(len(found) == 1 for found in splits.values())
+    assert set.union(*splits.values()) == set(Split)
+
+
+def leaking() -> dict[Split | None, Callable[[], Iterator[Sample]]]:
+    """Pictures 0 and 1 are in training and test, 2 in validation and, smaller, in training."""
+    train = scenes(*range(10))
+    return {
+        Split.TRAIN: train,
+        Split.UNLABELLED: scenes(20, 21, 22),
+        Split.VAL: scenes(30, 2, change=smaller),
+        Split.TEST: lambda: iter(
+            [*scenes(40, 41)(), *(Sample(f"t{s.id}", s.image, s.answer) for s in scenes(0, 1)())]
+        ),
+    }
+
+
+def test_leaks_of_given_splits_are_named_or_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(DataError, match=r"2 samples leak .*0-96-.*in train is that of t0-96-"):
+        prepare(leaking(), LABELS, SHARES, tmp_path / "no")
+    with caplog.at_level(logging.WARNING):
+        prepare(leaking(), LABELS, SHARES, tmp_path / "test", leaks="keep_test")
+        prepare(leaking(), LABELS, SHARES, tmp_path / "train", leaks="keep_train")
+    assert caplog.text.count("3 samples left out") == 2
+    names = [[n.split("-")[0] for n in where(tmp_path / kept)] for kept in ("test", "train")]
+    assert sorted(names[0]) == sorted(
+        ["3", "4", "5", "6", "7", "8", "9", "20", "21", "22", "30", "2", "40", "41", "t0", "t1"]
+    )
+    assert sorted(names[1]) == sorted(
+        ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "20", "21", "22", "30", "40", "41"]
+    )
+
+
+def test_pictures_that_are_only_alike_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    splits = leaking() | {Split.TEST: scenes(40, 41)}
+    prepare(splits, LABELS, SHARES, tmp_path / "set")
+    (record,) = caplog.records
+    assert "1 samples look like one of another split (2-96-<lambda> in train is" in record.message
+    caplog.clear()
+    prepare(splits, LABELS, SHARES, tmp_path / "drawn", near=False)
+    assert not caplog.records
+
+
+def test_files_are_kept_as_they_are(tmp_path: Path) -> None:
+    contents = []
+
+    def stream() -> Iterator[Sample]:
+        for number in range(30):
+            buffer = io.BytesIO()
+            exif = Image.Exif()
+            exif[0x0112] = 1 + number % 8
+            natural_picture(number).save(buffer, "JPEG", quality=80, exif=exif)
+            contents.append(buffer.getvalue())
+            image = decode_image(buffer.getvalue())
+            yield Sample(f"{number}", image, Answer(label=LABELS[number % 2]))
+
+    prepare({None: stream}, LABELS, SHARES, tmp_path)
+    size = sum(file.stat().st_size for file in tmp_path.rglob("*.arrow"))
+    assert size < 1.2 * sum(map(len, contents)) + 30_000
+    for split in Split:
+        shard = shards.open_shard(tmp_path / split)
+        for place, sample in enumerate(shard):
+            content = contents[int(sample.id)]
+            assert shard.row(place)["images"][0]["bytes"] == content
+            assert sample.image.tobytes() == decode_image(content).tobytes()
+
+
+def test_drawn_pictures_are_stored_without_loss(tmp_path: Path) -> None:
+    counts = dict.fromkeys(Split, 5)
+    splits = {
+        split: partial(builtin_samples, Task.DETECTION, "person", split, count)
+        for split, count in counts.items()
+    }
+    labels = builtin_labels(Task.DETECTION, "person")
+    prepare(splits, labels, {}, tmp_path, near=False)
+    for split, stream in splits.items():
+        for drawn, stored in zip(stream(), shards.read(tmp_path / split), strict=True):
+            assert (stored.id, stored.image.tobytes()) == (drawn.id, drawn.image.tobytes())
+    truth = shards.read(tmp_path / TRUTH)
+    for drawn, stored in zip(splits[Split.UNLABELLED](), truth, strict=True):
+        assert stored.image.tobytes() == drawn.image.tobytes()
+        assert [b.label for b in stored.answer.boxes] == [b.label for b in drawn.answer.boxes]

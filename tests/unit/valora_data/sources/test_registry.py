@@ -73,7 +73,9 @@ def test_kinds_are_recognised(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit() -> None:
-    with pytest.raises(DataError, match="unknown source kind 'tar': choose one of coco, hub, im"):
+    with pytest.raises(
+        DataError, match="unknown source kind 'tar': choose one of coco, cvat, hub, im"
+    ):
         open_source(Source("tar", Task.VQA, path="x"))
     with pytest.raises(DataError, match="yolo has no answers for task vqa: choose one of hub, im"):
         open_source(Source("yolo", Task.VQA, path="x"))
@@ -166,5 +168,7 @@ def test_a_format_of_another_package(
         detect_kind(tmp_path / "notes.txt")
     with pytest.raises(DataError, match="csv has no answers for task vqa: choose one of hub"):
         open_source(Source("csv", Task.VQA, path=str(file)))
-    with pytest.raises(DataError, match="unknown source kind 'xml': choose one of coco, csv, hub"):
+    with pytest.raises(
+        DataError, match="unknown source kind 'xml': choose one of coco, csv, cvat, hub"
+    ):
         open_source(Source("xml", Task.VQA, path=str(file)))

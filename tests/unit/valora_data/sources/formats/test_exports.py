@@ -1,0 +1,304 @@
+"""Exports of annotation tools: what is read equals what independent readers find."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from PIL import Image
+from pycocotools.coco import COCO
+
+from tests.support.detection_sets import (
+    BOXES,
+    SIZES,
+    picture_of,
+    write_cvat,
+    write_labelstudio,
+    write_pictures,
+    write_roboflow,
+    write_voc,
+)
+from valora_data.errors import DataError
+from valora_data.schema import Sample, Split, Task
+from valora_data.sources.base import Source
+from valora_data.sources.formats.labelled import ImageReader
+from valora_data.sources.registry import FORMATS, detect_kind, files_of, open_source
+
+EXPORTS: dict[str, Callable[[Path], Path]] = {
+    "roboflow": write_roboflow, "voc": write_voc, "cvat": write_cvat,
+    "labelstudio": write_labelstudio,
+}  # fmt: skip
+SPLITS = {"a": None, "c": None, "b": Split.VAL, "d": Split.TEST}
+"""The split of each image; None for the part from which the unlabelled split is taken."""
+
+
+def source_of(kind: str, path: Path, task: Task = Task.DETECTION, **more: object) -> Source:
+    images = path.parent / "images"
+    folder = str(images) if kind == "labelstudio" else None
+    return Source(kind, task, path=str(path), **({"images": folder} | more))
+
+
+def read(source: Source) -> dict[str, tuple[Split | None, Sample]]:
+    """Split and sample of every image, by the first letter of its name."""
+    found = {}
+    for split, stream in open_source(source).items():
+        for sample in stream():
+            found[_name(sample)] = (split, sample)
+    return found
+
+
+def _name(sample: Sample) -> str:
+    shown = np.asarray(sample.image.convert("RGB")).astype(float)
+    for name in SIZES:
+        if sample.image.size == SIZES[name]:
+            assert np.abs(shown - np.asarray(picture_of(name))).mean() < 8
+            return name
+    raise AssertionError(sample.id)
+
+
+@pytest.mark.parametrize("kind", list(EXPORTS))
+def test_boxes_and_splits(kind: str, tmp_path: Path) -> None:
+    path = EXPORTS[kind](tmp_path / "set")
+    assert detect_kind(path) == kind
+    assert FORMATS[kind]().guess_task(str(path)) is Task.DETECTION
+    found = read(source_of(kind, path))
+    assert set(found) == set(SIZES)
+    for name, (split, sample) in found.items():
+        assert split == (None if kind == "labelstudio" else SPLITS[name])
+        boxes = [(box.label, box.xyxy) for box in sample.answer.boxes]
+        assert [label for label, _ in boxes] == [label for label, _ in BOXES[name]]
+        for (_, edges), (_, expected) in zip(boxes, BOXES[name], strict=True):
+            assert edges == pytest.approx(expected, abs=1e-6)
+    assert len({sample.id for _, sample in found.values()}) == 4
+    only = read(source_of(kind, path, labels=("dog",)))
+    assert {box.label for _, sample in only.values() for box in sample.answer.boxes} == {"dog"}
+
+
+@pytest.mark.parametrize("kind", list(EXPORTS))
+def test_every_file_that_is_read_is_hashed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = EXPORTS[kind](tmp_path / "set")
+    listed = {file.resolve() for file in files_of(source_of(kind, path))}
+    opened: set[Path] = set()
+    for method in ("read_bytes", "read_text", "open"):
+        original = getattr(Path, method)
+
+        def watched(self: Path, *args: object, original=original, **kwargs: object) -> object:
+            opened.add(self.resolve())
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(Path, method, watched)
+    read(source_of(kind, path))
+    assert opened <= listed
+    pictures = {file.resolve() for file in (tmp_path / "set").rglob("*.jpg")}
+    assert pictures <= listed
+
+
+def test_roboflow_agrees_with_pycocotools(tmp_path: Path) -> None:
+    path = write_roboflow(tmp_path / "set")
+    found = {sample.id: sample for _, sample in read(source_of("roboflow", path)).values()}
+    for folder in ("train", "valid", "test"):
+        theirs = COCO(str(path / folder / "_annotations.coco.json"))
+        for image_id in theirs.getImgIds():
+            expected = [
+                (theirs.cats[a["category_id"]]["name"], a["bbox"])
+                for a in theirs.loadAnns(theirs.getAnnIds(imgIds=image_id))
+            ]
+            boxes = [
+                (b.label, [b.x0, b.y0, b.x1 - b.x0, b.y1 - b.y0])
+                for b in found[f"{folder}/{image_id}"].answer.boxes
+            ]
+            assert boxes == expected
+
+
+def test_voc_agrees_with_supervision_and_the_devkit(tmp_path: Path) -> None:
+    import supervision as sv
+
+    path = write_voc(tmp_path / "set")
+    theirs = sv.DetectionDataset.from_pascal_voc(
+        str(path / "JPEGImages"), str(path / "Annotations")
+    )
+    found = {sample.id: sample for _, sample in read(source_of("voc", path)).values()}
+    for place, detections in theirs.annotations.items():
+        sample = found[f"JPEGImages/{Path(place).name}"]
+        expected = [
+            (theirs.classes[index], *edges)
+            for index, edges in zip(detections.class_id, detections.xyxy.tolist(), strict=True)
+        ]
+        ours = [(box.label, *box.xyxy) for box in sample.answer.boxes]
+        assert sorted(ours) == sorted(expected)
+        # By hand: pixels are counted from 1, and the last one is part of the box.
+        root = ElementTree.parse(path / "Annotations" / f"{Path(place).stem}.xml").getroot()
+        covered = [
+            tuple(int(entry.findtext(f"bndbox/{edge}") or 0) for edge in ("xmin", "xmax"))
+            for entry in root.iter("object")
+        ]
+        assert [(box.x0 + 1, box.x1) for box in sample.answer.boxes] == covered
+
+
+def test_voc_with_files_beside_the_images(tmp_path: Path) -> None:
+    path = write_voc(tmp_path / "set")
+    for split, names in (("train", "ac"), ("valid", "b"), ("test", "d")):
+        (path / split).mkdir()
+        for name in names:
+            (path / "JPEGImages" / f"{name}.jpg").rename(path / split / f"{name}.jpg")
+            (path / "Annotations" / f"{name}.xml").rename(path / split / f"{name}.xml")
+    (path / "JPEGImages").rmdir()
+    (path / "Annotations").rmdir()
+    assert detect_kind(path) == "voc"
+    found = read(source_of("voc", path))
+    for name, (split, sample) in found.items():
+        assert split == SPLITS[name]
+        assert [(b.label, b.xyxy) for b in sample.answer.boxes] == BOXES[name]
+
+
+def test_cvat_agrees_with_its_xml(tmp_path: Path) -> None:
+    path = write_cvat(tmp_path / "set")
+    found = {sample.id: sample for _, sample in read(source_of("cvat", path)).values()}
+    for image in ElementTree.parse(path / "annotations.xml").getroot().iter("image"):
+        expected = [
+            (box.attrib["label"], *(float(box.attrib[k]) for k in ("xtl", "ytl", "xbr", "ybr")))
+            for box in image.iter("box")
+        ]
+        ours = [(box.label, *box.xyxy) for box in found[image.attrib["name"]].answer.boxes]
+        assert ours == expected
+
+
+def test_cvat_shapes_and_tags(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "images", "c")
+    shapes = """
+      <polygon label="cat" points="10.0,20.0;30.5,8.0;25.0,40.0"/>
+      <ellipse label="cat" cx="30" cy="20" rx="10" ry="5"/>
+      <mask label="cat" rle="0" left="4" top="6" width="10" height="20"/>
+      <box label="cat" xtl="20" ytl="20" xbr="40" ybr="30" rotation="90"/>
+      <tag label="indoors"/>"""
+    image = f'<image id="0" name="c.jpg" width="64" height="64">{shapes}</image>'
+    file = tmp_path / "annotations.xml"
+    file.write_text(f"<annotations>{image}</annotations>")
+    (sample,) = (sample for _, sample in read(source_of("cvat", tmp_path)).values())
+    assert [box.xyxy for box in sample.answer.boxes] == [
+        (10, 8, 30.5, 40), (20, 15, 40, 25), (4, 6, 14, 26),
+        pytest.approx((25, 15, 35, 35)),
+    ]  # fmt: skip
+    tagged = read(source_of("cvat", tmp_path, Task.CLASSIFICATION))
+    assert [sample.answer.label for _, sample in tagged.values()] == ["indoors"]
+    file.write_text('<annotations><track id="0"/></annotations>')
+    with pytest.raises(DataError, match=r"tracks of a video: export the task"):
+        read(source_of("cvat", tmp_path))
+    file.write_text("<annotation/>")
+    with pytest.raises(DataError, match="is no export of CVAT"):
+        read(source_of("cvat", tmp_path))
+    file.write_text("<annotations><ima")
+    with pytest.raises(DataError, match="is not valid XML"):
+        read(source_of("cvat", tmp_path))
+
+
+def test_the_small_export_of_label_studio(tmp_path: Path) -> None:
+    path = write_labelstudio(tmp_path / "set", small=True)
+    assert detect_kind(path) == "labelstudio"
+    for name, (_, sample) in read(source_of("labelstudio", path)).items():
+        assert [b.label for b in sample.answer.boxes] == [label for label, _ in BOXES[name]]
+        for box, (_, edges) in zip(sample.answer.boxes, BOXES[name], strict=True):
+            assert box.xyxy == pytest.approx(edges, abs=1e-6)
+
+
+def studio(folder: Path, *results: object, place: str = "/data/upload/1/c.jpg", **more) -> Path:
+    write_pictures(folder / "images", "c")
+    annotation = {"result": list(results), "was_cancelled": False}
+    task = {"id": 1, "data": {"image": place}, "annotations": [annotation]} | more
+    (folder / "export.json").write_text(json.dumps([task]))
+    return folder / "export.json"
+
+
+def test_shapes_of_label_studio(tmp_path: Path) -> None:
+    turned = {"x": 50, "y": 25, "width": 25, "height": 12.5, "rotation": 90}
+    ellipse = {"x": 50, "y": 50, "radiusX": 25, "radiusY": 12.5, "rotation": 90}
+    results = [
+        {"type": "rectanglelabels", "value": turned | {"rectanglelabels": ["cat"]}},
+        {"type": "ellipselabels", "value": ellipse | {"ellipselabels": ["cat"]}},
+        {"type": "polygonlabels",
+         "value": {"points": [[0, 0], [50, 12.5], [25, 75]], "polygonlabels": ["cat"]}},
+    ]  # fmt: skip
+    path = studio(tmp_path, *results, place="/data/local-files/?d=images%2Fc.jpg")
+    ((_, sample),) = read(source_of("labelstudio", path)).values()
+    expected = [(24, 16, 32, 32), (24, 16, 40, 48), (0, 0, 32, 48)]
+    for box, edges in zip(sample.answer.boxes, expected, strict=True):
+        assert box.xyxy == pytest.approx(edges, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("task", "result", "field", "value"),
+    [
+        (Task.CLASSIFICATION, ("choices", {"choices": ["cat"]}), "label", "cat"),
+        (Task.CAPTION, ("textarea", {"text": ["a cat", "one cat "]}), "captions",
+         ("a cat", "one cat")),
+        (Task.COUNTING, ("number", {"number": 3}), "count", 3),
+    ],
+)  # fmt: skip
+def test_other_answers_of_label_studio(
+    task: Task, result: tuple[str, object], field: str, value: object, tmp_path: Path
+) -> None:
+    path = studio(tmp_path, {"type": result[0], "value": result[1]}, place="s3://bucket/x/c.jpg")
+    assert FORMATS["labelstudio"]().guess_task(str(path)) is task
+    ((_, sample),) = read(source_of("labelstudio", path, task)).values()
+    assert getattr(sample.answer, field) == value
+
+
+@pytest.mark.parametrize("kind", list(EXPORTS))
+@pytest.mark.parametrize("stored", [True, False], ids=["as stored", "as shown"])
+def test_boxes_follow_exif(kind: str, stored: bool, tmp_path: Path) -> None:
+    """The size in an annotation says whether it was made on the stored or the shown image."""
+    path = EXPORTS[kind](tmp_path / "set")
+    for file in (tmp_path / "set").rglob("a.jpg"):
+        image = picture_of("a")
+        if not stored:  # the annotated picture is what is shown
+            image = image.transpose(Image.Transpose.ROTATE_90)
+        exif = Image.Exif()
+        exif[0x0112] = 6  # to be turned clockwise
+        image.save(file, quality=95, exif=exif)
+    samples = [
+        sample for stream in open_source(source_of(kind, path)).values() for sample in stream()
+    ]
+    width, height = SIZES["a"]
+    size = (height, width) if stored else (width, height)
+    (sample,) = (sample for sample in samples if sample.image.size == size)
+    expected = [
+        (height - y1, x0, height - y0, x1) if stored else (x0, y0, x1, y1)
+        for _, (x0, y0, x1, y1) in BOXES["a"]
+    ]
+    for box, edges in zip(sample.answer.boxes, expected, strict=True):
+        assert box.xyxy == pytest.approx(edges, abs=1e-6)
+
+
+def test_images_alone(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "raw" / "day 1", "ab")
+    write_pictures(tmp_path / "raw", "c")
+    (tmp_path / "raw" / "._c.jpg").write_bytes(b"a Mac's note")
+    source = Source("images", Task.DETECTION, path=str(tmp_path / "raw"))
+    samples = list(open_source(source)[None]())
+    assert [sample.id for sample in samples] == ["c.jpg", "day 1/a.jpg", "day 1/b.jpg"]
+    assert {sample.answer.boxes for sample in samples} == {()}
+    path = write_voc(tmp_path / "set")
+    more = Source("voc", Task.DETECTION, path=str(path), unlabelled=str(tmp_path / "raw"))
+    splits = open_source(more)
+    assert set(splits) == {None, Split.VAL, Split.TEST, Split.UNLABELLED}
+    assert [s.id for s in splits[Split.UNLABELLED]()] == [
+        "unlabelled/c.jpg", "unlabelled/day 1/a.jpg", "unlabelled/day 1/b.jpg",
+    ]  # fmt: skip
+    assert {p.name for p in files_of(more)} >= {"a.xml", "train.txt", "c.jpg"}
+    with pytest.raises(DataError, match="holds no images"):
+        (tmp_path / "empty").mkdir()
+        list(open_source(Source("images", Task.DETECTION, path=str(tmp_path / "empty")))[None]())
+
+
+def test_readers_share_one_count_of_faults(tmp_path: Path) -> None:
+    path = write_voc(tmp_path / "set")
+    reader = ImageReader.for_check("set")
+    (path / "JPEGImages" / "a.jpg").write_bytes(b"broken")
+    (path / "JPEGImages" / "d.jpg").write_bytes(b"")
+    read(source_of("voc", path, reader=reader))
+    assert reader.total == 4
+    assert sorted(reader.skipped) == ["a.jpg", "d.jpg"]

@@ -1,0 +1,294 @@
+"""Every example of docs/own-data.md reads generated files of its format."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import datasets
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+
+from tests.support.data_sets import metadata, natural_picture, write_json, write_video
+from valora_data import shards
+from valora_data.errors import DataError
+from valora_data.schema import Answer, Box, Sample, Split, Task
+from valora_data.sources.registry import FORMATS, detect_kind
+from valora_train.cli import config_folder
+from valora_train.settings import DomainSettings, SourceSettings, from_config
+from valora_train.stages.data import FAULTS, build_data, data_stage
+
+PAGE = Path(__file__).parents[4] / "docs" / "own-data.md"
+EXAMPLES = {
+    match[1]: match[2]
+    for match in re.finditer(r"```yaml\n# own/domain/(\w+)\.yaml\n(.*?)```", PAGE.read_text(), re.S)
+}
+COUNT = 40
+
+
+def pictures(folder: Path, count: int = COUNT, first: int = 0) -> list[str]:
+    """Names of some pictures in a folder, 96 pixels wide and high."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"{number}.png" for number in range(first, first + count)]
+    for number, name in enumerate(names, start=first):
+        natural_picture(number).save(folder / name)
+    return names
+
+
+def yolo(folder: Path, *labels: str) -> None:
+    for name in pictures(folder / "images"):
+        label = folder / "labels" / name.replace(".png", ".txt")
+        label.parent.mkdir(exist_ok=True)
+        label.write_text(f"{len(name) % 2} 0.5 0.5 0.25 0.5\n")
+    content = {"path": ".", "train": "images", "names": list(labels)}
+    (folder / "data.yaml").write_text(yaml.safe_dump(content))
+
+
+def instances(names: list[str], *labels: str) -> dict[str, object]:
+    return {
+        "images": [{"id": i, "file_name": name} for i, name in enumerate(names)],
+        "annotations": [
+            {"id": i, "image_id": i, "category_id": i % 2, "bbox": [8, 8, 40 + i, 30]}
+            for i in range(len(names))
+        ],
+        "categories": [{"id": i, "name": label} for i, label in enumerate(labels)],
+    }
+
+
+def coco(folder: Path) -> None:
+    names = pictures(folder / "images")
+    write_json(folder / "instances.json", instances(names, "cat", "dog"))
+
+
+def roboflow(folder: Path) -> None:
+    for place, (split, count) in enumerate({"train": 24, "valid": 6, "test": 6}.items()):
+        names = pictures(folder / split, count, 100 * place)
+        write_json(folder / split / "_annotations.coco.json", instances(names, "pawn", "king"))
+
+
+def voc(folder: Path) -> None:
+    for position, name in enumerate(pictures(folder / "JPEGImages")):
+        edges = {"xmin": 9, "ymin": 5, "xmax": 40, "ymax": 60}
+        box = "".join(f"<{edge}>{value}</{edge}>" for edge, value in edges.items())
+        label = ("mask", "face")[position % 2]
+        text = (
+            f"<annotation><object><name>{label}</name><bndbox>{box}</bndbox></object></annotation>"
+        )
+        path = folder / "Annotations" / name.replace(".png", ".xml")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+
+def cvat(folder: Path) -> None:
+    root = ElementTree.Element("annotations")
+    for position, name in enumerate(pictures(folder / "images")):
+        image = ElementTree.SubElement(root, "image", name=name, width="96", height="96")
+        label = ("saw", "axe")[position % 2]
+        edges = {"xtl": "8", "ytl": "9", "xbr": "60", "ybr": "50"}
+        ElementTree.SubElement(image, "box", {"label": label, **edges})
+    ElementTree.ElementTree(root).write(folder / "annotations.xml")
+
+
+def labelstudio(folder: Path) -> None:
+    tasks = []
+    for number, name in enumerate(pictures(folder / "images")):
+        value = {"x": 10, "y": 20, "width": 30, "height": 40}
+        value |= {"rectanglelabels": [("apple", "pear")[number % 2]]}
+        result = {"type": "rectanglelabels", "value": value}
+        data = {"image": f"/data/upload/1/0a1b2c3d-{name}"}
+        tasks.append({"id": number, "data": data, "annotations": [{"result": [result]}]})
+    write_json(folder / "export.json", tasks)
+
+
+def with_unlabelled(folder: Path) -> None:
+    yolo(folder, "nut", "bolt")
+    pictures(folder / "raw", 10, 500)
+
+
+def unlabelled(folder: Path) -> None:
+    pictures(folder / "raw")
+
+
+def classes(folder: Path) -> None:
+    pictures(folder / "rose", 20)
+    pictures(folder / "tulip", 20, 100)
+
+
+def table(folder: Path, row: Callable[[int], dict[str, object]]) -> None:
+    names = pictures(folder)
+    metadata(folder, *({"file_name": name} | row(i) for i, name in enumerate(names)))
+
+
+def hub(folder: Path) -> None:
+    rows = {
+        "image": [natural_picture(i) for i in range(COUNT)],
+        "label": [i % 2 for i in range(COUNT)],
+    }
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["owl", "jay"])}
+    )
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(folder)
+
+
+def videos(folder: Path) -> None:
+    for number in range(COUNT):
+        place = folder / ("wave", "point")[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        write_video(place / f"{number}.mp4", [6 * number, 30 + 5 * number, 10])
+
+
+def llava(folder: Path) -> None:
+    entries = [
+        {"id": str(i), "image": name, "conversations": [
+            {"from": "human", "value": "<image>\nwhich one?"}, {"from": "gpt", "value": f"no. {i}"},
+        ]}
+        for i, name in enumerate(pictures(folder / "images"))
+    ]  # fmt: skip
+    write_json(folder / "talk.json", entries)
+
+
+def vqa(folder: Path) -> None:
+    names = pictures(folder / "images")
+    questions = [
+        {"question_id": i, "image_id": i, "question": "is it?", "image": name}
+        for i, name in enumerate(names)
+    ]
+    answers = [
+        {"question_id": i, "answers": [{"answer": ("yes", "no")[i % 2]}]} for i in range(len(names))
+    ]
+    write_json(folder / "questions.json", {"questions": questions})
+    write_json(folder / "answers.json", {"annotations": answers})
+
+
+def refcoco(folder: Path) -> None:
+    refs = [
+        {"ref_id": i, "file_name": name, "bbox": [4, 6, 50, 40], "sentences": ["the left one"]}
+        for i, name in enumerate(pictures(folder / "images"))
+    ]
+    write_json(folder / "refs.json", refs)
+
+
+def again(folder: Path) -> None:
+    for place, split in enumerate(Split):
+        samples = [
+            Sample(f"{split}{i}", natural_picture(100 * place + i),
+                   Answer((Box(1, 2, 30, 40, ("cat", "dog")[i % 2]),)))
+            for i in range(4)
+        ]  # fmt: skip
+        shards.write(samples, ("cat", "dog"), folder / split)
+
+
+MAKERS: dict[str, Callable[[Path], None]] = {
+    "cells": lambda folder: yolo(folder, "red", "white"), "pets": coco, "chess": roboflow,
+    "masks": voc, "tools": cvat, "fruit": labelstudio, "parts": with_unlabelled,
+    "street": unlabelled, "flowers": classes,
+    "leaves": lambda folder: table(folder, lambda i: {"species": ("oak", "elm")[i % 2]}),
+    "birds": hub, "gestures": videos, "talk": llava, "yesno": vqa,
+    "scenes": lambda folder: table(folder, lambda i: {"caption": f"picture {i}"}),
+    "where": refcoco,
+    "coins": lambda folder: table(folder, lambda i: {"count": i % 3}), "again": again,
+}  # fmt: skip
+
+
+def domain_of(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DomainSettings:
+    """The domain of an example, as the command line reads it, in a folder of its data."""
+    (tmp_path / "own" / "domain").mkdir(parents=True)
+    (tmp_path / "own" / "domain" / f"{name}.yaml").write_text(EXAMPLES[name])
+    MAKERS[name](tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    overrides = [
+        "task=own", f"+domain@domains.{name}={name}", f"hydra.searchpath=[file://{tmp_path}/own]",
+    ]  # fmt: skip
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        (domain,) = from_config(compose("config", overrides=overrides)).chosen()
+    return domain
+
+
+@pytest.mark.parametrize("name", list(EXAMPLES))
+def test_an_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(EXAMPLES[name].splitlines()) <= 6
+    domain = domain_of(name, tmp_path, monkeypatch)
+    build_data(domain, tmp_path / "data")
+    assert not (tmp_path / "data" / FAULTS).exists() or name == "masks"
+    found = {split: shards.open_shard(tmp_path / "data" / split) for split in Split}
+    answers = [a for split in (Split.TRAIN, Split.VAL, Split.TEST) for a in found[split].answers()]
+    assert sum(map(len, found.values())) >= 16
+    unknown = domain.source.kind == "images"
+    assert all((answer == Answer()) == unknown for answer in answers)
+    assert data_stage(domain, tmp_path / "work").key == data_stage(domain).key
+
+
+def test_the_page_has_an_example_of_every_format_and_task() -> None:
+    kinds = {yaml.safe_load(text)["defaults"][0] for text in EXAMPLES.values()}
+    assert kinds == set(FORMATS) - {"scenes"}
+    assert set(MAKERS) == set(EXAMPLES)
+    folder = config_folder() / "domain"
+    tasks = set()
+    for text in EXAMPLES.values():
+        content = yaml.safe_load(text)
+        base = yaml.safe_load((folder / f"{content['defaults'][0]}.yaml").read_text())
+        tasks.add(content.get("task", base["task"]))
+    assert tasks == set(Task.all())
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in MAKERS if n not in ("street", "parts", "yesno", "again", "birds")]
+)
+def test_check_recognises_the_format(name: str, tmp_path: Path) -> None:
+    content = yaml.safe_load(EXAMPLES[name])
+    MAKERS[name](tmp_path / name)
+    assert detect_kind(tmp_path / content["source"]["path"]) == content["defaults"][0]
+
+
+@pytest.mark.parametrize("name", ["cells", "pets", "masks", "tools", "fruit", "leaves", "yesno"])
+def test_any_change_of_the_data_is_seen(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    domain = domain_of(name, tmp_path, monkeypatch)
+    keys = {data_stage(domain, tmp_path / "work").key}
+    files = [path for path in sorted((tmp_path / name).rglob("*")) if path.is_file()]
+    pictures = [path for path in files if path.suffix == ".png"]
+    others = [path for path in files if path.suffix != ".png"]
+    changed = sorted({pictures[0], others[0], others[-1]})
+    for path in changed:
+        path.write_bytes(path.read_bytes() + b"\n")
+        keys.add(data_stage(domain, tmp_path / "work").key)
+    assert len(keys) == 1 + len(changed)
+    before = data_stage(domain, tmp_path / "work").key
+    pictures[-1].unlink()
+    assert data_stage(domain, tmp_path / "work").key != before
+
+
+def own(path: Path, **more: object) -> DomainSettings:
+    source = SourceSettings(kind="yolo", path=str(path), **more)
+    return DomainSettings("cells", Task.DETECTION, ["red", "white"], "detect", source=source)
+
+
+def test_a_few_faults_are_skipped_and_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    yolo(tmp_path / "set", "red", "white")
+    domain = own(tmp_path / "set" / "data.yaml")
+    (tmp_path / "set/labels/7.txt").write_text("0 0.5 0.5 0 0\n1 0.5 0.5 0.2 0.2\n")
+    (tmp_path / "set/images/9.png").write_bytes(b"broken")
+    build_data(domain, tmp_path / "data")
+    (record,) = [record for record in caplog.records if record.name.startswith("valora")]
+    assert "2 of 40 images skipped in whole or in part" in record.message
+    found = json.loads((tmp_path / "data" / FAULTS).read_text())
+    assert sorted(kind for kind, _ in found) == ["box_empty", "image_unreadable"]
+    (tmp_path / "set/images/11.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"domain cells: .* 3 of 40 images have faults"):
+        build_data(domain, tmp_path / "again")
+    more = replace(domain, source=replace(domain.source, max_faulty=0.1))
+    build_data(more, tmp_path / "tolerant")
+    assert sum(len(shards.open_shard(tmp_path / "tolerant" / split)) for split in Split) == 38
+
+
+def test_data_without_any_object_is_refused(tmp_path: Path) -> None:
+    yolo(tmp_path / "set", "red", "white")
+    (tmp_path / "set/labels").rename(tmp_path / "set/elsewhere")
+    with pytest.raises(DataError, match=r"no training image of domain cells has an object of red"):
+        build_data(own(tmp_path / "set" / "data.yaml"), tmp_path / "data")

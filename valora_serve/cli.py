@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import ValoraError
 from valora_serve.engine.settings import EngineSettings
+from valora_serve.errors import StorageError
 from valora_serve.server.access.keys import ROLES, new_key
 from valora_serve.server.settings import ServerSettings
 
@@ -172,11 +174,29 @@ def make_key(arguments: Sequence[str]) -> int:
     if found.file is None:
         print(line)
     else:
-        found.file.touch(mode=0o600)
-        with found.file.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        _append(found.file, line)
     print(f"key (shown only now): {secret}", file=sys.stderr)
     return 0
+
+
+def _append(file: Path, line: str) -> None:
+    """Append a line to a file that only its owner may read, or leave the file as it was."""
+    content, written = f"{line}\n".encode(), 0
+    try:
+        file.touch(mode=0o600)
+        with file.open("ab", buffering=0) as opened:
+            size = opened.seek(0, os.SEEK_END)
+            written = opened.write(content) or 0
+            if written < len(content):
+                opened.truncate(size)
+        reason = "the disk is full"
+    except OSError as error:
+        reason = str(error.strerror)
+    if written < len(content):
+        raise StorageError(
+            f"the key could not be written to {file} ({reason}), and none was made: make room or "
+            "name another file"
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

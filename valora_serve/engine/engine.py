@@ -44,6 +44,7 @@ from valora_serve.errors import (
     QuarantinedError,
     RequestError,
     ServeError,
+    SettingsError,
     StoppedError,
     TooLongError,
 )
@@ -186,7 +187,12 @@ class Engine:
         )
         self.policy = make_policy(settings.policy, self.cost, settings.policy_settings)
         path = settings.decision_trace
-        self._trace_file = Path(path).open("a") if path else None  # noqa: SIM115
+        try:
+            self._trace_file = Path(path).open("a") if path else None  # noqa: SIM115
+        except OSError as error:
+            raise SettingsError(
+                f"the decision trace {path} cannot be written ({error.strerror}): name another file"
+            ) from error
         self._trace = DecisionTrace(self._trace_file) if self._trace_file else None
         self._overlap = cuda if settings.overlap is None else settings.overlap
         self._flight: Flight | None = None
@@ -579,4 +585,7 @@ class Engine:
         """Stop reading adapters from their files, and close the trace."""
         self.adapters.close()
         if self._trace_file is not None:
-            self._trace_file.close()
+            try:
+                self._trace_file.close()
+            except OSError as error:  # its last lines do not fit on the disk
+                log.warning("the end of the decision trace is lost: %s", error)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, TextIO
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from valora_serve.orchestrator.decision import Decision, View
@@ -17,15 +20,20 @@ class DecisionTrace:
 
           12.345678 mixture  plates        18d+256p run 19 wait 2  +faces  2 others wait > 0.1 s
 
+    A file that cannot be written any more (a full disk) ends the trace with a warning, and nothing
+    else.
+
     Args:
         file: File to write to. Whoever opened it flushes and closes it.
     """
 
     def __init__(self, file: TextIO) -> None:
-        self._file = file
+        self._file: TextIO | None = file
 
     def write(self, view: View, decision: Decision) -> None:
         """Write the line of one step."""
+        if self._file is None:
+            return
         prefilling = {r.id for r in view.waiting}
         prefilling.update(r.id for r in view.running if r.prompt_left)
         tokens = sum(n for key, n in decision.batch if key in prefilling)
@@ -33,8 +41,13 @@ class DecisionTrace:
         notes = [f"+{name}" for name in decision.prefetch]
         notes += [f"preempt {key}" for key in decision.preempt]
         notes += [f"abort {key}: {why}" for key, why in decision.abort]
-        self._file.write(
+        line = (
             f"{view.now:12.6f} {decision.mode:8} {decision.merged or '-':16} "
             f"{decodes:4d}d+{tokens}p run {len(view.running)} wait {len(view.waiting)}  "
             f"{' '.join([*notes, decision.reason])}\n"
         )
+        try:
+            self._file.write(line)
+        except OSError as error:
+            log.warning("the decision trace ends here, as it cannot be written: %s", error)
+            self._file = None

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
-from valora_serve.errors import ServeError, SettingsError
+from valora_serve.errors import ServeError, SettingsError, StorageError
 from valora_serve.workloads import traces
 
 if TYPE_CHECKING:
@@ -464,7 +464,13 @@ def main(arguments: Sequence[str]) -> int:
             "options": given, "wall_seconds": wall, "figures": figures,
             "requests": [asdict(result) for result in results],
         }  # fmt: skip
-        options.json.write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
+        try:
+            options.json.write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
+        except OSError as error:
+            raise StorageError(
+                f"{options.json} cannot be written ({error.strerror}): the figures above are all "
+                "that is left; make room or name another file"
+            ) from error
     return 0 if figures["answered"] else 1
 
 

@@ -41,18 +41,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         rows = list(_runs(options))
+        _print(rows, options)
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        if options.plot:
+            _plot(rows, options.plot)
     except ValoraError as error:
         print(f"valora-sim: {error}", file=sys.stderr)
         return 1
-    _print(rows, options)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    if options.plot:
-        try:
-            _plot(rows, options.plot)
-        except ImportError:
-            print("valora-sim: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
-            return 1
+    except OSError as error:
+        print(
+            f"valora-sim: {error.filename or 'a file'} cannot be written ({error.strerror}): make "
+            "room or name another file",
+            file=sys.stderr,
+        )
+        return 1
+    except ImportError:
+        print("valora-sim: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -34,3 +34,25 @@ def test_make_a_key(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("print user ")
     with pytest.raises(SystemExit):
         cli.main(["key", "a b"])
+
+
+@pytest.mark.parametrize("there", ["app user 0\n", ""])
+def test_a_key_that_does_not_fit_leaves_the_file_as_it_was(tmp_path, there):
+    file = tmp_path / "keys"
+    file.write_text(there)
+    code = (
+        "import resource, sys; from valora_serve.cli import main; "
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({len(there) + 20},) * 2); "
+        f"sys.exit(main(['key', 'ops', '--file', {str(file)!r}]))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert "could not be written" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert "key (shown" not in ran.stderr
+    assert file.read_text() == there
+
+
+def test_a_key_in_a_folder_that_is_missing_is_a_sentence(tmp_path, capsys):
+    assert cli.main(["key", "ops", "--file", str(tmp_path / "none" / "keys")]) == 1
+    assert "name another file" in capsys.readouterr().err

@@ -15,3 +15,20 @@ def test_trace_is_one_readable_line_per_step():
     assert file.getvalue() == (
         "   12.500000 unmerged -                   2d+32p run 2 wait 2  +x always unmerged\n"
     )
+
+
+class FullDisk(io.StringIO):
+    """A file that takes no more lines."""
+
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else(caplog):
+    writer = DecisionTrace(FullDisk())
+    seen = view([running(0, "a")], [], now=1.0)
+    decision = policy("slora").decide(seen)
+    for _ in range(3):
+        writer.write(seen, decision)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "No space left" in caplog.text

@@ -110,9 +110,10 @@ def spoil(key, **values):
 def test_mistakes_in_data(valora_train, tmp_path, change, message):
     overrides = write_coco(tmp_path / "cats", change)
     before = set(left_behind(tmp_path))
-    if message in ("outside", "99"):  # one fault among many images is skipped with a warning
+    if message in ("outside", "99"):  # one fault among many images is skipped, and recorded
         status, said = valora_train(*overrides, "command=distill")
-        assert (status, message in said) == (0, True)
+        (record,) = tmp_path.rglob("faults.json")
+        assert (status, message in record.read_text()) == (0, True)
         before = set(left_behind(tmp_path))
         overrides = [*overrides, "+domains.cat.source.max_faulty=0"]
     status, said = valora_train(*overrides, "command=distill")

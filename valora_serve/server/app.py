@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import os
@@ -9,6 +10,7 @@ import resource
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +59,9 @@ DESCRIPTION = (
 
 _M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 4 << 20  # of malloc.h; bytes
 
+WORKERS = 4
+"""Threads for file access and for building large answers."""
+
 _KEY = {"type": "http", "scheme": "bearer", "description": "API key, if the server asks for one"}
 
 
@@ -99,6 +104,9 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
+        # As many threads on every machine: asyncio's default grows with the number of cores.
+        pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="work")
+        asyncio.get_running_loop().set_default_executor(pool)
         context.grammars.read()
         yield
         context.drain.begun = True

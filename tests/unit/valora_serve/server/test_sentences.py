@@ -47,7 +47,8 @@ def test_every_error_of_pydantic_gets_a_plain_sentence(error):
         ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages.0.content.0",
          "messages.0.content.0.type is missing: add it"),
         ({"messages": [{"role": "user", "content": [{"type": "txt"}]}]}, "messages.0.content.0",
-         "messages.0.content.0.type must be one of 'text', 'image_url', 'video_url', 'frames'"),
+         "messages.0.content.0.type must be one of 'text', 'image_url', 'video_url', 'frames', "
+         "'refusal', 'input_audio', 'file'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]},
          "messages.0.content.0.text", "messages.0.content.0.text is missing: add it"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": 1}]}]},

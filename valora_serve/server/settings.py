@@ -88,7 +88,7 @@ class ServerSettings:
     max_body_bytes: int = 64 * 2**20
     max_held_bytes: int = 2**30
     max_image_bytes: int = 20 * 2**20
-    max_image_pixels: int = 20_000_000
+    max_image_pixels: int = 16_777_216
     max_video_pixels: int = 50_000_000
     max_image_side: int = 16_384
     max_image_ratio: float = 50.0

@@ -106,7 +106,7 @@ class ServerSettings:
     media_private: bool = False
     media_folder: str | None = None
     media_seconds: float = 10.0
-    decode_seconds: float = 3.0
+    decode_seconds: float = 2.5
     rate: float = 0.0
     burst: int = 60
     max_waiting: int = 1024

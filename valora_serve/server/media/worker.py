@@ -36,7 +36,7 @@ READY, SIZE, PIXELS, FAILED, DONE = b"R", b"S", b"P", b"F", b"D"
 GO, NO = b"y", b"n"
 STRIP_BYTES = 1 << 20
 """Pixels are converted and sent in strips of about so many bytes."""
-GRACE = 0.3
+GRACE = 0.1
 """Seconds after its time limit at which a decoder that has not ended is killed."""
 GROWN = 64 << 20
 """A process that has grown by so many bytes since its start is replaced."""

@@ -1,0 +1,16 @@
+"""A short run of ``make fuzz ARGS=routes``, with a fixed seed."""
+
+import pytest
+
+from tests.fuzz import routes
+
+pytestmark = pytest.mark.slow
+
+
+def test_no_route_fails_on_hostile_requests(capsys):
+    # The bound on /health is generous: the tests of the slow tier share the machine.
+    arguments = ["--cases", "200", "--rounds", "1", "--at-once", "3", "--health-seconds", "5"]
+    status = routes.main(arguments)
+    said = capsys.readouterr().out
+    assert status == 0, said
+    assert "| unknown keys | 3 |" in said

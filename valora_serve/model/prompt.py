@@ -158,9 +158,10 @@ def _from_ids(model: BaseModel, request: Request) -> Prompt:
     ids = [int(i) for i in request.token_ids or ()]
     if not ids:
         raise RequestError("token_ids: expected at least one token, got none")
-    wrong = next((i for i in ids if not 0 <= i < model.vocabulary), None)
+    vocabulary = model.vocabulary  # looked up once: a module's attributes are slow
+    wrong = next((i for i in ids if not 0 <= i < vocabulary), None)
     if wrong is not None:
-        raise RequestError(f"token_ids: expected 0 to {model.vocabulary - 1}, got {wrong}")
+        raise RequestError(f"token_ids: expected 0 to {vocabulary - 1}, got {wrong}")
     return Prompt(ids)
 
 

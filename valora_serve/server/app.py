@@ -20,6 +20,8 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.routing import Route
 from uvicorn.server import HANDLED_SIGNALS
 
 from valora_serve.server.access.admission import Admission, RateLimiter
@@ -34,7 +36,7 @@ from valora_serve.server.bodies import BodyParser, JsonRoute
 from valora_serve.server.constrain import Grammars
 from valora_serve.server.context import ServerContext
 from valora_serve.server.drain import Drain
-from valora_serve.server.envelope import Envelope, handle_errors
+from valora_serve.server.envelope import AsciiJson, Envelope, handle_errors
 from valora_serve.server.listen import bind, ready
 from valora_serve.server.loading.served_set import ServedSet
 from valora_serve.server.media.reader import MediaReader
@@ -120,6 +122,11 @@ def create_app(
         redoc_url=None, static_url="/console/docs",
     )  # fmt: skip
     app.state.context = context
+
+    async def document(_: Request) -> AsciiJson:
+        return AsciiJson(await asyncio.to_thread(app.openapi))  # FastAPI makes it on the event loop
+
+    app.router.routes.insert(0, Route("/openapi.json", document, include_in_schema=False))
     routes = RouteTable()
     routes.add(app.routes, Rules(Access.OPEN))  # so far only the documentation at /docs
     for endpoint in endpoints():

@@ -176,7 +176,11 @@ class BodyParser:
         return await asyncio.get_running_loop().run_in_executor(self._thread, parsed, body, model)
 
     async def run(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Run other work of a request's body in the same thread."""
+        """Run other work that grows with a request or its answer in the same thread.
+
+        Several threads of Python code would take turns with the event loop, which would wait for
+        each of them.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from dataclasses import replace
@@ -205,6 +204,7 @@ class Chat:
         warnings: Sequence[str],
     ) -> None:
         self._service = context.service
+        self._parser = context.parser
         self._model = model
         self._requests = requests
         self._groups = groups
@@ -245,7 +245,7 @@ class Chat:
             id=self._id,
             created=self._created,
             model=self._model.name,
-            choices=await asyncio.to_thread(self._choices, answers),
+            choices=await self._parser.run(self._choices, answers),
             usage=usage(lasts),
             valora=self._block(lasts[0]),
         )

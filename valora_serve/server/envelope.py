@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from valora_serve.server.telemetry.metrics import Metrics
 
 T = TypeVar("T")
+DISCARD_SECONDS = 5.0
+"""Time for the rest of a request that is refused during the drain."""
 LONGEST_URL = 8192
 LOGGED_PATH = 200  # characters of a path that the access log shows
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -178,7 +180,8 @@ class Envelope:
         facts, stack = scope["state"]["facts"], scope["state"]["stack"]
         facts |= self._guard.check(rules, scope, headers)
         if rules.access is not Access.OPEN:
-            if scope["method"] != "GET":
+            if scope["method"] != "GET" and self._drain.begun:
+                await _discard(receive)
                 self._drain.check()
             stack.enter_context(self._drain.running())
         watched = self._drain.watched(receive)
@@ -232,6 +235,20 @@ class Envelope:
             raise SlowClientError(
                 f"The request did not arrive within {seconds:g} s: send it faster"
             ) from error
+
+
+async def _discard(receive: Receive) -> None:
+    """Read what is left of a request, for some seconds, and forget it.
+
+    The answer closes the connection. Closed with bytes unread, it would be reset, and the client
+    would lose the answer.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_SECONDS):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
 
 
 def _check_single(headers: Iterable[tuple[bytes, bytes]]) -> None:

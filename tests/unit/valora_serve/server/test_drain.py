@@ -62,6 +62,24 @@ def test_new_requests_get_a_503_while_running_ones_finish(path):
     assert engine.closed
 
 
+def test_a_large_request_that_is_refused_gets_its_answer_and_no_reset():
+    engine = FakeEngine(step=0.03)
+    with serving(engine, drain_seconds=20) as server:
+        with begin(server, chat(stream=True, max_tokens=150, ignore_eos=True)) as sock:
+            until(lambda: engine.running)
+            stopping(server)
+            body = json.dumps({"messages": [{"role": "user", "content": "a" * 8_000_000}]})
+            for _ in range(5):
+                refused = httpx.post(
+                    f"{server.url}{CHAT}", content=body,
+                    headers={"content-type": "application/json"}, trust_env=False,
+                )  # fmt: skip
+                assert refused.status_code == 503
+                assert refused.json()["error"]["code"] == "draining"
+            rest(sock)
+        server.stop()
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_stream_that_does_not_finish_in_time_ends_with_an_error_event(n):
     engine = FakeEngine(step=0.02)

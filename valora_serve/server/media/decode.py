@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image, ImageOps
 
+from valora_data.images import to_rgb
 from valora_serve.errors import ImageError, ServeError
 
 if TYPE_CHECKING:
@@ -114,7 +115,8 @@ def decode_image(
             limits.check("image", image.width, image.height, _bytes_per_pixel(image))
             take(image.width, image.height)
             ImageOps.exif_transpose(image, in_place=True)
-            return image
+            # Colours with a profile are converted whole: its table is as large as an image.
+            return to_rgb(image, image.format) if image.mode == "CMYK" else image
     except ServeError:
         raise
     except Image.DecompressionBombError as error:

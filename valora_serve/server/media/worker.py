@@ -25,6 +25,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from valora_data.images import to_rgb
 from valora_serve.errors import ServeError
 from valora_serve.server.media.decode import Limits, decode_image, decode_video
 
@@ -73,7 +74,7 @@ class _Answers:
         rows = max(1, STRIP_BYTES // (3 * image.width))
         for top in range(0, image.height, rows):
             strip = image.crop((0, top, image.width, min(top + rows, image.height)))
-            self._target.write(strip.convert("RGB").tobytes())
+            self._target.write(to_rgb(strip, image.format).tobytes())
 
 
 def main() -> None:

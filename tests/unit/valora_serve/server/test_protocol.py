@@ -1,5 +1,6 @@
 """Connections: garbage, slow heads, and how many there may be."""
 
+import contextlib
 import socket
 import time
 
@@ -119,6 +120,8 @@ def test_the_rest_of_a_refused_body_has_to_arrive_in_time():
         with socket.create_connection(("127.0.0.1", server.port)) as sock:
             sock.settimeout(10)
             sock.sendall(HEAD + b"content-length: 100\r\n\r\n{")
-            assert b" 401 " in sock.recv(65536)
-            with pytest.raises((ConnectionResetError, AssertionError)):
-                assert sock.recv(100) != b""
+            found = b""
+            with contextlib.suppress(ConnectionResetError):  # or it ends with an empty piece
+                while piece := sock.recv(65536):  # the answer may come in several
+                    found += piece
+            assert b" 401 " in found

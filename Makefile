@@ -70,7 +70,7 @@ test: lint test-fast ## Check style and types, and run the fast tests
 test-fast: $(READY) ## Run all tests but the slow ones and those that need a GPU
 	@$(BIN)/python -m pytest -m 'not slow and not gpu' -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 test-slow: $(READY) ## Run the slow end-to-end tests
-	@$(BIN)/python -m pytest -m slow $(ARGS)
+	@$(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(ARGS)
 test-gpu: $(READY) ## Run the tests that need a CUDA GPU
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
 lint: $(READY) ## Check style (ruff) and types (mypy)

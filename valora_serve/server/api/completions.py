@@ -125,12 +125,11 @@ def _request(
     params: SamplingParams,
     deadline: float | None,
 ) -> types.Request:
-    as_text = isinstance(prompt, str)
     return types.Request(
         id=identity,
         model=model.name,
         text=prompt if isinstance(prompt, str) else None,
-        token_ids=None if as_text else tuple(int(token) for token in prompt),
+        token_ids=None if isinstance(prompt, str) else tuple(prompt),
         head=False,
         sampling=params,
         deadline=deadline,

@@ -12,6 +12,7 @@ from valora_serve.catalogue.adapters import Adapter, LoraPair
 from valora_serve.catalogue.store import ResolvedModel, Staged
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
+from valora_serve.errors import SettingsError
 from valora_serve.model.lmm import Lmm
 from valora_serve.types import Mode, Request, SamplingParams, ServedModel
 
@@ -58,8 +59,8 @@ def make(lmm, backend, *, poison=None, **settings):
             ),
             lmm,
         )  # fmt: skip
-    except (ImportError, RuntimeError, ValueError) as error:
-        pytest.skip(f"{attention}: {error}")
+    except SettingsError as error:  # torch 2.11 has no `varlen_attn` with a block table
+        pytest.skip(str(error))
     names = add_adapters(engine, 3, (64, 8, 32), seed=1)
     add_overflowing(engine)
     engine.warm_up()

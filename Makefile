@@ -55,8 +55,8 @@ curve: $(READY) ## Plot accuracy against the number of domains in one adapter (d
 	@$(BIN)/python -m valora_train.reporting.accuracy_curve "$$(ls -td .valora/fuse-$(TASK)-*[0-9a-f]/ | head -1)" --picture curve-$(TASK).png
 
 .PHONY: ui
-ui: $(READY) ## Open MLflow, which shows every attempt of every fusion
-	@$(BIN)/mlflow ui
+ui: $(READY) ## Show every attempt of every fusion in MLflow, and print links (ARGS="--port 5001")
+	@$(BIN)/python -m valora_train.reporting.ui $(ARGS)
 
 .PHONY: base
 base: $(READY) ## Train the base model valora-tiny from scratch (25 minutes on a GPU)

@@ -139,12 +139,15 @@ class _Pipeline:
     ) -> None:
         """Export the bundle and print a summary."""
         from valora_train.reporting.summary import print_summary
+        from valora_train.reporting.tracking import find_run
         from valora_train.stages.export import export_bundle
 
         with self._display.work("export", "writing and checking the bundle"), stopwatch() as took:
             bundle, reused = export_bundle(self._settings, domains, fused)
         self._display.done("export", str(bundle.folder), None if reused else took())
-        print_summary(bundle, self._display.console, seconds())
+        run = bundle.manifest["lineage"]["mlflow_run_id"]
+        link = find_run(self._settings.paths.tracking, run)
+        print_summary(bundle, self._display.console, seconds(), link)
 
     def _run_stage(
         self,

@@ -6,6 +6,7 @@ serves imports this module.
 
 from __future__ import annotations
 
+import math
 import textwrap
 import warnings
 from typing import TYPE_CHECKING
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
     from valora_data.schema import Box
 
 MAX_FRAMES = 4
+MAX_STRETCH = 3  # longest side of a photograph, in sides of a square of the same area
 LETTER_WIDTH, ROW_HEIGHT = 6, 12  # pixels of Pillow's default font
+LABEL_SIZE, LABEL_PADDING = 12, 2  # pixels
+LEGEND_ROW, LEGEND_GAP = 18, 8  # pixels
 
 
 def fit_into_tile(
@@ -47,21 +51,57 @@ def fit_into_tile(
     return tile, cell / max(shown[0].size)
 
 
+def show_photograph(images: Sequence[Image.Image], side: int) -> tuple[Image.Image, float]:
+    """Scale an image to the area of a square, so that panoramas and portraits stay readable.
+
+    Args:
+        images: The image; of a video's frames, some are shown in a square (`fit_into_tile`).
+        side: Side of the square in pixels. No side of an image gets longer than three times that.
+
+    Returns:
+        The scaled image without any border, and the scale.
+    """
+    if len(images) > 1:
+        return fit_into_tile(images, side, "black")
+    width, height = images[0].size
+    scale = min(side / math.sqrt(width * height), MAX_STRETCH * side / max(width, height))
+    size = (max(1, round(width * scale)), max(1, round(height * scale)))
+    return images[0].convert("RGB").resize(size, Image.Resampling.LANCZOS), scale
+
+
+def widen(tile: Image.Image, width: int, background: str) -> Image.Image:
+    """Give a narrow image a border on the right, so that text below it has room.
+
+    Args:
+        tile: The image.
+        width: Least width in pixels.
+        background: Colour of the border.
+    """
+    if tile.width >= width:
+        return tile
+    wider = Image.new("RGB", (width, tile.height), background)
+    wider.paste(tile)
+    return wider
+
+
 def draw_boxes(
     tile: Image.Image,
     boxes: Sequence[Box],
     scale: float,
     colours: Sequence[str],
     labels: Sequence[str] | None = None,
+    *,
+    below: bool = False,
 ) -> Image.Image:
-    """Draw boxes on an image.
+    """Draw boxes with a dark edge on an image, and labels that stay inside the image.
 
     Args:
         tile: The image to draw on.
         boxes: Boxes in pixels of the image before it was scaled.
         scale: Factor by which the image was scaled.
         colours: Colour of each box.
-        labels: Text above each box; None for no text.
+        labels: Text above each box, cut to the width of the image; None for no text.
+        below: Whether the text is below each box instead.
 
     Returns:
         The image with the boxes.
@@ -77,13 +117,61 @@ def draw_boxes(
         class_id=np.arange(len(boxes)),
     )
     palette = sv.ColorPalette.from_hex(list(colours))
-    drawn = sv.BoxAnnotator(palette, thickness=2).annotate(tile, detections)
+    # A dark edge makes light boxes visible on light photographs.
+    drawn = sv.BoxAnnotator(sv.Color.BLACK, thickness=4).annotate(tile.copy(), detections)
+    drawn = sv.BoxAnnotator(palette, thickness=2).annotate(drawn, detections)
     if labels is not None:
         annotator = sv.RichLabelAnnotator(
-            palette, text_color=sv.Color.BLACK, font_size=10, text_padding=1
+            palette,
+            text_color=sv.Color.BLACK,
+            font_size=LABEL_SIZE,
+            text_padding=LABEL_PADDING,
+            text_position=sv.Position.BOTTOM_LEFT if below else sv.Position.TOP_LEFT,
+            smart_position=True,  # inside the image, and apart from each other
         )
-        drawn = annotator.annotate(drawn, detections, labels=list(labels))
+        room = tile.width - 2 * LABEL_PADDING - 1
+        drawn = annotator.annotate(drawn, detections, [_cut(text, room) for text in labels])
     return drawn
+
+
+def _cut(text: str, room: int) -> str:
+    """Shorten a label to a width in pixels."""
+    font = ImageFont.load_default(LABEL_SIZE)
+    if font.getlength(text) <= room:
+        return text
+    while text and font.getlength(f"{text}…") > room:
+        text = text[:-1]
+    return f"{text}…"
+
+
+def add_legend(
+    sheet: Image.Image, entries: Sequence[tuple[str, str]], background: str, text: str
+) -> Image.Image:
+    """Put a legend above a sheet: a coloured square and its meaning for each entry.
+
+    Args:
+        sheet: The sheet.
+        entries: Meaning and colour of each entry.
+        background: Colour behind the legend.
+        text: Colour of the words.
+    """
+    font = ImageFont.load_default(LABEL_SIZE)
+    places, left, row = [], LEGEND_GAP, 0
+    for meaning, _ in entries:
+        wide = LEGEND_ROW + int(font.getlength(meaning)) + LEGEND_GAP
+        if left > LEGEND_GAP and left + wide > sheet.width:
+            left, row = LEGEND_GAP, row + 1
+        places.append((left, LEGEND_GAP // 2 + row * LEGEND_ROW))
+        left += wide + LEGEND_GAP
+    height = LEGEND_GAP + (row + 1) * LEGEND_ROW
+    taller = Image.new("RGB", (sheet.width, sheet.height + height), background)
+    taller.paste(sheet, (0, height))
+    draw = ImageDraw.Draw(taller)
+    for (x, y), (meaning, colour) in zip(places, entries, strict=True):
+        square = LEGEND_ROW - 6
+        draw.rectangle((x, y + 2, x + square, y + 2 + square), fill=colour, outline="black")
+        draw.text((x + LEGEND_ROW, y), meaning, fill=text, font=font)
+    return taller
 
 
 def add_caption(
@@ -117,17 +205,23 @@ def add_caption(
 
 
 def arrange(tiles: Sequence[Image.Image], columns: int, gap: int, background: str) -> Image.Image:
-    """Arrange tiles of one size row by row on a sheet.
+    """Arrange tiles row by row on a sheet; tiles may differ in size.
 
     Args:
         tiles: At least one.
-        columns: Tiles per row.
+        columns: Tiles per row, where all are as narrow as the narrowest.
         gap: Pixels between tiles and around the sheet.
         background: Colour of the gaps.
     """
-    width, height = tiles[0].width + gap, tiles[0].height + gap
-    rows = -(-len(tiles) // columns)
-    sheet = Image.new("RGB", (columns * width + gap, rows * height + gap), background)
-    for place, tile in enumerate(tiles):
-        sheet.paste(tile, (gap + place % columns * width, gap + place // columns * height))
+    narrowest, widest = (pick(tile.width for tile in tiles) for pick in (min, max))
+    width = max(columns * (narrowest + gap), widest + gap) + gap
+    places, left, top, tallest = [], gap, gap, 0
+    for tile in tiles:
+        if left > gap and left + tile.width + gap > width:
+            left, top, tallest = gap, top + tallest + gap, 0
+        places.append((left, top))
+        left, tallest = left + tile.width + gap, max(tallest, tile.height)
+    sheet = Image.new("RGB", (width, top + tallest + gap), background)
+    for tile, place in zip(tiles, places, strict=True):
+        sheet.paste(tile, place)
     return sheet

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from valora_train.reporting.text import accuracy_text, plural
 
+BARS = "pictures/accuracy-of-all-domains.png"
+"""Picture of `pictures.accuracy_bars` in a bundle; no domain has a name with hyphens."""
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -54,9 +57,11 @@ def bundle_card(manifest: dict[str, Any]) -> str:
         )
     lines += [
         "",
+        f"![accuracy of all domains]({BARS})",
+        "",
         "## Pictures",
-        "Test images: true boxes in white, detections and right answers in green, wrong answers in "
-        "red with the true answer in grey.",
+        "Images of the test split. True boxes are white, right predictions green, wrong ones red; "
+        "the true answer stands in grey below a wrong one.",
         "",
     ]
     lines += [f"**{name}**\n\n![{name}](pictures/{name}.png)\n" for name in manifest["domains"]]

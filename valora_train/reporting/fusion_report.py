@@ -10,9 +10,12 @@ from valora_train.errors import UnreachableError
 from valora_train.fusion.decision import Verdict
 from valora_train.reporting import pictures
 from valora_train.reporting.text import accuracy_text, markdown_table, plural
+from valora_train.reporting.tracking import DataSet
+from valora_train.stage import digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     from PIL.Image import Image
 
@@ -37,19 +40,35 @@ class FusionReport:
         display: The terminal.
         trainer: Holds the samples that the contact sheets show.
         required: Accuracy that each domain must keep.
+        data_sets: Samples with distilled labels, then samples with true labels, by domain.
     """
 
     def __init__(
-        self, tracker: Tracker, display: Display, trainer: Trainer, required: Mapping[str, float]
+        self,
+        tracker: Tracker,
+        display: Display,
+        trainer: Trainer,
+        required: Mapping[str, float],
+        data_sets: Mapping[str, tuple[Path, Path]],
     ) -> None:
         self._tracker = tracker
         self._display = display
         self._trainer = trainer
         self._required = required
+        self._folders = data_sets
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """End the MLflow run as failed or killed if the fusion does not get to its end."""
+        if self._tracker.link is not None:
+            self._display.note("fuse", f"every step, live (make ui): {self._tracker.link}")
+        self._tracker.log_data_sets(
+            [
+                item
+                for name in self._required
+                for item in (self._taught(name, "training"), self._labelled(name))
+            ]
+        )
         try:
             yield
         except UnreachableError as error:
@@ -90,18 +109,30 @@ class FusionReport:
     def resumed(self, attempts: int) -> None:
         """Report that decisions of an interrupted fusion were read from disk."""
         if attempts:
-            self._display.done("fuse", f"continuing after attempt {attempts}")
+            self._display.note("fuse", f"continuing after attempt {attempts}")
 
     @contextmanager
     def attempt(self, attempt: Attempt) -> Iterator[AttemptReport]:
         """Report an attempt while it runs; its MLflow run is abandoned on an error."""
-        run = self._tracker.start_attempt(attempt, self._required)
+        data_sets = [self._taught(attempt.domain, "training")]
+        if attempt.rehearse:
+            data_sets += [self._taught(name, "rehearsal") for name in attempt.held]
+        data_sets += [self._labelled(name, "validation") for name in attempt.domains]
+        run = self._tracker.start_attempt(attempt, self._required, data_sets)
         try:
             with self._display.work("fuse", attempt.name) as on_step:
                 yield AttemptReport(self, run, on_step)
         except BaseException:
             run.abandon()
             raise
+
+    def _taught(self, name: str, context: str) -> DataSet:
+        folder = self._folders[name][0]
+        return DataSet(f"{name} (taught)", digest(folder), folder, context)
+
+    def _labelled(self, name: str, context: str = "validation, test") -> DataSet:
+        folder = self._folders[name][1]
+        return DataSet(f"{name} (labelled)", digest(folder), folder, context)
 
     def log_progress(self, plan: FusionPlan, state: FusionState) -> None:
         """Log the latest decision and redraw the summary of all decisions."""
@@ -162,7 +193,8 @@ class FusionReport:
                 "fusion_seconds": sum(result["seconds"]),
             }
         )
-        self._tracker.finish("FINISHED", _note(result))
+        self._tracker.log_figure(pictures.accuracy_bars(result["domains"]), "accuracy.png")
+        self._tracker.finish("FINISHED", _note(result, self._tracker.run_id))
 
 
 class AttemptReport:
@@ -201,7 +233,7 @@ class AttemptReport:
         self._report.show_outcome(outcome)
 
 
-def _note(result: Mapping[str, Any]) -> str:
+def _note(result: Mapping[str, Any], run_id: str) -> str:
     """The description of the parent run in markdown: the packing and what it reaches."""
     domains, packing = result["domains"], result["packing"]
     columns = ("domain", "adapter", "required", "validation", "test", "head alone", "teacher")
@@ -222,5 +254,7 @@ def _note(result: Mapping[str, Any]) -> str:
         f"{plural(len(result['attempts']), 'attempt')} (strategy `{result['strategy']}`).",
         "",
         *markdown_table(columns, rows),
+        "",
+        f"![accuracy](get-artifact?path=accuracy.png&run_uuid={run_id})",
     ]
     return "\n".join(lines)

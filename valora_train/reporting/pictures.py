@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from valora_data.drawing import add_caption, arrange, draw_boxes, fit_into_tile
+from valora_data.drawing import add_caption, add_legend, arrange, draw_boxes, show_photograph, widen
+from valora_data.tasks import task_spec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from valora_data.schema import Answer, Box, Domain, Sample
     from valora_train.fusion.decision import AttemptDecision
 
-TILE = 192  # pixels
+TILE = 256  # pixels, the side of a square photograph
 CAPTION_ROWS = 5
 BACKGROUND, TRUTH, RIGHT, WRONG, EXPECTED = "#202020", "#ffffff", "#00e676", "#ff5252", "#b0b0b0"
 VERDICT_COLOURS = {"committed": "#2e7d32", "rolled back": "#c62828", "unreachable": "#6a1b9a"}
@@ -26,46 +27,87 @@ VERDICT_COLOURS = {"committed": "#2e7d32", "rolled back": "#c62828", "unreachabl
 def contact_sheet(
     samples: Sequence[Sample], found: Sequence[Sequence[Box]], threshold: float, columns: int = 4
 ) -> Image:
-    """Images side by side: true boxes in white, detections in green with their confidence.
+    """Photographs with true boxes and detections, and a legend of their colours.
 
     Args:
         samples: Images with their true boxes.
         found: Detections on each image.
         threshold: Confidence from which a detection is drawn.
-        columns: Images per row.
+        columns: Square images per row.
     """
+    seen = {box.label for sample in samples for box in sample.answer.boxes}
+    classes = len(seen | {box.label for boxes in found for box in boxes}) > 1
     tiles = []
+    used = {TRUTH} if any(sample.answer.boxes for sample in samples) else set()
     for sample, boxes in zip(samples, found, strict=True):
-        tile, scale = fit_into_tile([sample.image], TILE, BACKGROUND)
-        tile = draw_boxes(tile, sample.answer.boxes, scale, [TRUTH] * len(sample.answer.boxes))
-        sure = [box for box in boxes if box.confidence >= threshold]
-        labels = [f"{box.confidence:.2f}" for box in sure]
-        tiles.append(draw_boxes(tile, sure, scale, [RIGHT] * len(sure), labels))
-    return arrange(tiles, columns, 4, BACKGROUND)
+        tile, scale = show_photograph([sample.image], TILE)
+        truth = sample.answer.boxes
+        names = [box.label for box in truth] if classes else None
+        tile = draw_boxes(tile, truth, scale, [TRUTH] * len(truth), names, below=True)
+        sure = sorted(
+            (box for box in boxes if box.confidence >= threshold), key=lambda box: -box.confidence
+        )
+        labels = [f"{box.confidence:.2f}" + f" {box.label}" * classes for box in sure]
+        colours = [RIGHT if hit else WRONG for hit in _hits(sure, truth)]
+        used |= set(colours)
+        tiles.append(widen(draw_boxes(tile, sure, scale, colours, labels), TILE // 2, BACKGROUND))
+    legend = [
+        ("truth", TRUTH),
+        (f"right prediction (IoU from 0.5, confidence from {threshold:.2f})", RIGHT),
+        ("wrong prediction", WRONG),
+    ]
+    return _with_legend(arrange(tiles, columns, 6, BACKGROUND), legend, used)
+
+
+def _with_legend(sheet: Image, legend: Sequence[tuple[str, str]], used: set[str]) -> Image:
+    """Put a legend of the colours that are used above a sheet."""
+    entries = [(meaning, colour) for meaning, colour in legend if colour in used]
+    return add_legend(sheet, entries, BACKGROUND, TRUTH) if entries else sheet
+
+
+def _hits(found: Sequence[Box], truth: Sequence[Box]) -> list[bool]:
+    """Whether each detection, the most confident first, is matched to a true box of its own."""
+    left = list(truth)
+    hits = []
+    for box in found:
+        near = [other for other in left if other.label == box.label and _iou(box, other) >= 0.5]
+        hits.append(bool(near))
+        if near:
+            left.remove(max(near, key=lambda other: _iou(box, other)))
+    return hits
 
 
 def answer_sheet(
     samples: Sequence[Sample], answers: Sequence[Answer], domain: Domain, columns: int = 4
 ) -> Image:
-    """Images side by side with question and answer; below a wrong answer stands the true one.
+    """Images with question and answer; below a wrong answer stands the true one.
 
     Args:
         samples: Images or videos with their true answers.
         answers: The answer to each sample.
         domain: The domain, whose prompt is shown where samples have questions of their own.
-        columns: Images per row.
+        columns: Square images per row.
     """
     tiles = []
+    used = set()
     for sample, answer in zip(samples, answers, strict=True):
-        tile, scale = fit_into_tile(sample.images, TILE, BACKGROUND)
-        for boxes, colour in ((sample.answer.boxes, TRUTH), (answer.boxes[:1], RIGHT)):
-            tile = draw_boxes(tile, boxes, scale, [colour] * len(boxes))
+        tile, scale = show_photograph(sample.images, TILE)
         right = _is_right(answer, sample.answer)
+        verdict = RIGHT if right else WRONG
+        used |= {verdict} if right else {verdict, EXPECTED}
+        used |= {TRUTH} if sample.answer.boxes else set()
+        for boxes, colour in ((sample.answer.boxes, TRUTH), (answer.boxes[:1], verdict)):
+            tile = draw_boxes(tile, boxes, scale, [colour] * len(boxes))
         lines = [(domain.question(sample), TRUTH)] if sample.prompt is not None else []
-        lines.append((_text(answer) or "no answer", RIGHT if right else WRONG))
+        lines.append((_text(answer) or "no answer", verdict))
         lines += [] if right else [(_text(sample.answer), EXPECTED)]
+        tile = widen(tile, TILE, BACKGROUND)
         tiles.append(add_caption(tile, lines, CAPTION_ROWS, BACKGROUND, rows_per_line=2))
-    return arrange(tiles, columns, 4, BACKGROUND)
+    legend = [
+        ("right prediction", RIGHT), ("wrong prediction", WRONG), ("true answer", EXPECTED),
+        ("true box", TRUTH),
+    ]  # fmt: skip
+    return _with_legend(arrange(tiles, columns, 6, BACKGROUND), legend, used)
 
 
 def _text(answer: Answer) -> str:
@@ -85,6 +127,63 @@ def _iou(one: Box, other: Box) -> float:
     height = min(one.y1, other.y1) - max(one.y0, other.y0)
     shared = max(width, 0.0) * max(height, 0.0)
     return shared / (one.area + other.area - shared)
+
+
+BARS = (("without LoRA", "#9e9e9e"), ("teacher", "#1e88e5"), ("test", "#2e7d32"))
+MISSED = "#c62828"
+
+
+def accuracy_bars(domains: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """Bars of what every domain reaches on the test split, on one scale.
+
+    Metrics that end at 1 share one axis; those with another range, such as CIDEr, have their own.
+
+    Args:
+        domains: What a fusion promises of each domain (`domains` of `fusion.json`).
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    groups: dict[float, list[str]] = {}
+    for name, facts in domains.items():
+        groups.setdefault(task_spec(facts["task"]).largest, []).append(name)
+    figure = Figure(figsize=(9, 1.6 + 0.75 * len(domains) + 0.5 * len(groups)), dpi=110)
+    ratios = [len(names) for names in groups.values()]
+    grid = figure.subplots(len(groups), 1, squeeze=False, height_ratios=ratios)
+    for axes, (largest, names) in zip(grid[:, 0], sorted(groups.items()), strict=True):
+        axes.set_xlim(0, largest)
+        for row, name in enumerate(names):
+            _bars_of_domain(axes, row, domains[name])
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.set_xlabel(", ".join(dict.fromkeys(domains[name]["metric"] for name in names)))
+        axes.grid(axis="x", alpha=0.3)
+    handles: list[Any] = [Patch(color=colour, label=label) for label, colour in BARS]
+    handles += [Patch(color=MISSED, label="test, requirement missed")]
+    handles += [Line2D([], [], color="black", linewidth=2, label="required")]
+    figure.legend(handles=handles, loc="upper center", ncols=5, fontsize=8)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.4 / figure.get_figheight()))
+    return figure
+
+
+def _bars_of_domain(axes: Any, row: int, facts: Mapping[str, Any]) -> None:
+    accuracy = facts["accuracy"]
+    values = (accuracy["head_only"], accuracy["teacher"], accuracy["test"])
+    for place, (value, (_, colour)) in enumerate(zip(values, BARS, strict=True)):
+        if value is None:
+            continue
+        last = place == len(BARS) - 1
+        y = row + 0.27 * (place - 1)
+        low, high = accuracy["test_ci95"]
+        axes.barh(
+            y, value, height=0.25,
+            color=MISSED if last and facts["status"] != "met" else colour,
+            xerr=[[max(0.0, value - low)], [max(0.0, high - value)]] if last else None,
+        )  # fmt: skip
+        ink = "white" if value > 0.1 * axes.get_xlim()[1] else "black"
+        axes.text(0.0, y, f" {value:.3f}", va="center", fontsize=7, color=ink)
+    axes.vlines(facts["required"], row - 0.42, row + 0.42, color="black", linewidth=2)
 
 
 def heat_map(decisions: Sequence[AttemptDecision], required: Mapping[str, float]) -> Figure:

@@ -86,7 +86,16 @@ class Display:
             seconds: Duration in seconds; None if the stage was up to date.
         """
         took = "[dim]up to date[/]" if seconds is None else f"[dim]{seconds:.1f} s[/]"
-        line = f"{self._job}[bold]{stage:>8}[/] {what}  {took}"
+        self.note(stage, f"{what}  {took}")
+
+    def note(self, stage: str, what: str) -> None:
+        """Write a line that reports no finished step.
+
+        Args:
+            stage: Name of the stage.
+            what: The text.
+        """
+        line = f"{self._job}[bold]{stage:>8}[/] {what}"
         self.console.print(line, highlight=False, soft_wrap=True)
 
 

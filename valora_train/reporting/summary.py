@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from valora_data.contract.bundle import Bundle
 
 
-def print_summary(bundle: Bundle, console: Console, seconds: float) -> None:
+def print_summary(bundle: Bundle, console: Console, seconds: float, link: str | None) -> None:
     """Print the accuracies that a bundle promises.
 
     Args:
         bundle: The bundle.
         console: The console to print to.
         seconds: Duration of the whole run, in seconds.
+        link: Address of the fusion's run in MLflow's pages; None if there is none.
     """
     table = Table(title=f"{bundle.name}, version {bundle.version}", title_style="bold")
     columns = (
@@ -50,7 +51,12 @@ def print_summary(bundle: Bundle, console: Console, seconds: float) -> None:
         f"{plural(len(bundle.adapters), 'adapter')} after "
         f"{plural(bundle.manifest['attempts'], 'attempt')} "
         f"({seconds:.0f} s).\n"
-        f"Bundle: {bundle.folder}/README.md    Every step: mlflow ui, then "
-        f"experiment valora/{bundle.name}",
+        f"Bundle: {bundle.folder}/README.md",
         highlight=False,
     )
+    if link is not None:
+        console.print(
+            f"Every step: {link}\n(after `make ui`, or `mlflow ui`)",
+            highlight=False,
+            soft_wrap=True,
+        )

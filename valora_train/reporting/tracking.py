@@ -11,7 +11,7 @@ import getpass
 import json
 import logging
 import time
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from valora_train.fusion.decision import Verdict
@@ -19,7 +19,9 @@ from valora_train.reporting import pictures
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
+    from matplotlib.figure import Figure
     from PIL.Image import Image
 
     from valora_train.fusion.decision import Attempt, AttemptDecision
@@ -28,8 +30,30 @@ FUSION = "valora.fusion"
 ATTEMPT = "valora.attempt"
 PARENT = "mlflow.parentRunId"
 NOTE = "mlflow.note.content"
+KIND = "mlflow.experimentKind"
+MODEL_TRAINING = "custom_model_development"
+"""Value of `KIND` for experiments with runs and metrics instead of chat traces."""
+LOCAL_SERVER = "http://127.0.0.1:5000"
+"""Where `make ui` and `mlflow ui` listen."""
 MAX_PARAM_LENGTH = 500  # characters; longer values are cut, config.yaml has them in full
 METRICS_PER_REQUEST = 500
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A data set that a run reads.
+
+    Attributes:
+        name: Name of the data set.
+        digest: Content hash.
+        folder: Folder of the data set.
+        context: What the run does with it, e.g. ``training`` or ``rehearsal``.
+    """
+
+    name: str
+    digest: str
+    folder: Path
+    context: str
 
 
 class Tracker:
@@ -54,14 +78,14 @@ class Tracker:
         self._uri = uri or mlflow.get_tracking_uri()
         self._client = MlflowClient(self._uri)
         found = self._client.get_experiment_by_name(experiment)
-        self._experiment = (
-            found.experiment_id
-            if found
-            # With this kind, MLflow opens on runs and metrics instead of chat traces.
-            else self._client.create_experiment(
-                experiment, tags={"mlflow.experimentKind": "custom_model_development"}
+        if found is None:
+            self._experiment = self._client.create_experiment(
+                experiment, tags={KIND: MODEL_TRAINING}
             )
-        )
+        else:
+            self._experiment = found.experiment_id
+            if found.tags.get(KIND) != MODEL_TRAINING:
+                self._client.set_experiment_tag(self._experiment, KIND, MODEL_TRAINING)
         self._fusion = fusion
         self.run_id = ""
         self._monitor: Any = None
@@ -121,30 +145,33 @@ class Tracker:
         )
         self._monitor.start()
 
-    def log_data_set(self, name: str, digest: str, source: Path, context: str) -> None:
-        """Log a data set as an input of the parent run.
+    @property
+    def link(self) -> str | None:
+        """Address of the parent run in MLflow's pages; None before `start`."""
+        return run_address(self._uri, self._experiment, self.run_id) if self.run_id else None
+
+    def log_data_sets(self, data_sets: Sequence[DataSet]) -> None:
+        """Log the inputs of the parent run."""
+        _log_data_sets(self._client, self.run_id, data_sets)
+
+    def start_attempt(
+        self, attempt: Attempt, required: Mapping[str, float], data_sets: Sequence[DataSet]
+    ) -> AttemptRun:
+        """Start the nested run of an attempt; the run of an interrupted attempt is replaced.
 
         Args:
-            name: Name of the data set.
-            digest: Content hash.
-            source: Folder of the data set.
-            context: Purpose of the data set, e.g. ``training``.
+            attempt: The attempt.
+            required: Accuracy that each domain must keep.
+            data_sets: What the attempt reads.
         """
-        from mlflow.entities import Dataset, DatasetInput, InputTag
-
-        where = json.dumps({"uri": str(source)})
-        data = Dataset(name, digest[:36], "local", where)
-        entry = DatasetInput(data, [InputTag("mlflow.data.context", context)])
-        self._client.log_inputs(self.run_id, [entry])
-
-    def start_attempt(self, attempt: Attempt, required: Mapping[str, float]) -> AttemptRun:
-        """Start the nested run of an attempt; the run of an interrupted attempt is replaced."""
         mine = f"tags.`{PARENT}` = '{self.run_id}' and tags.`{ATTEMPT}` = '{attempt.number}'"
         for run in self._runs(mine):
             self._client.delete_run(run.info.run_id)
-        return AttemptRun(
+        run = AttemptRun(
             self._client, self._experiment, self.run_id, self._fusion, attempt, required
         )
+        run.log_data_sets(data_sets)
+        return run
 
     def log_summary(
         self,
@@ -191,6 +218,10 @@ class Tracker:
         """Log a picture as the artifact `file` of the parent run."""
         self._client.log_image(self.run_id, image, file)
 
+    def log_figure(self, figure: Figure, file: str) -> None:
+        """Log a figure as the artifact `file` of the parent run."""
+        self._client.log_figure(self.run_id, figure, file)
+
     def finish(self, status: str, note: str | None = None) -> None:
         """End the parent run.
 
@@ -225,7 +256,11 @@ class NoTracker(Tracker):
     def _ignore(self, *_: Any, **__: Any) -> None:
         """Log nothing."""
 
-    log_data_set = log_summary = log_metrics = log_picture = finish = _ignore
+    @property
+    def link(self) -> None:
+        """None: there is no run."""
+
+    log_data_sets = log_summary = log_metrics = log_picture = log_figure = finish = _ignore
 
 
 class AttemptRun:
@@ -262,6 +297,10 @@ class AttemptRun:
         }
         self._run = client.create_run(experiment, tags=tags, run_name=attempt.name)
         self._id = self._run.info.run_id
+
+    def log_data_sets(self, data_sets: Sequence[DataSet]) -> None:
+        """Log the inputs of the attempt."""
+        _log_data_sets(self._client, self._id, data_sets)
 
     def add_loss(self, step: int, loss: float) -> None:
         """Remember the loss at a step; `finish` logs all of them at once."""
@@ -311,7 +350,7 @@ class NoAttemptRun(AttemptRun):
     def _ignore(self, *_: Any, **__: Any) -> None:
         """Log nothing."""
 
-    add_loss = finish = abandon = _ignore
+    log_data_sets = add_loss = finish = abandon = _ignore
 
 
 def register_bundle(
@@ -347,6 +386,80 @@ def register_bundle(
     version = client.create_model_version(name, source, run_id, tags=dict(tags))
     client.set_registered_model_alias(name, "latest-fused", version.version)
     return int(version.version)
+
+
+def run_address(uri: str, experiment: str, run_id: str) -> str:
+    """Address of a run in MLflow's pages.
+
+    Args:
+        uri: Tracking URI; stores that are files or databases are shown by a local server.
+        experiment: Id of the experiment.
+        run_id: Id of the run.
+    """
+    server = uri.rstrip("/") if uri.startswith(("http://", "https://")) else LOCAL_SERVER
+    # Without the parameter, MLflow 3 opens in its section for chat traces, whatever the kind of
+    # the experiment: it shows no metrics there.
+    return f"{server}/#/experiments/{experiment}/runs/{run_id}?workflowType=machine_learning"
+
+
+def find_run(uri: str | None, run_id: str) -> str | None:
+    """Address of a run; None if the store does not have the run.
+
+    Args:
+        uri: Tracking URI; None for the default.
+        run_id: Id of the run.
+    """
+    import mlflow
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    uri = uri or mlflow.get_tracking_uri()
+    try:
+        run = MlflowClient(uri).get_run(run_id)
+    except MlflowException:
+        return None
+    return run_address(uri, run.info.experiment_id, run_id)
+
+
+def latest_fusions(uri: str | None) -> list[tuple[str, str, str]]:
+    """The latest fusion of every task, the latest one first.
+
+    Args:
+        uri: Tracking URI; None for the default.
+
+    Returns:
+        Name of the experiment, name of the run, and its address.
+    """
+    import mlflow
+    from mlflow import MlflowClient
+
+    uri = uri or mlflow.get_tracking_uri()
+    client = MlflowClient(uri)
+    found = []
+    for experiment in client.search_experiments(filter_string="name LIKE 'valora/%'"):
+        runs = client.search_runs(
+            [experiment.experiment_id],
+            f"tags.`{FUSION}` LIKE '%'",
+            order_by=["attributes.start_time DESC"],
+        )
+        latest = next((run for run in runs if PARENT not in run.data.tags), None)
+        if latest is not None:
+            address = run_address(uri, experiment.experiment_id, latest.info.run_id)
+            found.append((latest.info.start_time, experiment.name, latest.info.run_name, address))
+    return [row[1:] for row in sorted(found, reverse=True)]
+
+
+def _log_data_sets(client: Any, run_id: str, data_sets: Sequence[DataSet]) -> None:
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    inputs = [
+        DatasetInput(
+            Dataset(item.name, item.digest[:36], "local", json.dumps({"uri": str(item.folder)})),
+            [InputTag("mlflow.data.context", item.context)],
+        )
+        for item in data_sets
+    ]
+    client.log_inputs(run_id, inputs)
 
 
 def _log_metrics(client: Any, run_id: str, values: Mapping[str, list[tuple[int, float]]]) -> None:

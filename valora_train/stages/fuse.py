@@ -155,16 +155,9 @@ def build_fusion(
     trainer = Trainer(lmm, _load_lazily(settings, domains, lmm, display), settings.train, team)
     required = {item.settings.name: item.required for item in domains}
     tracker = _start_tracker(settings, domains, stage, state, team)
-    report = FusionReport(tracker, display, trainer, required)
+    data_sets = {item.settings.name: (item.distilled, item.data) for item in domains}
+    report = FusionReport(tracker, display, trainer, required, data_sets)
     with report.running():
-        for item in domains:
-            name = item.settings.name
-            tracker.log_data_set(
-                f"{name} (taught)", digest(item.distilled), item.distilled, "training"
-            )
-            tracker.log_data_set(
-                f"{name} (labelled)", digest(item.data), item.data, "validation, test"
-            )
         _measure_baselines(settings, domains, trainer, state, display, team, report)
         plan = make_plan(settings.fusion, required, state.head_only, settings.train.seed, parent)
         packing = Packing(plan, trainer, state, settings.train.seed, team, parent)
@@ -212,7 +205,9 @@ def _start_tracker(
             tracker = Tracker(settings.paths.tracking, f"valora/{settings.task.name}", stage.key)
     name = f"{settings.task.name} · {settings.fusion.strategy} · seed {settings.train.seed}"
     note = f"Packs {', '.join(item.settings.name for item in domains)} into the fewest adapters."
-    state.mlflow_run_id = tracker.start(name, as_dict(settings), note, state.mlflow_run_id)
+    chosen = {item.settings.name: item.settings for item in domains}
+    config = as_dict(replace(settings, domains=chosen))
+    state.mlflow_run_id = tracker.start(name, config, note, state.mlflow_run_id)
     state.save()
     return tracker
 

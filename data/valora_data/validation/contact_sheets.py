@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from valora_data.drawing import add_caption, arrange, draw_boxes, fit_into_tile
+from valora_data.drawing import add_caption, add_legend, arrange, draw_boxes, show_photograph, widen
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from PIL.Image import Image
 
@@ -28,8 +28,9 @@ def contact_sheet(samples: Sequence[Sample], columns: int = 6) -> Image:
         samples: The samples to show, at least one.
         columns: Tiles per row.
     """
-    tiles = [_tile(sample) for sample in samples]
-    return arrange(tiles, min(columns, len(tiles)), GAP, "#dddddd")
+    colour_of = _colours(samples)
+    tiles = [_tile(sample, colour_of) for sample in samples]
+    return _with_legend(arrange(tiles, min(columns, len(tiles)), GAP, "#dddddd"), colour_of)
 
 
 def pair_sheet(pairs: Sequence[Pair], samples: Mapping[Key, Sample]) -> Image | None:
@@ -43,12 +44,19 @@ def pair_sheet(pairs: Sequence[Pair], samples: Mapping[Key, Sample]) -> Image | 
         The sheet; None if no pair has its samples.
     """
     tiles = []
+    colour_of = _colours(samples.values())
     for number, pair in enumerate(pairs, start=1):
         if pair.first in samples and pair.second in samples:
             for split, name in (pair.first, pair.second):
                 title = f"pair {number}, {pair.likeness}"
-                tiles.append(_tile(samples[split, name], PAIR_TILE, [title, f"{split}: {name}"]))
-    return arrange(tiles, 2, GAP, "#dddddd") if tiles else None
+                titles = [title, f"{split}: {name}"]
+                tiles.append(_tile(samples[split, name], colour_of, PAIR_TILE, titles))
+    if not tiles:
+        return None
+    # Tiles of a pair may differ in width, and two narrow ones must not share a row with others.
+    width = max(tile.width for tile in tiles)
+    tiles = [widen(tile, width, "#dddddd") for tile in tiles]
+    return _with_legend(arrange(tiles, 2, GAP, "#dddddd"), colour_of)
 
 
 def answer_text(sample: Sample) -> str:
@@ -65,16 +73,32 @@ def answer_text(sample: Sample) -> str:
     return "–"
 
 
-def _tile(sample: Sample, side: int = TILE, titles: Sequence[str] | None = None) -> Image:
-    tile, scale = fit_into_tile(sample.images, side, "white")
+def _colours(samples: Iterable[Sample]) -> dict[str, str]:
+    """A colour for each label of the boxes, in the order of the labels."""
+    labels = sorted({box.label for sample in samples for box in sample.answer.boxes})
+    return {label: COLOURS[place % len(COLOURS)] for place, label in enumerate(labels)}
+
+
+def _with_legend(sheet: Image, colour_of: Mapping[str, str]) -> Image:
+    if not 0 < len(colour_of) <= len(COLOURS):  # no boxes, or phrases instead of classes
+        return sheet
+    return add_legend(sheet, list(colour_of.items()), "white", "black")
+
+
+def _tile(
+    sample: Sample,
+    colour_of: Mapping[str, str],
+    side: int = TILE,
+    titles: Sequence[str] | None = None,
+) -> Image:
+    tile, scale = show_photograph(sample.images, side)
     boxes = sample.answer.boxes
-    labels = list(dict.fromkeys(box.label for box in boxes))
-    colours = [COLOURS[labels.index(box.label) % len(COLOURS)] for box in boxes]
+    colours = [colour_of[box.label] for box in boxes]
     lines = [sample.id] if titles is None else list(titles)
     lines += [sample.prompt] if sample.prompt else []
     if {box.label for box in boxes} != {sample.prompt}:
         lines.append(answer_text(sample))
-    return _with_lines(draw_boxes(tile, boxes, scale, colours), lines)
+    return _with_lines(widen(draw_boxes(tile, boxes, scale, colours), side, "white"), lines)
 
 
 def _with_lines(tile: Image, lines: Sequence[str]) -> Image:

@@ -1,9 +1,18 @@
 """Drawing: nothing is distorted, boxes are where they belong, text is cut where it must be."""
 
 import numpy as np
+import pytest
 from PIL import Image
 
-from valora_data.drawing import add_caption, arrange, draw_boxes, fit_into_tile
+from valora_data.drawing import (
+    add_caption,
+    add_legend,
+    arrange,
+    draw_boxes,
+    fit_into_tile,
+    show_photograph,
+    widen,
+)
 from valora_data.schema import Box
 
 
@@ -59,3 +68,61 @@ def test_tiles_are_arranged_row_by_row():
     assert sheet.size == (2 * 14 + 4, 2 * 24 + 4)
     assert bounds(sheet, (0, 255, 0)) == (18, 4, 28, 24)
     assert bounds(sheet, (0, 0, 255)) == (4, 28, 14, 48)
+
+
+@pytest.mark.parametrize("size", [(500, 3000), (3000, 500), (640, 480), (8, 8), (20, 4000)])
+def test_photographs_of_any_shape_are_large_and_not_distorted(size):
+    shown, scale = show_photograph([Image.new("RGB", size, "red")], 256)
+    assert np.abs(np.subtract(shown.size, np.multiply(size, scale))).max() <= 0.5
+    assert max(shown.size) <= 3 * 256
+    if max(size) / min(size) < 9:
+        assert shown.width * shown.height == pytest.approx(256 * 256, rel=0.03)
+        assert min(shown.size) > 100
+    assert widen(shown, 300, "black").width == max(300, shown.width)
+
+
+@pytest.mark.parametrize("size", [(500, 3000), (3000, 500), (640, 480)])
+@pytest.mark.parametrize("corner", [(0, 0), (1, 0), (0, 1), (1, 1)])
+@pytest.mark.parametrize("below", [False, True])
+def test_labels_stay_whole_inside_the_picture(size, corner, below):
+    tile, scale = show_photograph([Image.new("RGB", size, "black")], 256)
+    x, y = (0.8 * place * side for place, side in zip(corner, size, strict=True))
+    box = [Box(x, y, x + size[0] / 5, y + size[1] / 5, "cell")]
+    plain = draw_boxes(tile, box, scale, ["#00ff00"])
+    drawn = draw_boxes(tile, box, scale, ["#00ff00"], ["0.93"], below=below)
+    rows, columns = np.nonzero((np.asarray(drawn) != np.asarray(plain)).any(axis=2))
+    assert drawn.size == tile.size
+    assert columns.max() - columns.min() >= 20  # all four characters
+    assert rows.max() - rows.min() >= 8
+
+
+def test_a_label_that_is_too_long_is_cut_at_its_end():
+    tile = Image.new("RGB", (60, 200), "black")
+    box = [Box(5, 50, 50, 150, "x")]
+    drawn = draw_boxes(tile, box, 1.0, ["#00ff00"], ["0.93 a_very_long_name_of_a_class"])
+    assert np.array_equal(
+        np.asarray(drawn), np.asarray(draw_boxes(tile, box, 1.0, ["#00ff00"], ["0.93 a_v…"]))
+    )
+
+
+def test_wide_tiles_take_the_room_of_several():
+    sizes = [(10, 20), (34, 8), (10, 20), (90, 5)]
+    tiles = [Image.new("RGB", size, colour) for size, colour in zip(
+        sizes, ("red", "lime", "blue", "white"), strict=True)]  # fmt: skip
+    sheet = arrange(tiles, 4, 4, "black")
+    assert bounds(sheet, (0, 255, 0)) == (18, 4, 52, 12)
+    assert bounds(sheet, (0, 0, 255)) == (56, 4, 66, 24)
+    assert bounds(sheet, (255, 255, 255)) == (4, 28, 94, 33)
+    assert sheet.size == (98, 37)
+
+
+def test_a_legend_names_every_colour_in_any_width():
+    entries = [("truth", "#ff0000"), ("right prediction", "#00ff00"), ("teacher", "#0000ff")]
+    for width in (60, 400):
+        sheet = add_legend(Image.new("RGB", (width, 50), "yellow"), entries, "white", "black")
+        assert sheet.width == width
+        assert bounds(sheet, (255, 255, 0)) == (0, sheet.height - 50, width, sheet.height)
+        for colour in ((255, 0, 0), (0, 255, 0), (0, 0, 255)):
+            left, top, right, bottom = bounds(sheet, colour)
+            assert right - left == bottom - top
+            assert bottom < sheet.height - 50

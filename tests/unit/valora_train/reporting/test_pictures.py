@@ -1,8 +1,10 @@
 """Pictures of answers: colours say what is right, frames and questions are shown."""
 
+import pytest
 from PIL import Image
 
 from valora_data.schema import Answer, Box, Domain, Sample, Task
+from valora_data.tasks import task_spec
 from valora_train.reporting import pictures
 
 GREEN, RED = (0, 230, 118), (255, 82, 82)
@@ -40,3 +42,49 @@ def test_frames_questions_and_boxes_are_shown():
     asked = Sample("a", frames[2], Answer((box,)), "left cat")
     assert shows(pictures.answer_sheet([asked], [Answer((box,))], place), GREEN)
     assert shows(pictures.answer_sheet([asked], [Answer()], place), RED)  # nothing was found
+
+
+def test_detections_are_right_or_wrong_and_the_legend_names_what_is_drawn():
+    truth = (Box(10, 10, 50, 50, "cat"), Box(60, 60, 90, 90, "cat"))
+    sample = Sample("a", Image.new("RGB", (96, 96), "blue"), Answer(truth))
+    near, twice = Box(11, 10, 50, 50, "cat", 0.9), Box(12, 10, 50, 50, "cat", 0.8)
+    far, unsure = Box(2, 60, 30, 90, "cat", 0.7), Box(2, 2, 8, 8, "cat", 0.3)
+    assert pictures._hits([near, twice, far], truth) == [True, False, False]
+    dog = Box(10, 10, 50, 50, "dog", 0.9)
+    assert pictures._hits([dog], truth) == [False]
+    right = pictures.contact_sheet([sample], [[near, unsure]], 0.5)
+    wrong = pictures.contact_sheet([sample], [[far]], 0.5)
+    assert shows(right, GREEN)
+    assert not shows(right, RED)
+    assert shows(wrong, RED)
+    assert not shows(wrong, GREEN)
+    nothing = pictures.contact_sheet([Sample("b", sample.image, Answer())], [[]], 0.5)
+    assert nothing.height < right.height  # no legend without colours
+
+
+def test_bars_of_one_metric_share_one_scale():
+    def promise(task, test, teacher=0.9, required=0.8):
+        accuracy = {"head_only": 0.1, "teacher": teacher, "test": test}
+        return {
+            "task": task, "metric": task_spec(task).metric, "required": required,
+            "status": "met" if test >= required else "missed",
+            "accuracy": accuracy | {"test_ci95": [test - 0.05, test + 0.05]},
+        }  # fmt: skip
+
+    figure = pictures.accuracy_bars(
+        {
+            "person": promise("detection", 0.85),
+            "talk": promise("caption", 4.0, None, 3.0),
+            "coins": promise("counting", 0.3),
+        }
+    )
+    ones, tens = figure.axes
+    assert ones.get_xlim() == (0, 1)
+    assert tens.get_xlim() == (0, 10)
+    assert [tick.get_text() for tick in ones.get_yticklabels()] == ["person", "coins"]
+    assert [bar.get_width() for bar in ones.patches] == pytest.approx(
+        [0.1, 0.9, 0.85, 0.1, 0.9, 0.3]
+    )
+    assert [bar.get_width() for bar in tens.patches] == pytest.approx([0.1, 4.0])
+    said = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert said == ["without LoRA", "teacher", "test", "test, requirement missed", "required"]

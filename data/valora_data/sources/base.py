@@ -73,9 +73,31 @@ class Source:
         return self.path
 
     @property
+    def file(self) -> Path:
+        """The file that names the images: `path`, or the only such file in that folder.
+
+        Raises:
+            DataError: There is no path.
+        """
+        return annotation_file(Path(self.location))
+
+    @property
     def image_folder(self) -> Path:
         """Folder of the images: `images`, or the folder of the file."""
-        return Path(self.images) if self.images else Path(self.location).parent
+        return Path(self.images) if self.images else self.file.parent
+
+
+def annotation_file(path: Path) -> Path:
+    """The YAML or JSON file that a folder holds if it is the only one; any other path as it is.
+
+    `data.yaml` counts as the only one: exports have it beside files of settings.
+    """
+    if not path.is_dir():
+        return path
+    if (path / "data.yaml").is_file():
+        return path / "data.yaml"
+    found = [file for file in path.iterdir() if file.suffix in (".json", ".yaml", ".yml")]
+    return found[0] if len(found) == 1 and found[0].is_file() else path
 
 
 class Location:
@@ -87,11 +109,13 @@ class Location:
     Attributes:
         text: What the user wrote.
         path: `text` as a path.
+        file: The file that names the images: `path`, or the only such file in that folder.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.path = Path(text)
+        self.file = annotation_file(self.path)
 
     @cached_property
     def suffixes(self) -> frozenset[str]:
@@ -106,9 +130,9 @@ class Location:
         Raises:
             DataError: The file is not valid JSON.
         """
-        if self.path.suffix != ".json" or not self.path.is_file():
+        if self.file.suffix != ".json" or not self.file.is_file():
             return frozenset()
-        content = load_json(self.path)
+        content = load_json(self.file)
         first = content[0] if isinstance(content, list) and content else content
         return frozenset(first) if isinstance(first, dict) else frozenset()
 

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Answer, Box, Sample, Task
-from valora_data.sources.base import Location, Source, SourceFormat, Splits
+from valora_data.sources.base import (
+    Location,
+    Source,
+    SourceFormat,
+    Splits,
+    annotation_file,
+)
 from valora_data.sources.formats.labelled import (
     IMAGES,
     Frame,
@@ -48,18 +54,19 @@ class CocoFormat(SourceFormat):
 
     def guess_task(self, path: str) -> Task:
         """Detection if there are categories."""
-        return Task.DETECTION if "categories" in load_json(Path(path)) else Task.CAPTION
+        content = load_json(annotation_file(Path(path)))
+        return Task.DETECTION if "categories" in content else Task.CAPTION
 
     def open(self, source: Source) -> Splits:
         """All images as one piece: COCO has a file for each split."""
-        file, images = Path(source.location), source.image_folder
+        file, images = source.file, source.image_folder
         if source.task.spec.answer == "captions":
             return {None: partial(read_coco_captions, file, images, source.reader)}
         return {None: partial(read_coco, file, images, source.labels or None, source.reader)}
 
     def reads(self, source: Source) -> Iterator[Path]:
         """The file and the images that it lists."""
-        file = Path(source.location)
+        file = source.file
         yield file
         yield from listed_images(load_json(file), source.image_folder)
 

@@ -16,7 +16,13 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Answer, Box, Sample, Task
-from valora_data.sources.base import Location, Source, SourceFormat, Splits
+from valora_data.sources.base import (
+    Location,
+    Source,
+    SourceFormat,
+    Splits,
+    annotation_file,
+)
 from valora_data.sources.formats.coco import note_unlisted
 from valora_data.sources.formats.labelled import (
     IMAGES,
@@ -57,18 +63,18 @@ class LabelStudioFormat(SourceFormat):
     def guess_task(self, path: str) -> Task:
         """The task that the first result belongs to."""
         kinds = {"choices": Task.CLASSIFICATION, "textarea": Task.CAPTION, "number": Task.COUNTING}
-        for entry in _entries(Path(path)):
+        for entry in _entries(annotation_file(Path(path))):
             for result in _results(entry) if isinstance(entry, dict) else ():
                 return kinds.get(str(result.get("type")), Task.DETECTION)
         return Task.DETECTION
 
     def open(self, source: Source) -> Splits:
         """All tasks as one piece."""
-        return {None: partial(read_label_studio, Path(source.location), source)}
+        return {None: partial(read_label_studio, source.file, source)}
 
     def reads(self, source: Source) -> Iterator[Path]:
         """The file and the images of its tasks."""
-        file = Path(source.location)
+        file = source.file
         yield file
         for entry in _entries(file):
             place = _place(entry, source.columns) if isinstance(entry, dict) else None

@@ -64,7 +64,7 @@ class LlavaFormat(SourceFormat):
         return {
             None: partial(
                 read_llava,
-                Path(source.location),
+                source.file,
                 source.image_folder,
                 source.task,
                 source.labels or None,
@@ -75,7 +75,7 @@ class LlavaFormat(SourceFormat):
 
     def reads(self, source: Source) -> Iterator[Path]:
         """The file, and the images and videos that it names."""
-        file = Path(source.location)
+        file = source.file
         yield file
         for entry in _content(file):
             if isinstance(entry, dict):

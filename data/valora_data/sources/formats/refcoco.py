@@ -49,7 +49,7 @@ class RefCocoFormat(SourceFormat):
 
     def open(self, source: Source) -> Splits:
         """The splits that the references name, or all references as one piece."""
-        file = Path(source.location)
+        file = source.file
         named = {split: split for split in refcoco_splits(file)}
         places: Mapping[Split | None, Split | None]
         places = take_missing_from_train(named) if named else {None: None}
@@ -60,7 +60,7 @@ class RefCocoFormat(SourceFormat):
 
     def reads(self, source: Source) -> Iterator[Path]:
         """The file and the images that it lists."""
-        file = Path(source.location)
+        file = source.file
         yield file
         content = _content(file)
         yield from listed_images(content, source.image_folder)

@@ -47,7 +47,7 @@ class VqaFormat(SourceFormat):
 
     def open(self, source: Source) -> Splits:
         """All questions as one piece: VQA v2 has a file for each split."""
-        file = Path(source.location)
+        file = source.file
         if source.annotations is None:
             raise DataError(
                 f"{file.name} holds questions without answers: set source.annotations to the "
@@ -66,7 +66,7 @@ class VqaFormat(SourceFormat):
 
     def reads(self, source: Source) -> Iterator[Path]:
         """The file of questions, that of annotations, and the images that are asked about."""
-        file = Path(source.location)
+        file = source.file
         yield file
         if source.annotations is not None:
             yield Path(source.annotations)

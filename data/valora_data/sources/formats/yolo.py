@@ -50,8 +50,13 @@ class YoloFormat(SourceFormat):
         return task.spec.detects
 
     def recognises(self, location: Location) -> bool:
-        """YAML files."""
-        return location.path.is_file() and location.path.suffix in (".yaml", ".yml")
+        """YAML files, and folders that hold one with `names`, or `images/` beside label files."""
+        file = location.file
+        if file.is_dir():
+            return (file / "images").is_dir() and any((file / "labels").rglob("*.txt"))
+        if file.suffix not in (".yaml", ".yml") or not file.is_file():
+            return False
+        return file == location.path or "names" in _parsed(file)
 
     def guess_task(self, path: str) -> Task:
         """Object detection."""
@@ -59,7 +64,7 @@ class YoloFormat(SourceFormat):
 
     def open(self, source: Source) -> Splits:
         """The splits that the file names."""
-        file = Path(source.location)
+        file = source.file
         names = take_missing_from_train({split: split for split in yolo_splits(file)})
         return {
             key: partial(read_yolo, file, name, source.labels or None, source.reader)
@@ -68,7 +73,7 @@ class YoloFormat(SourceFormat):
 
     def reads(self, source: Source) -> Iterator[Path]:
         """The YAML file, its lists of images, and the images and labels of all splits."""
-        file = Path(source.location)
+        file = source.file
         yield file
         content = _parsed(file)
         root = _root(file, content)
@@ -196,6 +201,11 @@ def _row(box: Box, sample: Sample, index_of: Mapping[str, int]) -> str:
 
 
 def _parsed(yaml_path: Path) -> dict[str, Any]:
+    if yaml_path.is_dir():
+        raise DataError(
+            f"folder {yaml_path} has no data.yaml: write one with names, and with the images' "
+            "folders as train, val and test"
+        )
     try:
         content = yaml.safe_load(yaml_path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -12,7 +12,7 @@ from valora_data.cli import main
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Sample, Split, Task
 from valora_data.sources.base import Source
-from valora_data.sources.registry import FORMATS, detect_kind, open_source
+from valora_data.sources.registry import FORMATS, detect_kind, files_of, open_source
 from valora_train.settings import DomainSettings, SourceSettings
 from valora_train.stages.data import build_data, data_stage
 
@@ -70,6 +70,49 @@ def test_kinds_are_recognised(tmp_path: Path) -> None:
         detect_kind(tmp_path / "empty")
     with pytest.raises(DataError, match="nowhere does not exist"):
         detect_kind(tmp_path / "nowhere")
+
+
+def test_the_only_annotation_file_of_a_folder_is_found(tmp_path: Path) -> None:
+    """People name the folder that they unpacked, not the file in it."""
+    picture(tmp_path / "images" / "train" / "a.png", 0)
+    label = tmp_path / "labels" / "train" / "a.txt"
+    label.parent.mkdir(parents=True)
+    label.write_text("1 0.5 0.5 0.5 0.5\n")
+    assert detect_kind(tmp_path) == "yolo"
+    bare = Source("yolo", Task.DETECTION, path=str(tmp_path))
+    with pytest.raises(DataError, match=r"has no data\.yaml: write one with names"):
+        open_source(bare)
+    (tmp_path / "pets.yml").write_text("{train: images/train, names: [cat, dog]}")
+    assert detect_kind(tmp_path) == "yolo"
+    (found,) = open_source(bare)[None]()
+    assert [box.label for box in found.answer.boxes] == ["dog"]
+    assert tmp_path / "pets.yml" in set(files_of(bare))
+    (tmp_path / "other.yaml").write_text("{}")  # which of them?
+    with pytest.raises(DataError, match=r"has no data\.yaml"):
+        open_source(bare)
+
+    folder = tmp_path / "export"
+    picture(folder / "b.png", 0)
+    box = {"id": 1, "image_id": 7, "category_id": 3, "bbox": [1, 2, 3, 4]}
+    content = {
+        "images": [{"id": 7, "file_name": "b.png", "width": 12, "height": 8}],
+        "categories": [{"id": 3, "name": "owl"}],
+        "annotations": [box],
+    }
+    (folder / "result.json").write_text(json.dumps(content))
+    assert detect_kind(folder) == "coco"
+    source = Source("coco", Task.DETECTION, path=str(folder))
+    assert FORMATS["coco"]().guess_task(str(folder)) is Task.DETECTION
+    (found,) = open_source(source)[None]()
+    assert [box.label for box in found.answer.boxes] == ["owl"]
+    assert folder / "result.json" in set(files_of(source))
+
+
+def test_a_folder_of_classes_with_settings_beside_them_is_one(tmp_path: Path) -> None:
+    picture(tmp_path / "cat" / "a.png", 0)
+    (tmp_path / "settings.yaml").write_text("{version: 1}")
+    (tmp_path / "numbers.json").write_text("[1, 2]")
+    assert detect_kind(tmp_path) == "imagefolder"
 
 
 def test_what_does_not_fit() -> None:

@@ -67,6 +67,7 @@ class Answers:
         self.pending: list[Output] = []
         self._lmm, self._tokenizer, self._requests = lmm, tokenizer, requests
         self._context_length = context_length
+        self._texts: dict[int, str] = {}  # of tokens that log probabilities were told of
         self._on_end, self._on_broken = on_end, on_broken
 
     def take(self) -> list[Output]:
@@ -126,7 +127,9 @@ class Answers:
         return found
 
     def _logprob(self, token: int, value: float) -> Logprob:
-        return Logprob(token, self._tokenizer.decode([token]), value)
+        if (text := self._texts.get(token)) is None:
+            text = self._texts[token] = self._tokenizer.decode([token])
+        return Logprob(token, text, value)
 
     def _broken(self, sequence: SequenceState, flight: Flight) -> None:
         """End a request whose outputs are not finite, which no answer can be made of."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import anyio.to_thread
 import uvicorn
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -64,6 +67,13 @@ _M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 4 << 20  # of malloc.h; bytes
 WORKERS = 4
 """Threads for file access and for building large answers."""
 
+SWITCH_SECONDS = 0.0005
+"""Time that a thread may hold Python's lock while another one waits for it, in seconds.
+
+An answer takes the event loop about ten turns of the lock. Each of them lasts as long as this for
+every other thread that runs Python; with Python's default, 5 ms, five threads cost 0.25 s.
+"""
+
 _KEY = {"type": "http", "scheme": "bearer", "description": "API key, if the server asks for one"}
 
 
@@ -109,6 +119,7 @@ def create_app(
         # As many threads on every machine: asyncio's default grows with the number of cores.
         pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="work")
         asyncio.get_running_loop().set_default_executor(pool)
+        anyio.to_thread.current_default_thread_limiter().total_tokens = WORKERS  # 40 by default
         context.grammars.read()
         yield
         context.drain.begun = True
@@ -212,7 +223,9 @@ class Server(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until a signal comes, and drain."""
-        await super().serve(ready(self._sockets if sockets is None else sockets))
+        own = threading.current_thread() is threading.main_thread()  # not one of several, in tests
+        with short_pauses() if own else contextlib.nullcontext():
+            await super().serve(ready(self._sockets if sockets is None else sockets))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -277,6 +290,24 @@ def make_server(
     )
     drain = app.state.context.drain
     return Server(config, drain, settings.drain_seconds, sockets or bind(settings))
+
+
+@contextlib.contextmanager
+def short_pauses() -> Iterator[None]:
+    """Context in which no thread holds Python's lock for long.
+
+    A full garbage collection stops all threads while it walks every object: 0.4 s with those of
+    PyTorch and the models. They live as long as the server, and are left out here.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        sys.setswitchinterval(before)
 
 
 def _allow_files(count: int) -> None:

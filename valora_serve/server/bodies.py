@@ -96,9 +96,9 @@ class JsonScan:
             self._check("bytes outside ASCII", self._foreign, self._limits.foreign)
         if self._held or b"\\" in piece:
             piece = self._unescaped(self._held + piece)
-        self._quotes += piece.count(b'"')
-        self._check("strings", self._quotes // 2, self._limits.keys + self._limits.values)
         parts = piece.split(b'"')
+        self._quotes += len(parts) - 1
+        self._check("strings", self._quotes // 2, self._limits.keys + self._limits.values)
         outside = b"".join(parts[self._inside :: 2])
         self._inside = (self._inside + len(parts) - 1) % 2
         if outside:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 DISCARD_SECONDS = 5.0
 """Time for the rest of a request that is refused during the drain."""
+LARGE_BODY = 2**20  # bytes; from there on, joining the pieces leaves Python's lock to others
 LONGEST_URL = 8192
 LOGGED_PATH = 200  # characters of a path that the access log shows
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -184,11 +185,11 @@ class Envelope:
                 await _discard(receive)
                 self._drain.check()
             stack.enter_context(self._drain.running())
-        watched = self._drain.watched(receive)
-        body = await self._body(headers, watched, rules, stack)
+            receive = self._drain.watched(receive)
+        body = await self._body(headers, receive, rules, stack)
         if body:
             _check_type(rules, headers)
-        return _replayed(body, watched)
+        return _replayed(body, receive)
 
     async def _body(
         self,
@@ -230,6 +231,9 @@ class Envelope:
                         scan.feed(piece)
                     pieces.append(piece)
                     if not message.get("more_body", False):
+                        # A thread, as the system has to find memory for it, which takes long.
+                        if size > LARGE_BODY:
+                            return await asyncio.to_thread(b"".join, pieces)
                         return b"".join(pieces)
         except TimeoutError as error:
             raise SlowClientError(

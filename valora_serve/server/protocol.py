@@ -27,6 +27,7 @@ class PatientProtocol(HttpToolsProtocol):
         most_pipelined: Most requests that wait in one connection.
         free_chunks: Number of a body's chunks that may be as small as they like.
         least_chunk: Mean size of the chunks, in bytes, from then on.
+        most_read: Most bytes of a connection that are read before others have their turn.
     """
 
     head_seconds = 20.0
@@ -37,6 +38,7 @@ class PatientProtocol(HttpToolsProtocol):
     most_pipelined = 16
     free_chunks = 1000
     least_chunk = 64
+    most_read = 64 * 1024
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -49,6 +51,8 @@ class PatientProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the time limit for the first request's head."""
         super().connection_made(transport)
+        # asyncio's own 256 KB take as long as four of these: 50 senders would hold up all others.
+        transport.max_size = self.most_read  # type: ignore[attr-defined]
         sock = transport.get_extra_info("socket")
         if (
             sock is not None

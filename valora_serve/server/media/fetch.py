@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MAX_REDIRECTS = 3
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.-]+=[\w.-]+)*);base64,", re.ASCII)
-_BASE64_CHARS = 1 << 18
+_BASE64_CHARS = 1 << 16
 """Base64 is decoded in pieces of so many characters: the decoder holds Python's lock."""
 _FETCH_FAILS = (
     httpcore.NetworkError,

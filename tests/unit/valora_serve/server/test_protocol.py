@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from tests.support.http_helpers import ask, serving, talk, until
+from tests.support.http_helpers import CHAT, ask, serving, talk, until
+from valora_serve.server.protocol import PatientProtocol
 
 
 def test_garbage_instead_of_http():
@@ -125,3 +126,20 @@ def test_the_rest_of_a_refused_body_has_to_arrive_in_time():
                 while piece := sock.recv(65536):  # the answer may come in several
                     found += piece
             assert b" 401 " in found
+
+
+def test_a_connection_is_read_in_small_pieces(monkeypatch):
+    """Many senders of large bodies together leave the others their turns."""
+    sizes = []
+    old = PatientProtocol.data_received
+
+    def received(self, data):
+        sizes.append(len(data))
+        old(self, data)
+
+    monkeypatch.setattr(PatientProtocol, "data_received", received)
+    content = b" " * 2_000_000 + b"{}"
+    with serving() as server:
+        server.client.post(CHAT, content=content, headers={"content-type": "application/json"})
+    assert sum(sizes) > 2_000_000
+    assert max(sizes) <= PatientProtocol.most_read

@@ -2,8 +2,13 @@
 
 ``python -m tests.fuzz routes --cases 20000`` starts ``valora-serve`` with the tiny model and a
 random bundle in a process of its own. Another process asks ``/health`` twenty times a second
-meanwhile and keeps the slowest answer. The property: no 5xx but 503 and 504, every error in
-OpenAI's format, nothing undeclared, and the server ends with status 0.
+meanwhile, on a new connection each time, and keeps the slowest answer, from the beginning of the
+connection to its end. Whoever sends requests runs at a lower priority than these two, so that the
+answer tells of the server and not of a lack of cores. The property: no 5xx but 503 and 504, every
+error in OpenAI's format, nothing undeclared, and the server ends with status 0.
+
+Hostile bodies come first, then the requests made from the schema, in batches that several processes
+share. What was counted is printed at the end, and also after SIGTERM, Ctrl-C or ``--minutes``.
 """
 
 from __future__ import annotations
@@ -11,8 +16,10 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import math
 import multiprocessing
 import os
+import queue
 import random
 import signal
 import socket
@@ -22,7 +29,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +44,11 @@ HEADERS = {"authorization": f"Bearer {SECRET}"}
 JSON = {"content-type": "application/json"}
 FORM = {"content-type": "multipart/form-data; boundary=b"}
 LIMIT_SECONDS = 0.2
+NICE = 10
+"""What the senders' priority is lower by than that of the server and of who asks /health."""
+BATCH, SEEDS = 200, 1_000_003
 CHAT, COMPLETIONS, VISION = "/v1/chat/completions", "/v1/completions", "/v1/vision/scene"
+RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
 PATHS = (CHAT, COMPLETIONS, VISION, "/v1/load_lora_adapter", "/v1/unload_bundle")
 
 
@@ -91,7 +103,26 @@ def hostile(rng: random.Random) -> dict[str, tuple[str, dict[str, str], bytes]]:
             "top_logprobs": 20}).encode()),
         "a logit bias": (CHAT, json.dumps(
             {"messages": user, "logit_bias": {str(n): 1 for n in range(4000)}}).encode()),
+        "log probabilities, streamed": (CHAT, json.dumps({
+            "messages": user, "n": 16, "max_tokens": 32, "ignore_eos": True, "logprobs": True,
+            "top_logprobs": 20, "stream": True}).encode()),
+        "log probabilities of completions": (COMPLETIONS, json.dumps({
+            "prompt": ["a"] * 4, "n": 8, "max_tokens": 32, "ignore_eos": True,
+            "logprobs": 20}).encode()),
+        "log probabilities of a prompt": (COMPLETIONS, json.dumps({
+            "prompt": "a b c d " * 200, "max_tokens": 0, "echo": True, "logprobs": 20}).encode()),
+        "log probabilities of a response": (RESPONSES, json.dumps({
+            "input": "a", "max_output_tokens": 400, "top_logprobs": 20,
+            "include": ["message.output_text.logprobs"]}).encode()),
+        "embeddings": (EMBEDDINGS, json.dumps({"input": ["a b c"] * 300}).encode()),
         "a large image": (CHAT, picture(b"data:image/png;base64," + image)),
+        "a large video": (CHAT, turn(
+            b'[{"type":"video_url","video_url":{"url":"data:video/mp4;base64,'
+            + base64.b64encode(rng.randbytes(40_000_000)) + b'"}}]')),
+        "many frames": (CHAT, turn(
+            b'[{"type":"frames","frames":["data:image/jpeg;base64,'
+            + b'","data:image/jpeg;base64,'.join([image[:100_000]] * 64) + b'"]}]')),
+        "turns of a response": (RESPONSES, json.dumps({"input": user * 2400}).encode()),
         "a long url": (CHAT, picture(b"http://" + b"a/" * many)),
         "a surrogate": (CHAT, turn(rb'"\ud800"')),
         "bytes": (path, rng.randbytes(many)),
@@ -101,6 +132,7 @@ def hostile(rng: random.Random) -> dict[str, tuple[str, dict[str, str], bytes]]:
     forms = {
         "parts of a form": part * 20_000 + b"--b--",
         "boundaries": part[:-3] + b"\r\n--bx" * many,
+        "a large file": part[:-3] + rng.randbytes(15_000_000) + b"\r\n--b--",
         "headers of a part": b"--b\r\n" + b"a: b\r\n" * many,
         "a part without end": part[:-3] + b"\r\n" * many,
     }
@@ -158,6 +190,27 @@ class Report:
         with self._lock:
             self.failures.append(text)
         print(f"FAILED: {text}", file=sys.stderr, flush=True)
+
+    def taken(self) -> dict[str, Any]:
+        """Everything so far, as `merge` takes it; this report is empty then."""
+        with self._lock:
+            found = {
+                "outcomes": self.outcomes, "slowest": self.slowest, "failures": self.failures
+            }  # fmt: skip
+            self.tried, self.outcomes, self.slowest, self.failures = Counter(), {}, {}, []
+        return found
+
+    def merge(self, found: dict[str, Any]) -> int:
+        """Add what another process has counted; returns the number of requests."""
+        with self._lock:
+            count = 0
+            for kind, outcomes in found["outcomes"].items():
+                count += outcomes.total()
+                self.tried[kind] += outcomes.total()
+                self.outcomes.setdefault(kind, Counter()).update(outcomes)
+                self.slowest[kind] = max(self.slowest.get(kind, 0.0), found["slowest"][kind])
+            self.failures += found["failures"]
+        return count
 
     def table(self) -> str:
         """A Markdown table."""
@@ -224,54 +277,69 @@ def start(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
 
 
 def send_hostile(
-    url: str, rng: random.Random, rounds: int, at_once: int, report: Report, slowest: Any
+    url: str,
+    rng: random.Random,
+    rounds: int,
+    at_once: int,
+    mixtures: int,
+    report: Report,
+    watcher: _Watch,
 ) -> None:
-    """Send every hostile body `at_once` times at the same time, and every raw request."""
+    """Send every hostile body `at_once` times at the same time, every raw request, and mixtures."""
 
-    def attacked(name: str, work: Callable[[], None]) -> None:
-        before, slowest.value = slowest.value, 0.0
-        together(work, at_once)
-        time.sleep(0.1)  # what has been asked meanwhile is answered
-        report.health[name] = max(report.health.get(name, 0.0), slowest.value)
-        slowest.value = max(before, slowest.value)
+    def attacked(name: str, work: Sequence[Callable[[], None]]) -> None:
+        watcher.taken()
+        began = time.monotonic()
+        together(work)
+        slowest = watcher.taken()
+        report.health[name] = max(report.health.get(name, 0.0), slowest)
+        print(
+            f"{name}: {time.monotonic() - began:.1f} s, /health {slowest:.3f} s",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
 
+    made: dict[str, Callable[[], None]] = {}
     for _ in range(rounds):
-        for name, (path, headers, content) in hostile(rng).items():
-            print(name, file=sys.stderr, flush=True)
+        made = {
+            name: partial(_post, url, name, *body, report) for name, body in hostile(rng).items()
+        } | {name: partial(_talk, url, name, data, report) for name, data in raw(rng).items()}
+        for name, work in made.items():
+            attacked(name, [work] * at_once)
+    for _ in range(mixtures if made else 0):
+        attacked("mixtures", [made[name] for name in rng.choices(sorted(made), k=at_once)])
 
-            def ask(name=name, path=path, headers=headers, content=content) -> None:
-                began = time.perf_counter()
-                try:
-                    answer = httpx.post(
-                        url + path, content=content, headers=HEADERS | headers, timeout=120,
-                        trust_env=False,
-                    )  # fmt: skip
-                except httpx.TransportError as error:
-                    report.add(name, "hung up", time.perf_counter() - began)
-                    if len(content) < 2**20:
-                        report.failed(f"{name}: {error!r} from {path}")
-                    return
-                report.add(name, str(answer.status_code), time.perf_counter() - began)
-                check(answer, f"{name} to {path}", report)
 
-            attacked(name, ask)
-        for name, data in raw(rng).items():
+def _post(
+    url: str, name: str, path: str, headers: dict[str, str], content: bytes, report: Report
+) -> None:
+    """Send a hostile body."""
+    began = time.perf_counter()
+    try:
+        answer = httpx.post(
+            url + path, content=content, headers=HEADERS | headers, timeout=120, trust_env=False
+        )
+    except httpx.TransportError as error:
+        report.add(name, "hung up", time.perf_counter() - began)
+        if len(content) < 2**20:
+            report.failed(f"{name}: {error!r} from {path}")
+        return
+    report.add(name, str(answer.status_code), time.perf_counter() - began)
+    check(answer, f"{name} to {path}", report)
 
-            def talk(name=name, data=data) -> None:
-                began = time.perf_counter()
-                try:
-                    with socket.create_connection(address(url), timeout=10) as sock:
-                        sender = threading.Thread(target=_send, args=(sock, data), daemon=True)
-                        sender.start()
-                        answer = sock.recv(65536)
-                except OSError:
-                    answer = b""
-                status = answer[9:12].decode("ascii", "replace") if answer else "hung up"
-                report.add(name, status, time.perf_counter() - began)
-                if status.startswith("5"):
-                    report.failed(f"{name}: status {status}")
 
-            attacked(name, talk)
+def _talk(url: str, name: str, data: bytes, report: Report) -> None:
+    """Send bytes that may be no request."""
+    began = time.perf_counter()
+    try:
+        with socket.create_connection(address(url), timeout=10) as sock:
+            threading.Thread(target=_send, args=(sock, data), daemon=True).start()
+            answer = sock.recv(65536)
+    except OSError:
+        answer = b""
+    status = answer[9:12].decode("ascii", "replace") if answer else "hung up"
+    report.add(name, status, time.perf_counter() - began)
+    if status.startswith("5"):
+        report.failed(f"{name}: status {status}")
 
 
 def _send(sock: socket.socket, data: bytes) -> None:
@@ -287,9 +355,14 @@ def address(url: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def together(work: Callable[[], None], count: int) -> None:
-    """Run a function in several threads at a time."""
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
+def together(work: Sequence[Callable[[], None]]) -> None:
+    """Run functions at the same time, each in a thread of its own."""
+
+    def run(one: Callable[[], None]) -> None:
+        os.setpriority(os.PRIO_PROCESS, 0, NICE)  # of this thread, on Linux
+        one()
+
+    threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in work]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -309,10 +382,88 @@ def check(answer: httpx.Response, what: str, report: Report) -> None:
             report.failed(f"{what}: status {answer.status_code} without a message: {text}")
 
 
-def send_made(url: str, cases: int, seed: int, report: Report) -> None:
-    """Send requests that schemathesis makes from the OpenAPI schema, right and wrong ones."""
-    import hypothesis
+def plans(url: str, cases: int) -> list[tuple[str, str, str, int]]:
+    """Method, path, mode and number of cases of every batch of requests made from the schema."""
+    from schemathesis import GenerationMode
+
+    found = []
+    for operation in operations(url):
+        for mode in GenerationMode:
+            if mode is GenerationMode.POSITIVE or operation.body or operation.path_parameters:
+                # Routes without any input need no thousands of requests.
+                weight = 10 if operation.body else 1
+                found.append((operation.method.upper(), operation.path, mode.value, weight))
+    weights = sum(weight for *_, weight in found)
+    batches = []
+    for method, path, mode, weight in found:
+        count = max(10, math.ceil(cases * weight / weights))
+        batches += [
+            (method, path, mode, min(BATCH, count - done)) for done in range(0, count, BATCH)
+        ]
+    return batches
+
+
+def operations(url: str) -> list[Any]:
+    """Operations of the server's OpenAPI schema."""
     import schemathesis
+
+    found = httpx.get(f"{url}/openapi.json", timeout=60, trust_env=False).json()
+    schema = schemathesis.openapi.from_dict(found)
+    return [item.ok() for item in schema.get_all_operations()]
+
+
+def send_batches(url: str, seed: int, todo: Any, done: Any) -> None:
+    """Send batches of requests that schemathesis makes, in a process of their own.
+
+    Args:
+        url: URL of the server.
+        seed: Random seed; each batch has one of its own.
+        todo: Queue of batches, each with its number; None ends the process.
+        done: Queue of `Report.taken` and, at the end, None.
+    """
+    os.nice(NICE)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    session = requests.Session()
+    session.trust_env = False
+    report = Report()
+    known = {(one.method.upper(), one.path): one for one in operations(url)}
+    while (item := todo.get()) is not None:
+        number, (method, path, mode, count) = item
+        try:
+            made(
+                url, known[method, path], mode, count, seed + SEEDS * number, session,
+                lambda *told: _told(report, done, *told),
+            )  # fmt: skip
+        except Exception as error:  # noqa: BLE001 - reported with what reproduces it
+            report.failed(
+                f"{method} {path} ({mode}): {error}\n"
+                f"(again: --seed {seed} --cases as before --batch {number})"
+            )
+        done.put(report.taken())
+    done.put(None)
+
+
+def _told(report: Report, done: Any, kind: str, outcome: str, seconds: float) -> None:
+    report.add(kind, outcome, seconds)
+    if sum(report.tried.values()) >= 20:
+        done.put(report.taken())
+
+
+def made(
+    url: str,
+    operation: Any,
+    mode: str,
+    count: int,
+    seed: int,
+    session: requests.Session,
+    tell: Callable[[str, str, float], None],
+) -> None:
+    """Send requests that schemathesis makes from the OpenAPI schema, right or wrong ones.
+
+    Raises:
+        Exception: An answer does not have the property.
+    """
+    import hypothesis
     from schemathesis import GenerationMode
     from schemathesis.specs.openapi.checks import (
         content_type_conformance,
@@ -325,52 +476,116 @@ def send_made(url: str, cases: int, seed: int, report: Report) -> None:
         status_code_conformance, content_type_conformance, response_headers_conformance,
         response_schema_conformance,
     ]  # fmt: skip
-    found = httpx.get(f"{url}/openapi.json", timeout=60, trust_env=False).json()
-    schema = schemathesis.openapi.from_dict(found)
-    operations = [item.ok() for item in schema.get_all_operations()]
-    plans = [
-        (operation, mode)
-        for operation in operations
-        for mode in GenerationMode
-        if mode is GenerationMode.POSITIVE or operation.body or operation.path_parameters
+    name = f"{operation.method.upper()} {operation.path} ({mode})"
+    positive = mode == GenerationMode.POSITIVE.value
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=count, deadline=None, database=None, print_blob=True,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        phases=[hypothesis.Phase.generate],
+    )  # fmt: skip
+    @hypothesis.given(case=operation.as_strategy(generation_mode=GenerationMode(mode)))
+    def ask(case) -> None:
+        _steer(case, positive=positive)
+        began = time.perf_counter()
+        answer = case.call(base_url=url, headers=HEADERS, timeout=120, session=session)
+        tell(name, str(answer.status_code), time.perf_counter() - began)
+        assert answer.status_code < 500 or answer.status_code in (503, 504), answer.text
+        case.validate_response(answer, checks=checks)
+
+    ask()  # type: ignore[call-arg]
+
+
+def _steer(case: Any, *, positive: bool) -> None:
+    """Let half of the requests name what is served, and half of the right ones hold little.
+
+    Otherwise hardly any would get past the first check. The choice depends on the request alone.
+    """
+    body, rng = case.body, random.Random(str(case.body))
+    if isinstance(body, dict):
+        if positive and rng.random() < 0.5:
+            needed = {"messages", "input", "prompt", "images"} & body.keys()
+            kept = set(rng.sample(sorted(body.keys() - needed), min(2, len(body) - len(needed))))
+            for field in body.keys() - needed - kept:
+                del body[field]
+        if "model" in body and rng.random() < 0.5:
+            body["model"] = rng.choice(["tiny", "scene", "traffic", "sample/adapter-1"])
+    if "domain" in (case.path_parameters or {}) and rng.random() < 0.5:
+        case.path_parameters["domain"] = "scene"
+
+
+def send_made(
+    url: str, cases: int, seed: int, processes: int, only: int | None, report: Report
+) -> None:
+    """Send requests made from the OpenAPI schema, from several processes at once."""
+    context = multiprocessing.get_context("spawn")
+    batches = list(enumerate(plans(url, cases)))
+    if only is not None:
+        batches = batches[only : only + 1]
+    todo, done = context.Queue(), context.Queue()
+    workers = [
+        context.Process(target=send_batches, args=(url, seed, todo, done), daemon=True)
+        for _ in range(min(processes, len(batches)))
     ]
-    # Routes without any input need no thousands of requests.
-    weights = [10 if operation.body else 1 for operation, _ in plans]
-    session = requests.Session()
-    session.trust_env = False
+    for batch in [*batches, *[None] * len(workers)]:
+        todo.put(batch)
+    for worker in workers:
+        worker.start()
+    wanted = sum(count for _, (*_, count) in batches)
+    sent, left, said = 0, len(workers), time.monotonic()
+    try:
+        while left:
+            try:
+                found = done.get(timeout=5)
+            except queue.Empty:
+                if not any(worker.is_alive() for worker in workers):
+                    report.failed("a process that sends requests has ended: see above")
+                    return
+                continue
+            if found is None:
+                left -= 1
+                continue
+            sent += report.merge(found)
+            if time.monotonic() - said > 10:
+                said = time.monotonic()
+                print(f"{sent} of {wanted} requests", file=sys.stderr, flush=True)
+    finally:
+        for worker in workers:
+            if left:
+                worker.terminate()
+            worker.join(10)
 
-    def made(operation: Any, mode: GenerationMode, weight: int) -> None:
-        count = max(10, cases * weight // sum(weights))
-        name = f"{operation.method.upper()} {operation.path} ({mode.value})"
 
-        @hypothesis.seed(seed)
-        @hypothesis.settings(
-            max_examples=count, deadline=None, database=None, print_blob=True,
-            suppress_health_check=list(hypothesis.HealthCheck),
-            phases=[hypothesis.Phase.generate],
-        )  # fmt: skip
-        @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
-        def ask(case) -> None:
-            if len(str(case.body)) % 2 and isinstance(case.body, dict) and "model" in case.body:
-                case.body["model"] = ["tiny", "scene", "traffic", "sample/adapter-1"][
-                    len(str(case.body)) // 2 % 4
-                ]
-            if "domain" in (case.path_parameters or {}) and len(str(case.body)) % 2:
-                case.path_parameters["domain"] = "scene"
-            began = time.perf_counter()
-            answer = case.call(base_url=url, headers=HEADERS, timeout=120, session=session)
-            report.add(name, str(answer.status_code), time.perf_counter() - began)
-            assert answer.status_code < 500 or answer.status_code in (503, 504), answer.text
-            case.validate_response(answer, checks=checks)
+class _StoppedError(Exception):
+    """A signal or the time limit ends the run before its last request."""
 
-        try:
-            ask()  # type: ignore[call-arg]
-        except Exception as error:  # noqa: BLE001 - reported with what reproduces it
-            report.failed(f"{name}: {error}")
-        print(f"{name}: {report.tried[name]} requests", file=sys.stderr, flush=True)
 
-    for (operation, mode), weight in zip(plans, weights, strict=True):
-        made(operation, mode, weight)
+def _stop(number: int, _: Any) -> None:
+    raise _StoppedError(signal.Signals(number).name)
+
+
+class _Watch:
+    """A process that asks `/health` all the time."""
+
+    def __init__(self, url: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.slowest, self.asked = context.Value("d", 0.0), context.Value("l", 0)
+        self._stop = context.Event()
+        arguments = (url, self.slowest, self.asked, self._stop)
+        self._process = context.Process(target=watch, args=arguments, daemon=True)
+        self._process.start()
+
+    def taken(self) -> float:
+        """Seconds of the slowest answer since the last call."""
+        time.sleep(0.1)  # what has been asked is answered
+        found, self.slowest.value = float(self.slowest.value), 0.0
+        return found
+
+    def end(self) -> None:
+        """End the process."""
+        self._stop.set()
+        self._process.join(35)
 
 
 def main(arguments: list[str]) -> int:
@@ -380,51 +595,72 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=3, help="rounds of the hostile bodies")
     parser.add_argument("--at-once", type=int, default=8, help="the same hostile body at a time")
+    parser.add_argument("--mixtures", type=int, default=20, help="mixtures of hostile bodies")
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count() or 1,
+        help="processes that send requests made from the schema; by default one for each core",
+    )  # fmt: skip
+    parser.add_argument("--batch", type=int, help="only this batch of requests made from it")
+    parser.add_argument("--minutes", type=float, default=0.0, help="time limit; 0 for none")
     parser.add_argument(
         "--health-seconds", type=float, default=LIMIT_SECONDS, help="slowest answer of /health"
     )
     chosen = parser.parse_args(arguments)
     report = Report()
-    context = multiprocessing.get_context("spawn")
-    slowest = {part: context.Value("d", 0.0) for part in ("idle", "hostile", "made")}
-    asked = context.Value("l", 0)
+    slowest: dict[str, float] = {}
+    stopped = ""
+    handled = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGALRM)}
+    signal.setitimer(signal.ITIMER_REAL, 60 * chosen.minutes)
     with tempfile.TemporaryDirectory() as place:
         process, url = start(Path(place))
         server = psutil.Process(process.pid)
-        idle = server.memory_info().rss
-        peak = idle
+        idle = peak = server.memory_info().rss
+        watcher = _Watch(url)
+        part = "idle"
         try:
-            for part, value in slowest.items():
-                stop = context.Event()
-                watcher = context.Process(target=watch, args=(url, value, asked, stop))
-                watcher.start()
-                if part == "idle":
-                    time.sleep(10)  # what this machine takes without any attack
-                elif part == "hostile":
-                    rng = random.Random(chosen.seed)
-                    send_hostile(url, rng, chosen.rounds, chosen.at_once, report, value)
-                else:
-                    send_made(url, chosen.cases, chosen.seed, report)
-                stop.set()
-                watcher.join()
-            peak = _peak(process.pid)
+            while not watcher.asked.value:
+                time.sleep(0.1)
+            watcher.taken()
+            time.sleep(10 if chosen.batch is None else 0)  # what the machine takes by itself
+            slowest[part], part = watcher.taken(), "hostile"
+            if chosen.batch is None:
+                send_hostile(
+                    url, random.Random(chosen.seed), chosen.rounds, chosen.at_once,
+                    chosen.mixtures, report, watcher,
+                )  # fmt: skip
+            slowest[part], part = max(report.health.values(), default=0.0), "made"
+            send_made(url, chosen.cases, chosen.seed, chosen.processes, chosen.batch, report)
+        except (_StoppedError, KeyboardInterrupt) as error:
+            stopped = f"; stopped early ({error or 'SIGINT'})"
         finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for number in handled:
+                signal.signal(number, signal.SIG_IGN)  # what follows takes seconds
+            if part == "hostile":
+                slowest[part] = max([*report.health.values(), watcher.taken()])
+            else:
+                slowest[part] = max(slowest.get(part, 0.0), watcher.taken())
+            watcher.end()
+            peak = max(peak, _peak(process.pid))
             process.send_signal(signal.SIGTERM)
             status = process.wait(120)
             log = (Path(place) / "log.txt").read_text()
+            for number, handler in handled.items():
+                signal.signal(number, handler)
     if status != 0:
         report.failed(f"the server ended with status {status}")
     if "Traceback" in log:
         report.failed(f"the server logged a traceback:\n{log[log.index('Traceback') :][:3000]}")
-    for part, value in slowest.items():
-        if part != "idle" and value.value > chosen.health_seconds:
-            report.failed(f"/health took {value.value:.3f} s ({part})")
+    for part, seconds in slowest.items():
+        if part != "idle" and seconds > chosen.health_seconds:
+            report.failed(f"/health took {seconds:.3f} s ({part})")
     print(report.table())
     print(
-        f"\n{sum(report.tried.values())} requests; slowest /health of {asked.value}: "
-        + ", ".join(f"{value.value:.3f} s ({part})" for part, value in slowest.items())
-        + f"; peak memory {(peak - idle) / 2**20:.0f} MB above idle; "
-        f"{len(report.failures)} failures"
+        f"\n{sum(report.tried.values())} requests; slowest /health of {watcher.asked.value}: "
+        + ", ".join(f"{seconds:.3f} s ({part})" for part, seconds in slowest.items())
+        + f"; peak memory {(peak - idle) / 2**20:.0f} MB above idle; load "
+        f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; "
+        f"{len(report.failures)} failures{stopped}"
     )
     for failure in report.failures:
         print(f"\nfailed: {failure}")

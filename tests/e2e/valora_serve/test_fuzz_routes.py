@@ -9,8 +9,9 @@ pytestmark = pytest.mark.slow
 
 def test_no_route_fails_on_hostile_requests(capsys):
     # The bound on /health is generous: the tests of the slow tier share the machine.
-    arguments = ["--cases", "200", "--rounds", "1", "--at-once", "3", "--health-seconds", "5"]
-    status = routes.main(arguments)
+    arguments = "--cases 200 --rounds 1 --at-once 3 --mixtures 2 --processes 2 --health-seconds 5"
+    status = routes.main(arguments.split())
     said = capsys.readouterr().out
     assert status == 0, said
-    assert "| unknown keys | 3 |" in said
+    assert "| unknown keys |" in said
+    assert "| POST /v1/embeddings (negative) |" in said

@@ -30,6 +30,11 @@ NEAR = (NEAR_LEVELS, 14.0)
 pixels: where something moved in front of a fixed camera, the latter is larger."""
 SMOOTH = (3.0, 8.0)
 """The same for pictures whose hashes differ in more than `NEAR_BITS` bits."""
+DETAIL = 64
+"""Side of the grey pictures that tell copies whose boxes differ, in pixels."""
+SAME_LEVELS = 10.0
+"""Largest difference between these pictures of copies, in any pixel: recompression to quality 20
+and halving stay below it, and what moved in front of a fixed camera does not."""
 FLAT = 4.0
 """Standard deviation of the grey levels below which an image is too uniform to be recognised."""
 SAME_PLACE = 0.5
@@ -88,6 +93,7 @@ class _Print:
         bits: Perceptual hash.
         mirrored: Perceptual hash of the mirror image.
         thumb: Thumbnail, uint8 of shape (`THUMB`, `THUMB`, 3).
+        detail: Grey levels, uint8 of shape (`DETAIL`, `DETAIL`).
         boxes: Edges of the objects as shares of the image, float of shape (n, 4); None where
             objects are not what is asked for.
     """
@@ -96,6 +102,7 @@ class _Print:
     bits: np.uint64
     mirrored: np.uint64
     thumb: npt.NDArray[np.uint8]
+    detail: npt.NDArray[np.uint8]
     boxes: npt.NDArray[np.float64] | None
 
 
@@ -137,7 +144,10 @@ class Duplicates:
         mirrored = perceptual_hash(ImageOps.mirror(thumb))
         if bits is not None and mirrored is not None:
             levels = np.asarray(thumb, dtype=np.uint8)
-            self._prints.append(_Print(key, bits, mirrored, levels, _places(sample, picture)))
+            small = picture.convert("L").resize((DETAIL, DETAIL), Image.Resampling.BILINEAR)
+            detail = np.asarray(small, dtype=np.uint8)
+            boxes = _places(sample, picture)
+            self._prints.append(_Print(key, bits, mirrored, levels, detail, boxes))
 
     def pairs(self) -> list[Pair]:
         """All pairs so far: each copy with the first sample of its picture."""
@@ -145,20 +155,23 @@ class Duplicates:
 
     def _near_pairs(self) -> Iterator[Pair]:
         prints = self._prints
-        bits = np.array([found.bits for found in prints], np.uint64)
-        parts = np.array([_parts(found.thumb) for found in prints])
+        if not prints:
+            return
+        bits = np.array([found.bits for found in prints])
+        thumbs = np.stack([found.thumb for found in prints])
+        parts = np.stack([_parts(found.thumb) for found in prints])
         for likeness in (Likeness.ALIKE, Likeness.MIRRORED):
             flip = likeness is Likeness.MIRRORED
             for place, found in enumerate(prints):
-                own = found.mirrored if flip else found.bits
-                shown = _parts(found.thumb[:, ::-1] if flip else found.thumb)
-                apart = np.bitwise_count(bits[:place] ^ own)
+                shown = _mirrored(found) if flip else found
+                apart = np.bitwise_count(bits[:place] ^ shown.bits)
                 near = np.flatnonzero(apart <= MOST_BITS)
-                if near.size:
-                    near = near[np.abs(parts[near] - shown).mean(axis=(1, 2, 3)) <= NEAR_LEVELS]
-                for first in near:
-                    limits = NEAR if apart[first] <= NEAR_BITS else SMOOTH
-                    if _alike(prints[first], found, flip, *limits):
+                gaps = np.abs(parts[near] - _parts(shown.thumb)).mean(axis=(1, 2, 3))
+                near = near[gaps <= NEAR_LEVELS]  # cheap, and leaves few
+                limits = np.where(apart[near, None] <= NEAR_BITS, NEAR, SMOOTH)
+                alike, everywhere = _compare(thumbs[near], shown.thumb, limits)
+                for first, same in zip(near[alike], everywhere[alike], strict=True):
+                    if _is_copy(prints[first], shown, same):
                         yield Pair(prints[first].key, found.key, likeness)
                         break
 
@@ -215,24 +228,52 @@ def _parts(levels: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     return means
 
 
-def _alike(one: _Print, other: _Print, flip: bool, most: float, most_in_part: float) -> bool:
-    """Whether two pictures with similar hashes agree in colours, everywhere, and in boxes."""
-    thumb, boxes = other.thumb, other.boxes
-    if flip:
-        thumb = thumb[:, ::-1]
-        if boxes is not None:
-            edges = (1 - boxes[:, 2], boxes[:, 1], 1 - boxes[:, 0], boxes[:, 3])
-            boxes = np.stack(edges, axis=1)
-    gap = one.thumb.astype(np.float64) - thumb
-    if np.abs(gap).mean() > NEAR_LEVELS:
+def _mirrored(found: _Print) -> _Print:
+    boxes = found.boxes
+    if boxes is not None:
+        edges = (1 - boxes[:, 2], boxes[:, 1], 1 - boxes[:, 0], boxes[:, 3])
+        boxes = np.stack(edges, axis=1)
+    thumb, detail = found.thumb[:, ::-1], found.detail[:, ::-1]
+    return _Print(found.key, found.mirrored, found.bits, thumb, detail, boxes)
+
+
+def _compare(
+    thumbs: npt.NDArray[np.uint8], shown: npt.NDArray[np.uint8], limits: npt.NDArray[np.float64]
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Whether thumbnails agree with another one, but for the brightness.
+
+    Args:
+        thumbs: Shape (n, `THUMB`, `THUMB`, 3).
+        shown: Shape (`THUMB`, `THUMB`, 3).
+        limits: Largest mean difference on the whole and in any part, of shape (n, 2).
+
+    Returns:
+        Whether they agree on the whole, and whether they do in every part, each of shape (n,).
+    """
+    gaps = thumbs.astype(np.float32) - shown
+    alike = np.abs(gaps).mean(axis=(1, 2, 3)) <= NEAR_LEVELS
+    gaps -= gaps.mean(axis=(1, 2, 3), keepdims=True)
+    gaps = np.abs(gaps)
+    alike &= gaps.mean(axis=(1, 2, 3)) <= limits[:, 0]
+    side = THUMB // 3
+    in_parts = gaps.reshape(-1, side, 3, side, 3, 3).mean(axis=(2, 4, 5))
+    return alike, in_parts.max(axis=(1, 2), initial=0) <= limits[:, 1]
+
+
+def _is_copy(one: _Print, other: _Print, everywhere: bool) -> bool:
+    """Whether one of two pictures that are alike on the whole is a copy of the other.
+
+    Args:
+        one: The first.
+        other: The second, mirrored where that is what is compared.
+        everywhere: Whether they are alike in every part.
+    """
+    gap = one.detail.astype(np.float32) - other.detail
+    if np.abs(gap - gap.mean()).max() <= SAME_LEVELS:
+        return True  # whatever was labelled: two people may have
+    if not everywhere and not _boxed_alike(one.boxes, other.boxes):
         return False
-    gap -= gap.mean()  # another brightness
-    if np.abs(gap).mean() > most:
-        return False
-    largest = _parts(np.abs(gap)).mean(axis=2).max()
-    if largest > most_in_part and not _boxed_alike(one.boxes, boxes):
-        return False
-    return _same_boxes(one.boxes, boxes, SAME_PLACE)
+    return _same_boxes(one.boxes, other.boxes, SAME_PLACE)
 
 
 def _boxed_alike(

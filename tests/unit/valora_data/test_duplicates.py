@@ -1,5 +1,7 @@
 """Copies of a picture: equal, resized, recompressed or mirrored; and what is none."""
 
+import io
+
 import numpy as np
 import pytest
 from PIL import Image, ImageEnhance, ImageOps
@@ -126,9 +128,23 @@ def test_mirrored_boxes_are_where_the_mirror_puts_them() -> None:
     image = natural_picture(5).resize((200, 100))
     one = Sample("one", image, Answer((Box(10, 20, 50, 60, "cat"),)))
     right = Sample("two", ImageOps.mirror(image), Answer((Box(150, 20, 190, 60, "cat"),)))
-    wrong = Sample("two", ImageOps.mirror(image), Answer((Box(10, 20, 50, 60, "cat"),)))
+    changed = ImageOps.mirror(image)
+    changed.paste((200, 40, 40), (90, 40, 98, 48))  # the boxes decide
+    wrong = Sample("two", changed, Answer((Box(10, 20, 50, 60, "cat"),)))
     assert [pair.likeness for pair in pairs(one, right)] == [Likeness.MIRRORED]
     assert pairs(one, wrong) == []
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_a_copy_with_other_labels_is_a_copy(flip: bool) -> None:
+    """The same photograph, recompressed, that another person labelled."""
+    image = natural_picture(5).resize((200, 100))
+    one = Sample("one", image, Answer((Box(10, 20, 50, 60, "cat"), Box(90, 5, 120, 30, "dog"))))
+    file = io.BytesIO()
+    (ImageOps.mirror(image) if flip else image).save(file, "JPEG", quality=80)
+    two = Sample("two", Image.open(file).convert("RGB"), Answer((Box(60, 50, 99, 95, "cat"),)))
+    likeness = Likeness.MIRRORED if flip else Likeness.ALIKE
+    assert [pair.likeness for pair in pairs(one, two)] == [likeness]
 
 
 def test_a_copy_with_a_text_over_it() -> None:

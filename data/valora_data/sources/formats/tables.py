@@ -1,7 +1,8 @@
-"""JSON files of users' data sets: lists of entries with ids and keys that must be there."""
+"""Text files of users' data sets, and JSON files: entries with ids and keys that must be there."""
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -20,16 +21,32 @@ NAMES = frozenset({"file_name"})
 """Keys whose values are texts."""
 
 
+def read_text(path: Path) -> str:
+    """Content of a text file in UTF-8, or in UTF-16 with a mark of it, as Windows writes it.
+
+    Raises:
+        DataError: If it is missing or in another encoding.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path} ({error.strerror}): check the path") from error
+    wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    try:
+        return content.decode("utf-16" if wide else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path.name} is no text in UTF-8: export it again in UTF-8") from error
+
+
 def load_json(json_path: Path) -> Any:
     """Content of a JSON file.
 
     Raises:
         DataError: If it is missing or no JSON.
     """
+    text = read_text(json_path)
     try:
-        content = json.loads(json_path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise DataError(f"cannot read {json_path} ({error.strerror}): check the path") from error
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{json_path.name} is not valid JSON ({error}): export it again") from error
     return content
@@ -136,12 +153,7 @@ def read_lines(path: Path) -> list[tuple[int, Any]]:
     Raises:
         DataError: If the file is missing or no text.
     """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise DataError(f"cannot read {path} ({error.strerror}): check the path") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path.name} is no text in UTF-8 ({error}): export it again") from error
+    lines = read_text(path).split("\n")  # `splitlines` would split at other marks, within texts
     return [(number, _parsed(line)) for number, line in enumerate(lines, start=1) if line.strip()]
 
 

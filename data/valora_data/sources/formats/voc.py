@@ -28,6 +28,7 @@ from valora_data.sources.formats.labelled import (
     Reading,
     check_labels,
 )
+from valora_data.sources.formats.tables import read_text
 from valora_data.sources.formats.xml import child_text, number, parse_xml
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def _splits(whole: Path, images: Path | None) -> dict[Split | None, list[Path]]:
 
 def _names(file: Path) -> list[str]:
     """Names of images; a list of a class has another column, of which −1 says that it is absent."""
-    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = read_text(file).splitlines()
     return list(dict.fromkeys(line.split()[0] for line in lines if line.strip()))
 
 

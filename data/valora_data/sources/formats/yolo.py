@@ -27,6 +27,7 @@ from valora_data.sources.formats.labelled import (
     check_labels,
     checked_box,
 )
+from valora_data.sources.formats.tables import read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -206,11 +207,10 @@ def _parsed(yaml_path: Path) -> dict[str, Any]:
             f"folder {yaml_path} has no data.yaml: write one with names, and with the images' "
             "folders as train, val and test"
         )
+    text = read_text(yaml_path)
     try:
-        content = yaml.safe_load(yaml_path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"cannot read {yaml_path} ({error.strerror}): check the path") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
         problem = " ".join(str(error).split())
         raise DataError(f"{yaml_path.name} is not valid YAML ({problem}): fix it") from error
     if not isinstance(content, dict):
@@ -264,7 +264,7 @@ def _images(
                 if file.suffix.lower() in IMAGES and file.name[0] != "."
             ]
         elif path.is_file() and path.suffix == ".txt":
-            lines = path.read_text(encoding="utf-8").split("\n")
+            lines = read_text(path).split("\n")
             # As Ultralytics has it: "./" is relative to the list itself.
             found += [
                 path.parent / line[2:] if line.startswith("./") else root / line
@@ -308,15 +308,15 @@ def _boxes(
 ) -> list[Box]:
     """Boxes of an image; on a unit square if it cannot be decoded, to find faults only."""
     size = (1, 1) if picture is None else picture.size
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
+    if not path.exists():
         reader.add(
             FaultKind.IMAGE_UNLABELLED, image.name, f"{image.name} has no label file {path.name}"
         )
         return []
-    except (OSError, UnicodeDecodeError) as error:
-        reader.add(FaultKind.FILE_MALFORMED, image.name, f"{path.name} cannot be read ({error})")
+    try:
+        lines = read_text(path).splitlines()
+    except DataError as error:
+        reader.add(FaultKind.FILE_MALFORMED, image.name, str(error))
         return []
     rows = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not rows:
@@ -346,7 +346,8 @@ def _box(row: list[str], names: Mapping[int, str], size: tuple[int, int], where:
         raise FaultError(
             FaultKind.ROW_MALFORMED,
             f"{where}: expected a class and 4 numbers (centre x, y, width, height) or a polygon, "
-            f"got {len(numbers)} numbers",
+            f"got {len(numbers)} numbers"
+            + (", of which the last may be a confidence" if len(numbers) == 5 else ""),
         )
     if index not in names:
         raise FaultError(

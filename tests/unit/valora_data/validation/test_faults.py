@@ -91,13 +91,21 @@ YOLO: dict[str, tuple[Plant, str]] = {
     "broken class": (row("0.5 0.5 0.5 0.2 0.3"), "row 2: class 0.5 is none of 0, 1"),
     "name for a class": (row("cat 0.5 0.5 0.2 0.3"), "is not a row of numbers"),
     "too few columns": (row("0 0.5 0.5 0.2"), "expected a class and 4 numbers"),
-    "too many columns": (row("0 0.5 0.5 0.2 0.2 0.9"), "got 5 numbers"),
+    "too many columns": (
+        row("0 0.5 0.5 0.2 0.2 0.9"), "got 5 numbers, of which the last may be a confidence",
+    ),
+    "a folder for labels": (
+        lambda folder: (
+            (folder / "labels/train/3.txt").unlink(), (folder / "labels/train/3.txt").mkdir(),
+        ),
+        "labels/train/3.txt (Is a directory)",
+    ),
     "commas": (row("0,0.5,0.5,0.2,0.2"), "'0,0.5,0.5,0.2,0.2' is not a row of numbers"),
     "repeated row": (row("1 0.5 0.5 0.5 0.25"), "1 rows are repeated"),
     "flat polygon": (row("0 0.1 0.2 0.3 0.2 0.5 0.2"), "1 boxes have no area"),
     "empty labels": (write("labels/train/3.txt", b""), "1 images have empty labels"),
     "blank labels": (write("labels/train/3.txt", b" \n\n"), "1 images have empty labels"),
-    "binary labels": (write("labels/train/3.txt", b"\xff\xfe0\x00"), "3.txt cannot be read"),
+    "binary labels": (write("labels/train/3.txt", b"\xff\xfa0\x00"), "3.txt is no text in UTF-8"),
     "no label file": (
         lambda folder: (folder / "labels/train/3.txt").unlink(),
         "1 images have no label file or entry, which counts as no objects (3.png",
@@ -378,6 +386,16 @@ def test_a_fault_of_an_export(fault: str, tmp_path: Path, capsys: pytest.Capture
     found = report(path, tmp_path, capsys, *more)
     assert message in found
     assert "nothing is wrong" not in found
+
+
+def test_text_files_of_windows_are_read(tmp_path: Path) -> None:
+    path = yolo(tmp_path / "set")
+    before = [sample.answer for sample in read_yolo(path, "train")]
+    for number, encoding in ((3, "utf-8-sig"), (4, "utf-16")):
+        label = tmp_path / "set" / "labels" / "train" / f"{number}.txt"
+        label.write_bytes(label.read_text().replace("\n", "\r\n").encode(encoding))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert [sample.answer for sample in read_yolo(path, "train")] == before
 
 
 def test_a_run_skips_a_few_faults_with_one_warning(

@@ -82,11 +82,12 @@ class _Pipeline:
         from valora_train.stages.fuse import DomainInputs
 
         teacher = domain.taught_by or self._settings.teacher
+        work = Path(self._settings.paths.work)
         data = self._run_stage(
-            domains.data_stage(domain, Path(self._settings.paths.work)),
+            domains.data_stage(domain, work),
             lambda folder, step: domains.build_data(domain, folder, step),
         )
-        stage = distill.teach_stage(domain, teacher, data)
+        stage = distill.teach_stage(domain, teacher, data, work)
         taught = None
         if stage is not None:
             taught = self._run_stage(
@@ -96,7 +97,7 @@ class _Pipeline:
         if self._settings.command == "teach":
             return DomainInputs(domain, data, data)
         distilled = self._run_stage(
-            distill.distill_stage(domain, teacher, data, taught),
+            distill.distill_stage(domain, teacher, data, taught, work),
             lambda folder, step: distill.build_distilled(
                 domain, teacher, data, taught, folder, step
             ),

@@ -2,12 +2,12 @@
 
 The output folder appears in one rename and never changes afterwards, so a stage whose folder exists
 is up to date and is skipped. A resumable stage that was interrupted continues in its unfinished
-folder.
+folder. The record of a stage holds the content hash of each part of its output: later stages depend
+on the parts that they read, and find out if one was damaged.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from valora_train.errors import StageError
+from valora_data.hashing import hash_path
+from valora_train.errors import StageError, describe_fault
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 RECORD = "stage.json"
+PARTS = "parts"
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Stage:
         settings: JSON values that the output depends on.
         inputs: Content hashes of the inputs by name (see `digest`).
         resumable: Whether an interrupted run continues in its unfinished folder.
+        shared: Whether stages that differ only in the object of their names have the same output,
+            so that it is made once.
     """
 
     name: str
@@ -47,20 +51,30 @@ class Stage:
     settings: Mapping[str, Any]
     inputs: Mapping[str, str]
     resumable: bool = False
+    shared: bool = False
 
     @property
     def key(self) -> str:
         """Content hash of name, version, settings and inputs: 16 hexadecimal digits."""
-        facts = [self.name, self.version, self.settings, self.inputs]
+        name = self._verb if self.shared else self.name
+        facts = [name, self.version, self.settings, self.inputs]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def _verb(self) -> str:
+        return self.name.partition("-")[0]
 
     def folder(self, work: Path) -> Path:
         """The output folder, whether or not it exists yet."""
-        return work / f"{self.name}-{self.key}"
+        mine = work / f"{self.name}-{self.key}"
+        if self.shared and not mine.is_dir():
+            alike = work.glob(f"{self._verb}-*-{self.key}")
+            return min((folder for folder in alike if folder.is_dir()), default=mine)
+        return mine
 
     def partial(self, work: Path) -> Path:
         """The folder in which the output is built before it is renamed."""
-        return self.folder(work).with_suffix(".partial")
+        return work / f"{self.name}-{self.key}.partial"
 
     def run(
         self, work: Path, build: Callable[[Path], None], wait: bool = False
@@ -76,69 +90,121 @@ class Stage:
             The output folder, and whether the stage was up to date.
 
         Raises:
-            StageError: If another process runs this stage, or the disk is full.
+            StageError: If another process runs this stage, its output is damaged, or the disk is
+                full, read-only, or refuses the output in another way.
         """
-        done = self.folder(work)
-        if done.is_dir():
-            return done, True
         partial = self.partial(work)
         try:
+            if self._is_done(work):
+                return self.folder(work), True
             work.mkdir(parents=True, exist_ok=True)
-            with FileLock(done.with_suffix(".lock"), timeout=-1 if wait else 0):
-                if done.is_dir():  # another process finished while this one waited
-                    return done, True
-                self._build(partial, done, build)
+            with FileLock(work / f"{self.name}-{self.key}.lock", timeout=-1 if wait else 0):
+                if self._is_done(work):  # another process finished while this one waited
+                    return self.folder(work), True
+                self._build(partial, work / f"{self.name}-{self.key}", build)
         except Timeout as error:
             raise StageError(
                 f"another process is running stage {self.name}: wait for it or stop it"
             ) from error
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
+        except Exception as error:
+            fault = describe_fault(error)
+            if fault is None:
                 raise
-            if not self.resumable:
-                shutil.rmtree(partial, ignore_errors=True)
             raise StageError(
-                f"no space left on the disk for stage {self.name} in {work}: free some space and "
-                "run again"
+                f"{fault.cause} for stage {self.name} in {work}: {fault.remedy} and run the same "
+                "command again"
             ) from error
-        return done, False
+        return self.folder(work), False
+
+    def _is_done(self, work: Path) -> bool:
+        folder = self.folder(work)
+        if not folder.is_dir():
+            return False
+        for part in _parts(folder):
+            if not (folder / part).exists():
+                raise _damaged(folder, f"{part} is missing")
+        return True
 
     def _build(self, partial: Path, done: Path, build: Callable[[Path], None]) -> None:
         start = time.monotonic()
         if not self.resumable:
             shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(exist_ok=True)
-        build(partial)
-        record = {
-            "name": self.name,
-            "key": self.key,
-            "settings": self.settings,
-            "inputs": self.inputs,
-            "seconds": round(time.monotonic() - start, 1),
-            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-            "versions": versions(),
-        }
-        write_json(partial / RECORD, record)
-        partial.rename(done)
+        try:
+            build(partial)
+            record = {
+                "name": self.name,
+                "key": self.key,
+                "settings": self.settings,
+                "inputs": self.inputs,
+                "seconds": round(time.monotonic() - start, 1),
+                "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+                "versions": versions(),
+                PARTS: {item.name: hash_path(item) for item in sorted(partial.iterdir())},
+            }
+            write_json(partial / RECORD, record)
+            partial.rename(done)
+        except BaseException:
+            if not self.resumable:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
 
 
-def digest(path: Path) -> str:
+def digest(path: Path, cache: Path | None = None) -> str:
     """Content hash of an input file or folder.
 
-    The output folder of a stage has its hash in its name. Other folders are hashed by the names,
-    sizes and modification times of their files, so that large image folders need not be read.
+    Args:
+        path: The file or folder. The hash of a stage's output folder is in its name, that of a part
+            of the output in the stage's record.
+        cache: File that remembers the hashes of single files (see `valora_data.hashing`).
+
+    Raises:
+        StageError: If the part is missing from the record of its stage.
     """
     if (path / RECORD).is_file():
         return path.name
-    if path.is_file():
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    listing = [
-        (item.relative_to(path).as_posix(), item.stat().st_size, item.stat().st_mtime_ns)
-        for item in sorted(path.rglob("*"))
-        if item.is_file()
-    ]
-    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
+    if not (path.parent / RECORD).is_file():
+        return hash_path(path, cache)
+    parts = _parts(path.parent)
+    if path.name not in parts:
+        raise _damaged(path.parent, f"{path.name} is missing")
+    return parts[path.name]
+
+
+def intact(path: Path) -> Path:
+    """Return a part of a stage's output, whose content is what the stage wrote.
+
+    Args:
+        path: The part: a file or folder in the output folder. Others are not checked.
+
+    Raises:
+        StageError: If the part is damaged; the message names the folder to delete.
+    """
+    folder = path.parent
+    if folder.suffix == ".partial" or not (folder / RECORD).is_file():
+        return path
+    if not path.exists():
+        raise _damaged(folder, f"{path.name} is missing")
+    if hash_path(path) != digest(path):
+        raise _damaged(folder, f"{path.name} is not what was written")
+    return path
+
+
+def _parts(folder: Path) -> dict[str, str]:
+    """Content hashes of the parts of a stage's output."""
+    try:
+        found = read_json(folder / RECORD)[PARTS]
+        return {str(name): str(value) for name, value in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, PermissionError):
+            raise
+        raise _damaged(folder, f"{RECORD} cannot be read") from error
+
+
+def _damaged(folder: Path, what: str) -> StageError:
+    return StageError(
+        f"the output of a stage is damaged ({what}): delete {folder} and run the same command again"
+    )
 
 
 def versions() -> dict[str, str]:

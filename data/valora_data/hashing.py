@@ -67,6 +67,24 @@ def hash_files(paths: Iterable[Path], root: Path, cache: Path | None = None) -> 
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
 
 
+def hash_path(path: Path, cache: Path | None = None) -> str:
+    """Hash the content of a file, or the names and contents of the files of a folder.
+
+    The name of `path` itself, and where it lies, do not matter.
+
+    Args:
+        path: The file or folder; files of a folder whose names begin with a dot are left out.
+        cache: As in `hash_files`.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    if not path.is_dir():
+        return hash_files([path], path, cache)
+    inside = (file for file in path.rglob("[!.]*") if file.is_file())
+    return hash_files(inside, path, cache)
+
+
 def _facts(path: Path) -> _Facts | None:
     """Size, times and number of a file; None if it is missing."""
     try:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from valora_data.errors import DataError
+from valora_data.hashing import hash_path
 from valora_data.images import decode_image, encoded_file
 from valora_data.schema import Answer, Box, Sample
 
@@ -169,7 +170,10 @@ class ShardWriter:
         if not self.count:
             raise DataError(f"no samples to write to {self._folder.name}: the source is empty")
         self._writer.finalize()
-        Dataset.from_file(str(self._table)).save_to_disk(self._folder)
+        table = Dataset.from_file(str(self._table)).data
+        # The library would store a fingerprint of the file's time: equal samples give equal files.
+        name = hash_path(self._table)[:16]
+        Dataset(table, fingerprint=name).save_to_disk(self._folder)
         if self._images_of is not None:
             text = json.dumps({"folder": self._images_of})
             (self._folder / IMAGES_OF).write_text(text, encoding="utf-8")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from valora_data.errors import ValoraError
+from valora_data.identity import code_hash, place_hash
 from valora_data.schema import Answer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Sequence
 
     from valora_data.schema import Sample, Task
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     """Called with the number of the epoch from 1, the number of epochs, and the mean loss."""
 
 BATCH = 32
+PATH_LENGTH = 4096  # PATH_MAX of Linux
 
 
 class TeacherError(ValoraError):
@@ -64,14 +67,43 @@ class TeacherKind(ABC):
             into its stage under this name. None for models that are used where they are, such as
             names on the hub.
         trainable: Whether `train` is implemented.
+        reads_prompt: Whether answers depend on the domain's prompt.
+        without_effect: Options that answers do not depend on, such as a device.
     """
 
     artefact: ClassVar[str | None] = None
     trainable: ClassVar[bool] = False
+    reads_prompt: ClassVar[bool] = True
+    without_effect: ClassVar[frozenset[str]] = frozenset()
 
     def options(self) -> Sequence[str]:
         """Names of the options that `load` and `train` accept."""
         return ()
+
+    def inputs(
+        self, weights: str | None, options: Mapping[str, Any], cache: Path | None
+    ) -> dict[str, str]:
+        """Content hashes of what answers depend on, besides the arguments of `load` as they are.
+
+        By default these are the model, the files and folders that options name, and the code of a
+        kind of another package.
+
+        Args:
+            weights: What names the model; None if its file or folder is hashed elsewhere.
+            options: Options, whose names are in `options()`.
+            cache: As in `valora_data.hashing.hash_files`.
+
+        Raises:
+            OSError: A file cannot be read.
+        """
+        found = {"code": code_hash(type(self).__module__)}
+        if weights is not None:
+            found["weights"] = place_hash(weights, cache)
+        for name, value in options.items():
+            for place, text in enumerate(_texts(value)):
+                if Path(text).exists():
+                    found[f"{name}.{place}"] = place_hash(text)
+        return {name: value for name, value in found.items() if value}
 
     @abstractmethod
     def load(
@@ -166,6 +198,17 @@ class BatchTeacher(ABC):
     @abstractmethod
     def _answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
         """Answer for at most `batch` samples, one answer per sample in order."""
+
+
+def _texts(value: Any) -> list[str]:
+    """Strings in an option that may be paths."""
+    if isinstance(value, str):
+        return [value] if 0 < len(value) < PATH_LENGTH and "\0" not in value else []
+    if isinstance(value, Mapping):
+        value = value.values()
+    if isinstance(value, Iterable):
+        return [text for item in value for text in _texts(item)]
+    return []
 
 
 def map_classes(

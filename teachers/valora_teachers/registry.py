@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.registry import Registry
@@ -10,7 +12,6 @@ from valora_teachers.base import TeacherError, TeacherKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from valora_data.schema import Sample
     from valora_teachers.base import OnEpoch, Teacher
@@ -59,6 +60,58 @@ def load_teacher(
     names = chosen.pop(NAMES, None)
     _check_options(kind, found, chosen)
     return found.load(weights, task, labels, names, chosen, prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherFacts:
+    """What the answers of a teacher depend on, besides its task, its labels and the samples.
+
+    Attributes:
+        settings: Values for JSON.
+        inputs: Content hashes by name.
+    """
+
+    settings: dict[str, Any]
+    inputs: dict[str, str]
+
+
+def teacher_facts(
+    kind: str,
+    weights: str | None,
+    options: Mapping[str, Any] | None = None,
+    prompt: str = "",
+    cache: Path | None = None,
+) -> TeacherFacts:
+    """What the answers of a loaded teacher depend on.
+
+    Args:
+        kind: A name of `KINDS`.
+        weights: What names the model; None if its file or folder is hashed elsewhere.
+        options: As in `load_teacher`.
+        prompt: Prompt of the domain.
+        cache: As in `valora_data.hashing.hash_files`.
+
+    Raises:
+        TeacherError: The kind is unknown, or a file cannot be read.
+    """
+    found = KINDS[kind]()
+    with_effect = {
+        key: value for key, value in (options or {}).items() if key not in found.without_effect
+    }
+    plain = {key: value for key, value in with_effect.items() if key != NAMES}
+    try:
+        inputs = found.inputs(weights, plain, cache)
+    except OSError as error:
+        raise TeacherError(
+            f"{error.filename} of teacher {weights or kind} cannot be read ({error.strerror}): "
+            "check its permissions"
+        ) from error
+    settings: dict[str, Any] = {"kind": kind, "options": with_effect}
+    if found.reads_prompt:
+        settings["prompt"] = prompt
+    if weights is not None and not Path(weights).exists():
+        settings["weights"] = weights  # a name on the hub, or of a function
+    return TeacherFacts(settings, inputs)
 
 
 def train_teacher(

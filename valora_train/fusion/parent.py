@@ -147,8 +147,11 @@ def _training_inputs(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> 
     return {
         facts["name"]: (
             {key: value for key, value in facts.items() if key != "required"},
-            inputs[f"{facts['name']}/data"],
-            inputs[f"{facts['name']}/distilled"],
+            {
+                key: value
+                for key, value in inputs.items()
+                if key.startswith(f"{facts['name']}/") and not key.endswith("/teacher")
+            },
         )
         for facts in settings["domains"]
     }

@@ -7,12 +7,14 @@ teacher labels.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valora_data.errors import DataError
 from valora_data.hashing import hash_files
+from valora_data.identity import code_hash, hub_commit
 from valora_data.prepare import TRUTH, prepare
 from valora_data.schema import Split
 from valora_data.shards import open_shard
@@ -20,7 +22,7 @@ from valora_data.sources.base import Source
 from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.registry import files_of, open_source
 from valora_train.settings import as_dict
-from valora_train.stage import RECORD, Stage, digest, write_json
+from valora_train.stage import Stage, write_json
 
 if TYPE_CHECKING:
     from valora_train.reporting.progress import Step
@@ -49,28 +51,42 @@ def data_stage(domain: DomainSettings, work: Path | None = None) -> Stage:
     for path in (source.path, source.images, source.annotations, source.unlabelled):
         if path is not None and not Path(path).exists() and not source.format.remote:
             raise DataError(f"data of domain {domain.name} not found: {path} does not exist")
+    try:
+        inputs = _inputs(domain, work)
+    except OSError as error:
+        raise DataError(
+            f"data of domain {domain.name}: {error.filename} cannot be read "
+            f"({error.strerror}): check its permissions"
+        ) from error
+    except DataError as error:
+        raise DataError(f"data of domain {domain.name}: {error}") from error
+    described = as_dict(source)
+    if "source" in inputs:  # content counts, not where it lies
+        for key in ("images", "annotations", "unlabelled"):
+            place = described[key]
+            described[key] = None if place is None else os.path.relpath(place, source.path)
+        described["path"] = "."
+    settings = {"labels": domain.labels, "task": str(domain.task), "source": described}
+    if source.format.drawn:
+        settings["name"] = domain.name
+    return Stage(f"data-{domain.name}", 5, settings, inputs, shared=True)
+
+
+def _inputs(domain: DomainSettings, work: Path | None) -> dict[str, str]:
+    """Content hashes of what the source reads."""
+    source = domain.source
     inputs = {}
-    if source.path is not None and (Path(source.path) / RECORD).is_file():
-        inputs[source.path] = digest(Path(source.path))  # the output of a stage never changes
-    elif source.path is not None:
-        root = Path(source.path)
-        cache = None if work is None else work / HASHES / f"{domain.name}.json"
-        try:
-            inputs[source.path] = hash_files(files_of(_source(domain)), root, cache)
-        except OSError as error:
-            raise DataError(
-                f"data of domain {domain.name}: {error.filename} cannot be read "
-                f"({error.strerror}): check its permissions"
-            ) from error
-        except DataError as error:
-            raise DataError(f"data of domain {domain.name}: {error}") from error
-    settings = {
-        "labels": domain.labels,
-        "name": domain.name,
-        "task": str(domain.task),
-        "source": as_dict(source),
-    }
-    return Stage(f"data-{domain.name}", 4, settings, inputs)
+    if code := code_hash(type(source.format).__module__):
+        inputs["code"] = code  # a format of another package
+    if source.path is None:
+        return inputs
+    root = Path(source.path).expanduser()
+    cache = None if work is None else work / HASHES / f"{domain.name}.json"
+    if source.format.remote and not root.exists():
+        inputs["commit"] = hub_commit(source.path.partition(":")[0], "dataset")
+    else:
+        inputs["source"] = hash_files(files_of(_source(domain)), root, cache)
+    return inputs
 
 
 def build_data(domain: DomainSettings, folder: Path, on_step: Step = lambda *_: None) -> None:

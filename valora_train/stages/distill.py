@@ -16,8 +16,8 @@ from valora_data.errors import DataError
 from valora_data.schema import Answer, Sample, Split
 from valora_train.metrics.evaluate import Matches, match
 from valora_train.settings import as_dict
-from valora_train.stage import Stage, digest, read_json, write_json
-from valora_train.stages.data import TRUTH
+from valora_train.stage import Stage, digest, intact, read_json, write_json
+from valora_train.stages.data import HASHES, TRUTH
 from valora_train.tasks.registry import TASK_TYPES
 
 if TYPE_CHECKING:
@@ -34,23 +34,52 @@ TAUGHT = "taught"
 REPORT = "report.json"
 
 
-def teach_stage(domain: DomainSettings, teacher: TeacherSettings, data: Path) -> Stage | None:
-    """The stage that trains or copies a domain's teacher; None if there is nothing to do."""
+def teach_stage(
+    domain: DomainSettings, teacher: TeacherSettings, data: Path, work: Path | None = None
+) -> Stage | None:
+    """The stage that trains or copies a domain's teacher; None if there is nothing to do.
+
+    Args:
+        domain: The domain.
+        teacher: Its teacher settings.
+        data: Output of stage `data`.
+        work: Folder of all stages, where hashes of files are remembered; None to read all files.
+
+    Raises:
+        DataError: If a given teacher does not exist or cannot be read.
+    """
+    from valora_teachers.registry import NAMES, teacher_facts
+
     if domain.teacher == LABELS or (domain.teacher != TRAIN and _artefact(teacher) is None):
         return None
     settings: dict[str, Any] = {
         "labels": domain.labels, "kind": teacher.kind, "task": str(domain.task),
     }  # fmt: skip
+    name = f"teach-{domain.name}"
     if domain.teacher == TRAIN:
-        settings["options"] = teacher.options
-        return Stage(f"teach-{domain.name}", 2, settings, {"data": digest(data)})
+        options = {key: value for key, value in teacher.options.items() if key != NAMES}
+        inputs = teacher_facts(teacher.kind, None, options).inputs
+        settings["options"] = options
+        inputs |= {"train": digest(data / Split.TRAIN)}
+        return Stage(name, 3, settings, inputs, resumable=True, shared=True)
     path = Path(domain.teacher)
     if not path.exists():
         raise DataError(
             f"teacher of domain {domain.name} not found: {path} is no file; set "
             f"domains.{domain.name}.teacher to a trained model, `{TRAIN}` or `{LABELS}`"
         )
-    return Stage(f"teach-{domain.name}", 2, settings, {"weights": digest(path)})
+    try:
+        found = digest(path, _cache(domain, work))
+    except OSError as error:
+        raise DataError(
+            f"teacher of domain {domain.name}: {error.filename} cannot be read "
+            f"({error.strerror}): check its permissions"
+        ) from error
+    return Stage(name, 3, settings, {"weights": found}, shared=True)
+
+
+def _cache(domain: DomainSettings, work: Path | None) -> Path | None:
+    return None if work is None else work / HASHES / f"{domain.name}.teacher.json"
 
 
 def build_teacher(
@@ -72,7 +101,7 @@ def build_teacher(
     assert domain.task is not None, "`Settings.chosen` fills it in"
     report = train_teacher(
         teacher.kind,
-        shards.read(data / Split.TRAIN),
+        shards.read(intact(data / Split.TRAIN)),
         domain.labels,
         folder,
         teacher.options,
@@ -98,17 +127,46 @@ def load_teacher(weights: str | Path, domain: DomainSettings, teacher: TeacherSe
 
 
 def distill_stage(
-    domain: DomainSettings, teacher: TeacherSettings, data: Path, taught: Path | None
+    domain: DomainSettings,
+    teacher: TeacherSettings,
+    data: Path,
+    taught: Path | None,
+    work: Path | None = None,
 ) -> Stage:
-    """The stage that runs a domain's teacher over the unlabelled split."""
-    inputs = {"data": digest(data)} | ({"teacher": digest(taught)} if taught else {})
-    settings = as_dict(teacher) | {"labels": domain.labels, "teacher": domain.teacher}
-    if taught is None and domain.teacher != LABELS:  # the model is used where it is
-        if Path(domain.teacher).exists():
-            inputs["weights"] = digest(Path(domain.teacher))
+    """The stage that runs a domain's teacher over the unlabelled split.
+
+    Args:
+        domain: The domain.
+        teacher: Its teacher settings.
+        data: Output of stage `data`.
+        taught: Output of stage `teach`, if there is one.
+        work: As in `teach_stage`.
+    """
+    settings: dict[str, Any] = {"labels": domain.labels, "task": str(domain.task)}
+    splits: list[str] = [Split.UNLABELLED, Split.TRAIN]
+    inputs: dict[str, str] = {}
+    if domain.teacher == LABELS:
+        settings["teacher"] = LABELS
     else:
-        settings.pop("options")  # training options are part of the stage `teach`
-    return Stage(f"distill-{domain.name}", 3, settings, inputs)
+        from valora_teachers.registry import teacher_facts
+
+        weights = domain.teacher if taught is None else None
+        facts = teacher_facts(
+            teacher.kind, weights, teacher.options, domain.prompt, _cache(domain, work)
+        )
+        kept = {"min_confidence", "threshold", "labelled"}
+        settings |= {key: value for key, value in as_dict(teacher).items() if key in kept}
+        settings |= facts.settings
+        inputs |= facts.inputs
+        if taught is not None:
+            inputs["teacher"] = digest(taught / str(_artefact(teacher)))
+        if not teacher.labelled:
+            splits.remove(Split.TRAIN)
+        splits += [Split.VAL, Split.TEST]  # for the report
+    if (data / TRUTH).is_dir():
+        splits.append(TRUTH)
+    inputs |= {str(split): digest(data / split) for split in splits}
+    return Stage(f"distill-{domain.name}", 4, settings, inputs, shared=True)
 
 
 def build_distilled(
@@ -121,21 +179,22 @@ def build_distilled(
 ) -> None:
     """Write `taught` (the LMM's training samples) and `report.json` into the stage's folder."""
     if domain.teacher == LABELS:
-        samples = shards.read(data / Split.TRAIN)
+        samples = shards.read(intact(data / Split.TRAIN))
         if (data / TRUTH).is_dir():
-            samples += shards.read(data / TRUTH)
+            intact(data / Split.UNLABELLED)  # holds the images
+            samples += shards.read(intact(data / TRUTH))
         shards.write(samples, domain.labels, folder / TAUGHT)
         write_json(folder / REPORT, {"teacher": LABELS, "samples": len(samples)})
         return
     from valora_teachers.base import check_answers
 
-    weights = domain.teacher if taught is None else taught / str(_artefact(teacher))
+    weights = domain.teacher if taught is None else intact(taught / str(_artefact(teacher)))
     model = load_teacher(weights, domain, teacher)
     assert domain.task is not None, "`Settings.chosen` fills it in"
     found: Found = {}
     truth: Truth = {}
     for split in (Split.UNLABELLED, Split.VAL, Split.TEST):
-        samples = shards.read(data / split)
+        samples = shards.read(intact(data / split))
         answers = model.answer(samples, lambda done, all_: on_batch(done, all_, 0.0))
         check_answers(f"the teacher of domain {domain.name}", domain.task, answers)
         found[split] = [
@@ -143,14 +202,14 @@ def build_distilled(
         ]
         known = data / (TRUTH if split is Split.UNLABELLED else split)
         if known.is_dir():
-            truth[split] = shards.open_shard(known).answers()
+            truth[split] = shards.open_shard(intact(known)).answers()
     if domain.task.spec.detects:
         kept, report = _keep_boxes(domain, teacher, found, truth)
     else:
         kept, report = _keep_answers(domain, teacher, found, truth)
     report |= {"teacher": domain.teacher, "samples": len(kept)}
     if teacher.labelled:
-        kept += shards.read(data / Split.TRAIN)
+        kept += shards.read(intact(data / Split.TRAIN))
     shards.write(kept, domain.labels, folder / TAUGHT)
     write_json(folder / REPORT, report)
 
@@ -254,7 +313,7 @@ def detection_figures(matches: Matches, threshold: float) -> dict[str, Any]:
 
 def describe_distilled(distilled: Path) -> str:
     """What the teacher labelled, and how well it agrees with the truth, for the terminal."""
-    report = read_json(distilled / REPORT)
+    report = read_json(intact(distilled / REPORT))
     if "accuracy" not in report:
         return f": {report['samples']} labelled samples"
     split = Split.UNLABELLED if Split.UNLABELLED in report["accuracy"] else Split.VAL
@@ -269,5 +328,5 @@ def describe_distilled(distilled: Path) -> str:
 
 def teacher_accuracy(distilled: Path, split: Split) -> float | None:
     """Accuracy of the teacher on a split; None where there is no teacher or no truth."""
-    accuracy = read_json(distilled / REPORT).get("accuracy")
+    accuracy = read_json(intact(distilled / REPORT)).get("accuracy")
     return float(accuracy[split]["accuracy"]) if accuracy and split in accuracy else None

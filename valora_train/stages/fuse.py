@@ -18,7 +18,7 @@ from filelock import FileLock
 from safetensors.torch import load_file
 
 from valora_data import shards
-from valora_data.contract.base_model import base_folder, base_hash
+from valora_data.contract.base_model import base_folder, base_hash, processor_hash
 from valora_data.contract.bundle import read_bundle
 from valora_data.schema import Split
 from valora_train.fusion.packing import Packing, check_reachable, make_plan, measure_head_only
@@ -31,7 +31,7 @@ from valora_train.reporting.fusion_report import FusionReport
 from valora_train.reporting.progress import stopwatch
 from valora_train.reporting.tracking import NoTracker, Tracker
 from valora_train.settings import as_dict
-from valora_train.stage import Stage, digest, write_json
+from valora_train.stage import Stage, digest, intact, write_json
 from valora_train.stages.distill import TAUGHT, teacher_accuracy
 from valora_train.tasks.registry import make_task
 
@@ -71,10 +71,17 @@ class DomainInputs:
 
 def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
     """The stage that packs the domains into adapters."""
-    inputs = {"base": base_hash(settings.model.id)}
+    inputs = {
+        "base": base_hash(settings.model.id),
+        "processor": processor_hash(settings.model.id),
+    }
     for domain in domains:
-        inputs[f"{domain.settings.name}/data"] = digest(domain.data)
-        inputs[f"{domain.settings.name}/distilled"] = digest(domain.distilled)
+        name = domain.settings.name
+        inputs[f"{name}/taught"] = digest(domain.distilled / TAUGHT)
+        for split in (Split.VAL, Split.TEST):
+            inputs[f"{name}/{split}"] = digest(domain.data / split)
+        # Bundles name the teacher's accuracy.
+        inputs[f"{name}/teacher"] = str(teacher_accuracy(domain.distilled, Split.TEST))
     facts = {
         "model": settings.model,
         "fusion": settings.fusion,
@@ -99,7 +106,7 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
     values["fusion"].pop("parent")
     if settings.fusion.parent is not None:
         inputs["parent"] = find_parent(Path(settings.fusion.parent), Path(settings.paths.work)).name
-    return Stage(f"fuse-{settings.task.name}", 3, values, inputs, resumable=True)
+    return Stage(f"fuse-{settings.task.name}", 4, values, inputs, resumable=True)
 
 
 def parent_of(settings: Settings, domains: Sequence[DomainInputs], stage: Stage) -> Parent | None:
@@ -284,8 +291,11 @@ def _load_lazily(
         with display.work("fuse", f"encoding images of {name}"):
             return DomainData(
                 task,
-                shards.read(item.distilled / TAUGHT),
-                {split: shards.read(item.data / split) for split in (Split.VAL, Split.TEST)},
+                shards.read(intact(item.distilled / TAUGHT)),
+                {
+                    split: shards.read(intact(item.data / split))
+                    for split in (Split.VAL, Split.TEST)
+                },
                 lmm,
                 settings.train.flip and item.settings.mirror,
             )

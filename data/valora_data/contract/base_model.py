@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from valora_data.contract.architectures.registry import ARCHITECTURES, architecture_of
 from valora_data.contract.bundle import file_hash
 from valora_data.errors import BundleError
+from valora_data.hashing import hash_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from valora_data.contract.bundle import Bundle
 
 TINY = "tiny"
+PROCESSOR_FILES = frozenset(
+    {".jinja", ".json", ".model", ".py", ".safetensors", ".tiktoken", ".txt"}
+)
+"""Suffixes of the files that tokenizers, processors and further heads are read from."""
 
 
 def base_folder(base: str) -> str:
@@ -57,11 +62,7 @@ def base_hash(base: str) -> str:
     Raises:
         BundleError: If no weights are found.
     """
-    folder = Path(base_folder(base))
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(base, allow_patterns=["*.json", "*.safetensors"]))
+    folder = _local_folder(base)
     files = sorted(folder.glob("*.safetensors"))
     weights = [file for file in files if file.name.startswith("model")]
     if not weights:
@@ -71,6 +72,40 @@ def base_hash(base: str) -> str:
         total.update(file.name.encode())
         total.update(file_hash(file).encode())
     return total.hexdigest()
+
+
+def processor_hash(base: str) -> str:
+    """Return the hash of what else in a base model's folder decides on its inputs and outputs.
+
+    These are the files of tokenizer, image processor, chat template and generation, and further
+    heads. Bundles do not name this hash, so that those of earlier versions stay valid.
+
+    Args:
+        base: As in `base_folder`; a hub name must be in the local cache.
+
+    Returns:
+        sha256, in hexadecimal.
+    """
+    folder = _local_folder(base)
+    files = [
+        file
+        for file in folder.rglob("[!.]*")
+        if file.is_file()
+        and file.suffix in PROCESSOR_FILES
+        and not (file.suffix == ".safetensors" and file.name.startswith("model"))
+        and file.name not in ("config.json", "figures.json")
+        and not file.name.endswith(".index.json")
+    ]
+    return hash_files(files, folder)
+
+
+def _local_folder(base: str) -> Path:
+    folder = Path(base_folder(base))
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(base, allow_patterns=["*.json", "*.safetensors"]))
 
 
 def check_base(bundle: Bundle, base: str, actual: str | None = None) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from valora_teachers.base import TeacherKind
+from valora_data.identity import code_hash
+from valora_teachers.base import BATCH, TeacherKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,9 +18,21 @@ if TYPE_CHECKING:
 class Function(TeacherKind):
     """Calls a function with lists of samples."""
 
+    reads_prompt: ClassVar[bool] = False
+
     def options(self) -> Sequence[str]:
-        """Samples per call."""
-        return ("batch",)
+        """Samples per call, and files or folders that the function reads."""
+        return ("batch", "files")
+
+    def inputs(
+        self, weights: str | None, options: Mapping[str, Any], cache: Path | None
+    ) -> dict[str, str]:
+        """The function's module, the local modules that it imports, and the files it names.
+
+        Files that the code does not name are to be listed in the option `files`.
+        """
+        code = code_hash(str(weights).partition(":")[0])
+        return super().inputs(None, options, cache) | {"function": code}
 
     def load(
         self,
@@ -33,4 +46,5 @@ class Function(TeacherKind):
         """Import the function."""
         from valora_teachers.functions import FunctionTeacher
 
-        return FunctionTeacher(str(weights), task, labels, names, **options)
+        batch = int(options.get("batch", BATCH))
+        return FunctionTeacher(str(weights), task, labels, names, batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from valora_teachers.base import TeacherKind
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 class HuggingFace(TeacherKind):
     """Loads whatever the model's configuration says that it is for."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset({"batch", "device"})
 
     def options(self) -> Sequence[str]:
         """What `load_huggingface` takes beside the model, the task and the labels."""

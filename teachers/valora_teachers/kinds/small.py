@@ -20,6 +20,7 @@ class Small(TeacherKind):
 
     artefact: ClassVar[str | None] = "teacher"
     trainable: ClassVar[bool] = True
+    reads_prompt: ClassVar[bool] = False
 
     def options(self) -> Sequence[str]:
         """Settings of the training."""

@@ -21,6 +21,7 @@ class Yolo(TeacherKind):
 
     artefact: ClassVar[str | None] = "teacher.pt"
     trainable: ClassVar[bool] = True
+    reads_prompt: ClassVar[bool] = False
 
     def options(self) -> Sequence[str]:
         """Settings of the training."""

@@ -2,11 +2,15 @@
 
 import errno
 import multiprocessing
+import os
+import sqlite3
 
 import pytest
+from safetensors import SafetensorError
 
+from valora_data.hashing import hash_path
 from valora_train.errors import StageError
-from valora_train.stage import Stage, digest, read_json
+from valora_train.stage import Stage, digest, intact, read_json
 
 
 def stage(resumable=False, **settings):
@@ -74,6 +78,86 @@ def test_a_full_disk_is_one_sentence(tmp_path):
     assert [p.name for p in tmp_path.iterdir() if p.suffix != ".lock"] == []
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG,
+    errno.EMFILE, errno.EDQUOT, errno.EIO, errno.ENOMEM])  # fmt: skip
+@pytest.mark.parametrize("resumable", [False, True])
+def test_any_fault_of_the_machine_is_one_sentence(tmp_path, number, resumable):
+    def fail(folder):
+        write(folder)
+        raise OSError(number, os.strerror(number), str(folder / "x"))
+
+    with pytest.raises(StageError, match=r"for stage work-a in .*: .* and run the same") as said:
+        stage(resumable).run(tmp_path, fail)
+    assert ".partial/x)" in str(said.value)
+    left = [p.name for p in tmp_path.iterdir() if p.suffix != ".lock"]
+    assert bool(left) == resumable  # progress is kept where it can be
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (SafetensorError('I/O error: "No space left on device" (os error 28)'), "no space left"),
+        (SafetensorError("Error: Permission denied (os error 13)"), "permission denied"),
+        (RuntimeError("[enforce fail at inline_container.cc] . PytorchStreamWriter failed writing"),
+         "no space left"),
+        (sqlite3.OperationalError("attempt to write a readonly database"), "read-only"),
+        (sqlite3.OperationalError("database or disk is full"), "no space left"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+         "memory"),
+        (MemoryError(), "memory"),
+    ],
+)  # fmt: skip
+def test_faults_that_libraries_report_in_words(tmp_path, error, cause):
+    def fail(_):
+        raise ValueError from error
+
+    with pytest.raises(StageError, match=cause):
+        stage().run(tmp_path, fail)
+
+
+def test_errors_of_the_code_are_not_taken_for_faults(tmp_path):
+    for error in (KeyError("x"), ValueError("no"), OSError("no number"), StageError("mine")):
+
+        def fail(_, error=error):
+            raise error
+
+        with pytest.raises(type(error), match=str(error)):
+            stage().run(tmp_path, fail)
+
+
+def test_a_work_folder_that_is_a_file(tmp_path):
+    (tmp_path / "work").write_text("")
+    with pytest.raises(StageError, match="a file is where a folder should be"):
+        stage().run(tmp_path / "work", write)
+    with pytest.raises(StageError, match="a file is where a folder should be"):
+        stage().run(tmp_path / "work" / "deeper", write)
+
+
+def test_names_with_dots_do_not_share_a_folder(tmp_path):
+    one, two = (Stage(f"fuse-{name}", 1, {}, {}) for name in ("a.b", "a.c"))
+    assert one.partial(tmp_path) != two.partial(tmp_path)
+
+
+def test_a_shared_output_is_found_under_another_name(tmp_path):
+    one, two = (Stage(f"work-{name}", 1, {"a": 1}, {}, shared=True) for name in ("a", "b"))
+    folder, _ = one.run(tmp_path, write)
+    assert two.run(tmp_path, lambda _: pytest.fail("built again")) == (folder, True)
+    assert Stage("work-b", 1, {"a": 1}, {}).folder(tmp_path) != folder
+
+
+def test_parts_are_checked(tmp_path):
+    folder, _ = stage(a=1).run(tmp_path, write)
+    assert digest(folder / "result") == hash_path(folder / "result")
+    assert intact(folder / "result") == folder / "result"
+    assert intact(tmp_path / "elsewhere") == tmp_path / "elsewhere"
+    (folder / "result").write_text("43")
+    with pytest.raises(StageError, match=f"result is not what was written.: delete {folder} and"):
+        intact(folder / "result")
+    (folder / "result").unlink()
+    with pytest.raises(StageError, match=f"result is missing.: delete {folder} and"):
+        stage(a=1).run(tmp_path, write)
+
+
 def _hold(folder, entered, leave):
     def build(_):
         entered.set()
@@ -105,3 +189,8 @@ def test_digest_follows_content(tmp_path):
     whole = digest(tmp_path)
     (tmp_path / "b.txt").write_text("")
     assert digest(tmp_path) != whole
+    second = digest(tmp_path)
+    os.utime(tmp_path / "b.txt", (1, 1))  # times do not count
+    assert digest(tmp_path) == second
+    (tmp_path / "b.txt").write_text("1")
+    assert digest(tmp_path) != second

@@ -1,0 +1,87 @@
+"""Hashes of code and models: whatever changes what they do changes the hash, and nothing else."""
+
+import sys
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+from valora_data.identity import code_hash, hub_commit, place_hash
+
+MODULE = """
+import json
+import numpy
+from {package}.deep import rules
+from {package} import other
+
+PLACE = "{weights}"
+
+def answer(samples):
+    return ["cat"]
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package of a user, whose module reads another one and a file."""
+    folder = tmp_path / f"mine_{tmp_path.name.replace('-', '_')}"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "__init__.py").touch()
+    (folder / "__init__.py").touch()
+    (folder / "deep" / "rules.py").write_text("from .. import third\n")
+    (folder / "other.py").write_text("LEVEL = 3\n")
+    (folder / "third.py").write_text("x = 1\n")
+    (folder / "strange.py").write_text("x = 1\n")
+    (folder / "weights.json").write_text("[1]")
+    (folder / "unread.json").write_text("[1]")
+    text = MODULE.format(package=folder.name, weights="weights.json")
+    (folder / "teacher.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield folder
+    for name in [name for name in sys.modules if name.startswith(folder.name)]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("file", "counts"),
+    [("teacher.py", True), ("deep/rules.py", True), ("third.py", True), ("other.py", True),
+     ("weights.json", True), ("unread.json", False), ("strange.py", False)],
+)  # fmt: skip
+def test_what_a_module_needs_counts(package: Path, file: str, counts: bool) -> None:
+    before = code_hash(f"{package.name}.teacher")
+    assert before == code_hash(f"{package.name}.teacher") != ""
+    path = package / file
+    path.write_text(path.read_text() + "\n")
+    assert (code_hash(f"{package.name}.teacher") != before) == counts
+
+
+@pytest.mark.parametrize("module", ["valora_data.schema", "json", "nowhere.at_all", "no-name", ""])
+def test_our_own_modules_and_missing_ones_have_no_hash(module: str) -> None:
+    assert module == "json" or code_hash(module) == ""
+
+
+def test_a_broken_module_has_a_hash(package: Path) -> None:
+    (package / "teacher.py").write_text("def (")
+    assert code_hash(f"{package.name}.teacher") != ""
+
+
+def test_places_are_hashed_by_content_and_hub_names_by_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert hub_commit("owner/model") == "" == place_hash("owner/model")
+    for kind, commit in (("models", "abc123"), ("datasets", "def456")):
+        refs = tmp_path / "hub" / f"{kind}--owner--model" / "refs"
+        refs.mkdir(parents=True)
+        (refs / "main").write_text(commit)
+    assert place_hash("owner/model") == hub_commit("owner/model") == "abc123"
+    assert hub_commit("owner/model", "dataset") == "def456"
+    assert place_hash("/no/such/folder") == "" == place_hash("./none")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text("1")
+    before = place_hash(tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert place_hash(tmp_path / "b") == before
+    (tmp_path / "b" / "config.json").write_text("2")
+    assert place_hash(tmp_path / "b") != before

@@ -1,0 +1,251 @@
+"""What the stages before fusion depend on: what they read, and nothing else."""
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.data_sets import picture
+from valora_data.schema import Split, Task
+from valora_teachers.registry import KINDS
+from valora_train.errors import StageError
+from valora_train.settings import DomainSettings, SourceSettings, TeacherSettings
+from valora_train.stage import RECORD, digest, intact
+from valora_train.stages.data import build_data, data_stage
+from valora_train.stages.distill import (
+    TAUGHT,
+    build_distilled,
+    describe_distilled,
+    distill_stage,
+    teach_stage,
+)
+
+SPLITS = ("train", "unlabelled", "val", "test")
+FUNCTION = "def answer(samples):\n    return ['red' for _ in samples]\n"
+
+
+def write_images(root: Path, changed: str = "") -> None:
+    """An image folder with all splits; one split may hold other images."""
+    number = 0
+    for split in SPLITS:
+        for label in ("red", "white"):
+            for index in range(4):
+                number += 1
+                seed = number + 1_000 * (split == changed)
+                picture(root / split / label / f"{index}.png", seed)
+
+
+class Chain:
+    """The stages before fusion of one domain, in a work folder that outlives the chain."""
+
+    def __init__(self, root: Path, domain: DomainSettings, teacher: TeacherSettings) -> None:
+        self.work = root / "work"
+        data, self.fresh = self._run(data_stage(domain, self.work), domain)
+        self.data = data
+        self.kind = KINDS[teacher.kind]
+        self.teach = teach_stage(domain, teacher, data, self.work)
+        self.distill = distill_stage(domain, teacher, data, self._taught(), self.work)
+
+    def _run(self, stage, domain):
+        folder, reused = stage.run(self.work, lambda folder: build_data(domain, folder))
+        return folder, not reused
+
+    def _taught(self):
+        if self.teach is None:
+            return None
+        folder, _ = self.teach.run(
+            self.work, lambda f: (f / str(self.kind.artefact)).write_text("weights")
+        )
+        return folder
+
+    @property
+    def keys(self) -> dict[str, str]:
+        keys = {split: digest(self.data / split) for split in SPLITS}
+        keys["teach"] = self.teach.key if self.teach else ""
+        return keys | {"distill": self.distill.key}
+
+
+@pytest.fixture
+def domain(tmp_path: Path) -> DomainSettings:
+    write_images(tmp_path / "set")
+    return DomainSettings(
+        "cells", Task.CLASSIFICATION, ["red", "white"], "Which?",
+        source=SourceSettings(kind="imagefolder", path=str(tmp_path / "set")),
+    )  # fmt: skip
+
+
+SMALL = TeacherSettings(kind="small", options={"epochs": 2})
+
+
+def changes(before: Chain, after: Chain) -> set[str]:
+    return {name for name, key in before.keys.items() if after.keys[name] != key}
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [("train", {"train", "teach", "distill"}), ("unlabelled", {"unlabelled", "distill"}),
+     ("val", {"val", "distill"}), ("test", {"test", "distill"})],
+)  # fmt: skip
+def test_a_stage_depends_on_the_splits_that_it_reads(tmp_path, domain, split, expected) -> None:
+    before = Chain(tmp_path, domain, replace(SMALL, labelled=True))
+    write_images(tmp_path / "set", changed=split)
+    after = Chain(tmp_path, domain, replace(SMALL, labelled=True))
+    assert after.fresh
+    assert changes(before, after) == expected
+
+
+def test_labels_in_place_of_a_teacher_depend_on_the_labelled_images(tmp_path, domain) -> None:
+    domain = replace(domain, teacher="labels")
+    before = Chain(tmp_path, domain, SMALL)
+    write_images(tmp_path / "set", changed="val")
+    assert changes(before, Chain(tmp_path, domain, SMALL)) == {"val"}
+    assert not changes(before, before)
+    other = TeacherSettings(kind="yolo", threshold=0.4, options={"epochs": 3})
+    write_images(tmp_path / "set")
+    assert not changes(before, Chain(tmp_path, domain, other))
+
+
+NOTHING = set()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"required": 0.9}, NOTHING), ({"relative": True}, NOTHING), ({"mirror": False}, NOTHING),
+        ({"prompt": "Other?"}, NOTHING), ({"name": "blood"}, NOTHING),
+        ({"teacher": "labels"}, {"teach", "distill"}),
+    ],
+)  # fmt: skip
+def test_settings_of_a_domain(tmp_path, domain, change, expected) -> None:
+    before = Chain(tmp_path, domain, SMALL)
+    after = Chain(tmp_path, replace(domain, **change), SMALL)
+    assert changes(before, after) == expected
+    assert not after.fresh
+    if not expected:  # and what was made under another name is found
+        assert after.teach.folder(after.work) == before.teach.folder(before.work)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"threshold": 0.5}, {"distill"}), ({"min_confidence": 0.2}, {"distill"}),
+        ({"labelled": True}, {"distill"}), ({"options": {"epochs": 3}}, {"teach", "distill"}),
+        ({"options": {"epochs": 2, "names": {"a": "red"}}}, {"distill"}),
+    ],
+)  # fmt: skip
+def test_settings_of_a_teacher(tmp_path, domain, change, expected) -> None:
+    before = Chain(tmp_path, domain, SMALL)
+    assert changes(before, Chain(tmp_path, domain, replace(SMALL, **change))) == expected
+
+
+def test_the_same_data_elsewhere_and_written_again_is_the_same(tmp_path, domain) -> None:
+    before = Chain(tmp_path, domain, SMALL)
+    (tmp_path / "set").rename(tmp_path / "moved")
+    domain = replace(domain, source=replace(domain.source, path=str(tmp_path / "moved")))
+    after = Chain(tmp_path, domain, SMALL)
+    assert not after.fresh
+    shutil.rmtree(tmp_path / "work")
+    again = Chain(tmp_path, domain, SMALL)
+    assert again.fresh
+    assert not changes(before, again)
+
+
+@pytest.fixture
+def given(tmp_path, domain, monkeypatch):
+    """Makes the chain of a teacher of some kind that lies in `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(kind, place, prompt="Which?", **options):
+        sys.modules.pop("own_teacher", None)
+        teacher = TeacherSettings(kind=kind, options=options)
+        return Chain(tmp_path, replace(domain, teacher=place, prompt=prompt), teacher)
+
+    return make
+
+
+def test_options_of_a_given_model(given, tmp_path) -> None:
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "config.json").write_text("{}")
+    before = given("small", "best")
+    assert changes(before, given("small", "best", names={"rot": "red"})) == {"distill"}
+    (tmp_path / "best").rename(tmp_path / "other")
+    assert not changes(before, given("small", "other"))
+    (tmp_path / "other" / "config.json").write_text("{ }")
+    assert "teach" in changes(before, given("small", "other"))
+
+
+def test_the_text_encoder_of_a_yolo_world(given, tmp_path) -> None:
+    (tmp_path / "best.pt").write_bytes(b"weights")
+    (tmp_path / "clip").mkdir()
+    (tmp_path / "clip" / "vocab.json").write_text("{}")
+    before = given("yolo_world", "best.pt", text_encoder="clip")
+    (tmp_path / "clip" / "vocab.json").write_text("{ }")
+    assert changes(before, given("yolo_world", "best.pt", text_encoder="clip")) == {"distill"}
+
+
+def test_a_model_of_transformers(given, tmp_path) -> None:
+    (tmp_path / "vit").mkdir()
+    (tmp_path / "vit" / "model.safetensors").write_bytes(b"1")
+    before = given("huggingface", "vit", device="cpu", batch=4)
+    assert not changes(before, given("huggingface", "vit", device="cuda", batch=8))
+    for name, value in {"dtype": "bfloat16", "threshold": 0.4, "names": {"a": "red"}}.items():
+        assert changes(before, given("huggingface", "vit", **{name: value})) == {"distill"}
+    assert changes(before, given("huggingface", "vit", "Say")) == {"distill"}
+    (tmp_path / "vit" / "model.safetensors").write_bytes(b"2")
+    assert changes(before, given("huggingface", "vit")) == {"distill"}
+
+
+def test_a_function(given, tmp_path) -> None:
+    module = tmp_path / "own_teacher.py"
+    module.write_text(FUNCTION)
+    (tmp_path / "levels").mkdir()
+    (tmp_path / "levels" / "a.json").write_text("1")
+    before = given("function", "own_teacher:answer", files=["levels"])
+    assert not changes(before, given("function", "own_teacher:answer", files=["levels"]))
+    (tmp_path / "levels" / "a.json").write_text("2")
+    after = given("function", "own_teacher:answer", files=["levels"])
+    assert changes(before, after) == {"distill"}
+    module.write_text(FUNCTION.replace("red", "white"))
+    again = given("function", "own_teacher:answer", files=["levels"])
+    assert changes(after, again) == {"distill"}
+
+
+def test_damaged_parts_name_the_folder_to_delete(tmp_path, domain, monkeypatch) -> None:
+    (tmp_path / "own_damage.py").write_text(FUNCTION)
+    monkeypatch.syspath_prepend(tmp_path)
+    domain = replace(domain, teacher="own_damage:answer")
+    teacher = TeacherSettings(kind="function")
+    chain = Chain(tmp_path, domain, teacher)
+
+    def build(folder):
+        build_distilled(domain, teacher, chain.data, None, folder)
+
+    table = next((chain.data / Split.VAL).glob("*.arrow"))
+    content = table.read_bytes()
+    for damage in (content[:100], content[:-9] + b"x" + content[-8:], None):
+        table.unlink() if damage is None else table.write_bytes(damage)
+        with pytest.raises(StageError, match=rf"damaged \(val .*: delete {chain.data} and run"):
+            chain.distill.run(chain.work, build)
+    table.write_bytes(content)
+    distilled, _ = chain.distill.run(chain.work, build)
+    assert intact(distilled / TAUGHT) == distilled / TAUGHT
+    (distilled / "report.json").write_text("{")
+    with pytest.raises(StageError, match=rf"report\.json is not what was written.*{distilled}"):
+        describe_distilled(distilled)
+    shutil.rmtree(distilled / TAUGHT)
+    with pytest.raises(StageError, match=rf"taught is missing.*delete {distilled}"):
+        chain.distill.run(chain.work, build)
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", '{"parts": 3}', '{"name": "data"}'])
+def test_a_damaged_record_names_the_folder_to_delete(tmp_path, domain, text) -> None:
+    chain = Chain(tmp_path, domain, SMALL)
+    record = chain.data / RECORD
+    assert set(json.loads(record.read_text())["parts"]) >= set(SPLITS)
+    record.unlink() if text is None else record.write_text(text)
+    with pytest.raises(StageError, match=rf"damaged \(stage\.json .*: delete {chain.data} and"):
+        Chain(tmp_path, domain, SMALL)

@@ -220,6 +220,7 @@ class TrainSettings:
         probe_steps: Optimiser steps of a head on the frozen base model (head-only accuracy).
         threads: Number of CPU threads, fixed because results depend on it; 0 for all cores.
         seed: Seed of weights, batches and a random order.
+        checkpoint_seconds: Seconds between checkpoints within an attempt; 0 for one at every step.
     """
 
     steps: int = 220
@@ -237,6 +238,7 @@ class TrainSettings:
     probe_steps: int = 300
     threads: int = 2
     seed: int = 0
+    checkpoint_seconds: float = 30.0
     lora: LoraSettings = field(default_factory=LoraSettings)
 
 

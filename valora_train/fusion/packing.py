@@ -1,7 +1,8 @@
 """Runs the attempts of a fusion: trains, judges, then commits or rolls back.
 
 After every attempt the decision and the adapter's snapshot are on disk before the next attempt
-starts, so a fusion that is killed at any moment is resumed with the same decisions.
+starts, and within an attempt there are checkpoints, so a fusion that is killed at any moment is
+resumed with the same decisions.
 """
 
 from __future__ import annotations
@@ -176,6 +177,7 @@ class Packing:
             rehearse=attempt.rehearse,
             seed=seed,
             on_step=on_step,
+            checkpoint=self._state.checkpoint,
         )
         evaluations = {name: trainer.evaluate(adapter, name, Split.VAL) for name in attempt.domains}
         reached = {name: evaluation.accuracy for name, evaluation in evaluations.items()}
@@ -186,11 +188,13 @@ class Packing:
             trainer.restore(adapter, before)
         else:
             trainer.close(adapter)
-        return Outcome(decision, evaluations, time.monotonic() - start)
+        seconds = self._state.checkpoint.spent + time.monotonic() - start
+        return Outcome(decision, evaluations, seconds)
 
     def record(self, outcome: Outcome) -> None:
         """Write a decision to disk; without this, the attempt is repeated after a restart."""
         self._state.told.append(outcome.decision.accuracy)
         self._state.seconds.append(outcome.seconds)
         self._state.save()
+        self._state.checkpoint.discard()
         self._state.discard_old_snapshots()

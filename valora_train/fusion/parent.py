@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data.contract.bundle import read_bundle
 from valora_train.errors import SettingsError
-from valora_train.fusion.state import FUSION, SNAPSHOTS, STATE
+from valora_train.fusion.state import FUSION, STATE, read_snapshot
 from valora_train.stage import RECORD, read_json
 
 if TYPE_CHECKING:
@@ -67,11 +67,9 @@ class Parent:
 
     def snapshot(self, adapter: str) -> dict[str, Tensor]:
         """Snapshot of an adapter with the heads of its unchanged domains."""
-        from safetensors.torch import load_file
-
         file = read_json(self.folder / STATE)["snapshots"][adapter]
         names = "|".join(map(re.escape, self.kept[adapter])) or "$"
-        state = load_file(self.folder / SNAPSHOTS / file)
+        state = read_snapshot(self.folder, file)
         mine = re.compile(rf"(lora|random)/|head/({names})/|optimizer/[^/]+/(({names})/|[^/]+$)")
         return {key: value for key, value in state.items() if mine.match(key)}
 

@@ -1,13 +1,17 @@
 """What a fusion keeps on disk while it runs, so that an interrupted one can be resumed.
 
-The folder holds `state.json`, one snapshot per adapter in `snapshots/`, and in the end
-`fusion.json` with the result.
+The folder holds `state.json`, one snapshot per adapter in `snapshots/`, the checkpoint of the
+attempt that is running, and in the end `fusion.json` with the result.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import TYPE_CHECKING, Any
 
+from valora_data.checkpoint import Checkpoint
+from valora_train.errors import StageError
 from valora_train.stage import read_json, write_json
 
 if TYPE_CHECKING:
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
 FUSION = "fusion.json"
 STATE = "state.json"
 SNAPSHOTS = "snapshots"
+CHECKPOINT = "checkpoint"
 
 
 class FusionState:
@@ -29,6 +34,10 @@ class FusionState:
     Args:
         folder: Folder of the fusion.
         head_only: Accuracies without LoRA that an earlier fusion measured, for a new fusion.
+        checkpoint_seconds: Seconds between checkpoints; None for the default.
+
+    Raises:
+        StageError: If `state.json` is damaged.
 
     Attributes:
         folder: Folder of the fusion.
@@ -37,18 +46,42 @@ class FusionState:
         seconds: Duration of every attempt that was decided, in seconds.
         snapshots: File of the latest committed snapshot, by adapter.
         mlflow_run_id: The MLflow run of the fusion, once it is started.
+        checkpoint: The checkpoint of the attempt that is running.
     """
 
-    def __init__(self, folder: Path, head_only: Mapping[str, dict[str, float]]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        head_only: Mapping[str, dict[str, float]],
+        checkpoint_seconds: float | None = None,
+    ) -> None:
         self.folder = folder
+        self.checkpoint = Checkpoint(folder / CHECKPOINT, checkpoint_seconds)
         (folder / SNAPSHOTS).mkdir(exist_ok=True)
-        file = folder / STATE
-        saved: dict[str, Any] = read_json(file) if file.is_file() else {}
+        saved = self._read()
         self.head_only: dict[str, dict[str, float]] = saved.get("head_only", dict(head_only))
         self.told: list[dict[str, float]] = saved.get("told", [])
         self.seconds: list[float] = saved.get("seconds", [])
         self.snapshots: dict[str, str] = saved.get("snapshots", {})
         self.mlflow_run_id: str | None = saved.get("mlflow_run_id")
+
+    def _read(self) -> dict[str, Any]:
+        file = self.folder / STATE
+        if not file.is_file():
+            return {}
+        try:
+            saved = read_json(file)
+            missing = [
+                name
+                for name in saved.get("snapshots", {}).values()
+                if not (self.folder / SNAPSHOTS / name).is_file()
+            ]
+        except (ValueError, AttributeError) as error:
+            raise _damaged(self.folder, f"{STATE} cannot be read") from error
+        if missing:
+            raise _damaged(self.folder, f"{SNAPSHOTS}/{missing[0]} is missing")
+        found: dict[str, Any] = saved
+        return found
 
     def save(self) -> None:
         """Write `state.json`."""
@@ -73,18 +106,62 @@ class FusionState:
 
         file = f"{adapter}-{number:02d}.safetensors"
         temporary = self.folder / SNAPSHOTS / f"{file}.tmp"
-        save_file(dict(tensors), temporary)
+        # The order of the heads is that of their gradients, whose norm depends on it.
+        facts = {"order": json.dumps(list(tensors)), "sha256": _hash(tensors)}
+        save_file(dict(tensors), temporary, facts)
         temporary.replace(temporary.with_suffix(""))
         self.snapshots[adapter] = file
 
     def read_snapshot(self, adapter: str) -> dict[str, Tensor]:
-        """The latest snapshot of an adapter."""
-        from safetensors.torch import load_file
+        """The latest snapshot of an adapter.
 
-        return load_file(self.folder / SNAPSHOTS / self.snapshots[adapter])
+        Raises:
+            StageError: If its file is damaged.
+        """
+        return read_snapshot(self.folder, self.snapshots[adapter])
 
     def discard_old_snapshots(self) -> None:
         """Delete the snapshots that newer ones have replaced."""
         for file in (self.folder / SNAPSHOTS).iterdir():
             if file.name not in self.snapshots.values():
                 file.unlink()
+
+
+def read_snapshot(folder: Path, file: str) -> dict[str, Tensor]:
+    """Read a snapshot of an adapter, with its tensors in the order in which they were written.
+
+    Args:
+        folder: Folder of the fusion.
+        file: Name of the snapshot's file.
+
+    Raises:
+        StageError: If the file is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(folder / SNAPSHOTS / file, "pt") as opened:
+            facts = opened.metadata() or {}
+            order = json.loads(facts["order"]) if "order" in facts else list(opened.keys())
+            tensors = {name: opened.get_tensor(name) for name in order}
+    except (SafetensorError, FileNotFoundError, ValueError, KeyError) as error:
+        raise _damaged(folder, f"{SNAPSHOTS}/{file} cannot be read") from error
+    if facts.get("sha256") not in (None, _hash(tensors)):
+        raise _damaged(folder, f"{SNAPSHOTS}/{file} is not what was written")
+    return tensors
+
+
+def _hash(tensors: Mapping[str, Tensor]) -> str:
+    from torch import uint8
+
+    total = hashlib.sha256()
+    for name, tensor in tensors.items():
+        total.update(name.encode())
+        total.update(tensor.contiguous().reshape(-1).view(uint8).numpy())
+    return total.hexdigest()
+
+
+def _damaged(folder: Path, what: str) -> StageError:
+    return StageError(
+        f"the state of a fusion is damaged ({what}): delete {folder} and run the same command again"
+    )

@@ -16,6 +16,7 @@ from valora_train.model.team import Team
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from valora_data.checkpoint import Checkpoint
     from valora_train.model.lmm import Lmm
     from valora_train.settings import TrainSettings
     from valora_train.tasks.base import DomainTask, Evaluation
@@ -172,8 +173,12 @@ class Trainer:
         rehearse: bool,
         seed: int,
         on_step: Callable[[int, int, float], None],
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         """Train an open adapter on a domain that is new to it.
+
+        A training that was killed continues from its checkpoint; what follows is what would have
+        followed, to the bit.
 
         Args:
             adapter: Name of the adapter.
@@ -182,16 +187,23 @@ class Trainer:
             rehearse: Whether batches also hold samples of `held`, and their heads are trained too;
                 otherwise those heads are frozen.
             seed: Seed of the new head.
-            on_step: Called with step (from 1), number of steps, and loss.
+            on_step: Called with step (from 1), number of steps, and loss; also for the steps before
+                the checkpoint.
+            checkpoint: Where the leading process writes checkpoints; None for none.
         """
-        opened = self._open[adapter]
-        self._add_head(adapter, domain, seed)
         rehearsed = list(held) if rehearse else []
+        training = f"{adapter}: {domain} after {', '.join(held)} with {rehearsed}, seed {seed}"
+        losses = self._resume(adapter, training, checkpoint)
+        if not losses:
+            self._add_head(adapter, domain, seed)
+        opened = self._open[adapter]
         for name, head in opened.heads.items():
             head.requires_grad_(name == domain or name in rehearsed)
         self._lmm.adapters.activate(adapter)
         steps = self._settings.steps + self._settings.steps_per_held * len(rehearsed)
-        for step in range(steps):
+        for step, loss in enumerate(losses):
+            on_step(step + 1, steps, loss)
+        for step in range(len(losses), steps):
             self._set_lr(opened.optimizer, step / steps)
             batch = self._draw(opened.generator, domain, rehearsed)
             opened.optimizer.zero_grad(set_to_none=True)
@@ -200,7 +212,22 @@ class Trainer:
             loss = self._team.add_up(parameters, loss)
             nn.utils.clip_grad_norm_(parameters, self._settings.clip)
             opened.optimizer.step()
+            losses.append(loss)
+            if checkpoint is not None and self._team.leads and step + 1 < steps:
+                checkpoint.save(
+                    training, lambda: {"tensors": self.snapshot(adapter), "losses": losses}
+                )
             on_step(step + 1, steps, loss)
+
+    def _resume(self, adapter: str, training: str, checkpoint: Checkpoint | None) -> list[float]:
+        """Restore the leader's checkpoint on every process; return the losses up to it."""
+        saved = checkpoint.load(training) if checkpoint is not None and self._team.leads else None
+        saved = self._team.agree(saved)
+        if saved is None:
+            return []
+        self.restore(adapter, saved["tensors"])
+        losses: list[float] = saved["losses"]
+        return losses
 
     def _set_lr(self, optimizer: torch.optim.Optimizer, progress: float) -> None:
         warmup = self._settings.warmup
@@ -375,6 +402,8 @@ class Trainer:
                 named.append((f"optimizer/{item}/{key}", value))
         named += [("random/adapter", opened.generator.get_state())]
         named += [("random/torch", torch.get_rng_state())]
+        if self._lmm.device.type == "cuda":
+            named += [("random/cuda", torch.cuda.get_rng_state(self._lmm.device))]
         return {key: value.detach().clone().contiguous().cpu() for key, value in named}
 
     def restore(self, adapter: str, state: Mapping[str, Tensor]) -> None:
@@ -400,6 +429,8 @@ class Trainer:
                 opened.optimizer.state[parameter] = moments
         opened.generator.set_state(parts["random"]["adapter"].clone())
         torch.set_rng_state(parts["random"]["torch"].clone())
+        if self._lmm.device.type == "cuda" and "cuda" in parts["random"]:
+            torch.cuda.set_rng_state(parts["random"]["cuda"].clone(), self._lmm.device)
 
     def _named_parameters(self, adapter: str) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self._lmm.adapters.parameters(adapter).items()

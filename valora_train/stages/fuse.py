@@ -104,6 +104,7 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
         for item in domains
     ]
     values["fusion"].pop("parent")
+    values["train"].pop("checkpoint_seconds")
     if settings.fusion.parent is not None:
         inputs["parent"] = find_parent(Path(settings.fusion.parent), Path(settings.paths.work)).name
     return Stage(f"fuse-{settings.task.name}", 4, values, inputs, resumable=True)
@@ -156,7 +157,9 @@ def build_fusion(
         return
     _make_deterministic(settings.train.threads)
     parent = parent_of(settings, domains, stage)
-    state = FusionState(folder, parent.head_only if parent else {})
+    state = FusionState(
+        folder, parent.head_only if parent else {}, settings.train.checkpoint_seconds
+    )
     with display.work("fuse", "loading the base model"):
         lmm = Lmm(settings.model, settings.train.lora, team)
     trainer = Trainer(lmm, _load_lazily(settings, domains, lmm, display), settings.train, team)

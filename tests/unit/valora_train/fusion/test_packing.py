@@ -34,7 +34,7 @@ class CountingTrainer:
     def close(self, adapter):
         del self.weights[adapter]
 
-    def train(self, adapter, domain, *, held, rehearse, seed, on_step):
+    def train(self, adapter, domain, *, held, rehearse, seed, on_step, checkpoint):
         self.weights[adapter] += 1
         self.trained.append((adapter, domain, seed))
         on_step(1, 1, 0.5)

@@ -1,7 +1,10 @@
 """The state of a fusion on disk: read back as it was written, old snapshots discarded."""
 
+import pytest
 import torch
+from safetensors.torch import save_file
 
+from valora_train.errors import StageError
 from valora_train.fusion.state import SNAPSHOTS, STATE, FusionState
 from valora_train.stage import read_json, write_json
 
@@ -22,11 +25,14 @@ def test_a_state_is_read_back(tmp_path):
 def test_the_format_of_earlier_versions_is_read(tmp_path):
     # Before the first MLflow run was started, its key was missing.
     old = {"head_only": {}, "told": [{"a": 0.9}], "seconds": [1.0], "snapshots": {"adapter-1": "f"}}
+    (tmp_path / SNAPSHOTS).mkdir()
+    save_file({"lora/x": torch.arange(3.0)}, tmp_path / SNAPSHOTS / "f")  # without its hash
     write_json(tmp_path / STATE, old)
     state = FusionState(tmp_path, {})
     assert state.told == [{"a": 0.9}]
     assert state.snapshots == {"adapter-1": "f"}
     assert state.mlflow_run_id is None
+    assert torch.equal(state.read_snapshot("adapter-1")["lora/x"], torch.arange(3.0))
     state.save()
     assert read_json(tmp_path / STATE) == {**old, "mlflow_run_id": None}
 
@@ -40,3 +46,35 @@ def test_a_replaced_snapshot_stays_until_it_is_discarded(tmp_path):
     state.discard_old_snapshots()
     assert [file.name for file in files.iterdir()] == ["adapter-1-02.safetensors"]
     assert state.read_snapshot("adapter-1")["x"] == 2
+
+
+def test_tensors_keep_their_order_and_types(tmp_path):
+    state = FusionState(tmp_path, {})
+    tensors = {
+        "head/sky/b": torch.tensor(2.0), "head/apple/a": torch.ones(2, 3, dtype=torch.bfloat16),
+        "lora/z": torch.arange(4), "head/sky/a": torch.zeros(0),
+    }  # fmt: skip
+    state.write_snapshot("adapter-1", 1, tensors)
+    found = state.read_snapshot("adapter-1")
+    assert list(found) == list(tensors)
+    assert all(torch.equal(found[key], value) for key, value in tensors.items())
+
+
+@pytest.mark.parametrize("file", [STATE, f"{SNAPSHOTS}/adapter-1-01.safetensors"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "changed"])
+def test_damage_names_the_folder_to_delete(tmp_path, file, damage):
+    state = FusionState(tmp_path, {})
+    state.write_snapshot("adapter-1", 1, {"lora/x": torch.arange(3.0)})
+    state.save()
+    path = tmp_path / file
+    content = path.read_bytes()
+    path.write_bytes({
+        "missing": content, "empty": b"", "truncated": content[:-3],
+        "changed": content[:-3] + b"?" + content[-2:],
+    }[damage])  # fmt: skip
+    if damage == "missing":
+        path.unlink()
+        if file == STATE:
+            return  # a fusion that has not begun
+    with pytest.raises(StageError, match=f"damaged .*: delete {tmp_path} and run"):
+        FusionState(tmp_path, {}).read_snapshot("adapter-1")

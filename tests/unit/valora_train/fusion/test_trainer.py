@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.helpers import coloured_squares
+from valora_data.checkpoint import Checkpoint
 from valora_data.schema import Domain, Split, Task
 from valora_train.fusion.trainer import DomainData, Trainer
 from valora_train.model.lmm import Lmm
@@ -14,11 +15,13 @@ from valora_train.tasks.registry import make_task
 COLOURS = {"apple": "red", "sky": "blue"}
 
 
-def make(random_llava, steps=6, count=16, vision=False, batch_size=6, rehearsal_share=0.5):
+def make(
+    random_llava, steps=6, count=16, vision=False, batch_size=6, rehearsal_share=0.5, clip=1.0
+):
     lora = LoraSettings(rank=4, alpha=8, vision_tower=vision, projector=vision)
     train = TrainSettings(
         steps=steps, steps_per_held=3, batch_size=batch_size, rehearsal_share=rehearsal_share,
-        probe_steps=5, lora=lora,
+        probe_steps=5, clip=clip, lora=lora,
     )  # fmt: skip
     lmm = Lmm(ModelSettings(id=str(random_llava)), lora)
     data = {}
@@ -81,6 +84,72 @@ def test_a_snapshot_survives_the_disk_and_another_process(random_llava, tmp_path
     other.restore("adapter-1", load_file(tmp_path / "a.safetensors"))
     assert train(other, "sky", held=["apple"], rehearse=True) == losses
     assert same(other.snapshot("adapter-1"), trainer.snapshot("adapter-1"))
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("cut", [1, 2, 8])
+@pytest.mark.parametrize("held", [False, True])
+def test_a_training_that_was_killed_continues_to_the_bit(random_llava, tmp_path, held, cut):
+    def begin(trainer):
+        trainer.open("adapter-1", seed=3)
+        if held:  # its head comes first, though its name does not
+            trainer.train("adapter-1", "sky", held=[], rehearse=False, seed=5, on_step=ignore)
+            trainer.evaluate("adapter-1", "sky", Split.VAL)
+
+    def run(trainer, losses, kill_after=None):
+        def on_step(step, steps, loss):
+            losses.append((step, steps, loss))
+            if step == kill_after:
+                raise Killed
+
+        trainer.train(
+            "adapter-1", "apple", held=["sky"] if held else [], rehearse=held, seed=6,
+            on_step=on_step, checkpoint=Checkpoint(tmp_path / "checkpoint", every=0.0),
+        )  # fmt: skip
+
+    def ignore(*_):
+        pass
+
+    whole, _ = make(random_llava, clip=1e-3)  # small, so that the order of gradients would tell
+    begin(whole)
+    expected = []
+    run(whole, expected)
+    Checkpoint(tmp_path / "checkpoint").discard()
+    first, _ = make(random_llava, clip=1e-3)
+    begin(first)
+    with pytest.raises(Killed):
+        run(first, [], cut if held else min(cut, 5))
+    torch.manual_seed(99)  # another process
+    second, _ = make(random_llava, clip=1e-3)
+    begin(second)
+    losses = []
+    run(second, losses)
+    assert losses == expected
+    assert same(second.snapshot("adapter-1"), whole.snapshot("adapter-1"))
+    assert list(second.snapshot("adapter-1")) == list(whole.snapshot("adapter-1"))
+    one, other = (t.evaluate("adapter-1", "apple", Split.VAL).accuracy for t in (whole, second))
+    assert one == other
+
+
+def test_a_damaged_checkpoint_starts_the_training_anew(random_llava, tmp_path, caplog):
+    expected, seen = [], []
+    for damage in (None, b"", b"short", b"x" * 5_000):
+        trainer, _ = make(random_llava)
+        trainer.open("adapter-1", seed=3)
+        file = tmp_path / "checkpoint"
+        if damage is not None:
+            file.write_bytes(damage)
+        seen.clear()
+        trainer.train(
+            "adapter-1", "apple", held=[], rehearse=False, seed=6,
+            on_step=lambda *step: seen.append(step), checkpoint=Checkpoint(file),
+        )  # fmt: skip
+        expected = expected or list(seen)
+        assert seen == expected
+        assert ("is damaged: the training starts anew" in caplog.text) == (damage is not None)
 
 
 def test_a_new_domain_gets_no_less_than_one_that_is_held(random_llava):

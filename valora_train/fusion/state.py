@@ -157,7 +157,7 @@ def _hash(tensors: Mapping[str, Tensor]) -> str:
     total = hashlib.sha256()
     for name, tensor in tensors.items():
         total.update(name.encode())
-        total.update(tensor.contiguous().reshape(-1).view(uint8).numpy())
+        total.update(tensor.contiguous().reshape(-1).view(uint8).numpy().data)
     return total.hexdigest()
 
 

@@ -300,8 +300,9 @@ class ServedModel:
         name: The name.
         kind: ``base``, ``adapter`` or ``domain``.
         root: Folder or hub name that it was loaded from.
-        parent: Name of the base model of an adapter, or of the adapter of a domain.
-        adapter: Name of the adapter that is applied, None for the base model.
+        parent: Name of the base model of an adapter, or of the adapter of a domain; of a domain
+            without an adapter, that of the base model.
+        adapter: Name of the adapter that is applied, None for the base model as it is.
         head: Kind of the domain's head, None if it generates text.
         boxes: Whether the head finds boxes.
         task: Task type of the domain.
@@ -317,7 +318,7 @@ class ServedModel:
         max_tokens: Most tokens of the answers that the domain was measured with; None if a head
             answers, or if not known.
         bundle: Name and version of the bundle, e.g. ``detection@1``.
-        rank: Largest rank of the adapter.
+        rank: Largest rank of the adapter, None without one.
         loaded_at: Unix time at which it was loaded.
     """
 

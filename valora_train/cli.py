@@ -110,7 +110,17 @@ class _Pipeline:
 
         Returns:
             Output folder of the stage.
+
+        Raises:
+            UnreachableError: A domain is out of reach, and `fusion.unreachable` is `fail`.
         """
+        from valora_train.stages.fuse import check_result
+
+        folder = self._fuse(domains)
+        check_result(self._settings, domains, folder)
+        return folder
+
+    def _fuse(self, domains: list[DomainInputs]) -> Path:
         from valora_train.stages.fuse import build_fusion, fuse_stage, unchanged_parent
 
         stage = fuse_stage(self._settings, domains)

@@ -6,6 +6,7 @@ is not here is rejected.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -283,9 +284,11 @@ class FusionSettings:
             package registers (see `valora_train.fusion.strategies.registry`).
         order: Order of the domains: `given` (as they are listed), `random` (drawn with
             `train.seed`) or `probe` (first those that the frozen base model fails by most).
-        margin: Added to every requirement when an attempt is judged on the validation split.
-        unreachable: What happens to a domain that misses its requirement even alone: `fail` stops
-            the fusion, `keep` gives it a flagged adapter of its own.
+        margin: Added to every requirement when decisions are made on the validation split, up to
+            half of what lies between the requirement and the metric's largest value.
+        head_only: Whether a domain that keeps its requirement without LoRA takes no adapter.
+        unreachable: What happens when a domain misses its requirement even alone: `fail` stops the
+            fusion, `keep` flags the domain and continues, also a fusion that `fail` has stopped.
         parent: Folder of a bundle to extend: its unchanged domains keep their adapters and heads.
             Null to fuse all domains.
     """
@@ -293,6 +296,7 @@ class FusionSettings:
     strategy: str = "rehearsal"
     order: Literal["given", "random", "probe"] = "given"
     margin: float = 0.02
+    head_only: bool = True
     unreachable: Literal["fail", "keep"] = "fail"
     parent: str | None = None
 
@@ -396,6 +400,8 @@ def from_config(config: DictConfig) -> Settings:
         )
     if not 0.0 <= settings.heads.soft <= 1.0:
         raise SettingsError(f"heads.soft must lie in [0, 1], got {settings.heads.soft}")
+    if not math.isfinite(settings.fusion.margin):
+        raise SettingsError(f"fusion.margin must be a number, got {settings.fusion.margin}")
     for domain in settings.chosen():
         domain.domain()  # raises for invalid values
         _ = domain.source.format  # raises for an unknown kind

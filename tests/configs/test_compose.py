@@ -108,6 +108,15 @@ def test_there_is_one_set_of_defaults(group):
     assert getattr(settings(), group) == getattr(Settings(), group)
 
 
+def test_domains_of_ones_own_are_tried_the_hardest_first():
+    own = ["task=own", "+domain@domains.cat=coco", *OWN]
+    found = settings(*own).fusion
+    assert (found.strategy, found.order, found.head_only) == ("rehearsal", "probe", True)
+    for how in ("fusion=paper", "experiment=paper"):
+        found = settings(*own, how).fusion
+        assert (found.strategy, found.order, found.head_only) == ("paper", "random", False)
+
+
 def test_the_papers_requirements_are_the_default():
     required = {name: domain.required for name, domain in settings().domains.items()}
     assert required == {
@@ -132,6 +141,8 @@ def test_the_papers_requirements_are_the_default():
         ("train.steps=0", "train.steps must be greater than 0, got 0"),
         ("train.lora.rank=-4", "train.lora.rank must be greater than 0, got -4"),
         ("fusion.order=best", "bad setting fusion.order='best'.*'given'"),
+        ("fusion.margin=inf", "fusion.margin must be a number, got inf"),
+        ("fusion.margin=nan", "fusion.margin must be a number, got nan"),
         ("train.rehearsal_share=1", r"rehearsal_share must lie in \[0, 1\), got 1.0"),
         ("task.only=[person,dragon]", "unknown domain 'dragon' of task detection: choose from"),
         ("domains.person.labels=[]", "domain person needs a list of distinct labels"),

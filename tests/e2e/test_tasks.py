@@ -162,7 +162,7 @@ def settings_of(base, folder, data, options):
         task=TaskSettings(name="gauges", type=Task("number")),
         domains={"gauge": domain},
         model=ModelSettings(id=str(base), batch_size=4),
-        fusion=FusionSettings(margin=-1.0),
+        fusion=FusionSettings(margin=-1.0, head_only=False),
         heads=HeadSettings(options=options),
         train=TrainSettings(
             steps=3, batch_size=4, probe_steps=2, threads=1, flip=False,

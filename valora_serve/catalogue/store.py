@@ -55,7 +55,7 @@ class Staged:
 
     Attributes:
         bundle: Name of the bundle, None for a plain adapter.
-        targets: What it adds: adapters first, then domains.
+        targets: What it adds: adapters, of which there may be none, then domains.
         adapters: Its adapters with their matrices, by content hash.
         folder: Folder of the bundle or adapter.
     """
@@ -164,8 +164,8 @@ class Store:
             ) from error
 
     def _stage(self, bundle: Bundle) -> Staged:
-        if not bundle.adapters:
-            raise AdapterError(f"bundle {bundle.folder} holds no adapter: export it again")
+        if not bundle.adapters and not bundle.domains:
+            raise AdapterError(f"bundle {bundle.folder} holds no domain: export it again")
         label = f"{bundle.name}@{bundle.version}"
         loaded_at = time.time()
         adapters: dict[str, Adapter] = {}
@@ -190,7 +190,7 @@ class Store:
             listed[short] = ResolvedModel(model, _without_matrices(adapter))
         golden = _golden_examples(bundle)
         domains = [
-            self._domain(bundle, name, facts, listed[facts["adapter"]], golden)
+            self._domain(bundle, name, facts, listed.get(facts["adapter"]), golden, loaded_at)
             for name, facts in bundle.domains.items()
         ]
         return Staged(bundle.name, (*listed.values(), *domains), adapters, bundle.folder)
@@ -200,9 +200,11 @@ class Store:
         bundle: Bundle,
         name: str,
         facts: dict[str, Any],
-        by: ResolvedModel,
+        by: ResolvedModel | None,
         examples: Sequence[dict[str, Any]],
+        loaded_at: float,
     ) -> ResolvedModel:
+        """A domain of a bundle; `by` is the adapter that answers, None for the base model."""
         self._check_name(name)
         labels = tuple(facts.get("labels") or ())
         head = None
@@ -223,8 +225,8 @@ class Store:
             name=name,
             kind="domain",
             root=str(bundle.folder),
-            parent=by.model.name,
-            adapter=by.model.name,
+            parent=self.base if by is None else by.model.name,
+            adapter=None if by is None else by.model.name,
             head=None if head is None else head.kind,
             boxes=head is not None and head.finds_boxes,
             task=facts.get("task"),
@@ -238,10 +240,10 @@ class Store:
             images=counts.pop() if len(counts) == 1 else None,
             max_tokens=facts.get("max_tokens"),
             bundle=f"{bundle.name}@{bundle.version}",
-            rank=by.model.rank,
-            loaded_at=by.model.loaded_at,
+            rank=None if by is None else by.model.rank,
+            loaded_at=loaded_at,
         )
-        return ResolvedModel(model, by.adapter, head)
+        return ResolvedModel(model, None if by is None else by.adapter, head)
 
     def _check_name(self, name: str) -> None:
         if not name or name != name.strip() or not name.isprintable() or len(name) > NAME_LENGTH:

@@ -44,14 +44,33 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadOnlyDecision:
+    """A domain takes no adapter: its head on the frozen base model answers, or the model itself.
+
+    Attributes:
+        domain: The domain.
+        accuracy: Accuracy on the validation split without LoRA.
+        met: Whether that keeps the requirement plus the margin; otherwise an adapter of its own
+            reaches no more.
+        reason: One sentence for people.
+    """
+
+    domain: str
+    accuracy: float
+    met: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptDecision:
     """The verdict on an attempt.
 
     Attributes:
         attempt: The attempt.
-        accuracy: Accuracy on the validation split of each domain in `attempt.domains`.
+        accuracy: Accuracy on the validation split of each domain in `attempt.domains`; NaN if
+            training diverged.
         verdict: What becomes of the attempt.
-        below: The domains that missed their requirement plus the margin.
+        below: The domains that missed their bar (see `Requirement`).
         reason: One sentence for people.
     """
 

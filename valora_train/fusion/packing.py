@@ -7,6 +7,7 @@ resumed with the same decisions.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,10 +19,13 @@ from valora_train.fusion.strategies.base import Probe, Probes
 from valora_train.fusion.strategies.registry import make_strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
 
     from valora_train.fusion.decision import Attempt, AttemptDecision
     from valora_train.fusion.parent import Parent
+    from valora_train.fusion.requirement import Requirement
     from valora_train.fusion.state import FusionState
     from valora_train.fusion.trainer import Trainer
     from valora_train.model.team import Team
@@ -35,7 +39,8 @@ class Outcome:
 
     Attributes:
         decision: The verdict of the plan.
-        evaluations: Evaluation on the validation split of every domain of the attempt.
+        evaluations: Evaluation on the validation split of every domain of the attempt; empty if
+            training diverged.
         seconds: Duration of training, evaluation and snapshot, in seconds.
     """
 
@@ -46,7 +51,7 @@ class Outcome:
 
 def make_plan(
     settings: FusionSettings,
-    required: Mapping[str, float],
+    requirements: Mapping[str, Requirement],
     head_only: Mapping[str, Mapping[str, float]],
     seed: int,
     parent: Parent | None,
@@ -54,55 +59,82 @@ def make_plan(
     """The plan of a fusion before its first attempt.
 
     Args:
-        settings: Strategy, order and margin.
-        required: Accuracy that each domain must keep, in the order of the configuration.
+        settings: Strategy, order, and whether domains may take no adapter.
+        requirements: What each domain must reach, in the order of the configuration.
         head_only: Accuracy of each domain without LoRA (see `FusionState`).
         seed: Seed of a random order.
         parent: The fusion to extend, if any.
     """
-    probes: Probes = {name: Probe(required[name], head_only[name]["val"]) for name in required}
-    order = order_domains(list(required), settings.order, seed, probes)
+    probes: Probes = {
+        name: Probe(requirement.required, head_only[name]["val"])
+        for name, requirement in requirements.items()
+    }
+    order = order_domains(list(requirements), settings.order, seed, probes)
     return FusionPlan(
-        {name: required[name] for name in order},
+        {name: requirements[name] for name in order},
         make_strategy(settings.strategy),
-        settings.margin,
-        keep_unreachable=settings.unreachable == "keep",
         probes=probes,
+        head_only=settings.head_only,
         packed=parent.kept if parent else None,
+        unpacked=parent.unpacked if parent else (),
         closed=parent.closed if parent else (),
         used=parent.used if parent else 0,
     )
 
 
-def measure_head_only(trainer: Trainer, domain: str, seed: int) -> tuple[dict[str, float], bool]:
-    """Measure what a domain reaches on the frozen base model.
+def check_reachable(
+    unreachable: Mapping[str, float],
+    requirements: Mapping[str, Requirement],
+    met: Sequence[str],
+    waiting: Sequence[str] = (),
+) -> None:
+    """Refuse a fusion, finished or not, in which a domain misses its requirement.
 
-    Returns:
-        Accuracy on validation (`val`) and test (`test`), and whether a head was trained; there is
-        none where the model writes its answers.
-    """
-    head = trainer.train_head_only(domain, seed)
-    val = trainer.evaluate(None, domain, Split.VAL, head)
-    test = trainer.evaluate(None, domain, Split.TEST, head)
-    return {"val": val.accuracy, "test": test.accuracy}, head is not None
-
-
-def check_reachable(plan: FusionPlan, required: Mapping[str, float]) -> None:
-    """Refuse a finished plan that placed a domain nowhere, or in a flagged adapter.
+    Args:
+        unreachable: Accuracy on the validation split of the domains that miss their requirement
+            even alone.
+        requirements: What each domain must reach.
+        met: The domains that reach it.
+        waiting: The domains that were not tried yet.
 
     Raises:
-        UnreachableError: If a domain misses its requirement even alone.
+        UnreachableError: If there is such a domain.
     """
-    if not plan.unreachable:
+    if not unreachable:
         return
     misses = ", ".join(
-        f"{name} (reached {accuracy:.3f}, required {required[name]:.3f})"
-        for name, accuracy in plan.unreachable.items()
+        f"{name} reached {accuracy:.3f} < {requirements[name].text}"
+        for name, accuracy in unreachable.items()
     )
+    kept = f"export the domains that met ({', '.join(met)})" if met else "export it all the same"
+    rest = f" after trying the others ({', '.join(waiting)})" if waiting else ""
     raise UnreachableError(
         f"out of reach even in an adapter of its own: {misses}; lower the requirement, train "
-        "longer (train.steps, train.lora.rank), or set fusion.unreachable=keep"
+        "longer (train.steps, train.lora.rank), or run again with fusion.unreachable=keep to "
+        f"{kept}{rest}: what is trained is kept"
     )
+
+
+class _DivergedError(Exception):
+    """Training made the loss or the weights infinite or NaN."""
+
+
+def _stop_if_diverged(on_step: Callable[[int, int, float], None]) -> Callable[..., None]:
+    """A callback for training that ends it once the loss is no finite number."""
+
+    def watch(step: int, steps: int, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise _DivergedError
+        on_step(step, steps, loss)
+
+    return watch
+
+
+def _check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raise if a weight became infinite or NaN in the last step."""
+    for tensor in tensors.values():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise _DivergedError
 
 
 class Packing:
@@ -170,19 +202,27 @@ class Packing:
             before = trainer.snapshot(adapter)
         else:
             trainer.open(adapter, seed)
-        trainer.train(
-            adapter,
-            attempt.domain,
-            held=attempt.held,
-            rehearse=attempt.rehearse,
-            seed=seed,
-            on_step=on_step,
-            checkpoint=self._state.checkpoint,
-        )
-        evaluations = {name: trainer.evaluate(adapter, name, Split.VAL) for name in attempt.domains}
-        reached = {name: evaluation.accuracy for name, evaluation in evaluations.items()}
+        evaluations: dict[str, Evaluation] = {}
+        try:
+            trainer.train(
+                adapter,
+                attempt.domain,
+                held=attempt.held,
+                rehearse=attempt.rehearse,
+                seed=seed,
+                on_step=_stop_if_diverged(on_step),
+                checkpoint=self._state.checkpoint,
+            )
+            trained = trainer.snapshot(adapter)
+            _check_finite(trained)
+            for name in attempt.domains:
+                evaluations[name] = trainer.evaluate(adapter, name, Split.VAL)
+            reached = {name: evaluation.accuracy for name, evaluation in evaluations.items()}
+        except _DivergedError:
+            reached = dict.fromkeys(attempt.domains, math.nan)
         decision = self._plan.tell(self._team.agree(reached))
         if self._plan.packing.get(adapter) == attempt.domains:  # committed, or kept with a flag
+            # Evaluating has calibrated the heads.
             self._state.write_snapshot(adapter, attempt.number, trainer.snapshot(adapter))
         elif attempt.held:
             trainer.restore(adapter, before)

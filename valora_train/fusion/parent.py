@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from valora_train.fusion.requirement import Requirement
     from valora_train.stage import Stage
 
 MUST_MATCH = ("model", "heads")
@@ -36,12 +37,16 @@ class Parent:
         folder: Output folder of its stage.
         version: Version of its bundle.
         kept: Adapters with their unchanged domains, oldest first.
+        unpacked: The unchanged domains that take no adapter.
+        flagged: Accuracy on validation of the unchanged domains that miss their requirement.
         result: Content of its `fusion.json`.
     """
 
     folder: Path
     version: int
     kept: dict[str, tuple[str, ...]]
+    unpacked: tuple[str, ...]
+    flagged: dict[str, float]
     result: dict[str, Any]
 
     @property
@@ -57,7 +62,8 @@ class Parent:
     @property
     def domains(self) -> tuple[str, ...]:
         """The unchanged domains."""
-        return tuple(name for names in self.kept.values() for name in names)
+        packed = (name for names in self.kept.values() for name in names)
+        return (*packed, *self.unpacked)
 
     @property
     def head_only(self) -> dict[str, dict[str, float]]:
@@ -98,8 +104,7 @@ def load_parent(
     folder: Path,
     version: int,
     stage: Stage,
-    required: Mapping[str, float],
-    margin: float,
+    requirements: Mapping[str, Requirement],
 ) -> Parent:
     """Find the domains of an earlier fusion that a new fusion can keep.
 
@@ -107,8 +112,7 @@ def load_parent(
         folder: Output folder of the earlier fusion.
         version: Version of its bundle.
         stage: The new stage.
-        required: Accuracy that each domain of the new fusion must keep.
-        margin: Added to every requirement when deciding.
+        requirements: What each domain of the new fusion must reach.
 
     Raises:
         SettingsError: If the earlier fusion used another model or other LoRA or head settings.
@@ -126,18 +130,23 @@ def load_parent(
             )
     then = _training_inputs(record["settings"], record["inputs"])
     now = _training_inputs(stage.settings, stage.inputs)
+    facts = result["domains"]
+
+    def stays(name: str) -> bool:
+        return name in now and now[name] == then[name] and _meets(facts[name], requirements[name])
+
     kept = {}
     for adapter, names in result["packing"].items():
-        staying = tuple(
-            name
-            for name in names
-            if name in now
-            and now[name] == then[name]
-            and _meets(result["domains"][name], required[name], margin)
-        )
-        if staying:
+        if staying := tuple(filter(stays, names)):
             kept[adapter] = staying
-    return Parent(folder, version, kept, result)
+    unpacked = tuple(filter(stays, result.get("head_only", ())))
+    unchanged = {*unpacked, *(name for names in kept.values() for name in names)}
+    flagged = {
+        name: accuracy
+        for name, accuracy in result["unreachable"].items()
+        if name in unchanged and not requirements[name].met_by(accuracy)
+    }
+    return Parent(folder, version, kept, unpacked, flagged, result)
 
 
 def _training_inputs(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[str, Any]:
@@ -155,7 +164,7 @@ def _training_inputs(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> 
     }
 
 
-def _meets(facts: Mapping[str, Any], required: float, margin: float) -> bool:
+def _meets(facts: Mapping[str, Any], requirement: Requirement) -> bool:
     """Whether a domain would be committed as it is; with the same requirement it always is."""
-    accuracy = float(facts["accuracy"]["val"])
-    return accuracy >= required + margin or required == facts["required"]
+    same: bool = requirement.required == facts["required"]
+    return same or requirement.met_by(float(facts["accuracy"]["val"]))

@@ -1,7 +1,8 @@
 """Which domain goes into which adapter: the decisions of knowledge fusion, without any tensor.
 
 VaLoRA §4.2.1 packs domains into the fewest adapters such that each domain keeps the accuracy that
-its application requires: constrained bin packing without an oracle. The plan is a state machine.
+its application requires: constrained bin packing without an oracle. Domains that keep it on the
+frozen base model take no adapter. The plan is a state machine.
 `FusionPlan.next` says what to train next; `FusionPlan.tell` is given the accuracies that came out
 and returns the verdict. The state depends on these accuracies alone, so an interrupted fusion is
 resumed by telling a new plan the same accuracies again.
@@ -9,15 +10,17 @@ resumed by telling a new plan the same accuracies again.
 
 from __future__ import annotations
 
+import math
 import random
 from typing import TYPE_CHECKING
 
 from valora_train.errors import SettingsError, StrategyError
-from valora_train.fusion.decision import Attempt, AttemptDecision, Verdict
+from valora_train.fusion.decision import Attempt, AttemptDecision, HeadOnlyDecision, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from valora_train.fusion.requirement import Requirement
     from valora_train.fusion.strategies.base import Probes, Strategy
 
 
@@ -47,47 +50,62 @@ def order_domains(names: Sequence[str], order: str, seed: int, probes: Probes) -
 class FusionPlan:
     """The state machine of a fusion.
 
+    A domain that misses its requirement even alone is flagged: it keeps that adapter, which is
+    closed, or takes none if it reaches as much without LoRA.
+
     Args:
-        required: Accuracy that each domain must keep, in the order of fusion.
+        requirements: What each domain must reach, in the order of fusion.
         strategy: Chooses the adapters to try.
-        margin: Added to every requirement when deciding, so that a domain that meets it on the
-            validation split also meets its requirement on the test split.
-        keep_unreachable: Whether a domain that fails even alone keeps its own closed adapter and is
-            flagged, instead of ending up in no adapter.
         probes: What is known of each domain before training; passed to the strategy.
+        head_only: Whether a domain that keeps its requirement without LoRA takes no adapter.
         packed: Adapters of an earlier fusion with the domains that they hold, oldest first.
+        unpacked: Domains of an earlier fusion that take no adapter.
         closed: Adapters of `packed` that no further domain may join.
         used: Number of adapters that were ever named; new ones are numbered from there.
 
     Attributes:
         used: Number of adapters that were ever named.
-        decisions: All decisions so far.
+        decisions: The decisions on all attempts so far.
+        head_only: The decisions on domains that take no adapter, by domain.
     """
 
     def __init__(
         self,
-        required: Mapping[str, float],
+        requirements: Mapping[str, Requirement],
         strategy: Strategy,
-        margin: float = 0.0,
-        keep_unreachable: bool = False,
         *,
         probes: Probes | None = None,
+        head_only: bool = True,
         packed: Mapping[str, tuple[str, ...]] | None = None,
+        unpacked: Iterable[str] = (),
         closed: Iterable[str] = (),
         used: int = 0,
     ) -> None:
-        self._bar = {name: bar + margin for name, bar in required.items()}
+        self._requirements = dict(requirements)
         self._strategy = strategy
-        self._keep_unreachable = keep_unreachable
+        self._head_only_allowed = head_only
         self._held = dict(packed or {})
         self._closed = set(closed)
-        held = {name for names in self._held.values() for name in names}
-        self._waiting = [name for name in required if name not in held]
-        self.used = max(used, len(self._held))
         self._probes = probes or {}
+        placed = {name for names in self._held.values() for name in names} | set(unpacked)
+        self._waiting = [name for name in requirements if name not in placed]
+        self.head_only: dict[str, HeadOnlyDecision] = {}
+        if head_only:
+            self._place_without_adapters()
+        self.used = max(used, len(self._held))
         self._tried: set[str] = set()  # adapters that were tried for the first waiting domain
         self._attempt: Attempt | None = None
         self.decisions: list[AttemptDecision] = []
+
+    def _place_without_adapters(self) -> None:
+        """Decide, before any attempt, which domains need no LoRA."""
+        for name in self._waiting:
+            requirement = self._requirements[name]
+            if name in self._probes and requirement.met_by(self._probes[name].head_only):
+                reached = self._probes[name].head_only
+                reason = f"without LoRA {reached:.3f} ≥ {requirement.text}: takes no adapter"
+                self.head_only[name] = HeadOnlyDecision(name, reached, True, reason)
+        self._waiting = [name for name in self._waiting if name not in self.head_only]
 
     @property
     def closed(self) -> list[str]:
@@ -100,16 +118,24 @@ class FusionPlan:
         return dict(self._held)
 
     @property
+    def waiting(self) -> tuple[str, ...]:
+        """Domains that are not placed yet, in the order of fusion."""
+        return tuple(self._waiting)
+
+    @property
     def unreachable(self) -> dict[str, float]:
-        """Domains that failed even alone, with the accuracy that they reached."""
+        """Domains that failed even alone, with the accuracy that they keep now."""
         return {
-            decision.attempt.domain: decision.accuracy[decision.attempt.domain]
+            name: self.head_only[name].accuracy
+            if name in self.head_only
+            else decision.accuracy[name]
             for decision in self.decisions
             if decision.verdict is Verdict.UNREACHABLE
+            for name in (decision.attempt.domain,)
         }
 
     def next(self) -> Attempt | None:
-        """What to train and evaluate next, or None when every domain is placed or unreachable.
+        """What to train and evaluate next, or None when every domain is placed.
 
         Returns the same attempt until `tell` is called.
 
@@ -159,27 +185,31 @@ class FusionPlan:
             raise ValueError("expected an attempt to judge, got a finished plan")
         if set(accuracy) != set(attempt.domains):
             raise ValueError(f"expected accuracies of {attempt.domains}, got {sorted(accuracy)}")
-        # `not >=` rather than `<`: a NaN is a miss.
-        below = tuple(name for name in attempt.domains if not accuracy[name] >= self._bar[name])
+        below = tuple(
+            name for name in attempt.domains if not self._requirements[name].met_by(accuracy[name])
+        )
         if not below:
             verdict = Verdict.COMMITTED
         elif attempt.held:
             verdict = Verdict.ROLLED_BACK
         else:
             verdict = Verdict.UNREACHABLE
-        self._apply(attempt, verdict)
-        decision = AttemptDecision(
-            attempt, dict(accuracy), verdict, below, self._reason(accuracy, below, verdict)
-        )
+        reason = self._reason(accuracy, below, verdict)
+        self._apply(attempt, verdict, accuracy[attempt.domain], reason)
+        decision = AttemptDecision(attempt, dict(accuracy), verdict, below, reason)
         self.decisions.append(decision)
         return decision
 
-    def _apply(self, attempt: Attempt, verdict: Verdict) -> None:
+    def _apply(self, attempt: Attempt, verdict: Verdict, reached: float, reason: str) -> None:
         self._attempt = None
         if verdict is Verdict.ROLLED_BACK:
             self._tried.add(attempt.adapter)
             return
-        if verdict is Verdict.COMMITTED or self._keep_unreachable:
+        name = attempt.domain
+        if verdict is Verdict.UNREACHABLE and not self._gains(name, reached):
+            without = self._without_lora(name)
+            self.head_only[name] = HeadOnlyDecision(name, without, False, reason)
+        else:
             self.used += attempt.adapter not in self._held
             self._held[attempt.adapter] = attempt.domains
             if verdict is Verdict.UNREACHABLE:
@@ -187,8 +217,27 @@ class FusionPlan:
         self._waiting.pop(0)
         self._tried.clear()
 
+    def _without_lora(self, domain: str) -> float:
+        return self._probes[domain].head_only if domain in self._probes else math.nan
+
+    def _gains(self, domain: str, reached: float) -> bool:
+        """Whether an adapter of its own is worth keeping for a domain that misses its bar."""
+        if math.isnan(reached):  # training diverged: there is nothing to keep
+            return False
+        return not self._head_only_allowed or not reached <= self._without_lora(domain)
+
     def _reason(self, accuracy: Mapping[str, float], below: Sequence[str], verdict: Verdict) -> str:
         if not below:
             return "every domain keeps its requirement"
-        misses = ", ".join(f"{name} {accuracy[name]:.3f} < {self._bar[name]:.3f}" for name in below)
-        return misses if verdict is Verdict.ROLLED_BACK else f"{misses}, even alone"
+        if any(math.isnan(value) for value in accuracy.values()):
+            return "training diverged (loss or weights infinite or NaN): lower train.lr"
+        misses = ", ".join(
+            f"{name} {accuracy[name]:.3f} < {self._requirements[name].text}" for name in below
+        )
+        if verdict is Verdict.ROLLED_BACK:
+            return misses
+        (name,) = below
+        if self._gains(name, accuracy[name]):
+            return f"{misses}, even alone"
+        without = self._without_lora(name)
+        return f"{misses}, even alone, and {without:.3f} without LoRA: takes no adapter"

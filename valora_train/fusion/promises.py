@@ -1,4 +1,4 @@
-"""What a fusion promises: every packed domain is measured once on the test split.
+"""What a fusion promises: every domain is measured once on the test split.
 
 No decision has seen the test split, so the accuracies in the bundle are unbiased. Adapters and
 heads are written next to the figures that were measured with them.
@@ -6,18 +6,23 @@ heads are written next to the figures that were measured with them.
 
 from __future__ import annotations
 
+import math
 import shutil
 from typing import TYPE_CHECKING, Any
 
 from valora_data.contract.heads import write_head
 from valora_data.schema import Split
+from valora_train.errors import SettingsError
+from valora_train.fusion.requirement import ROUNDING
+from valora_train.stage import read_json, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from valora_train.fusion.decision import AttemptDecision
+    from valora_train.fusion.decision import AttemptDecision, HeadOnlyDecision
     from valora_train.fusion.parent import Parent
     from valora_train.fusion.plan import FusionPlan
+    from valora_train.fusion.requirement import Requirement
     from valora_train.fusion.state import FusionState
     from valora_train.fusion.trainer import Trainer
     from valora_train.model.lmm import Lmm
@@ -25,13 +30,17 @@ if TYPE_CHECKING:
     from valora_train.tasks.base import Evaluation
 
 
+HEAD_ONLY = "head_only"
+"""Folder of what domains reach without LoRA: figures, heads and pictures."""
+
+
 class Promises:
-    """Measures packed domains on the test split and writes their adapters and heads.
+    """Measures domains on the test split and writes their adapters and heads.
 
     Args:
         base: Id of the base model, which PEFT's adapter files name.
         domains: The domains, in the order of the configuration.
-        required: Accuracy that each domain must keep.
+        requirements: What each domain must reach.
         teacher: Accuracy of each domain's teacher on the test split; None where there is none.
         trainer: Holds the adapters.
         lmm: The model; writes the adapters.
@@ -42,7 +51,7 @@ class Promises:
         self,
         base: str,
         domains: Mapping[str, DomainSettings],
-        required: Mapping[str, float],
+        requirements: Mapping[str, Requirement],
         teacher: Mapping[str, float | None],
         trainer: Trainer,
         lmm: Lmm,
@@ -50,7 +59,7 @@ class Promises:
     ) -> None:
         self._base = base
         self._domain_settings = domains
-        self._required = required
+        self._requirements = requirements
         self._teacher = teacher
         self._trainer = trainer
         self._lmm = lmm
@@ -61,10 +70,56 @@ class Promises:
     @property
     def domains(self) -> dict[str, dict[str, Any]]:
         """What the bundle says of each measured domain, in the order of the configuration."""
-        return {name: self._promised[name] for name in self._required if name in self._promised}
+        return {n: self._promised[n] for n in self._requirements if n in self._promised}
 
-    def measure(self, adapter: str, domain: str) -> Evaluation:
+    def measure_alone(self, domain: str, seed: int) -> tuple[dict[str, float], Evaluation]:
+        """Measure a domain on the frozen base model; its head and figures go to `head_only`.
+
+        Returns:
+            Accuracy on validation (`val`) and test (`test`), and the evaluation on test.
+
+        Raises:
+            SettingsError: If the training of the head diverges.
+        """
+        head = self._trainer.train_head_only(domain, seed)
+        if head is not None and not all(weight.isfinite().all() for weight in head.parameters()):
+            raise SettingsError(
+                f"training the head of domain {domain} alone diverged: its weights became infinite "
+                "or NaN; lower train.head_lr"
+            )
+        val = self._trainer.evaluate(None, domain, Split.VAL, head)
+        test = self._trainer.evaluate(None, domain, Split.TEST, head)
+        reached = {"val": val.accuracy, "test": test.accuracy}
+        folder = self._folder / HEAD_ONLY
+        folder.mkdir(exist_ok=True)
+        if head is not None:
+            write_head(
+                folder / f"{domain}.safetensors", self._trainer.task(domain).stored_head(head)
+            )
+        promised = self._promise(domain, None, head, val, test, reached)
+        write_json(folder / f"{domain}.json", promised)
+        return reached, test
+
+    def place_without_adapter(self, decision: HeadOnlyDecision) -> None:
+        """Promise what a domain reaches without LoRA, as `measure_alone` found it."""
+        name = decision.domain
+        folder = self._folder / HEAD_ONLY
+        promised = read_json(folder / f"{name}.json")
+        files = {f"{name}.png": f"pictures/{name}.png"}
+        if promised["head"] is not None:
+            files[f"{name}.safetensors"] = promised["head"]
+        for source, target in files.items():
+            (self._folder / target).parent.mkdir(exist_ok=True)
+            shutil.copyfile(folder / source, self._folder / target)
+        self._promised[name] = {**promised, "reason": decision.reason}
+
+    def measure(self, adapter: str, domain: str, reason: str) -> Evaluation:
         """Measure a domain of a loaded adapter and write its head.
+
+        Args:
+            adapter: The adapter.
+            domain: The domain.
+            reason: Why the adapter holds the domain, for people.
 
         Returns:
             The evaluation on the test split.
@@ -76,14 +131,21 @@ class Promises:
         if head is not None:
             stored = self._trainer.task(domain).stored_head(head)
             write_head(self._folder / "heads" / f"{domain}.safetensors", stored)
-        self._promised[domain] = self._promise(domain, adapter, head, val, test)
+        promised = self._promise(domain, adapter, head, val, test, self._state.head_only[domain])
+        self._promised[domain] = {**promised, "reason": reason}
         return test
 
     def _promise(
-        self, name: str, adapter: str, head: Any, val: Evaluation, test: Evaluation
+        self,
+        name: str,
+        adapter: str | None,
+        head: Any,
+        val: Evaluation,
+        test: Evaluation,
+        head_only: Mapping[str, float],
     ) -> dict[str, Any]:
         settings, task = self._domain_settings[name], self._trainer.task(name)
-        required, head_only = self._required[name], self._state.head_only[name]
+        required = self._requirements[name].required
         return {
             "task": str(task.domain.task),
             "metric": task.domain.metric,
@@ -121,19 +183,22 @@ class Promises:
         self._state.write_snapshot(adapter, 0, parent.snapshot(adapter))
         self._state.save()
         for name in parent.kept[adapter]:
-            facts = dict(parent.result["domains"][name])
-            files = [f"pictures/{name}.png"] + ([facts["head"]] if facts["head"] else [])
-            for file in files:
-                (self._folder / file).parent.mkdir(exist_ok=True)
-                shutil.copyfile(parent.folder / file, self._folder / file)
-            facts["required"] = self._required[name]
-            accuracy = facts["accuracy"]
-            facts["status"] = _status(accuracy["val"], accuracy["test"], facts["required"])
-            self._promised[name] = facts
+            self.carry_over_domain(name, parent)
+
+    def carry_over_domain(self, name: str, parent: Parent) -> None:
+        """Copy the head, the picture and the figures of a domain of an earlier fusion."""
+        facts = dict(parent.result["domains"][name])
+        for file in [f"pictures/{name}.png"] + ([facts["head"]] if facts["head"] else []):
+            (self._folder / file).parent.mkdir(exist_ok=True)
+            shutil.copyfile(parent.folder / file, self._folder / file)
+        facts["required"] = self._requirements[name].required
+        accuracy = facts["accuracy"]
+        facts["status"] = _status(accuracy["val"], accuracy["test"], facts["required"])
+        self._promised[name] = facts
 
 
 def _status(val: float, test: float, required: float) -> str:
-    return "met" if min(val, test) >= required else "missed"
+    return "met" if min(val, test) >= required - ROUNDING else "missed"
 
 
 def fusion_result(
@@ -144,13 +209,15 @@ def fusion_result(
     parent: Parent | None,
 ) -> dict[str, Any]:
     """The content of `fusion.json`: what was decided, reached and promised."""
+    flagged = parent.flagged if parent else {}
     return {
         "strategy": strategy,
         "packing": plan.packing,
         "closed": plan.closed,
         "used": plan.used,
         "parent": parent and {"version": parent.version, "fusion_stage": parent.folder.name},
-        "unreachable": plan.unreachable,
+        "head_only": [*(parent.unpacked if parent else ()), *plan.head_only],
+        "unreachable": flagged | plan.unreachable,
         "domains": promises.domains,
         "attempts": [_as_json(decision) for decision in plan.decisions],
         "seconds": state.seconds,
@@ -165,7 +232,8 @@ def _as_json(decision: AttemptDecision) -> dict[str, Any]:
         "domain": attempt.domain,
         "adapter": attempt.adapter,
         "held": list(attempt.held),
-        "accuracy": decision.accuracy,
+        # JSON knows no NaN, the accuracy of a training that diverged.
+        "accuracy": {k: None if math.isnan(v) else v for k, v in decision.accuracy.items()},
         "verdict": str(decision.verdict),
         "below": list(decision.below),
         "reason": decision.reason,

@@ -2,7 +2,8 @@
 
 ``python -m valora_train.reporting.accuracy_curve STAGE`` reads the decisions of a fusion from the
 output folder of its `fuse` stage and prints a table; `--picture` also plots it. To pack all domains
-into one adapter, whatever it costs, fuse with a margin of -10, as `make curve TASK=x` does.
+into one adapter, whatever it costs, fuse with ``fusion.margin=-10 fusion.head_only=false``, as
+`make curve TASK=x` does.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Point:
 def curve_points(result: Mapping[str, Any], adapter: str = "adapter-1") -> list[Point]:
     """One point for every attempt on an adapter, also those that were rolled back.
 
+    Attempts whose training diverged are left out.
+
     Args:
         result: Content of ``fusion.json``.
         adapter: Name of the adapter.
@@ -56,7 +59,7 @@ def curve_points(result: Mapping[str, Any], adapter: str = "adapter-1") -> list[
     return [
         Point(len(attempt["accuracy"]), dict(attempt["accuracy"]))
         for attempt in result["attempts"]
-        if attempt["adapter"] == adapter
+        if attempt["adapter"] == adapter and None not in attempt["accuracy"].values()
     ]
 
 

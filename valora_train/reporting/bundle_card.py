@@ -37,6 +37,9 @@ def bundle_card(manifest: dict[str, Any]) -> str:
     ]
     for facts in manifest["adapters"].values():
         lines.append(f"| `{facts['path']}` | {facts['rank']} | {', '.join(facts['domains'])} |")
+    unpacked = [name for name, facts in manifest["domains"].items() if facts["adapter"] is None]
+    if unpacked:
+        lines.append(f"| none: the base model as it is | | {', '.join(unpacked)} |")
     lines += [
         "",
         "Accuracy on the test split with its 95 % interval; no decision has used this split. "
@@ -65,25 +68,44 @@ def bundle_card(manifest: dict[str, Any]) -> str:
         "",
     ]
     lines += [f"**{name}**\n\n![{name}](pictures/{name}.png)\n" for name in manifest["domains"]]
-    first = next(iter(manifest["adapters"].values()))["path"]
+    lines += ["## Decisions", ""]
     lines += [
-        "## Use",
-        "Serve the bundle with `valora-serve`, or load an adapter with PEFT:",
-        "",
-        "```python",
-        "from peft import PeftModel",
+        f"- **{name}**: {facts['reason']}"
+        for name, facts in manifest["domains"].items()
+        if facts.get("reason")
+    ]
+    lines += ["", "## Use", *_usage(manifest)]
+    return "\n".join(lines)
+
+
+def _usage(manifest: dict[str, Any]) -> list[str]:
+    """How the bundle is served, and loaded without VaLoRA."""
+    paths = [facts["path"] for facts in manifest["adapters"].values()]
+    how = (
+        "Serve the bundle with `valora-serve`, or load an adapter with PEFT:"
+        if paths
+        else "Serve the bundle with `valora-serve`. No domain needs an adapter; the base model "
+        "loads with transformers:"
+    )
+    code = [
+        *(["from peft import PeftModel"] if paths else []),
         "from transformers import AutoModelForImageTextToText",
         "",
         "base = AutoModelForImageTextToText.from_pretrained(...)  # weights: see bundle.json",
-        f'model = PeftModel.from_pretrained(base, "{first}")',
+        *([f'model = PeftModel.from_pretrained(base, "{paths[0]}")'] if paths else []),
+    ]
+    return [
+        how,
+        "",
+        "```python",
+        *code,
         "```",
         "",
         "The heads in `heads/` read the last hidden states of the domain's prompt; where a domain "
         "has no head, the model writes the answer. `bundle.json` lists the prompt, adapter and "
-        "head of every domain.",
+        "head of every domain; where the adapter is null, the base model answers without LoRA.",
         "",
     ]
-    return "\n".join(lines)
 
 
 def _other_metrics(accuracy: Mapping[str, Any]) -> str:

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
-    from valora_train.fusion.decision import Attempt
+    from valora_train.fusion.decision import Attempt, HeadOnlyDecision
     from valora_train.fusion.packing import Outcome
     from valora_train.fusion.plan import FusionPlan
+    from valora_train.fusion.requirement import Requirement
     from valora_train.fusion.state import FusionState
     from valora_train.fusion.trainer import Trainer
     from valora_train.reporting.progress import Display, Step
@@ -78,18 +79,29 @@ class FusionReport:
             self._tracker.finish("KILLED")
             raise
 
-    def head_only_measured(self, domain: str, val: float, has_head: bool, seconds: float) -> None:
+    def head_only_measured(
+        self, domain: str, val: float, requirement: Requirement, seconds: float
+    ) -> None:
         """Report what a domain reaches on the frozen base model.
 
         Args:
             domain: The domain.
             val: Accuracy on the validation split.
-            has_head: Whether a head was trained; otherwise the base model wrote the answers.
+            requirement: What the domain must reach.
             seconds: Duration of the measurement, in seconds.
         """
-        what = "head alone" if has_head else "base alone"
-        misses = "" if val >= self._required[domain] else ", too little: needs LoRA"
-        self._display.done("fuse", f"{domain}: {what} {val:.3f}{misses}", seconds)
+        sign = "≥" if requirement.met_by(val) else "<"
+        line = f"{domain}: without LoRA {val:.3f} {sign} {requirement.text}"
+        self._display.done("fuse", line, seconds)
+
+    def placed_without_adapter(self, decision: HeadOnlyDecision, pictures: Path) -> None:
+        """Log the decision that a domain takes no adapter.
+
+        Args:
+            decision: The decision.
+            pictures: Folder of the contact sheets of what domains reach without LoRA.
+        """
+        self._tracker.log_head_only(decision, pictures / f"{decision.domain}.png")
 
     def log_baselines(self, baselines: Mapping[str, Mapping[str, float | None]]) -> None:
         """Log what is known of the domains before the first attempt.
@@ -173,9 +185,8 @@ class FusionReport:
         reached = ", ".join(
             f"{name} {evaluation.accuracy:.3f}" for name, evaluation in outcome.evaluations.items()
         )
-        self._display.done(
-            "fuse", f"{decision.attempt.name} {verdict}{reason}: {reached}", outcome.seconds
-        )
+        line = f"{decision.attempt.name} {verdict}{reason}" + (f": {reached}" if reached else "")
+        self._display.done("fuse", line, outcome.seconds)
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Log the result and end the MLflow run.
@@ -240,7 +251,7 @@ def _note(result: Mapping[str, Any], run_id: str) -> str:
     rows = [
         (
             name,
-            facts["adapter"],
+            facts["adapter"] or "none",
             f"{facts['required']:.2f}",
             accuracy_text(facts["accuracy"]["val"]),
             accuracy_text(facts["accuracy"]["test"]),
@@ -256,5 +267,7 @@ def _note(result: Mapping[str, Any], run_id: str) -> str:
         *markdown_table(columns, rows),
         "",
         f"![accuracy](get-artifact?path=accuracy.png&run_uuid={run_id})",
+        "",
+        *(f"- {name}: {facts['reason']}" for name, facts in domains.items() if facts.get("reason")),
     ]
     return "\n".join(lines)

@@ -42,7 +42,7 @@ def print_summary(bundle: Bundle, console: Console, seconds: float, link: str | 
             f"{accuracy['val']:.3f}",
             f"[{colour}]{accuracy['test']:.3f}[/] ({low:.3f}–{high:.3f})",
             f"{accuracy['head_only']:.3f}",
-            facts["adapter"],
+            facts["adapter"] or "none",
         )
     console.print(table)
     met = sum(facts["status"] == "met" for facts in bundle.domains.values())

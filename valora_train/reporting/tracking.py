@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from PIL.Image import Image
 
-    from valora_train.fusion.decision import Attempt, AttemptDecision
+    from valora_train.fusion.decision import Attempt, AttemptDecision, HeadOnlyDecision
 
 FUSION = "valora.fusion"
 ATTEMPT = "valora.attempt"
+HEAD_ONLY = "valora.head_only"
 PARENT = "mlflow.parentRunId"
 NOTE = "mlflow.note.content"
 KIND = "mlflow.experimentKind"
@@ -173,6 +174,34 @@ class Tracker:
         run.log_data_sets(data_sets)
         return run
 
+    def log_head_only(self, decision: HeadOnlyDecision, picture: Path) -> None:
+        """Log the decision that a domain takes no adapter as a nested run, replacing an older one.
+
+        Args:
+            decision: The decision.
+            picture: The contact sheet of its test split.
+        """
+        known = f"tags.`{PARENT}` = '{self.run_id}' and tags.`{HEAD_ONLY}` = '{decision.domain}'"
+        for run in self._runs(known):
+            self._client.delete_run(run.info.run_id)
+        tags = {
+            PARENT: self.run_id,
+            FUSION: self._fusion,
+            HEAD_ONLY: decision.domain,
+            "valora.domain": decision.domain,
+            "valora.decision": "no adapter",
+            NOTE: f"**no adapter**: {decision.reason}",
+        }
+        made = self._client.create_run(
+            self._experiment, tags=tags, run_name=f"{decision.domain} (no adapter)"
+        )
+        run_id = made.info.run_id
+        _log_metrics(
+            self._client, run_id, {f"accuracy/{decision.domain}": [(0, decision.accuracy)]}
+        )
+        self._client.log_artifact(run_id, str(picture), "pictures")
+        self._client.set_terminated(run_id, "FINISHED" if decision.met else "FAILED")
+
     def log_summary(
         self,
         decisions: Sequence[AttemptDecision],
@@ -260,7 +289,9 @@ class NoTracker(Tracker):
     def link(self) -> None:
         """None: there is no run."""
 
-    log_data_sets = log_summary = log_metrics = log_picture = log_figure = finish = _ignore
+    log_data_sets = log_head_only = log_summary = log_metrics = log_picture = log_figure = (
+        finish
+    ) = _ignore
 
 
 class AttemptRun:

@@ -108,8 +108,10 @@ def _write_bundle(
     folder: Path, settings: Settings, domains: Sequence[DomainInputs], fused: Path, version: int
 ) -> None:
     result = read_json(fused / FUSION)
+    folder.mkdir(parents=True)
     for part in ("adapters", "heads", "pictures"):
-        shutil.copytree(fused / part, folder / part)
+        if (fused / part).is_dir():  # there may be no adapter, or no head
+            shutil.copytree(fused / part, folder / part)
     manifest = _manifest(settings, domains, fused, result, version)
     _write_golden(folder, manifest, domains, settings.model.device)
     accuracy_bars(manifest["domains"]).savefig(folder / BARS)

@@ -2,7 +2,8 @@
 
 Every decision is on disk before the next attempt starts, so a fusion that is killed at any moment
 is resumed with the same decisions. Output: `fusion.json` (what was decided, reached and promised),
-`adapters/<name>` (in PEFT's format), `heads/<domain>.safetensors` and `pictures/<domain>.png`.
+`adapters/<name>` (in PEFT's format), `heads/<domain>.safetensors` and `pictures/<domain>.png`; the
+same of every domain without LoRA in `head_only/`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from valora_data import shards
 from valora_data.contract.base_model import base_folder, base_hash, processor_hash
 from valora_data.contract.bundle import read_bundle
 from valora_data.schema import Split
-from valora_train.fusion.packing import Packing, check_reachable, make_plan, measure_head_only
+from valora_train.errors import SettingsError
+from valora_train.fusion.decision import Verdict
+from valora_train.fusion.packing import Packing, check_reachable, make_plan
 from valora_train.fusion.parent import Parent, find_parent, load_parent
-from valora_train.fusion.promises import Promises, fusion_result
+from valora_train.fusion.promises import HEAD_ONLY, Promises, fusion_result
+from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.state import FUSION, FusionState
 from valora_train.fusion.trainer import DomainData, Trainer
 from valora_train.model.lmm import Lmm
@@ -31,7 +35,7 @@ from valora_train.reporting.fusion_report import FusionReport
 from valora_train.reporting.progress import stopwatch
 from valora_train.reporting.tracking import NoTracker, Tracker
 from valora_train.settings import as_dict
-from valora_train.stage import Stage, digest, intact, write_json
+from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import TAUGHT, teacher_accuracy
 from valora_train.tasks.registry import make_task
 
@@ -62,11 +66,37 @@ class DomainInputs:
 
     @property
     def required(self) -> float:
-        """Accuracy to keep; a relative requirement is multiplied by the teacher's on validation."""
-        if not self.settings.relative:
+        """Accuracy to keep; a relative requirement is multiplied by the teacher's on validation.
+
+        Raises:
+            SettingsError: If a requirement is relative to a teacher that reaches nothing.
+        """
+        if (teacher := self._teacher) is None:
             return self.settings.required
-        accuracy = teacher_accuracy(self.distilled, Split.VAL)
-        return self.settings.required * (1.0 if accuracy is None else accuracy)
+        if not teacher > 0.0:
+            name = self.settings.name
+            raise SettingsError(
+                f"the teacher of domain {name} reaches {teacher:.3f} on validation, so that its "
+                "relative requirement asks for nothing: check the teacher, or set "
+                f"domains.{name}.relative=false"
+            )
+        return self.settings.required * teacher
+
+    @property
+    def _teacher(self) -> float | None:
+        """The teacher's accuracy that a relative requirement refers to."""
+        return teacher_accuracy(self.distilled, Split.VAL) if self.settings.relative else None
+
+    def requirement(self, margin: float) -> Requirement:
+        """What the domain must reach.
+
+        Args:
+            margin: Asked for on top on the validation split (`fusion.margin`).
+        """
+        teacher, share = self._teacher, self.settings.required
+        origin = "" if teacher is None else f"{share:g} × the teacher's {teacher:.3f}"
+        largest = self.settings.domain().task.spec.largest
+        return Requirement(self.required, margin, largest, origin)
 
 
 def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
@@ -103,8 +133,9 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
         }
         for item in domains
     ]
-    values["fusion"].pop("parent")
-    values["train"].pop("checkpoint_seconds")
+    # Where the fusion continues is an input; what becomes of its result is decided afterwards.
+    del values["fusion"]["parent"], values["fusion"]["unreachable"]
+    del values["train"]["checkpoint_seconds"]
     if settings.fusion.parent is not None:
         inputs["parent"] = find_parent(Path(settings.fusion.parent), Path(settings.paths.work)).name
     return Stage(f"fuse-{settings.task.name}", 4, values, inputs, resumable=True)
@@ -116,9 +147,31 @@ def parent_of(settings: Settings, domains: Sequence[DomainInputs], stage: Stage)
         return None
     bundle = Path(settings.fusion.parent)
     folder = find_parent(bundle, Path(settings.paths.work))
-    required = {item.settings.name: item.required for item in domains}
     version = read_bundle(bundle).version
-    return load_parent(folder, version, stage, required, settings.fusion.margin)
+    return load_parent(folder, version, stage, _requirements(settings, domains))
+
+
+def _requirements(settings: Settings, domains: Sequence[DomainInputs]) -> dict[str, Requirement]:
+    """What each domain must reach, by name."""
+    return {item.settings.name: item.requirement(settings.fusion.margin) for item in domains}
+
+
+def check_result(settings: Settings, domains: Sequence[DomainInputs], folder: Path) -> None:
+    """Refuse a finished fusion in which a domain misses its requirement, if that is asked for.
+
+    Args:
+        settings: All settings.
+        domains: The domains.
+        folder: Output folder of the fusion.
+
+    Raises:
+        UnreachableError: If a domain is flagged and `fusion.unreachable` is `fail`.
+    """
+    if settings.fusion.unreachable == "fail":
+        result = read_json(folder / FUSION)
+        flagged = result["unreachable"]
+        met = [name for name in result["domains"] if name not in flagged]
+        check_reachable(flagged, _requirements(settings, domains), met)
 
 
 def unchanged_parent(
@@ -163,15 +216,26 @@ def build_fusion(
     with display.work("fuse", "loading the base model"):
         lmm = Lmm(settings.model, settings.train.lora, team)
     trainer = Trainer(lmm, _load_lazily(settings, domains, lmm, display), settings.train, team)
-    required = {item.settings.name: item.required for item in domains}
+    requirements = _requirements(settings, domains)
+    required = {name: requirement.required for name, requirement in requirements.items()}
     tracker = _start_tracker(settings, domains, stage, state, team)
     data_sets = {item.settings.name: (item.distilled, item.data) for item in domains}
     report = FusionReport(tracker, display, trainer, required, data_sets)
+    teacher = {item.settings.name: teacher_accuracy(item.distilled, Split.TEST) for item in domains}
+    promises = Promises(
+        settings.model.id, {item.settings.name: item.settings for item in domains}, requirements,
+        teacher, trainer, lmm, state,
+    )  # fmt: skip
     with report.running():
-        _measure_baselines(settings, domains, trainer, state, display, team, report)
-        plan = make_plan(settings.fusion, required, state.head_only, settings.train.seed, parent)
+        _measure_baselines(settings, domains, requirements, promises, state, display, team, report)
+        plan = make_plan(
+            settings.fusion, requirements, state.head_only, settings.train.seed, parent
+        )
         packing = Packing(plan, trainer, state, settings.train.seed, team, parent)
+        for decision in plan.head_only.values():
+            report.placed_without_adapter(decision, folder / HEAD_ONLY)
         report.resumed(packing.resume())
+        _stop_if_unreachable(settings, plan, requirements, parent)
         while (attempt := plan.next()) is not None:
             with report.attempt(attempt) as shown:
                 outcome = packing.run(attempt, shown.on_step)
@@ -180,19 +244,31 @@ def build_fusion(
             # and its MLflow run replaced.
             packing.record(outcome)
             report.log_progress(plan, state)
-        if settings.fusion.unreachable == "fail":
-            check_reachable(plan, required)
-        teacher = {
-            item.settings.name: teacher_accuracy(item.distilled, Split.TEST) for item in domains
-        }
-        promises = Promises(
-            settings.model.id, {item.settings.name: item.settings for item in domains}, required,
-            teacher, trainer, lmm, state,
-        )  # fmt: skip
+            _stop_if_unreachable(settings, plan, requirements, parent)
         _measure_packing(plan, packing, promises, state, parent, report)
         result = fusion_result(settings.fusion.strategy, plan, promises, state, parent)
         report.finish(result)
         write_json(folder / FUSION, result)
+
+
+def _stop_if_unreachable(
+    settings: Settings,
+    plan: FusionPlan,
+    requirements: Mapping[str, Requirement],
+    parent: Parent | None,
+) -> None:
+    """End the fusion at the first domain that is out of reach, if `fusion.unreachable` is `fail`.
+
+    The attempts so far stay on disk: the same fusion continues with `fusion.unreachable=keep`.
+
+    Raises:
+        UnreachableError: If a domain is out of reach.
+    """
+    if settings.fusion.unreachable != "fail":
+        return
+    flagged = (parent.flagged if parent else {}) | plan.unreachable
+    met = [name for name in requirements if name not in {*flagged, *plan.waiting}]
+    check_reachable(flagged, requirements, met, plan.waiting)
 
 
 def _make_deterministic(threads: int) -> None:
@@ -225,7 +301,8 @@ def _start_tracker(
 def _measure_baselines(
     settings: Settings,
     domains: Sequence[DomainInputs],
-    trainer: Trainer,
+    requirements: Mapping[str, Requirement],
+    promises: Promises,
     state: FusionState,
     display: Display,
     team: Team,
@@ -237,10 +314,12 @@ def _measure_baselines(
         if name in state.head_only:
             continue
         with display.work("fuse", f"without LoRA: {name}"), stopwatch() as seconds:
-            reached, has_head = measure_head_only(trainer, name, settings.train.seed)
+            reached, test = promises.measure_alone(name, settings.train.seed)
+            sheet = report.contact_sheet(name, test, Split.TEST)
+            sheet.save(state.folder / HEAD_ONLY / f"{name}.png")
             state.head_only[name] = team.agree(reached)
             state.save()
-        report.head_only_measured(name, reached["val"], has_head, seconds())
+        report.head_only_measured(name, reached["val"], requirements[name], seconds())
     report.log_baselines(
         {
             "head_only": {name: reached["val"] for name, reached in state.head_only.items()},
@@ -263,7 +342,20 @@ def _measure_packing(
     parent: Parent | None,
     report: FusionReport,
 ) -> None:
-    """Measure the packed domains on the test split and write adapters, heads and pictures."""
+    """Write adapters, heads, pictures and promises, which are measured on the test split."""
+    for decision in plan.head_only.values():
+        promises.place_without_adapter(decision)
+        if not decision.met:  # the others were reported before the first attempt
+            report.placed_without_adapter(decision, state.folder / HEAD_ONLY)
+    if parent is not None:
+        for name in parent.unpacked:
+            promises.carry_over_domain(name, parent)
+    reasons = {
+        name: decision.reason
+        for decision in plan.decisions
+        if decision.verdict is not Verdict.ROLLED_BACK
+        for name in decision.attempt.domains
+    }
     for adapter, names in plan.packing.items():
         if parent is not None and adapter not in state.snapshots:
             promises.carry_over(adapter, parent)
@@ -271,7 +363,7 @@ def _measure_packing(
         packing.load(adapter)
         for name in names:
             with report.measuring(name):
-                test = promises.measure(adapter, name)
+                test = promises.measure(adapter, name, reasons.get(name, "as in the parent fusion"))
             sheet = report.test_measured(name, test)
             (state.folder / "pictures").mkdir(exist_ok=True)
             sheet.save(state.folder / "pictures" / f"{name}.png")

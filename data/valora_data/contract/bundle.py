@@ -15,7 +15,11 @@ from valora_data.errors import BundleError
 MANIFEST = "bundle.json"
 GOLDEN = "golden/golden.json"
 """File of a bundle's golden examples, relative to its folder."""
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Version of the format. Since 2, the adapter of a domain may be null, and a bundle may have no
+adapter at all."""
+READABLE = (1, 2)
+"""The versions that are read."""
 FILE_BYTES = 16 << 30
 """Most bytes of a file of a bundle."""
 MOST_FILES = 10_000
@@ -99,9 +103,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(manifest, dict):
         raise BundleError(f"bundle {folder}: its manifest is damaged: export it again")
-    if manifest.get("schema_version") != SCHEMA_VERSION:
+    version = manifest.get("schema_version")
+    if isinstance(version, bool) or version not in READABLE:
         raise BundleError(
-            f"bundle {folder} has schema version {shown(manifest.get('schema_version'))}, expected "
+            f"bundle {folder} has schema version {shown(version)}, expected at most "
             f"{SCHEMA_VERSION}: export it again with this version of VaLoRA"
         )
     try:
@@ -160,14 +165,17 @@ def _check(manifest: dict[str, Any]) -> None:
         _entries(manifest["adapters"][name], f"adapters.{shown(name)}.", {"path": str})
     for name in manifest["domains"]:
         _entries(manifest["domains"], "domains.", {name: dict})
-        _check_domain(manifest["domains"][name], f"domains.{shown(name)}.")
-        if manifest["domains"][name]["adapter"] not in manifest["adapters"]:
-            by = shown(manifest["domains"][name]["adapter"])
+        facts = manifest["domains"][name]
+        _check_domain(facts, f"domains.{shown(name)}.")
+        if facts.get("adapter", "") is None and manifest["schema_version"] > 1:
+            continue  # the base model answers
+        _entries(facts, f"domains.{shown(name)}.", {"adapter": str})
+        if facts["adapter"] not in manifest["adapters"]:
+            by = shown(facts["adapter"])
             raise ValueError(f"domains.{shown(name)}.adapter: expected an adapter, got {by}")
 
 
 def _check_domain(facts: dict[str, Any], place: str) -> None:
-    _entries(facts, place, {"adapter": str})
     texts = dict.fromkeys(("head", "task", "metric", "prompt", "media"), str)
     others = {"accuracy": dict, "labels": list, "max_tokens": int}
     _entries(facts, place, {**texts, **others}, needed=False)

@@ -32,7 +32,7 @@ def overrides(folder: Path, base: Path) -> list[str]:
     found = [
         "task=own", f"model.id={base}", "fusion=first_fit", "fusion.order=given", "fusion.margin=0",
         "train.steps=60", "train.batch_size=8", "train.probe_steps=20", "train.lora.rank=4",
-        "train.threads=1", "train.flip=false",
+        "train.threads=1", "train.flip=false", "fusion.head_only=false",
     ]  # fmt: skip
     for name, colour in COLOURS.items():
         write_coco(folder / name, colour=colour, name=name)
@@ -220,7 +220,9 @@ def test_what_is_out_of_reach_is_reported_with_what_was_reached(data, tmp_path):
     process = valora_train(tmp_path, arguments)
     said = process.communicate(timeout=300)[0].replace("\n", " ")
     assert process.returncode == 1
-    assert "apple (reached 0." in said
+    assert "apple reached 0." in said
+    assert "< 1.000 (required 1.000)" in said
+    assert "fusion.unreachable=keep" in said
     assert not (tmp_path / "bundles").exists()
     kept = finish(valora_train(tmp_path, [*arguments, "fusion.unreachable=keep"]))
     assert "0 of 1 domain at their requirement" in kept.replace("\n", " ")

@@ -158,7 +158,7 @@ def table(served: Served) -> Table:
         shown.add_row(
             model.name,
             model.kind,
-            model.adapter if model.kind == "domain" else "",
+            (model.adapter or "none") if model.kind == "domain" else "",
             str(model.rank or ""),
             answers,
             promised,

@@ -71,7 +71,7 @@ function describe() {
   const parts = [];
   if (model.task) parts.push(model.task);
   parts.push(model.head ? `${model.head} head` : "language model");
-  if (model.adapter && model.kind === "domain") parts.push(model.adapter);
+  if (model.kind === "domain") parts.push(model.adapter || "no adapter");
   if (model.accuracy !== null) parts.push(`${model.metric} ${model.accuracy.toFixed(3)} promised`);
   if (model.labels.length) parts.push(model.labels.slice(0, 12).join(", "));
   el("about").textContent = parts.join(" · ");

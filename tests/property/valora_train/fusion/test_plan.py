@@ -11,6 +11,7 @@ from tests.support.random_tests import examples
 from valora_train.errors import SettingsError, StrategyError
 from valora_train.fusion.decision import Verdict
 from valora_train.fusion.plan import FusionPlan, order_domains
+from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.strategies.base import Probe, Strategy
 from valora_train.fusion.strategies.first_fit import FirstFit
 from valora_train.fusion.strategies.next_fit import NextFit
@@ -39,6 +40,10 @@ def problems(draw):
     return required, Oracle(weights, draw(st.integers(0, 99)))
 
 
+def at_least(required, margin=0.0):
+    return {name: Requirement(accuracy, margin) for name, accuracy in required.items()}
+
+
 def play(plan, oracle, stop_after=None):
     attempts = 0
     while (attempt := plan.next()) is not None and attempts != stop_after:
@@ -48,33 +53,50 @@ def play(plan, oracle, stop_after=None):
 
 
 @examples(100)
-@given(problems(), st.sampled_from(sorted(STRATEGIES)), st.booleans(), st.floats(0, 0.1))
-def test_plan_keeps_its_promises(problem, strategy, keep, margin):
+@given(problems(), st.sampled_from(sorted(STRATEGIES)), st.booleans(), st.floats(0, 0.1), st.data())
+def test_plan_keeps_its_promises(problem, strategy, head_only, margin, data):
     required, oracle = problem
-    plan = play(FusionPlan(required, make_strategy(strategy), margin, keep), oracle)
+    requirements = at_least(required, margin)
+    alone = {name: data.draw(st.floats(0.0, 1.0)) for name in required}
+    probes = {name: Probe(required[name], alone[name]) for name in required}
+    plan = FusionPlan(requirements, make_strategy(strategy), probes=probes, head_only=head_only)
+    bar = {name: min(least + margin, (least + 1) / 2) for name, least in required.items()}
+    needless = {name for name in required if alone[name] >= bar[name]}
+    assert set(plan.head_only) == (needless if head_only else set())
+    play(plan, oracle)
+    assert plan.waiting == ()
     count = len(required)
     # Terminates, and tries at most every open adapter and a new one for each domain.
     assert len(plan.decisions) <= count * (count + 1)
     placed = [name for held in plan.packing.values() for name in held]
     assert len(placed) == len(set(placed)), "a domain in two adapters"
     assert len(plan.packing) <= count
-    assert set(placed) | set(plan.unreachable) == set(required)
+    # Every domain is placed: in one adapter, or in none.
+    assert sorted([*placed, *plan.head_only]) == sorted(required)
+    assert not {d.attempt.domain for d in plan.decisions} & needless or not head_only
     for adapter, held in plan.packing.items():
         reached = oracle(adapter, held)
         if not set(held) & set(plan.unreachable):
-            assert all(reached[name] >= required[name] + margin for name in held)
+            assert all(reached[name] >= bar[name] - 1e-8 for name in held)
+        if head_only:  # nothing that LoRA makes worse is kept
+            assert all(reached[name] > alone[name] for name in held)
     for name, accuracy in plan.unreachable.items():
-        assert accuracy < required[name] + margin
-        assert (name in placed) is keep
+        assert accuracy < bar[name]
+        if name in placed:
+            (adapter,) = [a for a, held in plan.packing.items() if name in held]
+            assert adapter in plan.closed and plan.packing[adapter] == (name,)
+        else:
+            assert head_only and not plan.head_only[name].met
+            assert accuracy == alone[name]
 
 
 @examples(100)
 @given(problems(), st.sampled_from(sorted(STRATEGIES)), st.integers(0, 40))
 def test_plan_told_the_same_again_goes_on_the_same(problem, strategy, cut):
     required, oracle = problem
-    whole = play(FusionPlan(required, make_strategy(strategy)), oracle)
-    half = play(FusionPlan(required, make_strategy(strategy)), oracle, stop_after=cut)
-    again = FusionPlan(required, make_strategy(strategy))
+    whole = play(FusionPlan(at_least(required), make_strategy(strategy)), oracle)
+    half = play(FusionPlan(at_least(required), make_strategy(strategy)), oracle, stop_after=cut)
+    again = FusionPlan(at_least(required), make_strategy(strategy))
     for decision in half.decisions:
         again.tell(decision.accuracy)
     assert again.next() == half.next()
@@ -85,9 +107,9 @@ def test_plan_told_the_same_again_goes_on_the_same(problem, strategy, cut):
 @given(problems())
 def test_paper_tries_only_the_latest_adapter(problem):
     required, oracle = problem
-    plan = play(FusionPlan(required, NextFit()), oracle)
+    plan = play(FusionPlan(at_least(required), NextFit()), oracle)
     numbers = [int(d.attempt.adapter.removeprefix("adapter-")) for d in plan.decisions]
-    if not plan.unreachable:  # after one, its adapter is gone, and the one before is the latest
+    if not plan.unreachable:  # after one, its adapter is closed, and the one before is the latest
         assert all(later >= earlier for earlier, later in pairwise(numbers))
     for earlier, later in pairwise(plan.decisions):
         if earlier.verdict is Verdict.ROLLED_BACK:
@@ -106,8 +128,8 @@ def test_first_fit_never_needs_more_adapters_than_next_fit(problem):
     oracle = lambda adapter, domains: dict.fromkeys(  # noqa: E731
         domains, 1.0 - sum(problem[1].weights[name] for name in domains)
     )
-    first = play(FusionPlan(required, FirstFit()), oracle)
-    following = play(FusionPlan(required, NextFit()), oracle)
+    first = play(FusionPlan(at_least(required), FirstFit()), oracle)
+    following = play(FusionPlan(at_least(required), NextFit()), oracle)
     assert len(first.packing) <= len(following.packing)
 
 
@@ -115,7 +137,7 @@ def test_figure_10_of_the_paper():
     """Vegetation breaks adapter 1, so it opens adapter 2, which bicycle and person join."""
     names = ["license_plate", "traffic_sign", "vehicle", "vegetation", "bicycle", "person"]
     required = dict.fromkeys(names, 0.80) | {"traffic_sign": 0.85}
-    plan = FusionPlan(required, NextFit())
+    plan = FusionPlan(at_least(required), NextFit())
     for name in names:
         attempt = plan.next()
         if name == "vegetation":
@@ -132,13 +154,13 @@ def test_figure_10_of_the_paper():
 
 
 def test_not_a_number_is_a_miss():
-    plan = FusionPlan({"a": 0.5}, NextFit())
+    plan = FusionPlan(at_least({"a": 0.5}), NextFit())
     plan.next()
     assert plan.tell({"a": float("nan")}).verdict is Verdict.UNREACHABLE
 
 
 def test_tell_refuses_what_was_not_asked():
-    plan = FusionPlan({"a": 0.5, "b": 0.5}, NextFit())
+    plan = FusionPlan(at_least({"a": 0.5, "b": 0.5}), NextFit())
     with pytest.raises(ValueError, match="expected accuracies of"):
         plan.tell({"b": 0.9})
 
@@ -152,7 +174,7 @@ def test_a_strategy_is_told_domain_adapters_history_and_probes():
             return [*adapters, *adapters]  # what was tried is not tried again
 
     probes = {"a": Probe(0.5, 0.2), "b": Probe(0.5, 0.4)}
-    plan = FusionPlan({"a": 0.5, "b": 0.5}, Curious(), probes=probes)
+    plan = FusionPlan(at_least({"a": 0.5, "b": 0.5}), Curious(), probes=probes)
     plan.tell({"a": 0.9})
     assert plan.next() is plan.next()
     plan.tell({"a": 0.9, "b": 0.3})
@@ -170,7 +192,7 @@ def test_a_strategy_may_only_name_open_adapters():
             return ["adapter-7"]
 
     with pytest.raises(StrategyError, match=r"Lost wants to try 'adapter-7' for a"):
-        FusionPlan({"a": 0.5}, Lost()).next()
+        FusionPlan(at_least({"a": 0.5}), Lost()).next()
 
 
 def test_orders():
@@ -197,7 +219,7 @@ def test_a_plan_goes_on_from_what_is_packed(data):
     closed = [adapter for adapter in packed if data.draw(st.booleans())]
     used = 3 + data.draw(st.integers(0, 2))
     plan = FusionPlan(
-        dict.fromkeys(names, 0.5), FirstFit(), keep_unreachable=True,
+        at_least(dict.fromkeys(names, 0.5)), FirstFit(),
         packed=packed, closed=closed, used=used,
     )  # fmt: skip
     asked = []

@@ -8,6 +8,7 @@ import torch
 from valora_train.errors import UnreachableError
 from valora_train.fusion.decision import Verdict
 from valora_train.fusion.packing import Packing, check_reachable, make_plan
+from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.state import FusionState
 from valora_train.model.team import Team
 from valora_train.settings import FusionSettings
@@ -60,7 +61,8 @@ ACCURACY = {
 
 def start(folder, accuracy=ACCURACY, **fusion):
     settings = FusionSettings(**({"strategy": "paper", "margin": 0.0} | fusion))
-    plan = make_plan(settings, REQUIRED, HEAD_ONLY, 0, None)
+    requirements = {n: Requirement(r, settings.margin) for n, r in REQUIRED.items()}
+    plan = make_plan(settings, requirements, HEAD_ONLY, 0, None)
     trainer, state = CountingTrainer(accuracy), FusionState(folder, HEAD_ONLY)
     return plan, trainer, state, Packing(plan, trainer, state, 3, Team(), None)
 
@@ -102,14 +104,102 @@ def test_a_fusion_is_resumed_after_any_attempt(tmp_path, cut):
     assert state.told == list(ACCURACY.values())
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_an_unreachable_domain_is_closed_or_kept_with_a_flag(tmp_path, keep):
-    accuracy = {1: {"a": 0.1}, 2: {"b": 0.9}, 3: {"b": 0.8, "c": 0.7}}
-    plan, trainer, state, packing = start(
-        tmp_path, accuracy, unreachable="keep" if keep else "fail"
-    )
+def test_an_unreachable_domain_keeps_an_adapter_that_is_flagged_and_closed(tmp_path):
+    accuracy = {1: {"a": 0.3}, 2: {"b": 0.9}, 3: {"b": 0.8, "c": 0.7}}
+    plan, trainer, state, packing = start(tmp_path, accuracy)
     assert play(plan, packing)[0] is Verdict.UNREACHABLE
-    names = {"adapter-1", "adapter-2"} if keep else {"adapter-1"}
-    assert set(trainer.weights) == set(state.snapshots) == names
-    with pytest.raises(UnreachableError, match=r"a \(reached 0\.100, required 0\.500\)"):
-        check_reachable(plan, REQUIRED)
+    assert plan.packing == {"adapter-1": ("a",), "adapter-2": ("b", "c")}
+    assert (plan.closed, plan.unreachable) == (["adapter-1"], {"a": 0.3})
+    assert set(trainer.weights) == set(state.snapshots) == {"adapter-1", "adapter-2"}
+
+
+@pytest.mark.parametrize("reached", [0.1, 0.2])
+def test_what_lora_does_not_improve_is_left_without_an_adapter(tmp_path, reached):
+    accuracy = {1: {"a": reached}, 2: {"b": 0.9}, 3: {"b": 0.8, "c": 0.7}}
+    plan, trainer, state, packing = start(tmp_path, accuracy)
+    assert play(plan, packing)[0] is Verdict.UNREACHABLE
+    assert plan.packing == {"adapter-1": ("b", "c")}
+    assert set(trainer.weights) == set(state.snapshots) == {"adapter-1"}
+    decision = plan.head_only["a"]
+    assert (decision.accuracy, decision.met) == (0.2, False)
+    assert decision.reason == (
+        f"a {reached:.3f} < 0.500 (required 0.500), even alone, and 0.200 without LoRA: takes no "
+        "adapter"
+    )
+    # Unless every domain is to have an adapter.
+    (tmp_path / "paper").mkdir()
+    plan, _, _, packing = start(tmp_path / "paper", accuracy, head_only=False)
+    play(plan, packing)
+    assert plan.packing["adapter-1"] == ("a",)
+    assert plan.head_only == {}
+
+
+@pytest.mark.parametrize("order", ["given", "random", "probe"])
+@pytest.mark.parametrize("strategy", ["paper", "first_fit", "rehearsal"])
+def test_what_keeps_its_requirement_without_lora_is_not_attempted(tmp_path, strategy, order):
+    head_only = HEAD_ONLY | {"b": {"val": 0.52, "test": 0.1}}  # the test split decides nothing
+    settings = FusionSettings(strategy=strategy, order=order, margin=0.02)
+    requirements = {n: Requirement(r, settings.margin) for n, r in REQUIRED.items()}
+    plan = make_plan(settings, requirements, head_only, 0, None)
+    assert plan.head_only["b"].reason == (
+        "without LoRA 0.520 ≥ 0.520 (required 0.500 + margin 0.020): takes no adapter"
+    )
+    while (attempt := plan.next()) is not None:
+        assert "b" not in attempt.domains
+        plan.tell(dict.fromkeys(attempt.domains, 0.9))
+    assert sorted(name for held in plan.packing.values() for name in held) == ["a", "c"]
+
+
+def test_every_domain_may_do_without_an_adapter(tmp_path):
+    alone = {name: {"val": 0.9, "test": 0.9} for name in REQUIRED}
+    requirements = {n: Requirement(r) for n, r in REQUIRED.items()}
+    plan = make_plan(FusionSettings(), requirements, alone, 0, None)
+    assert plan.next() is None
+    assert (plan.packing, list(plan.head_only)) == ({}, list(REQUIRED))
+
+
+class DivergingTrainer(CountingTrainer):
+    """From attempt 2 on, the loss or the last weights are infinite or NaN."""
+
+    def __init__(self, accuracy, by_loss):
+        super().__init__(accuracy)
+        self.by_loss = by_loss
+
+    def train(self, adapter, domain, *, on_step, **options):
+        super().train(adapter, domain, on_step=on_step, **options)
+        if len(self.trained) > 1:
+            self.weights[adapter] = float("nan")
+            if self.by_loss:
+                on_step(2, 9, float("inf"))
+
+
+@pytest.mark.parametrize("by_loss", [True, False])
+@pytest.mark.parametrize("head_only", [True, False])
+def test_training_that_diverges_is_a_decision(tmp_path, by_loss, head_only):
+    plan, _, state, _ = start(tmp_path, head_only=head_only)
+    trainer = DivergingTrainer({1: {"a": 0.9}}, by_loss)
+    packing = Packing(plan, trainer, state, 3, Team(), None)
+    verdicts = play(plan, packing)
+    unreachable, rolled_back = Verdict.UNREACHABLE, Verdict.ROLLED_BACK
+    assert verdicts == [Verdict.COMMITTED, *[rolled_back, unreachable] * 2]
+    assert trainer.weights == {"adapter-1": 1}, "restored, and nothing broken is kept"
+    assert plan.packing == {"adapter-1": ("a",)}
+    assert plan.unreachable == {"b": 0.2, "c": 0.2}
+    assert all("diverged" in decision.reason for decision in plan.head_only.values())
+    # A process that goes on from the disk decides the same.
+    again, _, _, packing = start(tmp_path, head_only=head_only)
+    assert packing.resume() == 5
+    assert again.decisions[1].reason == plan.decisions[1].reason
+    assert (again.packing, again.head_only) == (plan.packing, plan.head_only)
+
+
+def test_a_domain_out_of_reach_is_refused_with_a_way_on():
+    requirements = {n: Requirement(r, 0.02) for n, r in REQUIRED.items()}
+    check_reachable({}, requirements, ["a"])
+    with pytest.raises(UnreachableError) as found:
+        check_reachable({"b": 0.1}, requirements, ["a"], ["c"])
+    said = str(found.value)
+    assert "b reached 0.100 < 0.520 (required 0.500 + margin 0.020)" in said
+    assert (
+        "fusion.unreachable=keep to export the domains that met (a) after trying the others (c)"
+    ) in said

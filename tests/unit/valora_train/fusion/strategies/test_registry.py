@@ -7,6 +7,7 @@ import pytest
 
 from valora_train.errors import SettingsError
 from valora_train.fusion.plan import FusionPlan
+from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.strategies.base import Probe
 from valora_train.fusion.strategies.registry import STRATEGIES, make_strategy
 
@@ -32,7 +33,8 @@ def test_a_strategy_of_another_package_packs_a_simulated_fusion(installed):
     assert "emptiest_first" in set(STRATEGIES)
     required = dict.fromkeys(["a", "b", "hard", "c"], 0.5)
     probes = {name: Probe(0.5, -0.1 if name == "hard" else 0.4) for name in required}
-    plan = FusionPlan(required, make_strategy("emptiest_first"), probes=probes)
+    requirements = {name: Requirement(least) for name, least in required.items()}
+    plan = FusionPlan(requirements, make_strategy("emptiest_first"), probes=probes)
     tried = []
     while (attempt := plan.next()) is not None:
         tried.append((attempt.domain, attempt.adapter, attempt.rehearse))

@@ -332,6 +332,8 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         for task in (doing, gone):
             task.cancel()
         await asyncio.gather(doing, gone, return_exceptions=True)
+        # An error refers to this frame, which must not refer to it: see `gather.gathered`.
+        del doing, gone
 
 
 async def _disconnected(receive: Receive) -> None:

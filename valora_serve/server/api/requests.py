@@ -7,10 +7,12 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from valora_serve.errors import DeadlineError, ImageError, RequestError, ServeError
+from valora_serve.errors import DeadlineError, ImageError, RequestError
 from valora_serve.server.api.schema import AudioPart, FilePart
 from valora_serve.server.api.tools import calls_as_text
 from valora_serve.server.envelope import until_disconnect
+from valora_serve.server.gather import gathered
+from valora_serve.server.media.urls import MediaUrl
 from valora_serve.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -286,20 +288,6 @@ def instructed(turns: list[dict[str, Any]] | None, told: str) -> list[dict[str, 
     return [{"role": "system", "content": "\n\n".join([*texts, told])}, *turns[1:]]
 
 
-async def gathered(*work: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Results of several coroutines, in order; if one fails, the others are cancelled.
-
-    Raises:
-        ServeError: The first error of a coroutine.
-    """
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(item) for item in work]
-    except* ServeError as errors:
-        raise errors.exceptions[0] from errors
-    return [task.result() for task in tasks]
-
-
 def check_text(chars: int, context: ServerContext) -> None:
     """Refuse a text that is too long to be tokenized.
 
@@ -330,8 +318,8 @@ def check_media(count: int, context: ServerContext, *, needed: bool) -> None:
         raise ImageError(f"The request has {count} images and videos, more than {most}: send fewer")
 
 
-def _url(item: Url | str) -> str:
-    return item if isinstance(item, str) else item.url
+def _url(item: Url | MediaUrl) -> MediaUrl:
+    return item if isinstance(item, MediaUrl) else item.url
 
 
 async def constrained(

@@ -19,6 +19,8 @@ from pydantic import (
     Tag,
 )
 
+from valora_serve.server.media.urls import MediaUrl
+
 
 def _sound(text: str) -> str:
     if not text.isascii():
@@ -49,7 +51,7 @@ class _ResponseBody(BaseModel):
 class Url(_Body):
     """URL of an image or video: data:, http(s): of an allowed host, or file: in media_folder."""
 
-    url: str = Field(min_length=1)
+    url: MediaUrl = Field(min_length=1)
     detail: Literal["auto", "low", "high"] | None = Field(default=None, description="ignored")
 
 
@@ -64,21 +66,21 @@ class ImagePart(_Body):
     """An image in a message."""
 
     type: Literal["image_url"]
-    image_url: Url | str
+    image_url: Url | MediaUrl
 
 
 class VideoPart(_Body):
     """A video in a message; evenly spaced frames are sampled from it."""
 
     type: Literal["video_url"]
-    video_url: Url | str
+    video_url: Url | MediaUrl
 
 
 class FramesPart(_Body):
     """A video in a message, as its frames in order."""
 
     type: Literal["frames"]
-    frames: list[Url | str] = Field(fail_fast=True, min_length=1, max_length=10_000)
+    frames: list[Url | MediaUrl] = Field(fail_fast=True, min_length=1, max_length=10_000)
 
 
 class RefusalPart(_Body):
@@ -330,7 +332,7 @@ class ResponseInputImage(_Body):
     """An image in a message of ``/v1/responses``."""
 
     type: Literal["input_image"]
-    image_url: str | None = None
+    image_url: MediaUrl | None = None
     detail: str | None = Field(default=None, description="ignored")
     file_id: str | None = Field(default=None, description="refused: no files are kept")
 
@@ -447,14 +449,14 @@ class ResponsesRequest(_Body):
 class VisionRequest(_Body):
     """JSON body of ``/v1/vision/{domain}``."""
 
-    images: list[str] = Field(
+    images: list[MediaUrl] = Field(
         fail_fast=True,
         default=[],
         max_length=10_000,
         description="URLs of images; each image gets its own result",
     )
-    video: str | None = Field(default=None, description="URL of a video")
-    frames: list[str] = Field(
+    video: MediaUrl | None = Field(default=None, description="URL of a video")
+    frames: list[MediaUrl] = Field(
         fail_fast=True,
         default=[],
         max_length=10_000,

@@ -21,14 +21,14 @@ from valora_serve.server.api.domain_prompt import check_measured_media, question
 from valora_serve.server.api.requests import (
     answer_tokens,
     check_text,
-    gathered,
     time_left,
     within_deadline,
 )
 from valora_serve.server.api.responses import usage
 from valora_serve.server.api.schema import VisionAnswer, VisionRequest, VisionResult
-from valora_serve.server.bodies import validated
+from valora_serve.server.bodies import validated, whole_body
 from valora_serve.server.envelope import until_disconnect
+from valora_serve.server.gather import gathered
 from valora_serve.server.telemetry.logs import new_id
 from valora_serve.types import SamplingParams
 
@@ -109,7 +109,7 @@ def router(context: ServerContext) -> APIRouter:
         pixels = request.state.stack.enter_context(context.media.pixels())
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind == JSON:
-            fields, read = await _from_json(await request.body(), context, pixels)
+            fields, read = await _from_json(request, context, pixels)
         else:
             fields, read = await _from_form(request, context, pixels)
         check_text(len(fields.prompt or ""), context)
@@ -133,8 +133,8 @@ def _domain(context: ServerContext, name: str) -> ServedModel:
     return domains[name]
 
 
-async def _from_json(body: bytes, context: ServerContext, pixels: Pixels) -> _Unread:
-    fields = await context.parser.parse(body, VisionRequest)
+async def _from_json(request: Request, context: ServerContext, pixels: Pixels) -> _Unread:
+    fields = await context.parser.parse(await whole_body(request), VisionRequest)
     _check_count(len(fields.images), fields.video is not None, len(fields.frames), context)
 
     async def read() -> _Media:
@@ -151,8 +151,9 @@ async def _from_json(body: bytes, context: ServerContext, pixels: Pixels) -> _Un
 async def _from_form(request: Request, context: ServerContext, pixels: Pixels) -> _Unread:
     files: dict[str, list[bytes]] = {name: [] for name in _FILES}
     values: dict[str, Any] = {}
-    content, kind = await request.body(), request.headers["content-type"]
-    for name, item in await context.parser.run(_form_items, content, kind, context.settings):
+    kind = request.headers["content-type"]
+    items = await context.parser.run(_form_items, await whole_body(request), kind, context.settings)
+    for name, item in items:
         if isinstance(item, bytes) and name in _FILES:
             files[name].append(item)
         elif isinstance(item, str) and name in _FIELDS and name not in values:
@@ -162,20 +163,24 @@ async def _from_form(request: Request, context: ServerContext, pixels: Pixels) -
                 f"The form has an unknown or repeated field {name[:50]!a}: the "
                 f"files are {', '.join(sorted(_FILES))}, the rest {', '.join(_FIELDS)}"
             )
-    images = files["image"] + files["images"]
-    videos = files["video"]
+    del items
+    images = files.pop("image") + files.pop("images")
+    videos, frames = files.pop("video"), files.pop("frames")
     fields = validated(values, VisionRequest)
     if len(videos) > 1:
         raise RequestError("The form has several videos: send them one by one")
-    _check_count(len(images), bool(videos), len(files["frames"]), context)
+    _check_count(len(images), bool(videos), len(frames), context)
+
+    def decoded(contents: list[bytes]) -> list[Coroutine[Any, Any, Image]]:
+        contents.reverse()  # each file is given away: it is freed once its decoder has it
+        return [context.media.decode_image(contents.pop(), pixels) for _ in range(len(contents))]
 
     async def read() -> _Media:
-        decode = context.media.decode_image
-        found = await gathered(*(decode(item, pixels) for item in images))
+        found = await gathered(*decoded(images))
         if videos:
-            return found, await context.media.decode_video(videos[0], pixels)
-        if files["frames"]:
-            return found, await gathered(*(decode(item, pixels) for item in files["frames"]))
+            return found, await context.media.decode_video(videos.pop(), pixels)
+        if frames:
+            return found, await gathered(*decoded(frames))
         return found, None
 
     return fields, read

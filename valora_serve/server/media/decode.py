@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image, ImageOps
+from PIL.JpegImagePlugin import JpegImageFile
 
 from valora_data.images import to_rgb
 from valora_serve.errors import ImageError, ServeError
@@ -20,12 +21,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
-BYTES_PER_PIXEL = {"WEBP": 20}
-"""Memory of decoding by format: for WebP two canvases, two copies and Pillow's image."""
-OTHER_BYTES_PER_PIXEL = 8
-"""Memory of decoding other formats: Pillow's image, and its rotated copy."""
-PROGRESSIVE_BYTES_PER_PIXEL = 12
-"""Memory of decoding a progressive JPEG: all coefficients, and Pillow's image."""
+IMAGE_BYTES = 4
+"""Bytes that Pillow's image takes, per pixel; fewer in some modes."""
+WEBP_BYTES = 20
+"""Bytes that decoding WebP takes, per pixel: two canvases, two copies and Pillow's image."""
+WEBP_COPIES = 3
+"""Copies of the file while WebP is decoded: ours, Pillow's and the decoder's."""
+VIDEO_BYTES = 64
+"""Bytes that decoding a video takes, per pixel of a frame: 16 reference frames of 10 bits, the
+frame in RGB and Pillow's image."""
+LEAST_VIDEO_BYTES = 16
+"""Bytes that decoding any video takes, per pixel of a frame."""
+OVERHEAD = 8 << 20
+"""Bytes that decoding anything takes besides: tables, buffers of rows, profiles."""
 FRAMES_PER_SECOND = 240
 
 
@@ -38,7 +46,8 @@ class Limits:
         video_pixels: Most pixels of the frames that are taken from a video together.
         side: Largest width or height, in pixels.
         ratio: Largest ratio of the longer side to the shorter one.
-        memory: Most memory that decoding takes, in bytes.
+        memory: Most memory that decoding takes, in bytes: the file, what its decoder allocates,
+            and all frames of a video.
         seconds: Time limit of decoding, in seconds.
         video_seconds: Longest video, in seconds.
         frames: Number of frames to take from a video.
@@ -53,14 +62,13 @@ class Limits:
     video_seconds: float
     frames: int
 
-    def check(self, what: str, width: int, height: int, bytes_per_pixel: int = 4) -> None:
+    def check(self, what: str, width: int, height: int) -> None:
         """Refuse a size from a header, before anything is decoded.
 
         Args:
             what: ``image`` or ``video``, for error messages.
             width: Width in pixels.
             height: Height in pixels.
-            bytes_per_pixel: Memory of decoding.
 
         Raises:
             ImageError: The size exceeds a limit.
@@ -87,7 +95,20 @@ class Limits:
                 f"The {what} has {width} x {height} pixels, and its longer side may be at most "
                 f"{self.ratio:g} times its shorter one: cut it into parts"
             )
-        if pixels * bytes_per_pixel > self.memory:
+
+    def check_memory(self, what: str, width: int, height: int, size: int) -> None:
+        """Refuse what takes too much memory, before anything is decoded.
+
+        Args:
+            what: ``image`` or ``video``, for error messages.
+            width: Width in pixels.
+            height: Height in pixels.
+            size: Memory of decoding, in bytes.
+
+        Raises:
+            ImageError: It exceeds the limit.
+        """
+        if size > self.memory:
             raise ImageError(
                 f"The {what} of {width} x {height} pixels takes more than {self.memory} bytes to "
                 "decode: send a smaller one, or another format"
@@ -95,7 +116,10 @@ class Limits:
 
 
 def decode_image(
-    content: bytes, limits: Limits, take: Callable[[int, int], None] = lambda *_: None
+    content: bytes,
+    limits: Limits,
+    take: Callable[[int, int], None] = lambda *_: None,
+    reserve: Callable[[int], None] = lambda _: None,
 ) -> Image.Image:
     """Decode an image file; of an animation, its first frame.
 
@@ -103,6 +127,8 @@ def decode_image(
         content: The file's content.
         limits: Its limits, checked in the header before anything is decoded.
         take: Called with width and height before the pixels are decoded; may refuse them.
+        reserve: Called with the memory of decoding, in bytes, before the pixels are decoded; may
+            wait until as much is free.
 
     Returns:
         An image of any mode, rotated as its EXIF orientation says.
@@ -112,8 +138,11 @@ def decode_image(
     """
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            limits.check("image", image.width, image.height, _bytes_per_pixel(image))
+            limits.check("image", image.width, image.height)
+            memory = _memory(image, len(content))
+            limits.check_memory("image", image.width, image.height, memory)
             take(image.width, image.height)
+            reserve(memory)
             ImageOps.exif_transpose(image, in_place=True)
             # Colours with a profile are converted whole: its table is as large as an image.
             return to_rgb(image, image.format) if image.mode == "CMYK" else image
@@ -130,7 +159,10 @@ def decode_image(
 
 
 def decode_video(
-    content: bytes, limits: Limits, take: Callable[[int, int], None] = lambda *_: None
+    content: bytes,
+    limits: Limits,
+    take: Callable[[int, int], None] = lambda *_: None,
+    reserve: Callable[[int], None] = lambda _: None,
 ) -> Iterator[tuple[Image.Image, int]]:
     """Decode evenly spaced frames of a video file (MP4/MOV, Matroska/WebM or AVI).
 
@@ -142,6 +174,8 @@ def decode_video(
         content: The file's content.
         limits: Its limits.
         take: Called with width and height of a frame before it is converted; may refuse it.
+        reserve: Called with the memory of decoding, in bytes, before anything is decoded; may
+            wait until as much is free.
 
     Yields:
         RGB images in order, and how often each is taken: more than once if the video has fewer
@@ -160,8 +194,10 @@ def decode_video(
             stream = _video_stream(container)
             context = stream.codec_context
             limits.check("video", context.width, context.height)
+            memory = _video_memory(context.width, context.height, len(content), limits)
+            reserve(memory)
             context.options = {"max_pixels": str(limits.pixels)}  # holds if a later frame is larger
-            stream.thread_type = "NONE"
+            stream.thread_type, context.thread_count = "NONE", 1
             yield from _sampled(container, limits, take, time.monotonic() + limits.seconds)
     except ServeError:
         raise
@@ -227,10 +263,53 @@ def _too_much_memory(what: str, limits: Limits) -> ImageError:
     )
 
 
-def _bytes_per_pixel(image: Image.Image) -> int:
-    if "progressive" in image.info:
-        return PROGRESSIVE_BYTES_PER_PIXEL
-    return BYTES_PER_PIXEL.get(image.format or "", OTHER_BYTES_PER_PIXEL)
+def _memory(image: Image.Image, file_bytes: int) -> int:
+    """Return the most memory that decoding an image takes, in bytes, from its header.
+
+    Args:
+        image: An opened image, of which nothing has been decoded.
+        file_bytes: Size of the file.
+    """
+    pixels = image.width * image.height
+    if image.format == "WEBP":
+        return WEBP_COPIES * file_bytes + WEBP_BYTES * pixels + OVERHEAD
+    # The image and its rotated copy, or the one in CMYK and the one in RGB.
+    decoded = 2 * IMAGE_BYTES * pixels
+    if isinstance(image, JpegImageFile):
+        decoded = max(decoded, _coefficients(image) + IMAGE_BYTES * pixels)
+    return file_bytes + decoded + OVERHEAD
+
+
+def _coefficients(image: JpegImageFile) -> int:
+    """Return the bytes of all coefficients of a JPEG: two for each sample.
+
+    libjpeg keeps them if a component comes in several scans, or not in the first one: in
+    progressive files, and in others of several scans.
+    """
+    sampling = [(across, down) for _, across, down, _ in image.layer]
+    across = max([1, *(h for h, _ in sampling)])
+    down = max([1, *(v for _, v in sampling)])
+    columns, rows = -(-image.width // (8 * across)), -(-image.height // (8 * down))
+    return sum(2 * 64 * h * v * columns * rows for h, v in sampling)
+
+
+def _video_memory(width: int, height: int, file_bytes: int, limits: Limits) -> int:
+    """Return the memory that decoding a video may take, in bytes, without its finished frames.
+
+    Args:
+        width: Width of a frame, in pixels.
+        height: Height of a frame, in pixels.
+        file_bytes: Size of the file.
+        limits: Its limits.
+
+    Raises:
+        ImageError: It takes too much.
+    """
+    pixels = width * height
+    frames = limits.frames * IMAGE_BYTES * pixels  # the server holds them
+    least = file_bytes + LEAST_VIDEO_BYTES * pixels + OVERHEAD
+    limits.check_memory("video", width, height, frames + least)
+    return min(file_bytes + VIDEO_BYTES * pixels + 4 * OVERHEAD, limits.memory - frames)
 
 
 def _video_stream(container: Any) -> Any:

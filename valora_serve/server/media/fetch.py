@@ -59,7 +59,7 @@ class Fetcher:
         self._hosts = {host.lower().rstrip(".") for host in settings.media_hosts}
         self._pool: httpcore.AsyncConnectionPool | None = None
 
-    async def content(self, url: str, most: int, what: str) -> bytes:
+    async def content(self, url: str, most: int, what: str) -> bytes | bytearray:
         """Content of a URL.
 
         Args:
@@ -205,7 +205,7 @@ def is_public(address: str) -> bool:
     return parsed.is_global and not parsed.is_multicast
 
 
-def _from_data_url(url: str, most: int, what: str) -> bytes:
+def _from_data_url(url: str, most: int, what: str) -> bytearray:
     head = _DATA_URL.match(url)
     if head is None:
         raise ImageError(f"The {what}'s data: URL is not in base64: write data:{what}/…;base64,…")
@@ -220,7 +220,7 @@ def _from_data_url(url: str, most: int, what: str) -> bytes:
             content += base64.b64decode(piece, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ImageError(f"The {what}'s data: URL holds no valid base64") from error
-    return bytes(content)
+    return content
 
 
 def _allowed_folder(folder: str | None) -> Path | None:

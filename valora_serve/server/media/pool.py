@@ -55,34 +55,95 @@ class Job:
         limits: Its limits.
         take: Called with width and height before each image is decoded; may refuse it.
         seconds: How long it took, without waiting, in seconds.
+        stopped: Whether nobody waits for it any more.
     """
 
     what: str
-    content: bytes
+    content: bytes | bytearray
     limits: Limits
     take: Callable[[int, int], None]
     seconds: float = 0.0
+    stopped: bool = False
     _process: _Process | None = None
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
-    def run(self, process: _Process) -> list[Image.Image]:
-        """Decode in a process; `stop` kills it meanwhile."""
+    def run(self, process: _Process, room: Room) -> list[Image.Image]:
+        """Decode in a process; `stop` kills it meanwhile.
+
+        Args:
+            process: The process.
+            room: Memory of all jobs that run.
+        """
         process.wait_until_ready()
         began = time.monotonic()
         with self._lock:
             self._process = process
+        waited = 0.0
+
+        def reserve(size: int) -> float:
+            nonlocal waited
+            waited += room.reserve(self, size)
+            return waited
+
         try:
-            return process.decode(self)
+            return process.decode(self, reserve)
         finally:
+            room.release(self)
             with self._lock:
                 self._process = None
-            self.seconds = time.monotonic() - began
+            self.seconds = time.monotonic() - began - waited
+
+    def take_content(self) -> bytes | bytearray:
+        """Return the file's content, which the job no longer holds then."""
+        content, self.content = self.content, b""
+        return content
 
     def stop(self) -> None:
         """Kill the process that decodes, if one still does."""
+        self.stopped = True
         with self._lock:
             if self._process is not None:
                 self._process.kill()
+
+
+class Room:
+    """Memory of the jobs that run at the same time.
+
+    One job may take as much as its own limit says; several take no more together.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, int] = {}  # bytes by job
+        self._changed = threading.Condition()
+        self._turn = threading.Lock()  # whoever waits is not overtaken
+
+    def reserve(self, job: Job, size: int) -> float:
+        """Wait until a job has room.
+
+        Args:
+            job: The job.
+            size: Its memory, in bytes.
+
+        Returns:
+            How long it waited, in seconds.
+
+        Raises:
+            EOFError: The job was stopped meanwhile.
+        """
+        began = time.monotonic()
+        with self._turn, self._changed:
+            while self._held and sum(self._held.values()) + size > job.limits.memory:
+                self._changed.wait(0.1)
+                if job.stopped:
+                    raise EOFError("nobody waits for the job any more")
+            self._held[id(job)] = size
+        return time.monotonic() - began
+
+    def release(self, job: Job) -> None:
+        """Give back what a job has reserved, if anything."""
+        with self._changed:
+            self._held.pop(id(job), None)
+            self._changed.notify_all()
 
 
 class DecodePool:
@@ -104,6 +165,7 @@ class DecodePool:
         self._count = count
         self._lock = threading.Lock()
         self._closed = False
+        self._room = Room()
         atexit.register(self.close)
 
     def start(self) -> None:
@@ -141,8 +203,7 @@ class DecodePool:
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if late and not (task is not None and task.cancelling()):
+            if late and not _cancelling():
                 raise OverloadedError(
                     f"The {job.what} waited {wait:g} s for others to be decoded: try again soon"
                 ) from None
@@ -153,6 +214,7 @@ class DecodePool:
             raise
         finally:
             timer.cancel()
+            del future  # holds the error, whose traceback may hold this frame
 
     def close(self) -> None:
         """End all processes and threads; running jobs fail."""
@@ -175,7 +237,7 @@ class DecodePool:
             log.exception("a process that decodes images does not start")
             raise _cannot_start() from error
         try:
-            return job.run(process)
+            return job.run(process, self._room)
         finally:
             self._give_back(process)
 
@@ -280,24 +342,29 @@ class _Process:
             raise _cannot_start() from error
         self._ready = self._in_step = True
 
-    def decode(self, job: Job) -> list[Image.Image]:
+    def decode(self, job: Job, reserve: Callable[[int], float]) -> list[Image.Image]:
         """Decode an image or a video.
+
+        Args:
+            job: What to decode.
+            reserve: Reserves so many bytes for the job; returns how long it has waited for them.
 
         Raises:
             ImageError: It cannot be decoded within its limits.
         """
         self._in_step = False
-        self._until = time.monotonic() + job.limits.seconds + _LATE_SECONDS
+        size = len(job.content)
         try:
-            return self._decode(job)
+            return self._decode(job, reserve)
         except (OSError, EOFError) as error:
-            raise self._why_ended(job, error) from error
+            raise self._why_ended(job, size, error) from error
 
-    def _decode(self, job: Job) -> list[Image.Image]:
+    def _decode(self, job: Job, reserve: Callable[[int], float]) -> list[Image.Image]:
         limits = dataclasses.asdict(job.limits)
+        until = self._until = time.monotonic() + job.limits.seconds + _LATE_SECONDS
         asked = {"what": job.what, "bytes": len(job.content), "limits": limits}
         self._write(json.dumps(asked).encode() + b"\n")
-        self._write(job.content)
+        self._write(job.take_content())
         found: list[Image.Image] = []
         most = job.limits.frames if job.what == "video" else 1
         allowed, wrong = 0, None
@@ -312,6 +379,9 @@ class _Process:
                         wrong = error
                     allowed = 0 if wrong else width * height
                     self._write(worker.NO if wrong else worker.GO)
+                case worker.MEMORY, [size, _, _] if size <= job.limits.memory:
+                    self._until = until + reserve(size)
+                    self._write(worker.GO)
                 case worker.PIXELS, [width, height, times] if (
                     0 < width * height == allowed and 0 < times <= most - len(found)
                 ):
@@ -322,7 +392,12 @@ class _Process:
                 case worker.DONE, [retire, _, _] if wrong is not None or found:
                     self._in_step = not retire
                     if wrong is not None:
-                        raise wrong
+                        # Its traceback may hold this frame: the frame must not hold it as well.
+                        wrong, error = None, wrong
+                        try:
+                            raise error
+                        finally:
+                            del error
                     return found
                 case _:
                     raise EOFError("answers out of order")
@@ -354,12 +429,12 @@ class _Process:
             left = left[count:]
         return content
 
-    def _write(self, content: bytes) -> None:
+    def _write(self, content: bytes | bytearray) -> None:
         left = memoryview(content)
         while left:
             left = left[self._stdin.write(left) or 0 :]
 
-    def _why_ended(self, job: Job, error: Exception) -> ImageError:
+    def _why_ended(self, job: Job, size: int, error: Exception) -> ImageError:
         """Return the error of a job whose process has ended, or answered nonsense."""
         try:
             status = self._popen.wait(1.0)
@@ -373,11 +448,17 @@ class _Process:
             )
         log.warning(
             "decoding %s of %d bytes ended its process with status %d",
-            job.what, len(job.content), status,
+            job.what, size, status,
         )  # fmt: skip
         return ImageError(
             f"The {job.what} cannot be decoded, its decoder gave up: send it in another format"
         )
+
+
+def _cancelling() -> bool:
+    """Return whether the current task is being cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _cannot_start() -> ServeError:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from valora_serve.errors import ImageError, OverloadedError
+from valora_serve.server.gather import gathered
 from valora_serve.server.media.decode import Limits
 from valora_serve.server.media.fetch import Fetcher, too_large
 from valora_serve.server.media.pool import DecodePool, Job, shared_pool
+from valora_serve.server.media.urls import MediaUrl, taken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 SHARE = 3
 """The images and videos of one request may take so many times as long to decode as one of them."""
+
+
+_FRAMES = "data:video/jpeg;base64,"
 
 
 class Pixels:
@@ -109,7 +114,7 @@ class MediaReader:
             self._held -= pixels.mine
             pixels.mine, pixels.over = 0, True
 
-    async def image(self, url: str, pixels: Pixels) -> Image.Image:
+    async def image(self, url: MediaUrl | str, pixels: Pixels) -> Image.Image:
         """Fetch and decode an image.
 
         Args:
@@ -123,10 +128,12 @@ class MediaReader:
             ImageError: The image may not be fetched, is too large, or cannot be decoded.
             OverloadedError: Images of other requests fill the memory.
         """
-        content = await self._fetcher.content(url, self._settings.max_image_bytes, "image")
-        return await self.decode_image(content, pixels)
+        fetching = self._fetcher.content(taken(url), self._settings.max_image_bytes, "image")
+        del url  # may hold the file in base64
+        [image] = await self._decode("image", await fetching, pixels)
+        return image
 
-    async def video(self, url: str, pixels: Pixels) -> list[Image.Image]:
+    async def video(self, url: MediaUrl | str, pixels: Pixels) -> list[Image.Image]:
         """Fetch a video and decode evenly spaced frames of it.
 
         Args:
@@ -141,40 +148,56 @@ class MediaReader:
             ImageError: The video may not be fetched, is too large, or cannot be decoded.
             OverloadedError: Images of other requests fill the memory.
         """
-        if url.startswith("data:video/jpeg;base64,"):
-            frames = url.partition(",")[2].split(",")
-            return await self.frames(
-                [f"data:image/jpeg;base64,{frame}" for frame in frames], pixels
-            )
-        content = await self._fetcher.content(url, self._settings.max_video_bytes, "video")
-        return await self.decode_video(content, pixels)
+        text = taken(url)
+        del url
+        if text.startswith(_FRAMES):
+            self._check_frames(text.count(","))
+            frames = [
+                MediaUrl(f"data:image/jpeg;base64,{found[1]}")
+                for found in re.finditer(r",([^,]*)", text)
+            ]
+            del text
+            return await self.frames(frames, pixels)
+        fetching = self._fetcher.content(text, self._settings.max_video_bytes, "video")
+        del text
+        return await self._decode("video", await fetching, pixels)
 
-    async def frames(self, urls: Sequence[str], pixels: Pixels) -> list[Image.Image]:
+    async def frames(self, urls: Sequence[MediaUrl | str], pixels: Pixels) -> list[Image.Image]:
         """Fetch and decode the frames of a video that are sent as images."""
-        most = self._settings.max_video_frames
-        if len(urls) > most:
-            raise ImageError(f"The video has {len(urls)} frames, more than {most}: send fewer")
-        return list(await asyncio.gather(*(self.image(url, pixels) for url in urls)))
+        self._check_frames(len(urls))
+        return await gathered(*(self.image(url, pixels) for url in urls))
 
     async def decode_image(self, content: bytes, pixels: Pixels) -> Image.Image:
         """Decode an image file, as `image` does."""
-        if len(content) > self._settings.max_image_bytes:
-            raise too_large("image", self._settings.max_image_bytes)
-        [image] = await self._decode("image", content, pixels)
+        decoding = self._decode("image", content, pixels)
+        del content
+        [image] = await decoding
         return image
 
     async def decode_video(self, content: bytes, pixels: Pixels) -> list[Image.Image]:
         """Decode evenly spaced frames of a video file, as `video` does."""
-        if len(content) > self._settings.max_video_bytes:
-            raise too_large("video", self._settings.max_video_bytes)
-        return await self._decode("video", content, pixels)
+        decoding = self._decode("video", content, pixels)
+        del content
+        return await decoding
+
+    def _check_frames(self, count: int) -> None:
+        most = self._settings.max_video_frames
+        if count > most:
+            raise ImageError(f"The video has {count} frames, more than {most}: send fewer")
 
     async def close(self) -> None:
         """Close all connections and end the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._fetcher.close()
 
-    async def _decode(self, what: str, content: bytes, pixels: Pixels) -> list[Image.Image]:
+    async def _decode(
+        self, what: str, content: bytes | bytearray, pixels: Pixels
+    ) -> list[Image.Image]:
+        image = what == "image"
+        most = self._settings.max_image_bytes if image else self._settings.max_video_bytes
+        if len(content) > most:
+            raise too_large(what, most)
+
         def take(width: int, height: int) -> None:
             left = SHARE * self._limits.seconds - pixels.seconds
             if left <= 0:
@@ -186,6 +209,7 @@ class MediaReader:
             pixels.take(width * height)
 
         job = Job(what, content, self._limits, take)
+        del content  # the job drops it as soon as its decoder has it
         try:
             return await self._pool.decode(job, self._settings.media_seconds)
         finally:

@@ -7,6 +7,7 @@ it does to this process, which holds nothing else.
 A job is a line of JSON and the file's content. An answer is a `HEADER` of kind and three numbers:
 
 - `SIZE` (width, height): may this be decoded? The server writes `GO` or anything else for no.
+- `MEMORY` (bytes): decoding takes as much. The server writes `GO` once it is free.
 - `PIXELS` (width, height, times): an image that was allowed; its RGB bytes, row by row, follow. A
   frame of a video is taken `times` times.
 - `FAILED` (bytes): an error message of so many bytes follows, and the job has ended.
@@ -33,12 +34,13 @@ if TYPE_CHECKING:
     from PIL import Image
 
 HEADER = struct.Struct(">cIII")
-READY, SIZE, PIXELS, FAILED, DONE = b"R", b"S", b"P", b"F", b"D"
+READY, SIZE, MEMORY, PIXELS, FAILED, DONE = b"R", b"S", b"M", b"P", b"F", b"D"
 GO, NO = b"y", b"n"
 STRIP_BYTES = 1 << 20
 """Pixels are converted and sent in strips of about so many bytes."""
 GRACE = 0.1
 """Seconds after its time limit at which a decoder that has not ended is killed."""
+_MOST_NUMBER = 2**32 - 1
 GROWN = 64 << 20
 """A process that has grown by so many bytes since its start is replaced."""
 
@@ -68,6 +70,14 @@ class _Answers:
         if self._source.read(1) != GO:
             raise _RefusedError("refused")
 
+    def reserve(self, size: int) -> None:
+        """Wait until so many bytes are free for decoding; the time limit does not run meanwhile."""
+        left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+        self.send(MEMORY, min(size, _MOST_NUMBER))
+        if self._source.read(1) != GO:
+            raise _RefusedError("refused")
+        signal.setitimer(signal.ITIMER_REAL, left)
+
     def image(self, image: Image.Image, times: int = 1) -> None:
         """Send the RGB pixels of an image; converted in strips: no second image is made."""
         self.send(PIXELS, image.width, image.height, times)
@@ -94,23 +104,41 @@ def main() -> None:
     answers.send(READY)
     while line := source.readline():
         job = json.loads(line)
+        limits = Limits(**job["limits"])
+        limited = _address_space() + limits.memory  # the file counts
         content = source.read(job["bytes"])
         if len(content) < job["bytes"]:
             return
-        _answer(answers, job["what"], content, Limits(**job["limits"]))
+        _answer(answers, job["what"], content, limits, limited)
         del content
         grown = _address_space() - start
         answers.send(DONE, int(grown > GROWN))
 
 
-def _answer(answers: _Answers, what: str, content: bytes, limits: Limits) -> None:
+def _answer(
+    answers: _Answers, what: str, content: bytes, limits: Limits, address_space: int
+) -> None:
+    """Answer a job.
+
+    Args:
+        answers: Where the answers go.
+        what: ``image`` or ``video``.
+        content: The file's content.
+        limits: Its limits.
+        address_space: Most address space of this process meanwhile, in bytes.
+    """
+
+    def reserve_video(size: int) -> None:
+        answers.reserve(size)
+        _limit_memory(address_space - limits.memory + size)
+
     signal.setitimer(signal.ITIMER_REAL, limits.seconds + GRACE)
-    _limit_memory(_address_space() + limits.memory)
+    _limit_memory(address_space)
     try:
         if what == "image":
-            answers.image(decode_image(content, limits, answers.take))
+            answers.image(decode_image(content, limits, answers.take, answers.reserve))
         else:
-            for image, times in decode_video(content, limits, answers.take):
+            for image, times in decode_video(content, limits, answers.take, reserve_video):
                 answers.image(image, times)
     except _RefusedError:
         pass

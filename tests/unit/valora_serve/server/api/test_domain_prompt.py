@@ -51,7 +51,8 @@ def ask(model, *turns, head=True):
             seen.append((message.role, message.content))
             continue
         parts = [
-            part.text if part.type == "text" else part.image_url for part in message.content or ()
+            part.text if part.type == "text" else part.image_url.take()
+            for part in message.content or ()
         ]
         seen.append((message.role, *parts))
     return seen, asked.warnings

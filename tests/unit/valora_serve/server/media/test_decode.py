@@ -2,6 +2,10 @@
 
 import contextlib
 import io
+import json
+import os
+import subprocess
+import sys
 import tarfile
 import zipfile
 from dataclasses import replace
@@ -148,19 +152,92 @@ def test_ordinary_sizes_at_the_limits_are_read():
     assert read(data_url(png(16_384, 328, 1))).size == (16_384, 328)
 
 
-def test_memory_of_a_format_is_known_before_it_is_decoded():
-    source = Image.new("RGB", (1000, 1000))
-    for form, bytes_per_pixel, options in (
-        ("WEBP", 20, {}), ("PNG", 8, {}), ("JPEG", 8, {}), ("JPEG", 12, {"progressive": True})
-    ):  # fmt: skip
-        content, most = encoded(source, form, **options), bytes_per_pixel * 10**6
-        asked = []
-        limits = replace(LIMITS, memory=most)
-        assert decode_image(content, limits, lambda *size, to=asked: to.append(size)).size
-        assert asked == [(1000, 1000)]
-        with pytest.raises(ImageError, match="bytes to decode"):
-            decode_image(content, replace(LIMITS, memory=most - 1), asked.append)
-        assert len(asked) == 1
+MEASURE = """
+import gc, json, re, sys
+from pathlib import Path
+from valora_serve.server.media.decode import Limits, decode_image
+limits = Limits(10**8, 10**8, 10**5, 50.0, 2**40, 60.0, 60.0, 4)
+def memory(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+found = []
+for file in sys.argv[1:]:
+    content, told = Path(file).read_bytes(), []
+    decode_image(Path(sys.argv[1]).read_bytes(), limits)  # libraries are loaded
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
+    before = memory("VmRSS")
+    decode_image(content, limits, reserve=told.append)
+    found.append((told[0], memory("VmHWM") - before + len(content)))
+print(json.dumps(found))
+"""
+
+
+def test_memory_is_known_before_anything_is_decoded(tmp_path):
+    """What is reserved is at least what decoding takes, as the system measures it."""
+    noise = np.random.default_rng(0).integers(0, 256, (300, 250, 4), np.uint8)
+    large = Image.fromarray(noise, "RGBA").resize((1500, 2000))
+    exif = large.getexif()
+    exif[0x0112] = 6
+    rgb, cmyk = large.convert("RGB"), large.convert("RGB").convert("CMYK")
+    full = {"subsampling": 0, "quality": 90}
+    cases = {
+        "small.png": encoded(picture()),
+        "a.png": encoded(large, compress_level=1, exif=exif), "b.png": png(2000, 1500, 16, 6),
+        "c.png": png(2000, 1500, 1), "a.webp": encoded(large, "WEBP", method=0, exif=exif),
+        "b.webp": encoded(rgb.resize((800, 700)), "WEBP", lossless=True, method=0),
+        "a.jpg": encoded(rgb, "JPEG"), "b.jpg": encoded(rgb, "JPEG", progressive=True),
+        "c.jpg": encoded(rgb, "JPEG", progressive=True, exif=exif, **full),
+        "d.jpg": encoded(cmyk, "JPEG", progressive=True, exif=exif, quality=90),
+        "e.jpg": scans(encoded(rgb.convert("L"), "JPEG", progressive=True), 20),
+        "a.bmp": encoded(rgb, "BMP"), "a.gif": encoded(rgb.convert("L"), "GIF"),
+    }  # fmt: skip
+    for name, content in cases.items():
+        (tmp_path / name).write_bytes(content)
+    ran = subprocess.run(
+        [sys.executable, "-c", MEASURE, *(tmp_path / name for name in cases)],
+        env=os.environ | {
+            "PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": str(2**18)
+        },
+        check=True, timeout=120, capture_output=True,
+    )  # fmt: skip
+    for name, (told, taken) in zip(cases, json.loads(ran.stdout), strict=True):
+        assert taken <= told <= 10 * taken + 20 * 2**20, (name, told, taken)
+
+
+def test_memory_beyond_the_limit_is_refused_before_anything_is_decoded():
+    content = encoded(Image.new("RGB", (1000, 1000)), "JPEG", progressive=True)
+    told, asked = [], []
+    assert decode_image(content, LIMITS, reserve=told.append).size == (1000, 1000)
+    limits = replace(LIMITS, memory=told[0])
+    assert decode_image(content, limits, lambda *size: asked.append(size)).size
+    assert asked == [(1000, 1000)]
+    with pytest.raises(ImageError, match="bytes to decode"):
+        decode_image(content, replace(LIMITS, memory=told[0] - 1), asked.append)
+    assert len(asked) == 1
+
+
+def test_coefficients_of_jpegs_are_counted():
+    """Two bytes a sample for files of several scans, by the sampling of each component."""
+    size = 1600, 800
+    for options, samples in (({"subsampling": 0}, 3.0), ({"subsampling": 2}, 1.5)):
+        told = []
+        content = encoded(Image.new("RGB", size), "JPEG", progressive=True, **options)
+        decode_image(content, LIMITS, reserve=told.append)
+        pixels = size[0] * size[1]
+        assert told[0] == len(content) + max(4 + 2 * samples, 8) * pixels + 2**23
+
+
+def test_a_video_and_its_frames_share_the_memory(tmp_path):
+    content = video_file(tmp_path / "a.mp4", size=(640, 480)).read_bytes()
+    told = []
+    next(iter(decode_video(content, LIMITS, reserve=told.append)))
+    assert told == [len(content) + 64 * 640 * 480 + 2**25]
+    frames = 4 * 4 * 640 * 480
+    tight = replace(LIMITS, memory=frames + 10 * 2**20 + 16 * 640 * 480)
+    next(iter(decode_video(content, tight, reserve=told.append)))
+    assert told[1] == tight.memory - frames
+    with pytest.raises(ImageError, match="bytes to decode"):
+        next(iter(decode_video(content, replace(LIMITS, memory=frames))))
 
 
 @pytest.mark.parametrize("kind", [b"iCCP", b"zTXt", b"iTXt"])

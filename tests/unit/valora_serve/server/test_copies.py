@@ -1,0 +1,109 @@
+"""Copies of a request's body: each is freed as soon as the next one exists."""
+
+import base64
+import contextlib
+import gc
+import io
+import json
+import threading
+import time
+import tracemalloc
+import types
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.fuzz.media import scans
+from tests.support.fake_engine import FakeEngine
+from tests.support.http_helpers import CHAT, chat, data_url, encoded, serving, until
+
+LONG = {"max_tokens": 100_000, "ignore_eos": True}
+NOISE = encoded(
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (1500, 1300, 3), np.uint8))
+)
+
+
+def requests():
+    """Requests with a file of 6 MB, by name: path and arguments of the client."""
+    url = data_url(NOISE)
+    frames = "data:video/jpeg;base64," + base64.b64encode(NOISE).decode()
+    video = [{"role": "user", "content": [
+        {"type": "text", "text": "a"}, {"type": "video_url", "video_url": {"url": frames}}
+    ]}]  # fmt: skip
+    part = {"type": "input_image", "image_url": url}
+    parts = [{"type": "input_text", "text": "a"}, part]
+    said = {"input": [{"role": "user", "content": parts}], "max_output_tokens": 100_000}
+    return {
+        "chat": (CHAT, {"json": chat(url=url, **LONG)}),
+        "stream": (CHAT, {"json": chat(url=url, stream=True, **LONG)}),
+        "frames": (CHAT, {"json": {"messages": video, **LONG}}),
+        "responses": ("/v1/responses", {"json": said}),
+        "vision": ("/v1/vision/caption", {"json": {"images": [url], "max_tokens": 100_000}}),
+        "form": (
+            "/v1/vision/caption",
+            {"files": {"image": NOISE}, "data": {"max_tokens": "100000"}},
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", list(requests()))
+def test_a_running_request_holds_no_copy_of_its_body(name):
+    assert len(NOISE) > 5 * 2**20
+    engine = FakeEngine(step=0.05)
+    with serving(engine, drain_seconds=0.1) as server:
+        path, sent = requests()[name]
+        request = server.client.build_request("POST", path, **sent)
+        content = request.read()
+        head = {"content-type": request.headers["content-type"]}
+
+        def send():
+            with contextlib.suppress(Exception):
+                server.client.post(path, content=content, headers=head)
+
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            thread = threading.Thread(target=send)
+            thread.start()
+            until(lambda: engine.running, 30)
+            # Pillow's pixels are not Python's memory.
+            until(lambda: tracemalloc.get_traced_memory()[0] < 2**20, 3)
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+            server.stop()
+            thread.join()
+
+
+def test_what_fails_leaves_nothing_to_the_garbage_collector():
+    """Its frames hold images and files of megabytes, and the collector may run much later."""
+    slow = scans(encoded(Image.new("RGB", (1500, 1500)), "JPEG", progressive=True), 2000)
+    cut = NOISE[:-9000]
+    with serving(FakeEngine(), decode_seconds=0.4) as server:
+        sent = [
+            (CHAT, {"json": chat(url=data_url(cut))}), (CHAT, {"json": chat(url=data_url(slow))}),
+            (CHAT, {"json": chat(url=data_url(NOISE) + "@")}),
+            (CHAT, {"json": chat(url="data:image/png;base64," + "A" * 30_000_000)}),
+            ("/v1/vision/person", {"files": {"image": cut}}),
+            ("/v1/vision/person", {"json": {"images": [data_url(slow)]}}),
+            (CHAT, {"content": json.dumps(chat(url=data_url(NOISE)))[:-1] + ', "x": 1}',
+                    "headers": {"content-type": "application/json"}}),
+        ]  # fmt: skip
+        for path, arguments in sent:
+            gc.collect()
+            gc.disable()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.garbage.clear()
+            try:
+                assert server.client.post(path, **arguments).status_code == 400
+                time.sleep(0.1)
+                gc.collect()
+                kinds = (types.FrameType, BaseException, Image.Image, io.BytesIO)
+                left = [item for item in gc.garbage if isinstance(item, kinds)]
+                assert not left
+            finally:
+                gc.set_debug(0)
+                gc.garbage.clear()
+                gc.enable()

@@ -1,0 +1,60 @@
+"""URLs of images and videos, which may hold whole files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import core_schema
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pydantic import GetCoreSchemaHandler
+    from pydantic_core import CoreSchema
+
+
+class MediaUrl:
+    """URL of an image or video in a request.
+
+    A data: URL is a copy of the file in base64. The request that holds it lives until its answer
+    is sent, so that the text is handed over to the one who decodes it and freed then.
+
+    Args:
+        text: The URL.
+    """
+
+    __slots__ = ("_length", "_text")
+
+    def __init__(self, text: str) -> None:
+        self._text: str | None = text
+        self._length = len(text)
+
+    def __len__(self) -> int:
+        """Length of the URL in characters, also after it was taken."""
+        return self._length
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the other is the same URL, and neither or both were taken."""
+        return isinstance(other, MediaUrl) and self._text == other._text
+
+    __hash__ = None  # type: ignore[assignment]  # it changes when it is taken
+
+    def take(self) -> str:
+        """Return the URL, which this object no longer holds then; it can be taken once."""
+        text, self._text = self._text, None
+        assert text is not None, "the URL has been taken already"
+        return text
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Validate a text, or take what is a URL already."""
+
+        def made(value: Any, text: Callable[[Any], str]) -> MediaUrl:
+            return value if isinstance(value, cls) else cls(text(value))
+
+        return core_schema.no_info_wrap_validator_function(made, handler(str))
+
+
+def taken(url: MediaUrl | str) -> str:
+    """Return the text of a URL; a `MediaUrl` no longer holds it then."""
+    return url.take() if isinstance(url, MediaUrl) else url

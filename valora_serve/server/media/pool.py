@@ -214,7 +214,6 @@ class DecodePool:
             raise
         finally:
             timer.cancel()
-            del future  # holds the error, whose traceback may hold this frame
 
     def close(self) -> None:
         """End all processes and threads; running jobs fail."""
@@ -393,11 +392,10 @@ class _Process:
                     self._in_step = not retire
                     if wrong is not None:
                         # Its traceback may hold this frame: the frame must not hold it as well.
-                        wrong, error = None, wrong
                         try:
-                            raise error
+                            raise wrong
                         finally:
-                            del error
+                            wrong = None
                     return found
                 case _:
                     raise EOFError("answers out of order")

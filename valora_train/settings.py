@@ -201,6 +201,41 @@ class LoraSettings:
 
 
 @dataclass(frozen=True)
+class AugmentSettings:
+    """Augmented views of the training images, besides mirroring (`train.flip`).
+
+    Crops, rotations and shifts apply to detection, classification and video only: where the answer
+    counts objects or is written, they could make it wrong. All frames of a video change alike.
+
+    Attributes:
+        views: Augmented views of each training image, encoded once; 0 for none. Every other one
+            is mirrored where `train.flip` and the domain allow it.
+        color: Largest relative change of brightness, contrast and saturation.
+        crop: Largest share of the area that is cut off before the image is enlarged again, in
+            [0, 1).
+        rotate: Largest angle, in degrees.
+        shift: Largest shift, as a share of width and height, in [0, 1).
+        blur: Largest standard deviation of a Gaussian blur, in pixels.
+        noise: Standard deviation of Gaussian noise, as a share of white.
+        jpeg: Largest loss by JPEG, in [0, 1]; 1 is quality 10.
+        least_visible: Boxes of which a smaller share is left inside the image are dropped.
+        memory_gb: Largest memory for the views of one domain, in GB; there are fewer views if they
+            would take more.
+    """
+
+    views: int = 0
+    color: float = 0.0
+    crop: float = 0.0
+    rotate: float = 0.0
+    shift: float = 0.0
+    blur: float = 0.0
+    noise: float = 0.0
+    jpeg: float = 0.0
+    least_visible: float = 0.3
+    memory_gb: float = 4.0
+
+
+@dataclass(frozen=True)
 class TrainSettings:
     """How an attempt is trained.
 
@@ -222,6 +257,8 @@ class TrainSettings:
         threads: Number of CPU threads, fixed because results depend on it; 0 for all cores.
         seed: Seed of weights, batches and a random order.
         checkpoint_seconds: Seconds between checkpoints within an attempt; 0 for one at every step.
+        lora: Shape of the adapters.
+        augment: Augmented views of the training images.
     """
 
     steps: int = 220
@@ -241,6 +278,7 @@ class TrainSettings:
     seed: int = 0
     checkpoint_seconds: float = 30.0
     lora: LoraSettings = field(default_factory=LoraSettings)
+    augment: AugmentSettings = field(default_factory=AugmentSettings)
 
 
 @dataclass(frozen=True)
@@ -402,10 +440,31 @@ def from_config(config: DictConfig) -> Settings:
         raise SettingsError(f"heads.soft must lie in [0, 1], got {settings.heads.soft}")
     if not math.isfinite(settings.fusion.margin):
         raise SettingsError(f"fusion.margin must be a number, got {settings.fusion.margin}")
+    _check_augment(settings.train.augment)
     for domain in settings.chosen():
         domain.domain()  # raises for invalid values
         _ = domain.source.format  # raises for an unknown kind
     return settings
+
+
+def _check_augment(augment: AugmentSettings) -> None:
+    limits = {
+        "color": 1.0, "crop": 0.95, "rotate": 180.0, "shift": 0.95, "blur": 10.0, "noise": 1.0,
+        "jpeg": 1.0, "least_visible": 1.0, "views": 100, "memory_gb": float("inf"),
+    }  # fmt: skip
+    for name, most in limits.items():
+        if not 0 <= (value := getattr(augment, name)) <= most:
+            raise SettingsError(f"train.augment.{name} must lie in [0, {most:g}], got {value}")
+    strengths = ("color", "crop", "rotate", "shift", "blur", "noise", "jpeg")
+    if augment.views and not any(getattr(augment, name) for name in strengths):
+        raise SettingsError(
+            f"train.augment.views={augment.views} asks for views that nothing changes: set "
+            f"train/augment=light, or one of {', '.join(strengths)}"
+        )
+    if not augment.views and any(getattr(augment, name) for name in strengths):
+        raise SettingsError(
+            "train.augment changes nothing without views: set train.augment.views=2"
+        )
 
 
 def _look_up(settings: Any, key: str) -> Any:

@@ -156,6 +156,7 @@ class Promises:
                 "test": test.accuracy,
                 "test_ci95": list(test.interval),
                 **{f"test_{key}": value for key, value in test.details.items()},
+                **({} if test.classes is None else test.classes.as_json()),
                 "head_only": head_only["test"],
                 "head_only_val": head_only["val"],
                 "teacher": self._teacher[name],

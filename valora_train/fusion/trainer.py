@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,15 +13,17 @@ from torch import Tensor, nn
 from valora_data.schema import Sample, Split
 from valora_train.model.prompts import Encoded, HeadInputs, HiddenStates
 from valora_train.model.team import Team
+from valora_train.tasks.augment import Augmenter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from valora_data.checkpoint import Checkpoint
     from valora_train.model.lmm import Lmm
-    from valora_train.settings import TrainSettings
+    from valora_train.settings import AugmentSettings, TrainSettings
     from valora_train.tasks.base import DomainTask, Evaluation
 
+logger = logging.getLogger(__name__)
 FROZEN_BATCH = 64  # samples per forward pass of the frozen base, and per step of a head alone
 LENGTH_RATIO = 1.3  # domains whose longest samples differ by more are not padded to one length
 OVERSAMPLING = 8  # samples drawn for each one used, where samples are grouped by length
@@ -48,6 +51,8 @@ class DomainData:
         labelled: Splits with true answers, for evaluation.
         lmm: Encodes every sample once.
         mirror: Whether mirrored images are trained on too.
+        augment: Augmented views of the training samples; None for no views.
+        seed: Seed of the views.
 
     Attributes:
         task: Task of the domain.
@@ -63,14 +68,27 @@ class DomainData:
         labelled: Mapping[Split, list[Sample]],
         lmm: Lmm,
         mirror: bool,
+        augment: AugmentSettings | None = None,
+        seed: int = 0,
     ) -> None:
         self.task = task
         samples = list(taught)
-        if mirror:
-            samples += [task.mirrored(sample) for sample in taught]
+        mirrored = [task.mirrored(sample) for sample in taught] if mirror else []
+        samples += mirrored
         self.inputs = lmm.encode(
             [task.training_example(sample) for sample in samples], task.whole_prompt
         )
+        if augment is not None and augment.views:
+            augmenter = Augmenter(augment, task.geometric, seed)
+            views = _views_that_fit(augment, samples[: len(taught)], self.inputs, task.domain.name)
+            for view in range(views):
+                originals = mirrored if mirrored and view % 2 else taught
+                # In pieces, so that only a few original images are decoded at a time.
+                for start in range(0, len(originals), FROZEN_BATCH):
+                    part = [augmenter(one, view) for one in originals[start : start + FROZEN_BATCH]]
+                    examples = [task.training_example(sample) for sample in part]
+                    self.inputs += lmm.encode(examples, task.whole_prompt)
+                    samples += part
         self.targets = task.targets(samples, self.inputs)
         if self.targets is not None:
             self.targets = self.targets.to(lmm.device)
@@ -80,6 +98,24 @@ class DomainData:
             )
             for split, samples in labelled.items()
         }
+
+
+def _views_that_fit(
+    augment: AugmentSettings, taught: Sequence[Sample], inputs: Sequence[Encoded], name: str
+) -> int:
+    """Number of augmented views that stay within the memory for them."""
+    sizes = [
+        sum(image.width * image.height * 3 for image in sample.images) + item.bytes
+        for sample, item in zip(taught, inputs, strict=False)
+    ]
+    room = int(augment.memory_gb * 1e9 // max(sum(sizes), 1))
+    if room < augment.views:
+        logger.warning(
+            "domain %s gets %d of %d augmented views, which take %.1f GB each: raise "
+            "train.augment.memory_gb for more",
+            name, room, augment.views, sum(sizes) / 1e9,
+        )  # fmt: skip
+    return min(room, augment.views)
 
 
 @dataclass

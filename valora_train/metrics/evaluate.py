@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -36,6 +36,7 @@ class Matches:
         image: (n,) int64, index of the image of each detection.
         truths: (images,) int64, number of true boxes of each image.
         map: COCO's mean average precision over IoU 0.50:0.95, maximum 100 detections per image.
+        ap: The same of each class that has objects.
     """
 
     score: NDArray[np.float64]
@@ -43,6 +44,7 @@ class Matches:
     image: NDArray[np.int64]
     truths: NDArray[np.int64]
     map: float
+    ap: Mapping[str, float] = field(default_factory=dict)
 
     def f1(self, threshold: float) -> float:
         """F1 of the detections at or above a confidence; 0 if there are no true boxes."""
@@ -126,6 +128,7 @@ def match(
             np.repeat(np.arange(len(found)), [len(boxes) for boxes in found]),
             np.array([len(boxes) for boxes in truth], np.int64),
             0.0,
+            {box.label: 0.0 for boxes in truth for box in boxes},
         )
     evaluation = _coco_evaluation(found, truth, labels)
     score, hit, image = [], [], []
@@ -141,6 +144,11 @@ def match(
         np.array(image, np.int64),
         np.array([len(boxes) for boxes in truth], np.int64),
         float(np.mean(precision[precision > -1])),
+        {
+            label: float(precision[:, :, place].mean())
+            for place, label in enumerate(labels)
+            if (precision[:, :, place] > -1).all()
+        },
     )
 
 

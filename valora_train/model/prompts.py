@@ -72,6 +72,13 @@ class Encoded:
         return len(self.ids)
 
     @property
+    def bytes(self) -> int:
+        """Size of pixels or features in memory."""
+        kept = [*self.pixels.values(), *self.deep]
+        kept += [] if self.features is None else [self.features]
+        return sum(tensor.nelement() * tensor.element_size() for tensor in kept)
+
+    @property
     def last(self) -> int | None:
         """Position of the last token; None if a token's position is its index."""
         return None if self.positions is None else int(self.positions[:, -1].max())

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from valora_train.reporting.text import accuracy_text, plural
+from valora_train.reporting.text import accuracy_text, markdown_table, plural
 
 BARS = "pictures/accuracy-of-all-domains.png"
 """Picture of `pictures.accuracy_bars` in a bundle; no domain has a name with hyphens."""
+
+CLASS_METRICS = ("precision", "recall", "f1")
+MAX_ROWS = 30
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,12 +65,16 @@ def bundle_card(manifest: dict[str, Any]) -> str:
         "",
         f"![accuracy of all domains]({BARS})",
         "",
+        *_classes(manifest["domains"]),
         "## Pictures",
         "Images of the test split. True boxes are white, right predictions green, wrong ones red; "
         "the true answer stands in grey below a wrong one.",
         "",
     ]
-    lines += [f"**{name}**\n\n![{name}](pictures/{name}.png)\n" for name in manifest["domains"]]
+    for name, facts in manifest["domains"].items():
+        lines.append(f"**{name}**\n\n![{name}](pictures/{name}.png)\n")
+        if "confusion" in facts["accuracy"]:
+            lines.append(f"![{name}: truth and prediction]({confusion_file(name)})\n")
     lines += ["## Decisions", ""]
     lines += [
         f"- **{name}**: {facts['reason']}"
@@ -104,6 +111,38 @@ def _usage(manifest: dict[str, Any]) -> list[str]:
         "The heads in `heads/` read the last hidden states of the domain's prompt; where a domain "
         "has no head, the model writes the answer. `bundle.json` lists the prompt, adapter and "
         "head of every domain; where the adapter is null, the base model answers without LoRA.",
+        "",
+    ]
+
+
+def confusion_file(domain: str) -> str:
+    """Place of a domain's confusion matrix in a bundle."""
+    return f"pictures/{domain}-confusion.png"
+
+
+def _classes(domains: Mapping[str, Any]) -> list[str]:
+    """The section about single classes, of the domains that have several."""
+    several = {
+        name: facts["accuracy"]["per_class"]
+        for name, facts in domains.items()
+        if len(facts["accuracy"].get("per_class", ())) > 1
+    }
+    if not several:
+        return []
+    rows = []
+    for name, figures in several.items():
+        worst = sorted(figures.items(), key=lambda item: item[1]["f1"])[:MAX_ROWS]
+        rows += [
+            (name, label, str(one["support"]), *(f"{one[key]:.3f}" for key in CLASS_METRICS),
+             accuracy_text(one.get("ap")))
+            for label, one in worst
+        ]  # fmt: skip
+    columns = ("domain", "class", "truths", *CLASS_METRICS, "AP")
+    return [
+        "## Classes",
+        f"On the test split; of each domain the {MAX_ROWS} classes with the lowest F1 at most.",
+        "",
+        *markdown_table(columns, rows),
         "",
     ]
 

@@ -163,7 +163,9 @@ class FusionReport:
             yield
 
     def test_measured(self, domain: str, test: Evaluation) -> Image:
-        """Log the contact sheet of a domain's test split and return it."""
+        """Log the contact sheet and the classes of a domain's test split; return the sheet."""
+        if test.classes is not None:
+            self._tracker.log_classes(domain, test.classes)
         sheet = self.contact_sheet(domain, test, Split.TEST)
         self._tracker.log_picture(sheet, f"pictures/{domain}.png")
         return sheet
@@ -240,7 +242,12 @@ class AttemptReport:
         for name, evaluation in outcome.evaluations.items():
             details |= {f"{key}/{name}": value for key, value in evaluation.details.items()}
             sheets[name] = self._report.contact_sheet(name, evaluation, Split.VAL)
-        self._run.finish(outcome.decision, outcome.seconds, sheets, details)
+        classes = {
+            name: evaluation.classes
+            for name, evaluation in outcome.evaluations.items()
+            if evaluation.classes is not None
+        }
+        self._run.finish(outcome.decision, outcome.seconds, sheets, details, classes)
         self._report.show_outcome(outcome)
 
 

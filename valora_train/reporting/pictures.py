@@ -186,6 +186,35 @@ def _bars_of_domain(axes: Any, row: int, facts: Mapping[str, Any]) -> None:
     axes.vlines(facts["required"], row - 0.42, row + 0.42, color="black", linewidth=2)
 
 
+def confusion_matrix(names: Sequence[str], counts: Sequence[Sequence[int]], title: str) -> Figure:
+    """A confusion matrix: counts, coloured by their share of the true class.
+
+    Args:
+        names: Names of the classes.
+        counts: Counts by truth (row) and prediction (column).
+        title: Title of the figure.
+    """
+    from matplotlib.figure import Figure
+
+    values = np.array(counts)
+    shares = values / np.maximum(values.sum(axis=1, keepdims=True), 1)
+    side = 2.5 + 0.55 * min(len(names), 30)
+    figure = Figure(figsize=(side + 1.2, side), dpi=110)
+    axes = figure.add_subplot()
+    picture = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    for row, column in np.argwhere(values > 0):
+        ink = "white" if shares[row, column] > 0.5 else "black"
+        axes.text(column, row, values[row, column], ha="center", va="center", color=ink, fontsize=8)
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_xlabel("prediction")
+    axes.set_ylabel("truth")
+    axes.set_title(title)
+    figure.colorbar(picture, ax=axes, label="share of the true class")
+    figure.tight_layout()
+    return figure
+
+
 def heat_map(decisions: Sequence[AttemptDecision], required: Mapping[str, float]) -> Figure:
     """A heat map of domains × attempts: accuracy minus requirement on the validation split."""
     from matplotlib.colors import TwoSlopeNorm

@@ -10,11 +10,13 @@ from __future__ import annotations
 import getpass
 import json
 import logging
+import re
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from valora_train.fusion.decision import Verdict
+from valora_train.metrics.per_class import MAX_CLASSES
 from valora_train.reporting import pictures
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from valora_train.fusion.decision import Attempt, AttemptDecision, HeadOnlyDecision
+    from valora_train.metrics.per_class import ClassReport
 
 FUSION = "valora.fusion"
 ATTEMPT = "valora.attempt"
@@ -32,6 +35,7 @@ HEAD_ONLY = "valora.head_only"
 PARENT = "mlflow.parentRunId"
 NOTE = "mlflow.note.content"
 KIND = "mlflow.experimentKind"
+TABLES = "mlflow.loggedArtifacts"
 MODEL_TRAINING = "custom_model_development"
 """Value of `KIND` for experiments with runs and metrics instead of chat traces."""
 LOCAL_SERVER = "http://127.0.0.1:5000"
@@ -236,12 +240,15 @@ class Tracker:
         self._client.log_figure(self.run_id, heat, "accuracy_heat_map.png")
         timeline = pictures.packing_timeline(decisions, seconds)
         self._client.log_figure(self.run_id, timeline, "packing_timeline.png")
-        tables = '[{"path": "steps.json", "type": "table"}]'
-        self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", tables)
+        _show_table(self._client, self.run_id, "steps.json")
 
     def log_metrics(self, values: Mapping[str, float], step: int = 0) -> None:
         """Log metrics of the parent run."""
         _log_metrics(self._client, self.run_id, {key: [(step, v)] for key, v in values.items()})
+
+    def log_classes(self, domain: str, report: ClassReport) -> None:
+        """Log the metrics of a domain's classes, measured on the test split."""
+        _log_classes(self._client, self.run_id, domain, report)
 
     def log_picture(self, image: Image, file: str) -> None:
         """Log a picture as the artifact `file` of the parent run."""
@@ -289,9 +296,8 @@ class NoTracker(Tracker):
     def link(self) -> None:
         """None: there is no run."""
 
-    log_data_sets = log_head_only = log_summary = log_metrics = log_picture = log_figure = (
-        finish
-    ) = _ignore
+    log_data_sets = log_head_only = log_summary = log_metrics = log_classes = _ignore
+    log_picture = log_figure = finish = _ignore
 
 
 class AttemptRun:
@@ -343,6 +349,7 @@ class AttemptRun:
         seconds: float,
         sheets: Mapping[str, Image],
         details: Mapping[str, float],
+        classes: Mapping[str, ClassReport],
     ) -> None:
         """Log the outcome of the attempt and end the run.
 
@@ -351,6 +358,7 @@ class AttemptRun:
             seconds: Duration of the attempt, in seconds.
             sheets: Contact sheets by domain.
             details: Further metrics by name.
+            classes: Metrics of each class, by domain.
         """
         values: dict[str, list[tuple[int, float]]] = {"loss": self._losses}
         for name, accuracy in decision.accuracy.items():
@@ -361,6 +369,8 @@ class AttemptRun:
         _log_metrics(self._client, self._id, values)
         for name, sheet in sheets.items():
             self._client.log_image(self._id, sheet, f"pictures/{name}.png")
+        for name, report in classes.items():
+            _log_classes(self._client, self._id, name, report)
         self._client.set_tag(self._id, "valora.decision", str(decision.verdict))
         self._client.set_tag(self._id, NOTE, f"**{decision.verdict}**: {decision.reason}")
         self._client.update_run(self._id, name=f"{self._attempt.name} ({decision.verdict})")
@@ -491,6 +501,52 @@ def _log_data_sets(client: Any, run_id: str, data_sets: Sequence[DataSet]) -> No
         for item in data_sets
     ]
     client.log_inputs(run_id, inputs)
+
+
+def _log_classes(client: Any, run_id: str, domain: str, report: ClassReport) -> None:
+    """Log the metrics of single classes: as metrics, as a table, and as a confusion matrix."""
+    figures = report.figures()
+    columns = ("class", "support", "precision", "recall", "f1", "ap")
+    rows = [
+        [label, *(_rounded(values.get(column)) for column in columns[1:])]
+        for label, values in figures.items()
+    ]
+    table = f"classes/{domain}.json"
+    client.log_dict(run_id, {"columns": list(columns), "data": rows}, table)
+    _show_table(client, run_id, table)
+    if len(figures) > MAX_CLASSES:
+        return
+    names, counts = report.used()
+    title = f"{domain}: truth and prediction"
+    matrix = pictures.confusion_matrix(names, counts.tolist(), title)
+    client.log_figure(run_id, matrix, f"pictures/{domain}-confusion.png")
+    _log_metrics(
+        client,
+        run_id,
+        {
+            f"{metric}/{domain}/{_metric_name(label)}": [(0, values[metric])]
+            for label, values in figures.items()
+            for metric in ("precision", "recall", "f1", "ap")
+            if metric in values
+        },
+    )
+
+
+def _rounded(value: float | None) -> float | str:
+    return "" if value is None else round(value, 4)
+
+
+def _metric_name(label: str) -> str:
+    """A label as a part of a metric's name, in the characters that MLflow allows."""
+    return re.sub(r"[^\w\-. :]", "_", label).strip(".") or "_"
+
+
+def _show_table(client: Any, run_id: str, path: str) -> None:
+    """Tell MLflow's pages that an artifact is a table."""
+    known = json.loads(client.get_run(run_id).data.tags.get(TABLES, "[]"))
+    entry = {"path": path, "type": "table"}
+    if entry not in known:
+        client.set_tag(run_id, TABLES, json.dumps([*known, entry]))
 
 
 def _log_metrics(client: Any, run_id: str, values: Mapping[str, list[tuple[int, float]]]) -> None:

@@ -20,8 +20,8 @@ from valora_data.errors import BundleError
 from valora_data.schema import Split
 from valora_train.errors import GateError
 from valora_train.fusion.state import FUSION
-from valora_train.reporting.bundle_card import BARS, bundle_card
-from valora_train.reporting.pictures import accuracy_bars
+from valora_train.reporting.bundle_card import BARS, bundle_card, confusion_file
+from valora_train.reporting.pictures import accuracy_bars, confusion_matrix
 from valora_train.reporting.tracking import register_bundle
 from valora_train.settings import as_dict
 from valora_train.stage import read_json, versions, write_json
@@ -115,6 +115,11 @@ def _write_bundle(
     manifest = _manifest(settings, domains, fused, result, version)
     _write_golden(folder, manifest, domains, settings.model.device)
     accuracy_bars(manifest["domains"]).savefig(folder / BARS)
+    for name, facts in manifest["domains"].items():
+        if matrix := facts["accuracy"].get("confusion"):
+            title = f"{name}: truth and prediction"
+            picture = confusion_matrix(matrix["names"], matrix["counts"], title)
+            picture.savefig(folder / confusion_file(name))
     (folder / "README.md").write_text(bundle_card(manifest), encoding="utf-8")
     write_manifest(folder, manifest)
 

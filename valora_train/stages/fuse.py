@@ -119,8 +119,12 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
         "train": settings.train,
     }
     values: dict[str, Any] = {key: as_dict(value) for key, value in facts.items()}
-    if not settings.heads.options:  # stages of runs without options keep their hashes
+    if (
+        not settings.heads.options
+    ):  # stages of runs without options or augmentation keep their hashes
         del values["heads"]["options"]
+    if not settings.train.augment.views:
+        del values["train"]["augment"]
     values["domains"] = [
         {
             "name": item.settings.name,
@@ -393,6 +397,8 @@ def _load_lazily(
                 },
                 lmm,
                 settings.train.flip and item.settings.mirror,
+                settings.train.augment,
+                settings.train.seed,
             )
 
     return _LazyMapping(inputs, load)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from valora_data.schema import Answer, Domain, Sample
     from valora_data.tasks import TaskSpec
     from valora_train.metrics.measures import Scores
+    from valora_train.metrics.per_class import ClassReport
     from valora_train.model.lmm import Lmm
     from valora_train.model.prompts import Encoded, HeadInputs, HiddenStates
     from valora_train.settings import HeadSettings
@@ -52,6 +53,7 @@ class Evaluation:
         predictions: The answer to every sample.
         details: Further metrics by name.
         threshold: Confidence from which a box counts; None where there are no boxes.
+        classes: Metrics of each class; None where answers are no classes.
     """
 
     accuracy: float
@@ -59,6 +61,7 @@ class Evaluation:
     predictions: list[Prediction]
     details: dict[str, float] = field(default_factory=dict)
     threshold: float | None = None
+    classes: ClassReport | None = None
 
 
 class DomainTask(ABC):
@@ -74,6 +77,8 @@ class DomainTask(ABC):
     Attributes:
         spec: What is declared about the task type.
         whole_prompt: Whether the tokens behind the last visual token are needed.
+        geometric: Whether crops, rotations and shifts of an image leave its answer right, its boxes
+            being moved along; otherwise augmentation changes colours and sharpness only.
         options_type: A dataclass of the settings that only this task type has; they are given in
             `heads.options`, below the name of the task type. None if it has none.
         options: The domain's settings of that dataclass; None if the task type has none.
@@ -81,6 +86,7 @@ class DomainTask(ABC):
 
     spec: ClassVar[TaskSpec]
     whole_prompt: ClassVar[bool] = True
+    geometric: ClassVar[bool] = False
     options_type: ClassVar[type | None] = None
 
     def __init__(self, domain: Domain, settings: HeadSettings, video: bool = False) -> None:

@@ -10,6 +10,7 @@ import torch
 from valora_data.contract.heads import LabelHead, LabelResult, confidences
 from valora_data.errors import DataError
 from valora_data.schema import Answer
+from valora_train.metrics.per_class import choice_report
 from valora_train.tasks.base import Evaluation, HeadTask, Prediction
 from valora_train.tasks.label_head import POOLINGS, ChoiceTargets, LabelHeadModule
 
@@ -114,11 +115,13 @@ class ChoiceTask(HeadTask):
     def evaluate(
         self, head: LabelHeadModule, predictions: list[Prediction], samples: Sequence[Sample]
     ) -> Evaluation:
-        """The task's metric, and the calibration error of the confidences."""
+        """The task's metric, the calibration error of the confidences, metrics of each label."""
         found = super().evaluate(head, predictions, samples)
         truth = [sample.answer for sample in samples]
         ece = self._calibration_error(predictions, truth)
-        return replace(found, details=found.details | {"ece": ece})
+        choices = [one.answer.choice for one in predictions]
+        classes = choice_report(choices, [one.choice for one in truth], self.domain.labels)
+        return replace(found, details=found.details | {"ece": ece}, classes=classes)
 
     def _calibration_error(
         self, predictions: Sequence[Prediction], truth: Sequence[Answer]

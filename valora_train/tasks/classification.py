@@ -19,6 +19,7 @@ class ClassificationTask(ChoiceTask):
 
     spec = CLASSIFICATION
     head_kind = "classification"
+    geometric = True
 
     @classmethod
     def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:

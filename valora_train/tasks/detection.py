@@ -13,6 +13,7 @@ from valora_data.errors import DataError
 from valora_data.schema import Answer, Sample
 from valora_data.tasks import DETECTION
 from valora_train.metrics.evaluate import match
+from valora_train.metrics.per_class import detection_report
 from valora_train.model.prompts import Example
 from valora_train.tasks.base import Evaluation, HeadTask, Prediction
 from valora_train.tasks.box_head import BoxHeadModule, DetectionTargets
@@ -48,6 +49,7 @@ class DetectionTask(HeadTask):
     spec = DETECTION
     result = BoxesResult
     whole_prompt: ClassVar[bool] = False
+    geometric = True
 
     def __init__(
         self, domain: Domain, settings: HeadSettings, first_head: Tensor | None = None
@@ -160,7 +162,7 @@ class DetectionTask(HeadTask):
     def evaluate(
         self, head: BoxHeadModule, predictions: list[Prediction], samples: Sequence[Sample]
     ) -> Evaluation:
-        """F1 at the head's threshold, COCO mAP, calibration error of the confidences."""
+        """F1 at the head's threshold, COCO mAP, calibration error; the same of each class."""
         matches = self._match(predictions, samples)
         threshold = float(head.threshold)
         return Evaluation(
@@ -169,6 +171,13 @@ class DetectionTask(HeadTask):
             predictions,
             {"map": matches.map, "ece": matches.calibration_error()},
             threshold,
+            detection_report(
+                [one.answer.boxes for one in predictions],
+                [sample.answer.boxes for sample in samples],
+                self.domain.labels,
+                threshold,
+                matches.ap,
+            ),
         )
 
     def threshold(self, head: BoxHeadModule) -> float:

@@ -19,6 +19,7 @@ class VideoTask(ChoiceTask):
 
     spec = VIDEO
     head_kind = "action"
+    geometric = True
 
     @classmethod
     def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:

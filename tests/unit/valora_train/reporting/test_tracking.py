@@ -1,11 +1,13 @@
 """What MLflow is told: where a run is, how the experiment opens, what a run reads."""
 
+import json
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
 from valora_train.fusion.decision import Attempt
+from valora_train.metrics.per_class import choice_report
 from valora_train.reporting.tracking import (
     DataSet,
     Tracker,
@@ -81,3 +83,39 @@ def test_the_latest_fusion_of_every_task_comes_first(uri: str) -> None:
         ("valora/detection", "detection run", second.link),
     ]
     assert first.run_id != second.run_id
+
+
+def test_classes_are_metrics_a_table_and_a_picture(uri: str) -> None:
+    tracker = started(uri)
+    labels = ["white blood cell", "n/a?", "..", "ünder"]
+    truth = [labels[place] for place in (0, 0, 1, 2, 3)]
+    report = choice_report([labels[place] for place in (0, 1, 1, 2, 3)], truth, labels)
+    tracker.log_classes("cells", report)
+    client = MlflowClient(uri)
+    run = client.get_run(tracker.run_id)
+    assert run.data.metrics["recall/cells/white blood cell"] == 0.5
+    assert run.data.metrics["precision/cells/n_a_"] == 0.5
+    assert run.data.metrics["f1/cells/ünder"] == 1.0
+    assert not [key for key in run.data.metrics if key.startswith("ap/")]
+    table = json.loads(
+        Path(client.download_artifacts(run.info.run_id, "classes/cells.json")).read_text()
+    )
+    assert table["columns"] == ["class", "support", "precision", "recall", "f1", "ap"]
+    assert table["data"][0] == ["white blood cell", 2, 1.0, 0.5, 0.6667, ""]
+    shown = json.loads(run.data.tags["mlflow.loggedArtifacts"])
+    assert shown == [{"path": "classes/cells.json", "type": "table"}]
+    pictures = [item.path for item in client.list_artifacts(run.info.run_id, "pictures")]
+    assert pictures == ["pictures/cells-confusion.png"]
+
+
+def test_of_many_classes_there_is_a_table_alone(uri: str) -> None:
+    tracker = started(uri)
+    labels = [f"class {number}" for number in range(60)]
+    tracker.log_classes("birds", choice_report(labels, labels, labels))
+    client = MlflowClient(uri)
+    run = client.get_run(tracker.run_id)
+    assert not run.data.metrics
+    assert [item.path for item in client.list_artifacts(run.info.run_id)] == [
+        "classes",
+        "config.yaml",
+    ]

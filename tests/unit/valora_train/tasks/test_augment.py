@@ -1,0 +1,144 @@
+"""Augmented views against pixels: where a box is, the image shows what was in it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from valora_data.schema import Answer, Box, Sample, Task
+from valora_train.settings import AugmentSettings
+from valora_train.tasks.augment import Augmenter
+from valora_train.tasks.registry import TASK_TYPES
+
+WIDTH, HEIGHT = 240, 160
+
+
+def with_rectangle(box):
+    """A black image with a white rectangle, and its box."""
+    pixels = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
+    pixels[int(box.y0) : int(box.y1), int(box.x0) : int(box.x1)] = 255
+    return Sample("a", Image.fromarray(pixels), Answer((box,)))
+
+
+def bounds(image):
+    """Edges of what is white in an image, to a fraction of a pixel."""
+    white = np.asarray(image)[..., 0] / 255
+    rows, columns = np.nonzero(white > 0.5)
+    return columns.min(), rows.min(), columns.max() + 1, rows.max() + 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        AugmentSettings(1, crop=0.5), AugmentSettings(1, rotate=12.0),
+        AugmentSettings(1, shift=0.2), AugmentSettings(1, crop=0.3, rotate=8.0, shift=0.1),
+    ],
+)  # fmt: skip
+def test_a_box_is_where_the_pixels_are(settings):
+    settings = replace(settings, least_visible=0.0)
+    rng = np.random.default_rng(3)
+    inside = 0
+    for number in range(40):
+        x, y = rng.integers(20, 120), rng.integers(20, 80)
+        box = Box(x, y, x + rng.integers(30, 80), y + rng.integers(30, 60), "cat", 0.75)
+        sample = replace(with_rectangle(box), id=str(number))
+        view = Augmenter(settings, True, 0)(sample, 1)
+        assert view.image.size == (WIDTH, HEIGHT)
+        if not view.answer.boxes:
+            continue
+        (moved,) = view.answer.boxes
+        assert (moved.label, moved.confidence) == ("cat", 0.75)
+        assert moved.x0 >= 0 and moved.y0 >= 0 and moved.x1 <= WIDTH and moved.y1 <= HEIGHT
+        whole = moved.x0 > 0 and moved.y0 > 0 and moved.x1 < WIDTH and moved.y1 < HEIGHT
+        if whole or not settings.rotate:  # a rotated corner outside leaves the box loose
+            assert np.abs(np.subtract(bounds(view.image), moved.xyxy)).max() <= 2.5
+            inside += 1
+    assert inside >= 15
+
+
+def test_boxes_are_dropped_by_the_share_that_is_left():
+    columns, rows = np.meshgrid(np.arange(WIDTH), np.arange(HEIGHT))
+    pixels = np.stack([columns, rows, 0 * rows], axis=2).astype(np.uint8)
+    box = Box(10, 10, 110, 90, "cat")
+    augmenter = Augmenter(AugmentSettings(1, crop=0.7, least_visible=0.6), True, 5)
+    dropped = kept = 0
+    for number in range(60):
+        view = augmenter(Sample(str(number), Image.fromarray(pixels), Answer((box,))), 0)
+        # Red and green say which part of the image is left.
+        left = np.asarray(view.image).astype(float)
+        x0, x1 = left[:, 0, 0].mean(), left[:, -1, 0].mean() + 1
+        y0, y1 = left[0, :, 1].mean(), left[-1, :, 1].mean() + 1
+        wide = max(0.0, min(box.x1, x1) - max(box.x0, x0))
+        high = max(0.0, min(box.y1, y1) - max(box.y0, y0))
+        share = wide * high / box.area
+        if abs(share - 0.6) > 0.05:
+            assert bool(view.answer.boxes) == (share > 0.6)
+            dropped += share < 0.6
+            kept += share > 0.6
+    assert min(dropped, kept) >= 5
+
+
+def photograph(seed=0):
+    rng = np.random.default_rng(seed)
+    small = rng.integers(0, 256, (8, 12, 3), np.uint8)
+    return Image.fromarray(small).resize((WIDTH, HEIGHT))
+
+
+EVERYTHING = AugmentSettings(1, 0.4, 0.3, 8.0, 0.1, 1.0, 0.03, 0.5)
+
+
+def test_a_view_depends_on_seed_sample_and_number_alone():
+    sample = Sample("a", photograph(), Answer((Box(10, 10, 90, 90, "x"),)))
+
+    def pixels(seed=0, view=0, name="a", threads=1):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        state = torch.get_rng_state()
+        found = Augmenter(EVERYTHING, True, seed)(replace(sample, id=name), view)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.get_num_threads() == threads
+        torch.set_num_threads(before)
+        return np.asarray(found.image).tobytes(), found.answer
+
+    first = pixels()
+    torch.rand(3)
+    others = [pixels(seed=1), pixels(view=1), pixels(name="b")]
+    assert all(other[0] != first[0] for other in others)
+    assert pixels() == first
+    assert pixels(threads=2) == first
+
+
+def test_all_frames_change_alike():
+    settings = replace(EVERYTHING, noise=0.0)  # noise differs from frame to frame, as a camera's
+    frames = [photograph()] * 3
+    view = Augmenter(settings, True, 0)(
+        Sample("a", frames[0], Answer(), None, tuple(frames[1:])), 0
+    )
+    shown = [np.asarray(image) for image in view.images]
+    assert len(shown) == 3
+    assert all(np.array_equal(shown[0], frame) for frame in shown)
+    assert not np.array_equal(shown[0], np.asarray(frames[0]))
+
+
+def test_only_colours_change_where_places_are_words_or_counts():
+    geometric = {str(task) for task in Task.all() if TASK_TYPES[task].geometric}
+    assert geometric >= {"detection", "classification", "video"}
+    assert not geometric & {"counting", "vqa", "caption", "grounding"}
+    box = Box(40, 40, 100, 90, "cat")
+    sample = with_rectangle(box)
+    view = Augmenter(replace(EVERYTHING, blur=0.0, noise=0.0), False, 0)(sample, 0)
+    assert view.answer == sample.answer
+    assert np.abs(np.subtract(bounds(view.image), box.xyxy)).max() <= 1
+    assert view.image.tobytes() != sample.image.tobytes()
+    still = Augmenter(AugmentSettings(1, crop=0.5), False, 0)(sample, 0)
+    assert still.image.tobytes() == sample.image.tobytes()
+
+
+def test_hues_stay():
+    red = Sample("a", Image.new("RGB", (32, 32), (200, 40, 40)), Answer())
+    for view in range(10):
+        found = Augmenter(AugmentSettings(1, color=0.5), False, 0)(red, view)
+        pixel = found.image.convert("HSV").getpixel((5, 5))
+        assert min(pixel[0], 255 - pixel[0]) <= 4 or pixel[1] < 10

@@ -147,6 +147,12 @@ def test_the_papers_requirements_are_the_default():
         ("task.only=[person,dragon]", "unknown domain 'dragon' of task detection: choose from"),
         ("domains.person.labels=[]", "domain person needs a list of distinct labels"),
         ("domains.person.name=a-b", "domain name 'a-b' must be letters"),
+        (
+            "train.augment.crop=1",
+            r"augment.crop must lie in \[0, 0.95\], got 1",
+        ),
+        ("train.augment.views=2", "asks for views that nothing changes: set train/augment=light"),
+        ("train.augment.blur=2", "changes nothing without views: set train.augment.views=2"),
         ("task.type=poetry", "bad setting task.type='poetry'"),
         (
             "domains.person.source.kind=tar",

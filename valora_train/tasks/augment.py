@@ -127,7 +127,7 @@ class Augmenter:
 
 def _area(edges: torch.Tensor) -> float:
     x0, y0, x1, y1 = edges.tolist()
-    return max(0.0, x1 - x0) * max(0.0, y1 - y0)
+    return float(max(0.0, x1 - x0) * max(0.0, y1 - y0))
 
 
 @contextmanager

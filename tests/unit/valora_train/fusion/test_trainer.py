@@ -9,7 +9,13 @@ from valora_data.checkpoint import Checkpoint
 from valora_data.schema import Domain, Split, Task
 from valora_train.fusion.trainer import DomainData, Trainer
 from valora_train.model.lmm import Lmm
-from valora_train.settings import HeadSettings, LoraSettings, ModelSettings, TrainSettings
+from valora_train.settings import (
+    AugmentSettings,
+    HeadSettings,
+    LoraSettings,
+    ModelSettings,
+    TrainSettings,
+)
 from valora_train.tasks.registry import make_task
 
 COLOURS = {"apple": "red", "sky": "blue"}
@@ -221,3 +227,30 @@ def test_it_learns(random_llava):
     assert val.interval[0] <= val.accuracy <= val.interval[1]
     assert val.accuracy > 0.5
     assert test.accuracy > 0.4
+
+
+def test_views_are_trained_on_besides_the_images_and_their_mirrors(random_llava, caplog):
+    lmm = Lmm(ModelSettings(id=str(random_llava)), LoraSettings(rank=4))
+    domain = Domain("apple", Task.DETECTION, ("apple",), "detect apple", 0.8)
+    taught = coloured_squares(5, 1, "apple", "red")
+
+    def data(mirror=True, **augment):
+        task = make_task(domain, HeadSettings(), lmm)
+        settings = AugmentSettings(color=0.4, shift=0.2, **augment)
+        return DomainData(task, taught, {}, lmm, mirror, settings, seed=3)
+
+    plain, four = data(views=0), data(views=4)
+    assert len(plain.inputs) == 10
+    assert len(four.inputs) == len(four.targets.positive) == 30
+    features = torch.stack([item.features for item in four.inputs])
+    assert torch.equal(features[:10], torch.stack([item.features for item in plain.inputs]))
+    assert len(torch.unique(features.flatten(1), dim=0)) == 30  # no two views are alike
+    again = data(views=4)
+    assert torch.equal(features, torch.stack([item.features for item in again.inputs]))
+    assert len(data(mirror=False, views=2).inputs) == 15
+    # Memory for two views and a half.
+    one = sum(item.bytes for item in plain.inputs[:5])
+    one += sum(sample.image.width * sample.image.height * 3 for sample in taught)
+    few = data(views=4, memory_gb=2.5 * one / 1e9)
+    assert len(few.inputs) == 20
+    assert "gets 2 of 4 augmented views" in caplog.text

@@ -119,9 +119,8 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
         "train": settings.train,
     }
     values: dict[str, Any] = {key: as_dict(value) for key, value in facts.items()}
-    if (
-        not settings.heads.options
-    ):  # stages of runs without options or augmentation keep their hashes
+    # Stages of runs without options or augmentation keep their hashes.
+    if not settings.heads.options:
         del values["heads"]["options"]
     if not settings.train.augment.views:
         del values["train"]["augment"]

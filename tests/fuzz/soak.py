@@ -261,11 +261,12 @@ class Soak:
         proc = Path("/proc") / str(self.server.process.pid)
         status = (proc / "status").read_text()
         found = re.search(r"VmRSS:\s+(\d+)", status)
+        files = len(list((proc / "fd").iterdir()))  # before a connection is opened to ask
         state = self.get("/v1/status")
         return Footprint(
             state["pages_total"] - state["pages_free"] - state["pages_adapters"],
             len(list((proc / "task").iterdir())),
-            len(list((proc / "fd").iterdir())),
+            files,
             int(found[1]) << 10 if found else 0,
         )
 

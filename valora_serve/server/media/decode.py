@@ -223,7 +223,8 @@ def _sampled(
         limits.check("video", frame.width, frame.height)
         if number in shown:
             take(frame.width, frame.height)
-            yield frame.to_image(), shown.count(number)
+            # One thread: by default there is one for each core, and each takes address space.
+            yield frame.to_image(threads=1), shown.count(number)
             missing = False
         if number >= shown[-1]:
             break

@@ -157,7 +157,12 @@ def test_merged_weights_are_checked_once(lmm):
         pass
     assert engine.merge_state.switch(Mode.MERGED, key)
     assert engine.adapters.proven == {key}
-    (weights,) = engine.lmm.linears.merged
+    # Engines before it may have made other layers mergeable, too.
+    (weights,) = [
+        memory
+        for memory in engine.lmm.linears.merged
+        if any(name.endswith("q_proj") for name in memory.shapes)
+    ]
     assert weights.is_finite()
     weights.live[12345] = torch.inf
     assert not weights.is_finite()

@@ -359,6 +359,14 @@ def test_videos_of_every_container_and_codec(number):
     assert [f.tobytes() for f in found] == [f.convert("RGB").tobytes() for f in expected]
 
 
+def test_a_video_is_decoded_in_one_thread(tmp_path):
+    """On 32 cores the stacks of the threads went beyond the limit on memory."""
+    content = video_file(tmp_path / "a.mp4", count=6).read_bytes()
+    before = len(os.listdir("/proc/self/task"))
+    for _ in decode_video(content, LIMITS):
+        assert len(os.listdir("/proc/self/task")) == before
+
+
 def test_a_video_whose_frames_change_their_size(tmp_path):
     """Motion JPEG: each frame has a header of its own."""
     small, large = (

@@ -134,9 +134,9 @@ def make_label_head(
 
 @dataclass(frozen=True)
 class DomainSpec:
-    """A domain of a test bundle; `kind` None is one that generates."""
+    """A domain of a test bundle; `kind` None is one that generates, `adapter` None the base."""
 
-    adapter: str
+    adapter: str | None
     kind: str | None = "detection"
     labels: list[str] = field(default_factory=lambda: ["thing"])
     pooling: str = "last"

@@ -212,6 +212,7 @@ def build_fusion(
     if (folder / FUSION).is_file():  # killed after the last write
         return
     _make_deterministic(settings.train.threads)
+    _check_validation_splits(settings, domains, display)
     parent = parent_of(settings, domains, stage)
     state = FusionState(
         folder, parent.head_only if parent else {}, settings.train.checkpoint_seconds
@@ -252,6 +253,29 @@ def build_fusion(
         result = fusion_result(settings.fusion.strategy, plan, promises, state, parent)
         report.finish(result)
         write_json(folder / FUSION, result)
+
+
+def _check_validation_splits(
+    settings: Settings, domains: Sequence[DomainInputs], display: Display
+) -> None:
+    """Note validation splits that are too small to show the margin.
+
+    Raises:
+        SettingsError: If a domain has a single validation sample, which can decide nothing.
+    """
+    for item in domains:
+        name, count = item.settings.name, len(shards.open_shard(item.data / Split.VAL))
+        if count < 2:
+            raise SettingsError(
+                f"domain {name} has {count} validation sample, which can decide nothing: give it "
+                "more (source.fractions, or a larger validation split)"
+            )
+        if settings.fusion.margin > 0 and 1 / count > settings.fusion.margin:
+            display.note(
+                "fuse",
+                f"{name}: one of {count} validation samples weighs {1 / count:.3f}, more than the "
+                f"margin of {settings.fusion.margin:g}: validate on more",
+            )
 
 
 def _stop_if_unreachable(

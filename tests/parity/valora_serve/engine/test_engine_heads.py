@@ -35,6 +35,7 @@ LEAST = 0.05
 DOMAINS = {
     "plates": DomainSpec("adapter-1", labels=["plate"], prompt="Find plates."),
     "traffic": DomainSpec("adapter-2", labels=["car", "bus", "bike"], prompt="Find the traffic."),
+    "signs": DomainSpec(None, labels=["stop", "yield"], prompt="Find the signs."),
 }
 OTHERS = {
     "scene": DomainSpec(
@@ -47,12 +48,14 @@ OTHERS = {
     "move": DomainSpec("adapter-1", "action", ["sit", "run", "fall", "jump"], prompt="What now?"),
     "place": DomainSpec("adapter-1", "classification", ["here", "there"], "grid", "Where?"),
     "caption": DomainSpec("adapter-2", None, [], prompt="Describe the image."),
+    "sky": DomainSpec(None, "classification", ["clear", "grey", "dark"], "grid", "Which sky?"),
+    "note": DomainSpec(None, None, [], prompt="Take a note."),
 }
 
 
 @pytest.fixture(scope="module")
 def detection(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Domains that a box head answers, on two adapters."""
+    """Domains that a box head answers, on two adapters and on none."""
     folder = tmp_path_factory.mktemp("bundles") / "detection"
     return make_bundle(folder, "tiny", name="detection", domains=DOMAINS, seed=1)
 
@@ -116,7 +119,7 @@ def trained(detection: Path) -> dict[tuple[str, int], list[Box]]:
 
 
 def detections(**more: Any) -> dict[tuple[str, int], Request]:
-    """Pictures of both domains, in turn."""
+    """Pictures of all domains, in turn."""
     return {
         (domain, n): Request(
             f"{domain}-{n}", model=domain, images=[picture(n)], min_score=LEAST, **more
@@ -213,7 +216,7 @@ def test_heads_again_from_the_prefix_cache(
             cached = found[request.id].last.usage.cached  # type: ignore[union-attr]
             assert (cached > 0) == (round_ > 0)  # words may come from the cache, visual tokens not
     assert len(engine.images) == 4  # the same pictures for both adapters
-    assert engine.stats().image_hits == 16
+    assert engine.stats().image_hits == 32
 
 
 def test_other_heads_by_hand(others: Path) -> None:
@@ -274,10 +277,14 @@ def test_other_heads_by_hand(others: Path) -> None:
 def hidden_of(reference: Reference, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """Last hidden states of a prompt, [tokens, width], and which tokens are visual."""
     inputs = reference.inputs(request)
-    reference.model.set_adapter(request.model)
     inner = reference.model.get_base_model().model
-    with torch.no_grad():
-        hidden = inner(**inputs).last_hidden_state[0]
+    if request.model is None:
+        with reference.model.disable_adapter(), torch.no_grad():
+            hidden = inner(**inputs).last_hidden_state[0]
+    else:
+        reference.model.set_adapter(request.model)
+        with torch.no_grad():
+            hidden = inner(**inputs).last_hidden_state[0]
     return hidden, inputs["input_ids"][0] == reference.model.config.image_token_id
 
 

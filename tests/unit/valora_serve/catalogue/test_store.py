@@ -101,6 +101,37 @@ def test_a_bundle_brings_adapters_and_domains(store, bundle, base, targets):
     assert bundles(store) == {"sample@1"}
 
 
+def test_a_domain_without_an_adapter_is_answered_by_the_base_model(store, base, tmp_path):
+    spec = DomainSpec(None, "classification", ["a", "b"], prompt="which?")
+    folder = make_bundle(tmp_path / "bare", base, name="bare", domains={"bare": spec}, adapters={})
+    store.commit(store.stage_bundle(folder))
+    assert names(store) == [base, "bare"]  # a bundle may have no adapter at all
+    target = store.resolve("bare")
+    assert target.adapter is None
+    assert target.head.labels == ("a", "b")
+    assert (target.model.parent, target.model.adapter, target.model.rank) == (base, None, None)
+    assert (target.model.bundle, target.model.loaded_at > 0) == ("bare@1", True)
+    assert [model.name for model in store.unregister_bundle("bare")] == ["bare"]
+    assert names(store) == [base]
+    empty = make_bundle(tmp_path / "empty", base, name="empty", domains={}, adapters={})
+    with pytest.raises(AdapterError, match="holds no domain"):
+        store.stage_bundle(empty)
+
+
+def test_bundles_of_the_first_version_are_read(store, copied):
+    manifest = json.loads((copied / MANIFEST).read_text())
+    (copied / MANIFEST).write_text(json.dumps({**manifest, "schema_version": 1}))
+    assert len(store.commit(store.stage_bundle(copied))) == 2 + len(DOMAINS)
+    manifest["domains"]["scene"]["adapter"] = None  # in version 1, every domain had an adapter
+    (copied / MANIFEST).write_text(json.dumps({**manifest, "schema_version": 1}))
+    with pytest.raises(AdapterError, match=r"'scene'.*adapter: expected a text, got None"):
+        store.stage_bundle(copied)
+    for version in (0, 3, "2", True, None, [2]):
+        (copied / MANIFEST).write_text(json.dumps({**manifest, "schema_version": version}))
+        with pytest.raises(AdapterError, match="schema version"):
+            store.stage_bundle(copied)
+
+
 def test_staging_hands_the_matrices_over_and_serves_nothing(store, bundle, base):
     staged = store.stage_bundle(bundle)
     assert names(store) == [base]
@@ -288,6 +319,8 @@ def entry(value, *way):
         (entry("x" * 40_000, "domains", "scene", "prompt"), "prompt: expected at most"),
         (entry(7, "adapters", "adapter-1", "path"), "path: expected a text"),
         (entry({}, "adapters"), "expected an adapter"),
+        (entry(5, "domains", "scene", "adapter"), "adapter: expected a text, got 5"),
+        (manifest_with(lambda m: m["domains"]["scene"].pop("adapter")), "lacks .*adapter"),
         (entry("x", "base"), "base: expected an object"),
         (entry(5, "base", "sha256"), "base.sha256: expected a text"),
         (lambda folder: (folder / MANIFEST).write_text("[" * 10**5), "nested more than 64"),

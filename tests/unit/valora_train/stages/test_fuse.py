@@ -1,10 +1,23 @@
-"""The stage `fuse`: what its hash depends on."""
+"""The stage `fuse`: what its hash depends on, and what its domains must reach."""
 
 from dataclasses import replace
 from pathlib import Path
 
-from valora_train.settings import AugmentSettings, HeadSettings, Settings, TrainSettings
-from valora_train.stages.fuse import fuse_stage
+import pytest
+
+from valora_data.schema import Split, Task
+from valora_train.errors import SettingsError, UnreachableError
+from valora_train.settings import (
+    AugmentSettings,
+    DomainSettings,
+    FusionSettings,
+    HeadSettings,
+    Settings,
+    TrainSettings,
+)
+from valora_train.stage import write_json
+from valora_train.stages.distill import REPORT
+from valora_train.stages.fuse import DomainInputs, check_result, fuse_stage
 
 
 def test_options_of_task_types_change_the_hash_only_where_there_are_any():
@@ -23,3 +36,57 @@ def test_augmentation_changes_the_hash_only_where_there_are_views():
     asked = fuse_stage(replace(Settings(), train=train), [])
     assert asked.settings["train"]["augment"]["color"] == 0.2
     assert asked.folder(Path()) != plain.folder(Path())
+
+
+def test_what_changes_no_training_is_in_no_hash():
+    plain = fuse_stage(Settings(), []).key
+    same = FusionSettings(unreachable="keep")
+    assert fuse_stage(replace(Settings(), fusion=same), []).key == plain
+    for changed in (
+        FusionSettings(margin=0.03), FusionSettings(head_only=False),
+        FusionSettings(strategy="paper"), FusionSettings(order="probe"),
+    ):  # fmt: skip
+        assert fuse_stage(replace(Settings(), fusion=changed), []).key != plain
+
+
+def taught(folder: Path, accuracy: float | None, **domain) -> DomainInputs:
+    """A domain whose teacher reaches an accuracy on validation."""
+    report = {} if accuracy is None else {"accuracy": {Split.VAL: {"accuracy": accuracy}}}
+    write_json(folder / REPORT, report)
+    settings = DomainSettings(name="cats", task=Task.DETECTION, labels=["cat"], **domain)
+    return DomainInputs(settings, folder, folder)
+
+
+def test_a_relative_requirement_is_a_share_of_the_teachers_accuracy(tmp_path):
+    found = taught(tmp_path, 0.9, required=0.8, relative=True).requirement(0.02)
+    assert found.required == pytest.approx(0.72)
+    assert found.text == "0.740 (required 0.8 × the teacher's 0.900 + margin 0.020)"
+    found = taught(tmp_path, 1.0, required=1.0, relative=True).requirement(0.02)
+    assert found.bar == 1.0  # nothing more is possible
+    assert taught(tmp_path, None, required=0.8, relative=True).required == 0.8
+    assert taught(tmp_path, 0.9, required=0.8).requirement(0.0).text == "0.800 (required 0.800)"
+
+
+@pytest.mark.parametrize("accuracy", [0.0, float("nan")])
+def test_nothing_can_be_relative_to_a_teacher_that_reaches_nothing(tmp_path, accuracy):
+    with pytest.raises(SettingsError, match=r"teacher of domain cats .* domains\.cats\.relative="):
+        _ = taught(tmp_path, accuracy, required=0.8, relative=True).required
+
+
+def test_the_metrics_largest_value_counts(tmp_path):
+    write_json(tmp_path / REPORT, {})
+    caption = DomainSettings(name="words", task=Task.CAPTION, required=9.99)
+    found = DomainInputs(caption, tmp_path, tmp_path).requirement(0.02)
+    assert found.bar == pytest.approx(9.995)
+
+
+def test_a_finished_fusion_is_refused_if_a_domain_is_flagged(tmp_path):
+    item = taught(tmp_path, None, required=0.8)
+    result = {"unreachable": {"cats": 0.528}, "domains": {"cats": {}}}
+    write_json(tmp_path / "fusion.json", result)
+    keep = replace(Settings(), fusion=FusionSettings(unreachable="keep"))
+    check_result(keep, [item], tmp_path)
+    with pytest.raises(UnreachableError, match=r"cats reached 0\.528 < 0\.820 \(required 0\.800"):
+        check_result(Settings(), [item], tmp_path)
+    write_json(tmp_path / "fusion.json", result | {"unreachable": {}})
+    check_result(Settings(), [item], tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ from valora_serve.server.access.keys import ROLES, new_key
 from valora_serve.server.settings import ServerSettings
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Sequence
 
     from valora_serve.engine.async_engine import AsyncEngine
@@ -27,8 +29,8 @@ console at /. Options can also be set in a file (--config) and in environment va
 (VALORA_PORT=8000). The command line takes precedence over the environment, and the environment
 over the file."""
 _EXTRA = {
-    "av", "fastapi", "httpcore", "prometheus_client", "pydantic", "pydantic_settings", "rich",
-    "uvicorn", "yaml",
+    "av", "fastapi", "filelock", "httpcore", "prometheus_client", "pydantic", "pydantic_settings",
+    "rich", "uvicorn", "yaml",
 }  # fmt: skip
 _MORE = """\
 other commands:
@@ -88,22 +90,48 @@ def serve(bundles: Sequence[str], settings: ServerSettings, engine_settings: Eng
 async def _serve(
     bundles: Sequence[str], settings: ServerSettings, engine_settings: EngineSettings
 ) -> int:
-    from functools import partial
-
-    from rich.console import Console
-
     from valora_serve.server.access.keys import KeyRing
-    from valora_serve.server.app import create_app, make_server
     from valora_serve.server.listen import bind, check_certificate
-    from valora_serve.server.loading import golden, startup
-    from valora_serve.server.loading.served_set import ServedSet
-    from valora_serve.server.media.pool import shared_pool
+    from valora_serve.server.loading.served_set import check_state
+    from valora_serve.server.loading.state_lock import own_state
 
     began = time.monotonic()
     # Wrong settings are reported before models are loaded.
     KeyRing.from_settings(settings)
     check_certificate(settings)
-    sockets = bind(settings)
+    with contextlib.ExitStack() as held:
+        if settings.allow_runtime_loading:
+            held.enter_context(own_state(Path(settings.state_file)))
+        if settings.adapter_folder:
+            check_state(Path(settings.adapter_folder), Path(settings.state_file))
+        return await _serve_at(bind(settings), bundles, settings, engine_settings, began)
+
+
+async def _serve_at(
+    sockets: list[socket.socket],
+    bundles: Sequence[str],
+    settings: ServerSettings,
+    engine_settings: EngineSettings,
+    began: float,
+) -> int:
+    """Load the model and the bundles, and serve.
+
+    Args:
+        sockets: Bound sockets.
+        bundles: Bundle folders, folders of bundles, or MLflow URIs.
+        settings: Settings of the server.
+        engine_settings: Settings of the engine.
+        began: When the process began, in seconds of `time.monotonic`.
+    """
+    from functools import partial
+
+    from rich.console import Console
+
+    from valora_serve.server.app import create_app, make_server
+    from valora_serve.server.loading import golden, startup
+    from valora_serve.server.loading.served_set import ServedSet
+    from valora_serve.server.media.pool import shared_pool
+
     shared_pool().start()  # ready by the time that the model is loaded
     state = Path(settings.state_file)
     folders = startup.find_bundles(bundles, state.parent / "downloads")

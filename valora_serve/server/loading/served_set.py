@@ -82,8 +82,8 @@ class ServedSet:
         state_file: Path,
         replay: Callable[[Path], Awaitable[int]] | None = None,
     ) -> None:
-        if folder is not None and not folder.is_dir():
-            raise SettingsError(f"adapter_folder {folder} is no folder: make it, or name another")
+        if folder is not None:
+            _check_folder(folder)
         self._engine = engine
         self._folder = folder.resolve() if folder is not None else None
         self._file = state_file
@@ -104,40 +104,11 @@ class ServedSet:
             or replaced at run time.
 
         Raises:
-            SettingsError: The file cannot be read, is damaged, or is of a newer version.
+            SettingsError: The file cannot be read, is damaged, or is of another version.
         """
         if self._folder is None:
             return []
-        start_without = "or delete it to start without run-time loads"
-        try:
-            self._file.lstat()
-            saved = parse_json(read_bytes(self._file, 16 << 20))
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise SettingsError(
-                f"state file {self._file} cannot be read ({error.strerror}): give the server "
-                f"permission, {start_without}"
-            ) from error
-        except UnreadableError as error:
-            denied = error.reason.startswith("cannot be read")
-            raise SettingsError(
-                f"state file {self._file} "
-                + (error.reason if denied else f"is damaged, as it {error.reason}")
-                + f": restore it, {start_without}"
-            ) from error
-        version = saved.get("version", VERSION) if isinstance(saved, dict) else VERSION
-        if type(version) is int and version > VERSION:
-            raise SettingsError(
-                f"state file {self._file} is of a newer version of VaLoRA: start that version, "
-                f"{start_without}"
-            )
-        try:
-            self._state = _SavedState.model_validate(saved)
-        except ValueError as error:
-            raise SettingsError(
-                f"state file {self._file} is damaged: restore it, {start_without}"
-            ) from error
+        self._state = _read_state(self._file)
         return list(dict.fromkeys((*self._state.unloaded, *self._state.bundles)))
 
     async def restore(self) -> list[str]:
@@ -463,6 +434,58 @@ class ServedSet:
     def _discard(draft: Path) -> None:
         with contextlib.suppress(OSError):
             draft.unlink()
+
+
+def check_state(folder: Path, file: Path) -> None:
+    """Check the folder of adapters and the state file, before a model is loaded.
+
+    Raises:
+        SettingsError: The folder is missing, or the file cannot be read, is damaged, or is of
+            another version.
+    """
+    _check_folder(folder)
+    _read_state(file)
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise SettingsError(f"adapter_folder {folder} is no folder: make it, or name another")
+
+
+def _read_state(file: Path) -> _SavedState:
+    """Read a state file; an empty state if there is none.
+
+    Raises:
+        SettingsError: The file cannot be read, is damaged, or is of another version.
+    """
+    start_without = "or delete it to start without run-time loads"
+    try:
+        file.lstat()
+        saved = parse_json(read_bytes(file, 16 << 20))
+    except FileNotFoundError:
+        return _SavedState()
+    except OSError as error:
+        raise SettingsError(
+            f"state file {file} cannot be read ({error.strerror}): give the server "
+            f"permission, {start_without}"
+        ) from error
+    except UnreadableError as error:
+        denied = error.reason.startswith("cannot be read")
+        raise SettingsError(
+            f"state file {file} "
+            + (error.reason if denied else f"is damaged, as it {error.reason}")
+            + f": restore it, {start_without}"
+        ) from error
+    version = saved.get("version", VERSION) if isinstance(saved, dict) else VERSION
+    if type(version) is int and version != VERSION:
+        age = "a newer" if version > VERSION else "another"
+        raise SettingsError(
+            f"state file {file} is of {age} version of VaLoRA: start that version, {start_without}"
+        )
+    try:
+        return _SavedState.model_validate(saved)
+    except ValueError as error:
+        raise SettingsError(f"state file {file} is damaged: restore it, {start_without}") from error
 
 
 def _unreadable(folder: Path, error: OSError) -> AdapterError:

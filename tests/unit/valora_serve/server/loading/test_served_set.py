@@ -492,6 +492,11 @@ def test_the_folder_of_the_state_file_may_go_under_a_running_server(place):
     ("make_file", "message"),
     [
         (lambda file: file.write_text('{"version": 2, "fleets": {}}'), "newer version"),
+        (lambda file: file.write_text('{"version": 0, "loaded": {}}'), "another version"),
+        (lambda file: file.write_text('{"version": 1, "adapters": {"one": "goo'), "damaged"),
+        (lambda file: file.write_text('{"version": "1", "adapters": {}}'), "damaged"),
+        (lambda file: file.write_bytes(bytes(300)), "damaged"),
+        (lambda file: file.write_text('["adapters"]'), "damaged"),
         (lambda file: file.write_text("[" * 10**5), "damaged, as it is nested"),
         (lambda file: file.write_text('{"adapters": {"a": "x", "a": "y"}}'), "key 'a' twice"),
         (lambda file: file.write_text('{"bundles": {"a": "\\ud800"}}'), "not Unicode"),

@@ -64,6 +64,9 @@ DESCRIPTION = (
 
 _M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 4 << 20  # of malloc.h; bytes
 
+_LAST_SECONDS = 0.1
+"""Time to accept the connections that wait in the queues of the sockets."""
+
 WORKERS = 4
 """Threads for file access and for building large answers."""
 
@@ -253,7 +256,17 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new requests until running ones have finished, and then stop listening."""
         await self._drain.finish(self._drain_seconds)
+        await self._accept_last(sockets or [])
         await super().shutdown(sockets)
+
+    async def _accept_last(self, sockets: list[socket.socket]) -> None:
+        """Take the connections that the kernel has accepted; later ones are refused.
+
+        Closing a socket resets those that wait in its queue. They get their 503 instead.
+        """
+        for sock in sockets:
+            sock.listen(0)  # the queue takes no more
+        await asyncio.sleep(_LAST_SECONDS)
 
 
 def make_server(

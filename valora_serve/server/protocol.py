@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -9,7 +10,53 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 if TYPE_CHECKING:
-    import asyncio
+    from collections.abc import Callable
+
+
+LINGER_SECONDS = 2.0
+"""Time that a client has to stop sending, before its connection is closed."""
+FIRST_SECONDS = 0.5
+"""Time that a new connection has to send its first byte, when the server stops."""
+
+
+class LingeringTransport:
+    """A transport that does not cut a client off while it sends.
+
+    The kernel resets a connection that is closed with bytes unread, and the client loses the
+    answer that it has not read yet. Here `close` ends the answer, and the connection is closed
+    once the client has closed its side, or after `LINGER_SECONDS`.
+
+    Args:
+        transport: The connection.
+        arriving: Tells whether the client is sending a request.
+
+    Attributes:
+        ending: Whether the answer has ended, and what still arrives is ignored.
+    """
+
+    def __init__(self, transport: asyncio.Transport, arriving: Callable[[], bool]) -> None:
+        self.ending = False
+        self._transport = transport
+        self._arriving = arriving
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        """Whether nothing can be written any more."""
+        return self.ending or self._transport.is_closing()
+
+    def close(self) -> None:
+        """End the answer, and close the connection when the client has stopped sending."""
+        if self.is_closing():
+            return
+        if not (self._arriving() and self._transport.can_write_eof()):  # TLS cannot end one side
+            self._transport.close()
+            return
+        self.ending = True
+        self._transport.write_eof()
+        self._transport.resume_reading()
+        asyncio.get_running_loop().call_later(LINGER_SECONDS, self._transport.close)
 
 
 class PatientProtocol(HttpToolsProtocol):
@@ -45,12 +92,15 @@ class PatientProtocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._body_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        self._begun = False  # a part of a request's head has come
+        self._lingering: LingeringTransport | None = None
         self._chunks = self._body_bytes = 0
         self._problem = "The request is not valid HTTP: send HTTP/1.1"
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the time limit for the first request's head."""
-        super().connection_made(transport)
+        self._lingering = LingeringTransport(transport, lambda: self.arriving)
+        super().connection_made(self._lingering)  # type: ignore[arg-type]
         # asyncio's own 256 KB take as long as four of these: 50 senders would hold up all others.
         transport.max_size = self.most_read  # type: ignore[attr-defined]
         sock = transport.get_extra_info("socket")
@@ -64,6 +114,37 @@ class PatientProtocol(HttpToolsProtocol):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         self._expect_head()
 
+    @property
+    def arriving(self) -> bool:
+        """Whether the client has sent a part of a request."""
+        return self._begun or self._body_timer is not None
+
+    def shutdown(self) -> None:
+        """End the connection: after its answer, or after the request that is arriving.
+
+        A request whose head does not arrive within `LINGER_SECONDS` is answered all the same.
+        """
+        if self.cycle is not None and not self.cycle.response_complete:
+            super().shutdown()
+        elif self._begun:
+            self.loop.call_later(LINGER_SECONDS, self._answer_end)
+        elif self.cycle is None:
+            self.loop.call_later(FIRST_SECONDS, self._end_unless_begun)
+        else:
+            self.transport.close()
+
+    def _end_unless_begun(self) -> None:
+        if self._begun:
+            self.loop.call_later(LINGER_SECONDS, self._answer_end)
+        elif self.cycle is None and not self.transport.is_closing():
+            self.transport.close()
+
+    def _answer_end(self) -> None:
+        """Answer a request of which the server has not seen enough."""
+        if self._begun and not self.transport.is_closing():
+            message = "The server is shutting down: ask again in a moment"
+            self._answer(503, {"message": message, "type": "server_error", "code": "draining"})
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the time limit."""
         self._head_arrived()
@@ -72,6 +153,8 @@ class PatientProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Close the connection if the head of a request is too long."""
+        if self._lingering is not None and self._lingering.ending:
+            return
         if self._head_timer is not None:
             self._head_bytes += len(data)
             if self._head_bytes > self.most_head_bytes and self._head_too_long(data):
@@ -82,6 +165,7 @@ class PatientProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start the time limit for the next request's head."""
         super().on_message_begin()
+        self._begun = True
         self._chunks = self._body_bytes = 0
         if self._head_timer is None:
             self._expect_head()
@@ -95,6 +179,7 @@ class PatientProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Stop the time limit of the head, and start that of the body."""
         self._head_arrived()
+        self._begun = False
         if len(self.pipeline) >= self.most_pipelined:
             self._refuse(f"More than {self.most_pipelined} requests wait: await their answers")
         self._body_arrived()
@@ -118,11 +203,18 @@ class PatientProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP, or costs too much, in OpenAI's format; close the connection."""
-        error = {"message": self._problem, "type": "invalid_request_error", "param": None,
-                 "code": "invalid_request"}  # fmt: skip
-        body = json.dumps({"error": error}).encode()
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        self.transport.write(STATUS_LINE[400] + head % len(body) + body)
+        self._answer(
+            400,
+            {"message": self._problem, "type": "invalid_request_error", "code": "invalid_request"},
+        )
+
+    def _answer(self, status: int, error: dict[str, str]) -> None:
+        """Write an error that the application does not know of, and close the connection."""
+        body = json.dumps({"error": error | {"param": None}}).encode()
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n"
+        if status == 503:
+            head += b"retry-after: 1\r\n"
+        self.transport.write(STATUS_LINE[status] + head % len(body) + b"\r\n" + body)
         self.transport.close()
 
     def _refuse(self, problem: str) -> NoReturn:

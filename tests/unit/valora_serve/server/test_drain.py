@@ -158,3 +158,123 @@ def test_an_idle_server_stops_at_once_in_spite_of_open_connections():
             began = time.monotonic()
             server.stop()
             assert time.monotonic() - began < 15
+
+
+def raw(path=CHAT, body=b"", head=b"", method=b"POST"):
+    """A request as bytes."""
+    return (
+        method + b" " + path.encode() + b" HTTP/1.1\r\nhost: localhost\r\n"
+        b"content-type: application/json\r\n" + head
+        + (b"" if b"chunked" in head else b"content-length: %d\r\n" % len(body)) + b"\r\n" + body
+    )  # fmt: skip
+
+
+def connect(server):
+    sock = socket.create_connection(("127.0.0.1", server.port))
+    sock.settimeout(20)
+    return sock
+
+
+def drained(found):
+    """Whether an answer is a whole 503 that closes the connection."""
+    head, _, body = found.partition(b"\r\n\r\n")
+    lines = head.lower().split(b"\r\n")
+    return (
+        b" 503 " in lines[0]
+        and b"connection: close" in lines
+        and (not body or json.loads(body)["error"]["code"] == "draining")
+    )
+
+
+def test_requests_of_every_form_are_answered_while_the_server_drains():
+    engine = FakeEngine(step=0.03)
+    with serving(engine, drain_seconds=20) as server:
+        with begin(server, chat(stream=True, max_tokens=200, ignore_eos=True)) as running:
+            until(lambda: engine.running)
+            stopping(server)
+            body = json.dumps(chat()).encode()
+            chunked = b"transfer-encoding: chunked\r\n"
+            pieces = b"%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n"
+            for sent in (raw(body=body), raw(body=pieces, head=chunked), raw(body=body) * 3):
+                with connect(server) as sock:
+                    for start in range(0, len(sent), 50):
+                        sock.sendall(sent[start : start + 50])
+                    assert drained(rest(sock))
+            with connect(server) as sock:  # the chunks never end
+                sock.sendall(raw(head=chunked) + b"5\r\n")
+                sock.sendall(b"ab")
+                assert drained(rest(sock))
+            for method, path, status in (
+                (b"HEAD", "/health", b" 200 "), (b"OPTIONS", CHAT, b" 204 "),
+                (b"GET", "/health", b" 200 "), (b"GET", "/metrics", b" 200 "),
+                (b"GET", "/ready", b" 503 "), (b"GET", "/v1/models", b" 200 "),
+            ):  # fmt: skip
+                with connect(server) as sock:
+                    sock.sendall(raw(path, method=method))
+                    found = rest(sock)
+                    assert status in found.split(b"\r\n")[0], (method, path, found[:200])
+                    assert b"connection: close" in found.lower()
+            assert events(rest(running))[-1] == "[DONE]"
+        server.stop()
+
+
+@pytest.mark.parametrize("cut", [1, 20, 90])
+def test_a_request_that_is_still_arriving_when_the_server_ends_gets_an_answer(cut):
+    """Its head is half sent; it is finished in time, or never."""
+    body = json.dumps(chat()).encode()
+    whole = raw(body=body)
+    with serving(drain_seconds=0.1) as server:
+        with connect(server) as finished, connect(server) as never, connect(server) as idle:
+            for sock in (finished, never):
+                sock.sendall(whole[:cut])
+            time.sleep(0.1)
+            stopping(server)
+            time.sleep(0.4)  # the server listens no more
+            finished.sendall(whole[cut:])
+            for sock in (finished, never):
+                assert drained(rest(sock))
+            assert rest(idle) == b""
+        server.stop()
+
+
+def test_connections_that_wait_in_the_queue_are_answered_when_the_server_ends():
+    """Closing the listening socket would reset them."""
+    body = json.dumps(chat()).encode()
+    with serving(drain_seconds=0.1) as server:
+        began = threading.Event()
+        found = []
+
+        def client():
+            began.wait()
+            while True:
+                try:
+                    with connect(server) as sock:
+                        sock.sendall(raw(body=body))
+                        found.append(rest(sock))
+                except ConnectionRefusedError:
+                    return
+                except OSError as error:
+                    found.append(error)
+
+        threads = [threading.Thread(target=client) for _ in range(20)]
+        for thread in threads:
+            thread.start()
+        stopping(server)
+        began.set()
+        for thread in threads:
+            thread.join()
+        server.stop()
+    assert found
+    assert all(isinstance(item, bytes) and drained(item) for item in found), found[:3]
+
+
+def test_a_large_request_that_is_refused_loses_no_answer():
+    """Also when nobody drains: its client still sends when the answer is there."""
+    with serving(max_body_bytes=10_000) as server:
+        for _ in range(5):
+            with connect(server) as sock:
+                sock.sendall(raw(head=b"transfer-encoding: chunked\r\n"))
+                piece = b"a" * 60_000
+                for _ in range(20):
+                    sock.sendall(b"%x\r\n" % len(piece) + piece + b"\r\n")
+                assert b" 413 " in rest(sock).split(b"\r\n")[0]

@@ -124,11 +124,12 @@ class PatientProtocol(HttpToolsProtocol):
 
         A request whose head does not arrive within `LINGER_SECONDS` is answered all the same.
         """
-        if self.cycle is not None and not self.cycle.response_complete:
+        cycle: Any = self.cycle  # None before the first request
+        if cycle is not None and not cycle.response_complete:
             super().shutdown()
         elif self._begun:
             self.loop.call_later(LINGER_SECONDS, self._answer_end)
-        elif self.cycle is None:
+        elif cycle is None:
             self.loop.call_later(FIRST_SECONDS, self._end_unless_begun)
         else:
             self.transport.close()
@@ -136,8 +137,8 @@ class PatientProtocol(HttpToolsProtocol):
     def _end_unless_begun(self) -> None:
         if self._begun:
             self.loop.call_later(LINGER_SECONDS, self._answer_end)
-        elif self.cycle is None and not self.transport.is_closing():
-            self.transport.close()
+        elif not (self.arriving or self.transport.is_closing()):
+            super().shutdown()
 
     def _answer_end(self) -> None:
         """Answer a request of which the server has not seen enough."""

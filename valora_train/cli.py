@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
+import signal
 import sys
+import threading
 import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,22 +15,35 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from valora_data.errors import ValoraError
-from valora_train.fusion.strategies.registry import make_strategy
-from valora_train.model.team import Team
+from valora_train.errors import describe_fault
 from valora_train.reporting.progress import Display, stopwatch
-from valora_train.tasks.registry import check_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
 
     from omegaconf import DictConfig
 
+    from valora_train.model.team import Team
     from valora_train.reporting.progress import Step
     from valora_train.settings import DomainSettings, Settings
     from valora_train.stage import Stage
     from valora_train.stages.fuse import DomainInputs
 
-INTERRUPTED = 130  # exit status of a command that Ctrl-C ended, as shells report it
+STOPPING = ("SIGTERM", "SIGHUP")
+"""Signals that end a run as Ctrl-C does."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asks the run to end.
+
+    Attributes:
+        number: Number of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def run(settings: Settings, display: Display, wait: bool = False) -> None:
@@ -40,10 +54,14 @@ def run(settings: Settings, display: Display, wait: bool = False) -> None:
         display: The terminal.
         wait: Whether to wait for a stage that another process is running, instead of raising.
     """
+    from valora_train.checks import check, check_with_libraries
+
+    check(settings)
+    # What follows imports torch, which takes seconds.
+    from valora_train.model.team import Team
+
+    check_with_libraries(settings)
     fuses = settings.command in ("fuse", "export")
-    if fuses:
-        make_strategy(settings.fusion.strategy)  # a wrong name is reported before anything is done
-    check_options(settings.heads)
     team = Team(settings.model.device)
     if not team.leads:
         display = Display(Console(quiet=True))
@@ -196,6 +214,7 @@ def _hydra_main(config: DictConfig) -> None:
     from valora_train.settings import from_config
 
     # Errors end the process here; Hydra would print its own traceback first.
+    _end_on_signals()
     try:
         settings = from_config(config)
         if HydraConfig.get().mode is RunMode.MULTIRUN:
@@ -204,14 +223,53 @@ def _hydra_main(config: DictConfig) -> None:
             run(settings, Display(job=f"{settings.task.name} {number}"), wait=True)
         else:
             run(settings, Display())
-    except KeyboardInterrupt:
-        _stop("interrupted: run the same command again to continue", INTERRUPTED)
-    except ValoraError as error:
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (raised unless it is told)
+        _end(error)
+
+
+def _end_on_signals() -> None:
+    """Let the signals of `STOPPING` end the run as Ctrl-C does; a second one ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def stop(number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise Stopped(number)
+
+    for name in STOPPING:
+        number = getattr(signal, name, None)
+        # Where a signal is ignored, as nohup does, it stays so.
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, stop)
+
+
+def _end(error: BaseException) -> None:
+    """End the process with one sentence on an error, if there is one for it.
+
+    Raises:
+        BaseException: The error itself, if it is a fault of the code.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        _end_children()
+        number = error.number if isinstance(error, Stopped) else signal.SIGINT
+        _stop("interrupted: run the same command again to continue", 128 + number)
+    if isinstance(error, ValoraError):
         _stop(f"error: {error}")
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        _stop("error: no space left on the disk: free some space and run the same command again")
+    fault = describe_fault(error)
+    if fault is not None:
+        _stop(f"error: {fault.cause}: {fault.remedy} and run the same command again")
+    raise error
+
+
+def _end_children() -> None:
+    """End the processes that this one started."""
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.terminate()
+        except psutil.Error:
+            continue
 
 
 def config_folder() -> Path:
@@ -225,7 +283,9 @@ def main() -> None:
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
+    _end_on_signals()
     # Makes Hydra raise errors instead of printing them.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     _silence_libraries()
@@ -235,6 +295,10 @@ def main() -> None:
         )()
     except (HydraException, OmegaConfBaseException) as error:
         _stop(f"error: {_one_sentence(error)}")
+    except YAMLError as error:
+        _stop(f"error: a file of settings is no YAML ({' '.join(str(error).split())}): correct it")
+    except (KeyboardInterrupt, OSError) as error:
+        _end(error)
 
 
 def _one_sentence(error: Exception) -> str:

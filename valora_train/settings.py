@@ -6,9 +6,11 @@ is not here is rejected.
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 from valora_data.schema import Domain, Task
 from valora_data.sources.registry import FORMATS
@@ -18,6 +20,15 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from valora_data.sources.base import SourceFormat
+
+SplitName = Literal["train", "unlabelled", "val", "test"]
+Count = Annotated[int, Field(gt=0)]
+Whole = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+ShareBelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -50,11 +61,11 @@ class SourceSettings:
     images: str | None = None
     annotations: str | None = None
     columns: dict[str, str] = field(default_factory=dict)
-    frames: int = 8
-    counts: dict[str, int] = field(default_factory=dict)
-    fractions: dict[str, float] = field(default_factory=dict)
-    seed: int = 0
-    max_faulty: float = 0.05
+    frames: Count = 8
+    counts: dict[SplitName, Whole] = field(default_factory=dict)
+    fractions: dict[SplitName, Share] = field(default_factory=dict)
+    seed: Seed = 0
+    max_faulty: Share = 0.05
     leaks: Literal["refuse", "keep_test", "keep_train"] = "refuse"
     unlabelled: str | None = None
 
@@ -82,8 +93,8 @@ class TeacherSettings:
     """
 
     kind: str = "yolo"
-    min_confidence: float = 0.05
-    threshold: float | None = None
+    min_confidence: Share = 0.05
+    threshold: Share | None = None
     labelled: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -170,9 +181,9 @@ class ModelSettings:
     id: str = "tiny"
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    batch_size: int = 64
+    batch_size: Count = 64
     coordinates: Literal["grid1000", "pixels"] = "grid1000"
-    coordinate_step: int = 10
+    coordinate_step: Count = 10
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     gradient_checkpointing: bool = False
     keep_features: bool = True
@@ -192,8 +203,8 @@ class LoraSettings:
         rslora: Whether the scaling is alpha / √rank instead.
     """
 
-    rank: int = 8
-    alpha: int = 16
+    rank: Count = 8
+    alpha: Count = 16
     targets: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
     vision_tower: bool = False
     projector: bool = False
@@ -261,22 +272,22 @@ class TrainSettings:
         augment: Augmented views of the training images.
     """
 
-    steps: int = 220
-    steps_per_held: int = 60
-    batch_size: int = 16
-    micro_batch: int = 0
+    steps: Count = 220
+    steps_per_held: Whole = 60
+    batch_size: Count = 16
+    micro_batch: Whole = 0
     group_by_length: bool = False
-    rehearsal_share: float = 0.5
-    lr: float = 4e-3
-    head_lr: float = 4e-3
-    warmup: float = 0.1
-    weight_decay: float = 0.01
-    clip: float = 1.0
+    rehearsal_share: ShareBelowOne = 0.5
+    lr: Positive = 4e-3
+    head_lr: Positive = 4e-3
+    warmup: ShareBelowOne = 0.1
+    weight_decay: Weight = 0.01
+    clip: Positive = 1.0
     flip: bool = True
-    probe_steps: int = 300
-    threads: int = 2
-    seed: int = 0
-    checkpoint_seconds: float = 30.0
+    probe_steps: Count = 300
+    threads: Whole = 2
+    seed: Seed = 0
+    checkpoint_seconds: Weight = 30.0
     lora: LoraSettings = field(default_factory=LoraSettings)
     augment: AugmentSettings = field(default_factory=AugmentSettings)
 
@@ -301,15 +312,15 @@ class HeadSettings:
             of the task type.
     """
 
-    objectness_weight: float = 1.0
-    box_weight: float = 1.0
-    class_weight: float = 1.0
-    nms_iou: float = 0.5
-    most: int = 32
+    objectness_weight: Weight = 1.0
+    box_weight: Weight = 1.0
+    class_weight: Weight = 1.0
+    nms_iou: Share = 0.5
+    most: Count = 32
     pooling: Literal["auto", "last", "visual_mean", "attention", "grid"] = "auto"
-    soft: float = 0.5
-    temperature: float = 2.0
-    max_tokens: int = 64
+    soft: Share = 0.5
+    temperature: Positive = 2.0
+    max_tokens: Count = 64
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -333,7 +344,7 @@ class FusionSettings:
 
     strategy: str = "rehearsal"
     order: Literal["given", "random", "probe"] = "given"
-    margin: float = 0.02
+    margin: Weight = 0.02
     head_only: bool = True
     unreachable: Literal["fail", "keep"] = "fail"
     parent: str | None = None
@@ -403,12 +414,6 @@ class Settings:
         return chosen
 
 
-_POSITIVE = (
-    "model.batch_size", "train.steps", "train.batch_size", "train.lr", "train.head_lr",
-    "train.lora.rank", "train.lora.alpha", "heads.most", "heads.temperature", "heads.max_tokens",
-)  # fmt: skip
-
-
 def from_config(config: DictConfig) -> Settings:
     """Turn Hydra's configuration into settings.
 
@@ -419,27 +424,13 @@ def from_config(config: DictConfig) -> Settings:
     from omegaconf import OmegaConf
     from pydantic import TypeAdapter, ValidationError
 
+    values = OmegaConf.to_container(config, resolve=True)
     try:
-        settings = TypeAdapter(Settings).validate_python(
-            OmegaConf.to_container(config, resolve=True), extra="forbid"
-        )
+        settings = TypeAdapter(Settings).validate_python(values, extra="forbid")
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise SettingsError(
-            f"bad setting {where}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
-        ) from error
-    for key in _POSITIVE:
-        if (value := _look_up(settings, key)) <= 0:
-            raise SettingsError(f"{key} must be greater than 0, got {value}")
-    if not 0.0 <= settings.train.rehearsal_share < 1.0:
-        raise SettingsError(
-            f"train.rehearsal_share must lie in [0, 1), got {settings.train.rehearsal_share}"
-        )
-    if not 0.0 <= settings.heads.soft <= 1.0:
-        raise SettingsError(f"heads.soft must lie in [0, 1], got {settings.heads.soft}")
-    if not math.isfinite(settings.fusion.margin):
-        raise SettingsError(f"fusion.margin must be a number, got {settings.fusion.margin}")
+        raise SettingsError(_complaint(error.errors()[0])) from error
+    if (place := _stray_truth(values, as_dict(settings))) is not None:
+        raise SettingsError(f"bad setting {place}: a number is needed, not true or false")
     _check_augment(settings.train.augment)
     for domain in settings.chosen():
         domain.domain()  # raises for invalid values
@@ -467,10 +458,58 @@ def _check_augment(augment: AugmentSettings) -> None:
         )
 
 
-def _look_up(settings: Any, key: str) -> Any:
-    for part in key.split("."):
-        settings = getattr(settings, part)
-    return settings
+_BOUNDS = {
+    "greater_than": ("gt", "greater than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def _complaint(error: Any) -> str:
+    """One sentence of an error of pydantic."""
+    *_, last = path = [str(part) for part in error["loc"]]
+    where = ".".join(path)
+    if error["type"] in _BOUNDS:
+        key, words = _BOUNDS[error["type"]]
+        return f"{where} must be {words} {error['ctx'][key]:g}, got {error['input']}"
+    if error["type"] == "finite_number":
+        return f"{where} must be a number, got {error['input']}"
+    message = error["msg"]
+    text = f"bad setting {where}={error['input']!r}: {message[0].lower()}{message[1:]}"
+    if error["type"] == "unexpected_keyword_argument":
+        close = get_close_matches(last, _names(Settings))
+        text += f"; did you mean {' or '.join(close)}?" if close else ""
+    return text
+
+
+def _names(kind: Any) -> set[str]:
+    """Names of the settings of a dataclass and of those in it."""
+    found = {item.name for item in fields(kind)}
+    for item in fields(kind):
+        inner = _GROUPS.get(str(item.type).partition(" ")[0])
+        found |= _names(inner) if inner is not None else set()
+    return found
+
+
+_GROUPS = {
+    kind.__name__: kind
+    for kind in (TaskSettings, DomainSettings, SourceSettings, TeacherSettings, ModelSettings,
+                 FusionSettings, HeadSettings, TrainSettings, LoraSettings, AugmentSettings,
+                 PathSettings)
+}  # fmt: skip
+
+
+def _stray_truth(given: Any, settings: Any, place: str = "") -> str | None:
+    """The first setting that is a truth value where a number was made of it."""
+    if isinstance(given, bool) and not isinstance(settings, bool):
+        return f"{place}={given}"
+    if isinstance(given, dict) and isinstance(settings, dict):
+        for key, value in given.items():
+            below = f"{place}.{key}".removeprefix(".")
+            if key in settings and (found := _stray_truth(value, settings[key], below)):
+                return found
+    return None
 
 
 def as_dict(settings: Any) -> dict[str, Any]:

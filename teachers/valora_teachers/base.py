@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -79,6 +81,17 @@ class TeacherKind(ABC):
     def options(self) -> Sequence[str]:
         """Names of the options that `load` and `train` accept."""
         return ()
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Check the values of options before any work.
+
+        Args:
+            options: Options, whose names are in `options()`.
+
+        Raises:
+            TeacherError: A value is not possible; `TypeError` and `ValueError` say it, too.
+        """
+        del options
 
     def inputs(
         self, weights: str | None, options: Mapping[str, Any], cache: Path | None
@@ -198,6 +211,28 @@ class BatchTeacher(ABC):
     @abstractmethod
     def _answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
         """Answer for at most `batch` samples, one answer per sample in order."""
+
+
+def check_numbers(options: Mapping[str, Any], settings: type[Any]) -> None:
+    """Check options that are numbers against the types of a dataclass.
+
+    Args:
+        options: Values by name.
+        settings: A dataclass whose fields are `int` or `float` and not negative.
+
+    Raises:
+        TeacherError: A value is no such number.
+    """
+    for item in fields(settings):
+        value = options.get(item.name, item.default)
+        whole = str(item.type) == "int"
+        kinds = (int,) if whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < math.inf:
+            what = "a whole number" if whole else "a number"
+            raise TeacherError(
+                f"teacher.options.{item.name}={value!r} is not possible: set it to {what} of at "
+                "least 0"
+            )
 
 
 def _texts(value: Any) -> list[str]:

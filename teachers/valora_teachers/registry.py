@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from valora_data.schema import Task
 from valora_teachers.base import TeacherError, TeacherKind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from valora_data.schema import Sample
     from valora_teachers.base import OnEpoch, Teacher
@@ -152,6 +153,30 @@ def train_teacher(
     chosen = {key: value for key, value in (options or {}).items() if key != NAMES}
     _check_options(kind, found, chosen)
     return found.train(train, task, labels, folder, chosen, on_epoch)
+
+
+def check_options(kind: str, options: Mapping[str, Any]) -> None:
+    """Check the options of a teacher before it is trained or loaded.
+
+    Args:
+        kind: A name of `KINDS`.
+        options: As in `load_teacher`.
+
+    Raises:
+        TeacherError: The kind or an option is unknown, or a value is not possible.
+    """
+    found = KINDS[kind]()
+    chosen = {key: value for key, value in options.items() if key != NAMES}
+    names = options.get(NAMES)
+    if names is not None and not isinstance(names, Mapping):
+        raise TeacherError(
+            f"teacher.options.names={names!r} is no mapping: give the label for each class name"
+        )
+    _check_options(kind, found, chosen)
+    try:
+        found.check(chosen)
+    except (TypeError, ValueError) as error:
+        raise TeacherError(f"teacher.options of kind {kind}: {error}; correct them") from error
 
 
 def _check_options(name: str, kind: TeacherKind, options: Mapping[str, Any]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from valora_data.schema import Split
-from valora_train.errors import UnreachableError
+from valora_train.errors import TrackingError, UnreachableError
 from valora_train.fusion.decision import Verdict
 from valora_train.reporting import pictures
 from valora_train.reporting.text import accuracy_text, markdown_table, plural
@@ -73,10 +73,12 @@ class FusionReport:
         try:
             yield
         except UnreachableError as error:
-            self._tracker.finish("FAILED", str(error))
+            with suppress(TrackingError):
+                self._tracker.finish("FAILED", str(error))
             raise
         except BaseException:
-            self._tracker.finish("KILLED")
+            with suppress(TrackingError):  # the first error counts
+                self._tracker.finish("KILLED")
             raise
 
     def head_only_measured(
@@ -135,7 +137,8 @@ class FusionReport:
             with self._display.work("fuse", attempt.name) as on_step:
                 yield AttemptReport(self, run, on_step)
         except BaseException:
-            run.abandon()
+            with suppress(TrackingError):
+                run.abandon()
             raise
 
     def _taught(self, name: str, context: str) -> DataSet:
@@ -196,18 +199,28 @@ class FusionReport:
         Args:
             result: Content of `fusion.json`.
         """
-        verdicts = [attempt["verdict"] for attempt in result["attempts"]]
-        self._tracker.log_metrics(
-            {f"test/{name}": facts["accuracy"]["test"] for name, facts in result["domains"].items()}
-            | {
-                "adapters": len(result["packing"]),
-                "attempts": len(verdicts),
-                "rolled_back": verdicts.count(Verdict.ROLLED_BACK),
-                "fusion_seconds": sum(result["seconds"]),
-            }
-        )
-        self._tracker.log_figure(pictures.accuracy_bars(result["domains"]), "accuracy.png")
-        self._tracker.finish("FINISHED", _note(result, self._tracker.run_id))
+        log_result(self._tracker, result)
+
+
+def log_result(tracker: Tracker, result: Mapping[str, Any]) -> None:
+    """Log the result of a fusion and end its MLflow run.
+
+    Args:
+        tracker: The fusion's runs in MLflow, started.
+        result: Content of `fusion.json`.
+    """
+    verdicts = [attempt["verdict"] for attempt in result["attempts"]]
+    tracker.log_metrics(
+        {f"test/{name}": facts["accuracy"]["test"] for name, facts in result["domains"].items()}
+        | {
+            "adapters": len(result["packing"]),
+            "attempts": len(verdicts),
+            "rolled_back": verdicts.count(Verdict.ROLLED_BACK),
+            "fusion_seconds": sum(result["seconds"]),
+        }
+    )
+    tracker.log_figure(pictures.accuracy_bars(result["domains"]), "accuracy.png")
+    tracker.finish("FINISHED", _note(result, tracker.run_id))
 
 
 class AttemptReport:

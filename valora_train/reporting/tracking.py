@@ -12,15 +12,17 @@ import json
 import logging
 import re
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from valora_train.errors import TrackingError, describe_fault
 from valora_train.fusion.decision import Verdict
 from valora_train.metrics.per_class import MAX_CLASSES
 from valora_train.reporting import pictures
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from matplotlib.figure import Figure
@@ -75,13 +77,12 @@ class Tracker:
 
     def __init__(self, uri: str | None, experiment: str, fusion: str) -> None:
         import mlflow
-        from mlflow import MlflowClient
 
         # Creating the database logs every one of its migrations.
         logging.getLogger("alembic").setLevel(logging.WARNING)
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         self._uri = uri or mlflow.get_tracking_uri()
-        self._client = MlflowClient(self._uri)
+        self._client: Any = _Store(self._uri)
         found = self._client.get_experiment_by_name(experiment)
         if found is None:
             self._experiment = self._client.create_experiment(
@@ -89,6 +90,8 @@ class Tracker:
             )
         else:
             self._experiment = found.experiment_id
+            if found.lifecycle_stage == "deleted":
+                self._client.restore_experiment(self._experiment)
             if found.tags.get(KIND) != MODEL_TRAINING:
                 self._client.set_experiment_tag(self._experiment, KIND, MODEL_TRAINING)
         self._fusion = fusion
@@ -120,15 +123,39 @@ class Tracker:
             tags = {
                 FUSION: self._fusion,
                 NOTE: note,
-                "mlflow.user": getpass.getuser(),
+                "mlflow.user": _user(),
                 "mlflow.source.name": "valora-train",
                 "mlflow.source.type": "LOCAL",
             }
             run = self._client.create_run(self._experiment, tags=tags, run_name=name)
             self.run_id = run.info.run_id
             self._log_config(config)
+        self._end_stale_runs()
         self._monitor_system(resume=bool(interrupted))
         return self.run_id
+
+    def _end_stale_runs(self) -> None:
+        """End runs of this fusion that processes left running when they were killed."""
+        running = f"tags.`{FUSION}` = '{self._fusion}' and attributes.status = 'RUNNING'"
+        for run in self._runs(running):
+            if run.info.run_id != self.run_id:
+                self._client.set_terminated(run.info.run_id, "KILLED")
+
+    def find(self, run_id: str | None) -> str | None:
+        """Id of a run of this fusion that the store holds.
+
+        Args:
+            run_id: The run that is preferred.
+
+        Returns:
+            `run_id` if the store holds it, else another finished parent run of the fusion, or None.
+        """
+        found = [
+            run.info.run_id
+            for run in self._runs(f"tags.`{FUSION}` = '{self._fusion}'")
+            if PARENT not in run.data.tags and run.info.status == "FINISHED"
+        ]
+        return run_id if run_id in found else next(iter(found), None)
 
     def _log_config(self, config: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
@@ -410,10 +437,17 @@ def register_bundle(
         Number of the model version.
     """
     import mlflow
+
+    uri = uri or mlflow.get_tracking_uri()
+    with _explained(uri):
+        return _register(uri, run_id, name, bundle, tags)
+
+
+def _register(uri: str, run_id: str, name: str, bundle: Path, tags: Mapping[str, str]) -> int:
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
-    client = MlflowClient(uri or mlflow.get_tracking_uri())
+    client = MlflowClient(uri)
     for known in client.search_model_versions(f"run_id = '{run_id}'"):
         if known.name == name:  # registered by a process that was killed afterwards
             return int(known.version)
@@ -547,6 +581,77 @@ def _show_table(client: Any, run_id: str, path: str) -> None:
     entry = {"path": path, "type": "table"}
     if entry not in known:
         client.set_tag(run_id, TABLES, json.dumps([*known, entry]))
+
+
+class _Store:
+    """MLflow's client, whose errors say what to do.
+
+    Args:
+        uri: Tracking URI.
+    """
+
+    def __init__(self, uri: str) -> None:
+        from mlflow import MlflowClient
+
+        self._uri = uri
+        with _explained(uri):
+            self._client = MlflowClient(uri)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._client, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            with _explained(self._uri):
+                return found(*arguments, **options)
+
+        return call
+
+
+_TROUBLES = {
+    r"locked": "stop the other program that uses it",
+    r"out-of-date|can't locate revision|no such (table|column)|schema": (
+        "it was made by another version of MLflow: back it up and run `mlflow db upgrade`, or use "
+        "that version, or move it away"
+    ),
+    r"malformed|not a database|corrupt|disk image": "it is damaged: move it away",
+}
+
+
+@contextmanager
+def _explained(uri: str) -> Iterator[None]:
+    """Turn errors of MLflow's store into a sentence.
+
+    Raises:
+        TrackingError: Instead of such an error.
+    """
+    from alembic.util import CommandError
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (MlflowException, SQLAlchemyError, CommandError, OSError) as error:
+        fault = describe_fault(error)
+        lines = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
+        reason = " ".join(str(error).split())
+        remedy = fault.remedy if fault is not None else "mend it"
+        for trouble, advice in _TROUBLES.items():
+            if re.search(trouble, reason, re.IGNORECASE):
+                remedy = advice
+                break
+        raise TrackingError(
+            f"MLflow's store {uri} cannot be used ({lines[0][:200]}): {remedy}, or set "
+            "paths.tracking to another store, and run the same command again; what is trained is "
+            "kept"
+        ) from error
+
+
+def _user() -> str:
+    """Name of the user; some containers have none."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"
 
 
 def _log_metrics(client: Any, run_id: str, values: Mapping[str, list[tuple[int, float]]]) -> None:

@@ -135,7 +135,7 @@ def _source(domain: DomainSettings) -> Source:
         annotations=source.annotations,
         columns=source.columns,
         frames=source.frames,
-        counts=source.counts,
+        counts={str(split): count for split, count in source.counts.items()},
         seed=source.seed,
         unlabelled=source.unlabelled,
     )

@@ -10,21 +10,26 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
+from PIL import Image
 
 from valora_data import shards
 from valora_data.contract.base_model import base_hash
 from valora_data.contract.bundle import GOLDEN, MANIFEST, Bundle, read_bundle, write_manifest
 from valora_data.errors import BundleError
 from valora_data.schema import Split
-from valora_train.errors import GateError
+from valora_train.errors import GateError, TrackingError
 from valora_train.fusion.state import FUSION
 from valora_train.reporting.bundle_card import BARS, bundle_card, confusion_file
+from valora_train.reporting.fusion_report import log_result
 from valora_train.reporting.pictures import accuracy_bars, confusion_matrix
-from valora_train.reporting.tracking import register_bundle
+from valora_train.reporting.tracking import Tracker, register_bundle
 from valora_train.settings import as_dict
-from valora_train.stage import read_json, versions, write_json
+from valora_train.stage import intact, read_json, versions, write_json
 from valora_train.stages.gate import BundleModel
 
 if TYPE_CHECKING:
@@ -58,20 +63,57 @@ def export_bundle(
     previous = _read_previous(place, settings.task.name)
     if previous is not None and previous.manifest["lineage"][FUSION_KEY] == fused.name:
         return previous, True
+    result = read_json(intact(fused / FUSION))
+    result["mlflow_run_id"] = _find_run(settings, fused, result)
     partial = place.with_name(f".{place.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        _write_bundle(partial, settings, domains, fused, _next_version(place))
+        _write_bundle(partial, settings, domains, fused, result, _next_version(place))
         _run_gate(partial, domains, settings.model.device)
         bundle = read_bundle(partial)
         _register(settings, bundle)
-        if previous is not None:
-            place.rename(place.with_name(f"{place.name}@{previous.version}"))
-        partial.rename(place)
+        if previous is None:
+            partial.rename(place)
+        else:
+            _replace(place, partial, place.with_name(f"{place.name}@{previous.version}"))
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return Bundle(place, bundle.manifest), False
+
+
+def _replace(place: Path, new: Path, kept: Path) -> None:
+    """Put a folder in the place of another one, which is kept under another name."""
+    place.rename(kept)
+    try:
+        new.rename(place)
+    except BaseException:
+        kept.rename(place)
+        raise
+
+
+def _find_run(settings: Settings, fused: Path, result: dict[str, Any]) -> str:
+    """The MLflow run of a fusion; if the store has lost it, the result is logged into a new one."""
+    with FileLock(Path(settings.paths.work) / "mlflow.lock"):
+        tracker = Tracker(
+            settings.paths.tracking, f"valora/{settings.task.name}", fused.name.rpartition("-")[2]
+        )
+    known = tracker.find(result["mlflow_run_id"])
+    if known is not None:
+        return known
+    name = f"{settings.task.name} · {result['strategy']} · seed {settings.train.seed}"
+    note = "The result of an earlier fusion, whose run this store does not have."
+    run = tracker.start(name, as_dict(settings), note, None)
+    try:
+        for picture in sorted((fused / "pictures").glob("*.png")):
+            with Image.open(picture) as image:
+                tracker.log_picture(image, f"pictures/{picture.name}")
+        log_result(tracker, result)
+    except BaseException:
+        with suppress(TrackingError):
+            tracker.finish("KILLED")
+        raise
+    return run
 
 
 def _read_previous(place: Path, name: str) -> Bundle | None:
@@ -105,13 +147,17 @@ def _next_version(place: Path) -> int:
 
 
 def _write_bundle(
-    folder: Path, settings: Settings, domains: Sequence[DomainInputs], fused: Path, version: int
+    folder: Path,
+    settings: Settings,
+    domains: Sequence[DomainInputs],
+    fused: Path,
+    result: dict[str, Any],
+    version: int,
 ) -> None:
-    result = read_json(fused / FUSION)
     folder.mkdir(parents=True)
     for part in ("adapters", "heads", "pictures"):
         if (fused / part).is_dir():  # there may be no adapter, or no head
-            shutil.copytree(fused / part, folder / part)
+            shutil.copytree(intact(fused / part), folder / part)
     manifest = _manifest(settings, domains, fused, result, version)
     _write_golden(folder, manifest, domains, settings.model.device)
     accuracy_bars(manifest["domains"]).savefig(folder / BARS)
@@ -191,7 +237,7 @@ def _golden_examples(
 ) -> list[dict[str, Any]]:
     name, task = item.settings.name, model.tasks[item.settings.name]
     threshold = manifest["domains"][name].get("threshold")
-    test = shards.open_shard(item.data / Split.TEST)
+    test = shards.open_shard(intact(item.data / Split.TEST))
     # For detection, images with at least one object are more telling.
     wanted = [n for n, answer in enumerate(test.answers()) if threshold is None or answer.boxes]
     samples = [test[number] for number in wanted[:EXAMPLES_PER_DOMAIN]]

@@ -171,7 +171,7 @@ def check_result(settings: Settings, domains: Sequence[DomainInputs], folder: Pa
         UnreachableError: If a domain is flagged and `fusion.unreachable` is `fail`.
     """
     if settings.fusion.unreachable == "fail":
-        result = read_json(folder / FUSION)
+        result = read_json(intact(folder / FUSION))
         flagged = result["unreachable"]
         met = [name for name in result["domains"] if name not in flagged]
         check_reachable(flagged, _requirements(settings, domains), met)

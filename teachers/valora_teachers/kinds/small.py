@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from valora_teachers.base import TeacherKind
+from valora_teachers.base import TeacherKind, check_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,6 +27,13 @@ class Small(TeacherKind):
         from valora_teachers.small import SmallSettings
 
         return SmallSettings.__slots__
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Check the settings of the training."""
+        from valora_teachers.small import SmallSettings
+
+        check_numbers(options, SmallSettings)
+        SmallSettings(**options)
 
     def load(
         self,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from valora_data.schema import Task
-from valora_teachers.base import TeacherError, TeacherKind
+from valora_teachers.base import TeacherError, TeacherKind, check_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,6 +28,13 @@ class Yolo(TeacherKind):
         from valora_teachers.yolo import YoloSettings
 
         return YoloSettings.__slots__
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Check the settings of the training."""
+        from valora_teachers.yolo import YoloSettings
+
+        check_numbers(options, YoloSettings)
+        YoloSettings(**options)
 
     def load(
         self,

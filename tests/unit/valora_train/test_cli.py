@@ -1,6 +1,9 @@
 """The command line's answers to mistakes: one sentence, non-zero exit, nothing half-written."""
 
+import errno
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -166,6 +169,69 @@ def test_an_interrupt_says_how_to_go_on(valora_train, tmp_path, monkeypatch):
     status, said = valora_train(*write_coco(tmp_path / "cats"), "command=teach")
     assert status == 130
     assert "run the same command again" in said
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGHUP", 129)])
+def test_signals_end_a_run_as_an_interrupt_does(tmp_path, name, status):
+    """Also while another process of the run works, which must not live on."""
+    program = f"""
+import os, signal, subprocess, sys
+from valora_train import cli
+from valora_train.stages import data
+
+def build(domain, folder, step):
+    child = subprocess.Popen(["sleep", "600"])
+    print(child.pid, flush=True)
+    os.kill(os.getpid(), signal.{name})
+    child.wait()
+
+data.build_data = build
+sys.argv = ["valora-train", *{write_coco(tmp_path / "cats")!r}, "command=teach"]
+cli.main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == status, done.stderr
+    assert "interrupted: run the same command again to continue" in done.stderr
+    assert "Traceback" not in done.stderr
+    state = Path(f"/proc/{done.stdout.split()[0]}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert not list((tmp_path / ".valora").glob("*.partial"))
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EMFILE, errno.ENOSPC])
+def test_faults_of_the_machine_are_one_sentence(valora_train, tmp_path, monkeypatch, number):
+    def fail(*_):
+        raise OSError(number, os.strerror(number), "/some/file")
+
+    monkeypatch.setattr("valora_train.cli._Pipeline.prepare_domain", fail)
+    status, said = valora_train(*write_coco(tmp_path / "cats"), "command=teach")
+    assert status == 1
+    last = said.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert "(/some/file): " in last
+    assert "run the same command again" in last
+
+
+def test_a_fault_of_the_code_keeps_its_traceback(valora_train, tmp_path, monkeypatch):
+    def fail(*_):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("valora_train.cli._Pipeline.prepare_domain", fail)
+    with pytest.raises(KeyError, match="a bug"):
+        valora_train(*write_coco(tmp_path / "cats"), "command=teach")
+
+
+def test_a_file_of_settings_that_is_no_yaml(valora_train, tmp_path):
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text("a: [1\nb: }")
+    status, said = valora_train(
+        f"hydra.searchpath=[file://{tmp_path}/own]", "experiment=mine", "command=teach"
+    )
+    assert status == 1
+    assert said.startswith("error: a file of settings is no YAML")
+    assert "mine.yaml" in said
 
 
 def test_several_runs_by_multirun(valora_train, tmp_path):

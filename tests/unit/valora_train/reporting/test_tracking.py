@@ -1,11 +1,14 @@
 """What MLflow is told: where a run is, how the experiment opens, what a run reads."""
 
 import json
+import sqlite3
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 
+from valora_train.errors import TrackingError
 from valora_train.fusion.decision import Attempt
 from valora_train.metrics.per_class import choice_report
 from valora_train.reporting.tracking import (
@@ -13,6 +16,7 @@ from valora_train.reporting.tracking import (
     Tracker,
     find_run,
     latest_fusions,
+    register_bundle,
     run_address,
 )
 
@@ -119,3 +123,84 @@ def test_of_many_classes_there_is_a_table_alone(uri: str) -> None:
         "classes",
         "config.yaml",
     ]
+
+
+def status(uri: str, run_id: str) -> str:
+    return MlflowClient(uri).get_run(run_id).info.status
+
+
+def test_runs_of_killed_processes_do_not_stay_running(uri: str) -> None:
+    killed = started(uri)
+    attempt = Attempt(2, "person", "adapter-1", (), False)
+    nested = killed.start_attempt(attempt, {"person": 0.8}, [])
+    other = started(uri, key="b2")
+    again = Tracker(uri, "valora/detection", "a1")
+    again._monitor_system = lambda resume: None
+    assert again.start("name", {}, "note", None) == killed.run_id
+    assert status(uri, nested._id) == "KILLED"
+    assert status(uri, killed.run_id) == status(uri, other.run_id) == "RUNNING"
+
+
+@pytest.mark.parametrize("lost", ["database", "run", "experiment"])
+def test_a_run_that_the_store_lost_is_not_found_and_begun_anew(
+    uri: str, tmp_path: Path, lost: str
+) -> None:
+    tracker = started(uri)
+    tracker.finish("FINISHED")
+    assert tracker.find(tracker.run_id) == tracker.run_id == tracker.find("gone")
+    client = MlflowClient(uri)
+    if lost == "run":
+        client.delete_run(tracker.run_id)
+    elif lost == "experiment":
+        client.delete_experiment(tracker._experiment)
+    else:
+        uri = f"sqlite:///{tmp_path}/other.db"
+    again = Tracker(uri, "valora/detection", "a1")
+    again._monitor_system = lambda resume: None
+    if lost != "experiment":  # with an experiment its runs come back
+        assert again.find(tracker.run_id) is None
+    run = again.start("name", {"a": 1}, "note", tracker.run_id)
+    again.log_metrics({"x": 1.0})
+    again.finish("FINISHED")
+    assert status(uri, run) == "FINISHED"
+    assert again.find(tracker.run_id) is not None
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [("garbage", "it is damaged: move it away"), ("newer", "another version of MLflow"),
+     ("locked", "stop the other program that uses it")],
+)  # fmt: skip
+def test_a_store_that_cannot_be_used_is_one_sentence(
+    uri: str, tmp_path: Path, damage: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started(uri).finish("FINISHED")
+    file = tmp_path / ("mlflow.db" if damage == "locked" else "damaged.db")
+    bad = f"sqlite:///{file}"
+    if damage == "garbage":
+        file.write_bytes(b"SQLite format 3\0" + b"x" * 4096)
+    elif damage == "newer":
+        file.write_bytes((tmp_path / "mlflow.db").read_bytes())
+        with sqlite3.connect(file) as database:
+            database.execute("UPDATE alembic_version SET version_num = 'fffffffffff1'")
+    else:
+
+        def lock(*_: object, **__: object) -> None:
+            raise MlflowException("(sqlite3.OperationalError) database is locked")
+
+        monkeypatch.setattr(MlflowClient, "get_experiment_by_name", lock)
+        monkeypatch.setattr(MlflowClient, "search_model_versions", lock)
+    with pytest.raises(TrackingError, match=said) as caught:
+        Tracker(bad, "valora/detection", "a1")
+    assert "\n" not in str(caught.value)
+    assert str(file) in str(caught.value)
+    with pytest.raises(TrackingError, match=said):
+        register_bundle(bad, "run", "name", tmp_path, {})
+
+
+def test_a_user_without_a_name(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    monkeypatch.setattr("getpass.getuser", fail)
+    assert MlflowClient(uri).get_run(started(uri).run_id).data.tags["mlflow.user"] == "unknown"

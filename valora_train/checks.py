@@ -1,0 +1,358 @@
+"""Checks of a run before any work, without a library that takes long to import.
+
+`settings` checks each value by itself; here settings are compared with each other and with the
+machine: whether files and folders are there, and whether outputs can be written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from valora_data.contract.base_model import TINY, base_folder
+from valora_data.identity import hub_commit
+from valora_teachers.base import TeacherError
+from valora_teachers.registry import KINDS
+from valora_train.errors import SettingsError
+from valora_train.fusion.strategies.registry import make_strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from valora_teachers.base import TeacherKind
+    from valora_train.settings import DomainSettings, Settings, TeacherSettings
+
+RANKS = (4, 8, 16, 32, 64, 128, 256)
+NAME = re.compile(r"[\w][\w.@+-]{0,99}")
+DEVICE = re.compile(r"(cpu|mps|(?:cuda|xpu)(?::\d+)?)")
+STORES = ("sqlite", "file", "http", "https", "postgresql", "mysql", "mssql", "databricks")
+SQLITE = b"SQLite format 3\0"
+
+
+def check(settings: Settings) -> None:
+    """Check that a run can begin.
+
+    Args:
+        settings: All settings.
+
+    Raises:
+        ValoraError: If it cannot; the message names the setting and the remedy.
+    """
+    fuses = settings.command in ("fuse", "export")
+    _check_task(settings)
+    _check_places(settings, fuses)
+    for domain in settings.chosen():
+        _check_source(domain)
+        _check_teacher(domain, domain.taught_by or settings.teacher)
+    if fuses:
+        make_strategy(settings.fusion.strategy)
+        _check_lora(settings)
+        _check_model(settings)
+        _check_device(settings.model.device)
+        if settings.fusion.parent is not None:
+            _check_parent(Path(settings.fusion.parent))
+
+
+def _check_task(settings: Settings) -> None:
+    name = settings.task.name
+    if not NAME.fullmatch(name):
+        raise SettingsError(
+            f"task.name={name!r} names a folder and a model, so that it must be up to 100 letters, "
+            "digits, dots, dashes and underscores: rename it"
+        )
+    for place, only in enumerate(settings.task.only):
+        if only in settings.task.only[:place]:
+            raise SettingsError(f"task.only lists {only} twice: list it once")
+    names: dict[str, str] = {}
+    for key, domain in settings.domains.items():
+        other = names.setdefault(domain.name, key)
+        if other != key:
+            raise SettingsError(
+                f"domains.{other} and domains.{key} have one name, {domain.name!r}: rename one"
+            )
+    for domain in settings.chosen():
+        blank = [label for label in domain.labels if not label.strip()]
+        if blank:
+            raise SettingsError(
+                f"domains.{domain.name}.labels has an empty label: name it, or leave it out"
+            )
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+
+def _check_places(settings: Settings, fuses: bool) -> None:
+    _check_writable("paths.work", settings.paths.work)
+    if settings.command == "export":
+        _check_writable("paths.bundles", settings.paths.bundles)
+    if fuses:
+        _check_tracking(settings.paths.tracking)
+
+
+def _check_writable(setting: str, place: str) -> None:
+    """Check that a folder is there or can be made, and can be written to."""
+    if not place.strip():
+        raise SettingsError(f"{setting} is empty: name a folder")
+    try:
+        existing = _existing(Path(place).expanduser())
+        is_folder = existing.is_dir()
+    except OSError as error:
+        raise SettingsError(
+            f"{setting}={place} cannot be used ({error.strerror}): choose another folder"
+        ) from error
+    if not is_folder:
+        raise SettingsError(f"{setting}={place}: {existing} is a file, choose another folder")
+    if not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
+        raise SettingsError(
+            f"{setting}={place}: {existing} is not writable, change its permissions or choose "
+            "another folder"
+        )
+
+
+def _existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    path = Path(os.path.abspath(path))  # noqa: PTH100
+    while not path.exists() and path != path.parent:
+        path.lstat() if path.is_symlink() else None
+        path = path.parent
+    return path
+
+
+def _check_tracking(uri: str | None) -> None:
+    given = uri or os.environ.get("MLFLOW_TRACKING_URI")
+    scheme, mark, rest = (given or "sqlite:///mlflow.db").partition(":")
+    if not mark or len(scheme) == 1:  # a folder, perhaps with a drive
+        _check_writable("paths.tracking", given or ".")
+        return
+    if scheme.partition("+")[0] not in STORES:
+        raise SettingsError(
+            f"paths.tracking={given} is of no kind that MLflow knows: choose one of "
+            f"{', '.join(STORES)}"
+        )
+    if scheme != "sqlite":
+        return
+    file = Path(rest.removeprefix("///"))
+    if not file.is_file():
+        _check_writable("paths.tracking", str(file.parent))
+        return
+    content = b""
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(len(SQLITE))
+    except OSError as error:
+        raise SettingsError(
+            f"paths.tracking: {file} cannot be read ({error.strerror}), change its permissions or "
+            "set paths.tracking to another store"
+        ) from error
+    if content not in (b"", SQLITE):
+        raise SettingsError(
+            f"{file} is damaged or no SQLite database: move it away, or set paths.tracking to "
+            "another store"
+        )
+    if not os.access(file, os.W_OK):
+        raise SettingsError(
+            f"{file} is not writable: change its permissions, or set paths.tracking to another "
+            "store"
+        )
+
+
+# --- domains --------------------------------------------------------------------------------------
+
+
+def _check_source(domain: DomainSettings) -> None:
+    source = domain.source
+    given = source.format
+    if source.path is None and not given.drawn:
+        raise SettingsError(
+            f"domains.{domain.name}.source.path is missing: name the file or folder of the "
+            f"{source.kind} data"
+        )
+    for name in ("path", "images", "annotations", "unlabelled"):
+        place = getattr(source, name)
+        if place is None or given.drawn or (given.remote and name == "path"):
+            continue
+        if not Path(place).expanduser().exists():
+            raise SettingsError(
+                f"data of domain {domain.name} not found: {place} does not exist, correct "
+                f"domains.{domain.name}.source.{name}"
+            )
+    if source.fractions and sum(source.fractions.values()) <= 0:
+        raise SettingsError(
+            f"domains.{domain.name}.source.fractions are all zero: raise one of them"
+        )
+
+
+def _check_teacher(domain: DomainSettings, teacher: TeacherSettings) -> None:
+    kind = KINDS[teacher.kind]
+    if domain.teacher == "labels":
+        return
+    if domain.teacher == "train":
+        if not kind.trainable:
+            trainable = " or ".join(name for name, one in KINDS.items() if one.trainable)
+            raise TeacherError(
+                f"a teacher of kind {teacher.kind} is not trained here: set "
+                f"domains.{domain.name}.teacher to a trained one, or teacher.kind to {trainable}"
+            )
+        return
+    _check_given(domain, teacher, kind)
+
+
+def _check_given(domain: DomainSettings, teacher: TeacherSettings, kind: type[TeacherKind]) -> None:
+    setting, weights = f"domains.{domain.name}.teacher", domain.teacher
+    if teacher.kind == "function":
+        module, colon, name = weights.partition(":")
+        if not (module and colon and name):
+            raise TeacherError(f"{setting}={weights!r} names no function: write module:function")
+        if importlib.util.find_spec(module.partition(".")[0]) is None:
+            raise TeacherError(
+                f"{setting}={weights}: there is no module {module.partition('.')[0]}, check the "
+                "name and that it is installed or in PYTHONPATH"
+            )
+        return
+    exists = Path(weights).expanduser().exists()
+    if kind.artefact is not None and not exists:
+        raise TeacherError(
+            f"teacher of domain {domain.name} not found: {weights} is no file; set {setting} to a "
+            "trained model, `train` or `labels`"
+        )
+    if not exists and weights.startswith((".", "/", "~")):
+        raise TeacherError(f"{setting}={weights} does not exist: check the path")
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def _check_lora(settings: Settings) -> None:
+    lora = settings.train.lora
+    if lora.rank not in RANKS:
+        raise SettingsError(
+            f"train.lora.rank must be one of {', '.join(map(str, RANKS))}, got {lora.rank}"
+        )
+    if not lora.targets or not all(name.strip() for name in lora.targets):
+        raise SettingsError(
+            "train.lora.targets is empty: name projections of the language model, such as q_proj"
+        )
+    if len(set(lora.targets)) < len(lora.targets):
+        raise SettingsError("train.lora.targets lists a projection twice: list it once")
+
+
+def _check_model(settings: Settings) -> None:
+    base = settings.model.id
+    if not base.strip():
+        raise SettingsError(
+            f"model.id is empty: set it to `{TINY}`, a folder, or a name on the hub"
+        )
+    if settings.model.attention == "flash_attention_2" and not _is_installed("flash_attn"):
+        raise SettingsError(
+            "model.attention=flash_attention_2 needs the package flash-attn: install it, or set "
+            "model.attention=auto"
+        )
+    folder = Path(base_folder(base))
+    if not folder.is_dir():
+        if not hub_commit(base):
+            raise SettingsError(
+                f"model.id={base} is no folder, and no model of this name is in the local cache or "
+                "on the hub: check the name, the network, and that HF_HUB_OFFLINE is not set"
+            )
+        return
+    weights = sorted(folder.glob("model*.safetensors"))
+    if not weights:
+        raise SettingsError(
+            f"model.id={base} holds no model*.safetensors: save the model as safetensors"
+        )
+    names = {name for file in weights for name in _tensors(file)}
+    for target in settings.train.lora.targets:
+        if not any(f".{target}." in name for name in names):
+            raise SettingsError(
+                f"train.lora.targets: model {base} has no projection {target}, check its name"
+            )
+
+
+def _tensors(file: Path) -> Iterator[str]:
+    """Names of the tensors of a safetensors file, read from its header."""
+    try:
+        with file.open("rb") as opened:
+            header: Any = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        yield from header
+    except (OSError, ValueError, MemoryError, OverflowError, TypeError) as error:
+        raise SettingsError(
+            f"{file} of model.id is damaged: download or save the model again"
+        ) from error
+
+
+def _check_device(device: str) -> None:
+    if not DEVICE.fullmatch(device):
+        raise SettingsError(
+            f"model.device={device!r} is no device: set it to cpu, cuda, or cuda:1 and so on"
+        )
+    kind, _, number = device.partition(":")
+    if kind == "cuda" and _cuda_devices() <= int(number or 0):
+        raise SettingsError(
+            f"model.device={device}: this machine, or the installed torch, has no such GPU; set "
+            "model.device=cpu"
+        )
+
+
+def _cuda_devices() -> int:
+    """Number of GPUs that torch can use; many where only torch can tell."""
+    try:
+        build = metadata.version("torch").partition("+")[2]
+    except metadata.PackageNotFoundError:
+        build = ""
+    if build == "cpu":
+        return 0
+    if build.startswith("rocm"):
+        return 1_000
+    count = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1" if os.name != "nt" else "nvcuda.dll")
+        if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+            return 0
+    except (OSError, AttributeError):
+        return 0
+    return count.value
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _check_parent(folder: Path) -> None:
+    if not (folder.expanduser() / "bundle.json").is_file():
+        raise SettingsError(
+            f"fusion.parent={folder} holds no bundle: name a bundle's folder, or set it to null"
+        )
+
+
+def check_with_libraries(settings: Settings) -> None:
+    """Check what only torch and the extensions can tell.
+
+    Args:
+        settings: Settings that `check` has passed.
+
+    Raises:
+        ValoraError: If the run cannot begin; the message names the setting and the remedy.
+    """
+    import torch
+
+    from valora_teachers.registry import check_options as check_teacher
+    from valora_train.tasks.registry import check_options
+
+    check_options(settings.heads)
+    for domain in settings.chosen():
+        teacher = domain.taught_by or settings.teacher
+        if domain.teacher != "labels":
+            check_teacher(teacher.kind, teacher.options)
+    if settings.command in ("fuse", "export"):
+        device = settings.model.device
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise SettingsError(
+                f"model.device={device}: torch finds no GPU (driver, or a build without CUDA); set "
+                "model.device=cpu"
+            )

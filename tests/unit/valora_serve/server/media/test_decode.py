@@ -9,6 +9,7 @@ import sys
 import tarfile
 import zipfile
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -362,9 +363,10 @@ def test_videos_of_every_container_and_codec(number):
 def test_a_video_is_decoded_in_one_thread(tmp_path):
     """On 32 cores the stacks of the threads went beyond the limit on memory."""
     content = video_file(tmp_path / "a.mp4", count=6).read_bytes()
-    before = len(os.listdir("/proc/self/task"))
+    threads = Path("/proc/self/task")
+    before = len(list(threads.iterdir()))
     for _ in decode_video(content, LIMITS):
-        assert len(os.listdir("/proc/self/task")) == before
+        assert len(list(threads.iterdir())) == before
 
 
 def test_a_video_whose_frames_change_their_size(tmp_path):

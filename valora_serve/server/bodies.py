@@ -34,6 +34,9 @@ INLINE_BYTES = 4096
 MOST_KEYS = 1_000
 """Most keys of one object: pydantic makes an error for each that is unknown."""
 
+NO_BODY = object()
+"""Stands for the body of a request that has none."""
+
 _BOM = b"\xef\xbb\xbf"
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEPS = bytes.maketrans(b"[{]}", b"\x02\x02\x00\x00")  # one more than the step in depth
@@ -76,13 +79,17 @@ class JsonScan:
 
     Args:
         limits: Most that the body may hold.
+
+    Attributes:
+        keys: Number of keys so far.
     """
 
     def __init__(self, limits: JsonLimits) -> None:
+        self.keys = 0
         self._limits = limits
         self._held = b""  # a backslash at the end of the last piece
         self._inside = 0  # 1 within a string
-        self._keys = self._values = self._depth = 0
+        self._values = self._depth = 0
         self._digits = self._escapes = self._foreign = self._quotes = self._bare = 0
 
     def feed(self, piece: bytes) -> None:
@@ -115,8 +122,8 @@ class JsonScan:
     def _count(self, outside: bytes) -> None:
         self._bare += len(outside)
         self._check("bytes outside texts", self._bare, self._limits.bare)
-        self._keys += outside.count(b":")
-        self._check("keys", self._keys, self._limits.keys)
+        self.keys += outside.count(b":")
+        self._check("keys", self.keys, self._limits.keys)
         opened = outside.count(b"[") + outside.count(b"{")
         self._values += outside.count(b",") + opened
         self._check("items", self._values, self._limits.values)
@@ -158,12 +165,13 @@ class BodyParser:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse")
 
-    async def parse(self, body: bytes, model: type[M] | None) -> M | Any:
+    async def parse(self, body: bytes, model: type[M] | None, *, keys: int) -> M | Any:
         """Parse a body that has passed `JsonScan`.
 
         Args:
             body: JSON in UTF-8.
             model: Model that the body must fit; None for any JSON.
+            keys: Number of keys of all its objects together, or more.
 
         Returns:
             The model, or the parsed JSON.
@@ -172,8 +180,8 @@ class BodyParser:
             FieldError: The body is no JSON, or does not fit the model.
         """
         if len(body) <= INLINE_BYTES:
-            return parsed(body, model)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, parsed, body, model)
+            return parsed(body, model, keys)
+        return await self.run(parsed, body, model, keys)
 
     async def run(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Run other work that grows with a request or its answer in the same thread.
@@ -188,7 +196,7 @@ class BodyParser:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def parsed(body: bytes, model: type[M] | None) -> M | Any:
+def parsed(body: bytes, model: type[M] | None, keys: int) -> M | Any:
     """Parse and validate a body, as `BodyParser.parse` describes."""
     try:
         found = pydantic_core.from_json(
@@ -196,7 +204,7 @@ def parsed(body: bytes, model: type[M] | None) -> M | Any:
         )
     except ValueError as error:
         raise FieldError(f"The body is not valid JSON: {str(error)[:200]}", None) from None
-    if body.count(b":") > MOST_KEYS:  # otherwise no object can have as many
+    if keys > MOST_KEYS:  # otherwise no object can have as many
         _check_objects(found)
     return found if model is None else validated(found, model)
 
@@ -248,20 +256,27 @@ class JsonRoute(APIRoute):
         handle = super().get_route_handler()
         if self.body_field is None:
             return handle
-        declared = self.body_field.field_info.annotation
-        whole = isinstance(declared, type) and issubclass(declared, BaseModel)
-        model = declared if whole and not self._embed_body_fields else None
+        declared: Any = self.body_field.field_info.annotation
+        model: type[BaseModel] | None = None
+        if isinstance(declared, type) and issubclass(declared, BaseModel):
+            model = None if self._embed_body_fields else declared
 
         async def with_body(request: Request) -> Response:
-            body = await whole_body(request)
-            sent, value = bool(body), None
-            if sent:
-                parsing = request.app.state.context.parser.parse(body, model)
-                del body  # it is freed as soon as it is parsed
-                value = await parsing
-            return await handle(_ParsedRequest(request, sent, value))
+            value = await read_json(request, model)
+            return await handle(_ParsedRequest(request, value is not NO_BODY, value))
 
         return with_body
+
+
+async def read_json(request: Request, model: type[M] | None) -> M | Any:
+    """Parse and validate a request's body, see `BodyParser.parse`; `NO_BODY` if it has none."""
+    body = await whole_body(request)
+    if not body:
+        return NO_BODY
+    parser: BodyParser = request.app.state.context.parser
+    parsing = parser.parse(body, model, keys=request.state.keys)
+    del body  # it is freed as soon as it is parsed
+    return await parsing
 
 
 class _ParsedRequest(Request):

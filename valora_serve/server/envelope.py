@@ -186,7 +186,9 @@ class Envelope:
                 self._drain.check()
             stack.enter_context(self._drain.running())
             receive = self._drain.watched(receive)
-        body = await self._body(headers, receive, rules, stack)
+        scan = JsonScan(rules.json) if _is_json(headers.get(b"content-type", "")) else None
+        body = await self._body(headers, receive, rules, stack, scan)
+        scope["state"]["keys"] = len(body) if scan is None else scan.keys
         if body:
             _check_type(rules, headers)
         return _replayed(body, receive)
@@ -197,6 +199,7 @@ class Envelope:
         receive: Receive,
         rules: Rules,
         stack: contextlib.ExitStack,
+        scan: JsonScan | None,
     ) -> bytes:
         """Read the body within the limits of the route; it counts as held until the end."""
         general = self._settings.max_body_bytes
@@ -206,7 +209,6 @@ class Envelope:
         length = headers.get(b"content-length", "0")
         if length.isdecimal() and int(length[:20]) > most:
             raise too_large
-        scan = JsonScan(rules.json) if _is_json(headers.get(b"content-type", "")) else None
         pieces: list[bytes] = []
         size = 0
 

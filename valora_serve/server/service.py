@@ -210,7 +210,7 @@ async def merged(
     """Outputs of several streams in the order of their arrival, each with its stream's index.
 
     Raises:
-        ServeError: The first error of a stream; the other streams are cancelled.
+        Exception: The first error of a stream; the other streams are cancelled.
     """
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as only:
@@ -225,7 +225,7 @@ async def merged(
                 async for output in outputs:
                     queue.put_nowait((number, output))
             queue.put_nowait((number, None))
-        except ServeError as error:
+        except Exception as error:  # noqa: BLE001 - whoever reads the queue gets it
             queue.put_nowait((number, error))
 
     tasks = [asyncio.create_task(pump(n, stream)) for n, stream in enumerate(streams)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,9 @@ from valora_serve.server.api.requests import (
 )
 from valora_serve.server.api.responses import (
     chat_logprobs,
+    filled,
     finish_reason,
+    items_json,
     joined,
     usage,
     valora_block,
@@ -42,7 +45,6 @@ from valora_serve.server.api.schema import (
     CalledFunction,
     ChatAnswer,
     ChatChoice,
-    ChatLogprobs,
     ChatRequest,
 )
 from valora_serve.server.api.streams import EventStream
@@ -77,7 +79,7 @@ def router(context: ServerContext) -> APIRouter:
         chat = await begin(context, request, body)
         if body.stream:
             return EventStream(chat.events())
-        return answer(await until_disconnect(request.receive, chat.whole()))
+        return answer(await until_disconnect(request.receive, chat.json()))
 
     return routes
 
@@ -225,47 +227,65 @@ class Chat:
     def _admitted(self) -> Any:
         return self._service.admitted(self._model, self._requests[0].deadline, len(self._requests))
 
-    async def _answers(self, ticket: Ticket) -> list[list[Output]]:
-        """The outputs of each choice."""
+    async def _joined(self, ticket: Ticket) -> list[Output]:
+        """The output of each choice, of which each has several requests."""
         answers = await self._service.ask_all(ticket, self._requests, self._headers)
-        if self._groups == 1:
-            return answers
         lasts = [outputs[-1] for outputs in answers]
         return [
-            [joined(lasts[start : start + self._groups])]
+            joined(lasts[start : start + self._groups])
             for start in range(0, len(lasts), self._groups)
         ]
 
-    async def whole(self) -> ChatAnswer:
-        """Wait for the whole answer."""
+    async def whole(self) -> tuple[ChatAnswer, list[list[str]]]:
+        """Wait for the whole answer.
+
+        Returns:
+            The answer without log probabilities, and those of each choice as JSON: they become
+            text as they come, because there may be very many.
+        """
+        texts: dict[int, list[str]] = defaultdict(list)
+        logprobs: dict[int, list[str]] = defaultdict(list)
+        lasts: dict[int, Output] = {}
         with self._admitted() as ticket:
-            answers = await self._answers(ticket)
-        lasts = [outputs[-1] for outputs in answers]
-        return ChatAnswer(
+            async with contextlib.aclosing(self._outputs(ticket)) as outputs:
+                async for number, output in outputs:
+                    texts[number].append(output.text)
+                    if self._logprobs and output.logprobs:
+                        logprobs[number].append(items_json(chat_logprobs(output.logprobs)))
+                    if output.finish is not None:
+                        lasts[number] = output
+        order = sorted(lasts)
+        body = ChatAnswer(
             id=self._id,
             created=self._created,
             model=self._model.name,
-            choices=await self._parser.run(self._choices, answers),
-            usage=usage(lasts),
+            choices=[self._choice(n, "".join(texts[n]), lasts[n]) for n in order],
+            usage=usage(lasts[n] for n in order),
             valora=self._block(lasts[0]),
         )
+        return body, [logprobs[n] for n in order]
+
+    async def json(self) -> bytes:
+        """Wait for the whole answer, as JSON."""
+        body, logprobs = await self.whole()
+        if not self._logprobs:
+            return body.model_dump_json().encode()
+
+        def made() -> bytes:
+            contents = [
+                f'"logprobs":{{"content":[{",".join(one)}],"refusal":null}}' for one in logprobs
+            ]
+            return filled(body.model_dump_json(), '"logprobs":null', contents).encode()
+
+        content: bytes = await self._parser.run(made)
+        return content
 
     def _block(self, last: Output) -> ValoraAnswer:
         return valora_block(self._model, last, self._sizes, self._warnings)
 
-    def _choices(self, answers: Sequence[Sequence[Output]]) -> list[ChatChoice]:
-        """The choices; in a thread, as log probabilities are up to a million small objects."""
-        return [self._choice(number, outputs) for number, outputs in enumerate(answers)]
-
-    def _choice(self, number: int, outputs: Sequence[Output]) -> ChatChoice:
-        last = outputs[-1]
-        text = "".join(output.text for output in outputs)
+    def _choice(self, number: int, text: str, last: Output) -> ChatChoice:
         if last.head is not None:
             text = last.head.text(self._sizes)
-        logprobs = None
-        if self._logprobs:
-            content = [item for output in outputs for item in chat_logprobs(output.logprobs)]
-            logprobs = ChatLogprobs(content=content)
         assert last.finish is not None
         message = AnswerMessage(content=text)
         if self._call:
@@ -273,7 +293,6 @@ class Chat:
         return ChatChoice(
             index=number,
             message=message,
-            logprobs=logprobs,
             finish_reason=finish_reason(last.finish, call=self._call),
         )
 
@@ -307,7 +326,7 @@ class Chat:
     async def _outputs(self, ticket: Ticket) -> AsyncGenerator[tuple[int, Output], None]:
         """Outputs of all choices as they come, each with the number of its choice."""
         if self._groups > 1:
-            for number, (output,) in enumerate(await self._answers(ticket)):
+            for number, output in enumerate(await self._joined(ticket)):
                 yield number, output
             return
         streams = [self._service.ask(ticket, one, self._headers) for one in self._requests]
@@ -329,8 +348,7 @@ class Chat:
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": number, "delta": delta, "finish_reason": None}
         if output is not None and output.logprobs:
-            content = [item.model_dump() for item in chat_logprobs(output.logprobs)]
-            choice["logprobs"] = {"content": content}
+            choice["logprobs"] = {"content": chat_logprobs(output.logprobs)}
         return self._base([choice])
 
     def _ending(self, number: int, output: Output) -> dict[str, Any]:

@@ -56,6 +56,7 @@ def error_answers(*, event_stream: bool = False, ok: str = "") -> dict[int | str
     return declared
 
 
-def answer(body: BaseModel) -> Response:
-    """JSON response of a model."""
-    return Response(body.model_dump_json(), media_type="application/json")
+def answer(body: BaseModel | bytes) -> Response:
+    """JSON response of a model, or of JSON."""
+    content = body if isinstance(body, bytes) else body.model_dump_json()
+    return Response(content, media_type="application/json")

@@ -18,14 +18,20 @@ from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import answer, error_answers
 from valora_serve.server.api.domain_prompt import completion_warnings
 from valora_serve.server.api.requests import check_text, constrained, sampling, schema_of, time_left
-from valora_serve.server.api.responses import finish_reason, json_logprob, usage, valora_block
+from valora_serve.server.api.responses import (
+    filled,
+    finish_reason,
+    items_json,
+    json_logprob,
+    usage,
+    valora_block,
+)
 from valora_serve.server.api.schema import (
     CompletionAnswer,
     CompletionChoice,
-    CompletionLogprobs,
     CompletionRequest,
 )
-from valora_serve.server.api.streams import EventStream
+from valora_serve.server.api.streams import EventJson, EventStream, event_json
 from valora_serve.server.bodies import JsonLimits
 from valora_serve.server.envelope import until_disconnect
 from valora_serve.server.service import merged
@@ -40,7 +46,7 @@ if TYPE_CHECKING:
 
 AT_ONCE = 200
 """Most tokens of a prompt that are turned into text before other requests have their turn."""
-
+_PLACE = '"logprobs":null'  # of an answer without them
 
 MOST_TOKENS = 200_000  # of all prompts that are sent as tokens
 
@@ -94,7 +100,7 @@ def router(context: ServerContext) -> APIRouter:
         )  # fmt: skip
         if body.stream:
             return EventStream(completion.events())
-        return answer(await until_disconnect(request.receive, completion.whole()))
+        return answer(await until_disconnect(request.receive, completion.json()))
 
     return routes
 
@@ -152,6 +158,7 @@ class _Completion:
         scored_only: bool,
     ) -> None:
         self._service = context.service
+        self._parser = context.parser
         self._echo = bool(body.echo)
         self._scored_only = scored_only
         self._model = model
@@ -167,36 +174,50 @@ class _Completion:
     def _admitted(self) -> Any:
         return self._service.admitted(self._model, self._requests[0].deadline, len(self._requests))
 
-    async def whole(self) -> CompletionAnswer:
+    async def json(self) -> bytes:
+        """Wait for the whole answer, as JSON."""
+        parts: dict[int, _Part] = {}
+        lasts: dict[int, Output] = {}
         with self._admitted() as ticket:
-            answers = await self._service.ask_all(ticket, self._requests, self._headers)
-        choices = []
-        for number, outputs in enumerate(answers):
-            finish = outputs[-1].finish
-            assert finish is not None
-            part = await self._prompt(number, outputs[0]) if self._echo else _Part()
-            if not self._scored_only:
-                for output in outputs:
-                    part.add(output)
-            choices.append(
-                CompletionChoice(
-                    index=number,
-                    text=part.text,
-                    logprobs=CompletionLogprobs(**part.logprobs) if self._logprobs else None,
-                    finish_reason="length" if self._scored_only else finish_reason(finish),
-                )
-            )
-        lasts = [outputs[-1] for outputs in answers]
-        return CompletionAnswer(
+            streams = [self._service.ask(ticket, one, self._headers) for one in self._requests]
+            async with contextlib.aclosing(merged(streams)) as outputs:
+                async for number, output in outputs:
+                    if number not in parts:
+                        parts[number] = (
+                            await self._prompt(number, output) if self._echo else _Part()
+                        )
+                    if not self._scored_only:
+                        parts[number].add(output)
+                    if output.finish is not None:
+                        lasts[number] = output
+        order = sorted(lasts)
+        body = CompletionAnswer(
             id=self._id,
             created=self._created,
             model=self._model.name,
-            choices=choices,
-            usage=self._used(lasts),
+            choices=[
+                CompletionChoice(
+                    index=n, text=parts[n].text, finish_reason=self._finish_reason(lasts[n])
+                )
+                for n in order
+            ],
+            usage=self._used([lasts[n] for n in order]),
             valora=valora_block(self._model, lasts[0], (), self._warnings),
-        )
+        ).model_dump_json()
+        if not self._logprobs:
+            return body.encode()
 
-    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        def made() -> bytes:
+            return filled(body, _PLACE, [parts[n].logprobs_json() for n in order]).encode()
+
+        content: bytes = await self._parser.run(made)
+        return content
+
+    def _finish_reason(self, last: Output) -> str:
+        assert last.finish is not None
+        return "length" if self._scored_only else finish_reason(last.finish)
+
+    async def events(self) -> AsyncGenerator[dict[str, Any] | EventJson, None]:
         with self._admitted() as ticket:
             streams = [self._service.ask(ticket, one, self._headers) for one in self._requests]
             lasts: dict[int, Output] = {}
@@ -216,16 +237,18 @@ class _Completion:
                     }  # fmt: skip
                     if output.finish is not None:
                         lasts[number] = output
-                        choice["finish_reason"] = (
-                            "length" if self._scored_only else finish_reason(output.finish)
-                        )
+                        choice["finish_reason"] = self._finish_reason(output)
                     elif not part.text and not part.logprobs["tokens"]:
                         continue
                     event = self._event([choice])
                     if output.finish is not None:
                         block = valora_block(self._model, output, (), self._warnings)
                         event["valora"] = block.model_dump(exclude_none=True)
-                    yield event
+                    if self._logprobs and len(part.logprobs["tokens"]) > AT_ONCE:
+                        choice["logprobs"] = None
+                        yield await self._parser.run(_filled, event, part)
+                    else:
+                        yield event
             if self._usage:
                 used = self._used([lasts[number] for number in sorted(lasts)])
                 yield self._event([]) | {"usage": used.model_dump()}
@@ -262,6 +285,12 @@ class _Completion:
         }
 
 
+def _filled(event: dict[str, Any], part: _Part) -> EventJson:
+    """An event with many log probabilities."""
+    made = event_json(event)
+    return made._replace(text=filled(made.text, _PLACE, [part.logprobs_json()]))
+
+
 class _Part:
     """A part of an answer: its text, and log probabilities in this endpoint's format.
 
@@ -280,6 +309,14 @@ class _Part:
         self.logprobs: dict[str, list[Any]] = {
             "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
         }  # fmt: skip
+
+    def logprobs_json(self) -> str:
+        """The log probabilities as JSON, with their name in an answer."""
+        fields = []
+        for name, items in self.logprobs.items():
+            pieces = (items[at : at + AT_ONCE] for at in range(0, len(items), AT_ONCE))
+            fields.append(f'"{name}":[{",".join(items_json(piece) for piece in pieces)}]')
+        return f'"logprobs":{{{",".join(fields)}}}'
 
     def add(self, output: Output) -> None:
         """Add what an output of the engine brings."""

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from valora_serve.errors import RequestError
 from valora_serve.server.api.chat import begin
 from valora_serve.server.api.common import answer, error_answers
+from valora_serve.server.api.responses import filled, items_json
 from valora_serve.server.api.schema import (
     ChatRequest,
     ImagePart,
@@ -27,7 +28,7 @@ from valora_serve.server.api.schema import (
     StreamOptions,
     TextPart,
 )
-from valora_serve.server.api.streams import EventStream
+from valora_serve.server.api.streams import EventJson, EventStream, event_json
 from valora_serve.server.envelope import until_disconnect
 from valora_serve.server.telemetry.logs import new_id
 
@@ -65,7 +66,7 @@ def router(context: ServerContext) -> APIRouter:
         made = _Responses(chat, body)
         if body.stream:
             return EventStream(made.events())
-        return answer(await until_disconnect(request.receive, made.whole()))
+        return answer(await until_disconnect(request.receive, made.json()))
 
     return routes
 
@@ -160,22 +161,22 @@ class _Responses:
         self._item = f"msg_{new_id()}"
         self._created = time.time()
 
-    async def whole(self) -> ResponseAnswer:
-        """Wait for the whole answer."""
-        found = await self._chat.whole()
+    async def json(self) -> bytes:
+        """Wait for the whole answer, as JSON."""
+        found, [logprobs] = await self._chat.whole()
         choice = found.choices[0]
-        logprobs = choice.logprobs.model_dump()["content"] if choice.logprobs else []
-        return ResponseAnswer.model_validate(
+        body = ResponseAnswer.model_validate(
             self._response(
                 choice.finish_reason,
                 choice.message.content or "",
-                logprobs or [],
+                [],
                 found.usage.model_dump(),
                 None if found.valora is None else found.valora.model_dump(exclude_none=True),
             )
         )
+        return _filled(body.model_dump_json(), logprobs).encode()
 
-    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self) -> AsyncGenerator[dict[str, Any] | EventJson, None]:
         """The answer as events of OpenAI's API."""
         number = 0
 
@@ -186,7 +187,7 @@ class _Responses:
 
         place = {"item_id": self._item, "output_index": 0, "content_index": 0}
         text, finish = "", "stop"
-        logprobs: list[Any] = []
+        logprobs: list[str] = []  # as JSON
         usage = block = None
         begun = False
         async with contextlib.aclosing(self._chat.events()) as chunks:
@@ -204,17 +205,22 @@ class _Responses:
                     finish = choice["finish_reason"] or finish
                     new = (choice.get("logprobs") or {}).get("content") or []
                     delta = choice["delta"].get("content")
-                    logprobs += new
+                    if new:
+                        logprobs.append(items_json(new))
                     if delta or new:
                         text += delta or ""
                         yield event(
                             "response.output_text.delta", **place, delta=delta, logprobs=new
                         )
-        yield event("response.output_text.done", **place, text=text, logprobs=logprobs)
-        yield event("response.content_part.done", **place, part=_part(text, logprobs))
-        answered = self._response(finish, text, logprobs, usage, block)
-        yield event("response.output_item.done", output_index=0, item=answered["output"][0])
-        yield event(f"response.{answered['status']}", response=answered)
+        answered = self._response(finish, text, [], usage, block)
+        for last in (
+            event("response.output_text.done", **place, text=text, logprobs=[]),
+            event("response.content_part.done", **place, part=_part(text, [])),
+            event("response.output_item.done", output_index=0, item=answered["output"][0]),
+            event(f"response.{answered['status']}", response=answered),
+        ):
+            made = event_json(last)
+            yield made._replace(text=_filled(made.text, logprobs))
 
     def _message(self, status: str, text: str | None, logprobs: Sequence[Any]) -> dict[str, Any]:
         content = [] if text is None else [_part(text, logprobs)]
@@ -266,6 +272,11 @@ class _Responses:
         if status == "incomplete":
             found["incomplete_details"] = {"reason": "max_output_tokens"}
         return found if block is None else found | {"valora": dict(block)}
+
+
+def _filled(body: str, logprobs: Sequence[str]) -> str:
+    """JSON of an answer or event with the log probabilities of its only text."""
+    return filled(body, '"logprobs":[]', [f'"logprobs":[{",".join(logprobs)}]'])
 
 
 def _part(text: str, logprobs: Sequence[Any]) -> dict[str, Any]:

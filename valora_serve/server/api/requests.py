@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MOST_STOPS = 16
+MOST_LOGPROBS = 500_000
+"""Most log probabilities of an answer: some 35 MB of JSON."""
 
 _ROLES = {"developer": "system", "tool": "user", "function": "user"}
 """Roles of OpenAI's API by the ones that chat templates know."""
@@ -57,6 +59,14 @@ def sampling(
     Raises:
         RequestError: A field exceeds a limit, or two fields contradict each other.
     """
+    if logprobs is not None:
+        most = context.service.engine.context_length
+        count = (body.n or 1) * min(max_tokens or most, most) * (logprobs + 1)
+        if count > MOST_LOGPROBS:
+            raise RequestError(
+                f"n, max_tokens and the number of log probabilities ask for up to {count} of them, "
+                f"more than {MOST_LOGPROBS}: ask for fewer"
+            )
     stop = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
     if len(stop) > MOST_STOPS or not all(stop):
         raise RequestError(f"stop takes up to {MOST_STOPS} texts that are not empty")

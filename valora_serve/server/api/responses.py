@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,6 @@ from valora_data.contract.heads import BoxesResult
 from valora_serve.errors import RequestError
 from valora_serve.server.api.schema import (
     TokenDetails,
-    TokenLogprob,
-    TopLogprob,
     UsageAnswer,
     ValoraAnswer,
 )
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
     from valora_serve.types import Logprob, Output, ServedModel, TokenLogprobs
 
+_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 LEAST_LOGPROB = -9999.0
 """Smallest log probability in responses."""
 
@@ -121,14 +121,35 @@ def joined(lasts: Sequence[Output]) -> Output:
     )
 
 
-def chat_logprobs(items: Iterable[TokenLogprobs]) -> list[TokenLogprob]:
-    """Log probabilities in the chat endpoint's format."""
-    return [
-        TokenLogprob(
-            **_one(item.chosen), top_logprobs=[TopLogprob(**_one(top)) for top in item.top]
-        )
-        for item in items
-    ]
+def chat_logprobs(items: Iterable[TokenLogprobs]) -> list[dict[str, Any]]:
+    """Log probabilities in the chat endpoint's format, each a `TokenLogprob` as a dictionary.
+
+    There may be hundreds of thousands in an answer, which models would hold in many objects.
+    """
+    return [_one(item.chosen) | {"top_logprobs": [_one(top) for top in item.top]} for item in items]
+
+
+def items_json(items: list[Any]) -> str:
+    """Items as JSON, separated by commas: what may be put into a list of an answer."""
+    return _JSON.encode(items)[1:-1]
+
+
+def filled(body: str, place: str, contents: Sequence[str]) -> str:
+    """JSON of an answer whose large parts are JSON already.
+
+    An answer with all of them would be validated and written in one go, which nothing interrupts.
+
+    Args:
+        body: JSON of the answer without its large parts.
+        place: What stands there for each of them, first of all. A name with its quotes occurs in no
+            text, as JSON escapes quotes there.
+        contents: What replaces it, in order.
+    """
+    texts = body.split(place, len(contents))
+    parts = [texts[0]]
+    for content, text in zip(contents, texts[1:], strict=True):
+        parts += [content, text]
+    return "".join(parts)
 
 
 def json_logprob(value: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.responses import Response
 
@@ -18,6 +18,18 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 
+class EventJson(NamedTuple):
+    """An event as JSON.
+
+    Attributes:
+        text: The JSON.
+        type: The event's type, None if it has none.
+    """
+
+    text: str
+    type: str | None
+
+
 class EventStream(Response):
     """Streamed response.
 
@@ -25,12 +37,12 @@ class EventStream(Response):
 
     Args:
         events: Events; each is the content of one ``data:`` line. One with a ``type`` has a line
-            ``event:`` with it, as in OpenAI's Responses API.
+            ``event:`` with it, as in OpenAI's Responses API. Large ones are JSON already.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None]) -> None:
+    def __init__(self, events: AsyncGenerator[dict[str, Any] | EventJson, None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
@@ -70,8 +82,13 @@ async def _end(send: Send, error: ServeError | None) -> None:
     await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 
-def _body(event: dict[str, Any]) -> dict[str, Any]:
-    line = json.dumps(event, separators=(",", ":"), allow_nan=False)
-    name = f"event: {event['type']}\n" if "type" in event else ""
+def event_json(event: dict[str, Any]) -> EventJson:
+    """An event as JSON."""
+    return EventJson(json.dumps(event, separators=(",", ":"), allow_nan=False), event.get("type"))
+
+
+def _body(event: dict[str, Any] | EventJson) -> dict[str, Any]:
+    line, kind = event if isinstance(event, EventJson) else event_json(event)
+    name = "" if kind is None else f"event: {kind}\n"
     body = f"{name}data: {line}\n\n".encode()
     return {"type": "http.response.body", "body": body, "more_body": True}

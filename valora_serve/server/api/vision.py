@@ -26,7 +26,7 @@ from valora_serve.server.api.requests import (
 )
 from valora_serve.server.api.responses import usage
 from valora_serve.server.api.schema import VisionAnswer, VisionRequest, VisionResult
-from valora_serve.server.bodies import validated, whole_body
+from valora_serve.server.bodies import NO_BODY, read_json, validated, whole_body
 from valora_serve.server.envelope import until_disconnect
 from valora_serve.server.gather import gathered
 from valora_serve.server.telemetry.logs import new_id
@@ -134,7 +134,9 @@ def _domain(context: ServerContext, name: str) -> ServedModel:
 
 
 async def _from_json(request: Request, context: ServerContext, pixels: Pixels) -> _Unread:
-    fields = await context.parser.parse(await whole_body(request), VisionRequest)
+    fields = await read_json(request, VisionRequest)
+    if fields is NO_BODY:
+        raise RequestError("The body is missing: add it")
     _check_count(len(fields.images), fields.video is not None, len(fields.frames), context)
 
     async def read() -> _Media:

@@ -103,6 +103,37 @@ def test_logprobs(client):
     assert streamed == ["a", " red"]
 
 
+def test_log_probabilities_of_several_answers_are_those_of_their_streams(client):
+    said = chat('see "logprobs":null and "logprobs":[]')["messages"]
+    asked = {"messages": said, "logprobs": True, "top_logprobs": 3, "n": 3, "max_tokens": 5}
+    whole = ask(client, **asked)
+    streamed = {}
+    for chunk in ask(client, **asked, stream=True):
+        for choice in chunk.choices:
+            if choice.logprobs:
+                streamed.setdefault(choice.index, []).extend(choice.logprobs.content)
+    assert len(whole.choices) == 3
+    for choice in whole.choices:
+        assert choice.logprobs.content == streamed[choice.index]
+        assert len(choice.logprobs.content) >= 2
+        assert choice.logprobs.refusal is None
+    plain = ask(client, messages=said, n=3, max_tokens=5)
+    assert [one.message for one in plain.choices] == [one.message for one in whole.choices]
+    assert all(one.logprobs is None for one in plain.choices)
+
+
+def test_too_many_log_probabilities_are_refused_at_once(server):
+    body = chat("x", n=16, max_tokens=2000, logprobs=True, top_logprobs=20)
+    before = len(server.engine.asked)
+    answer = server.client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert "ask for fewer" in answer.json()["error"]["message"]
+    assert len(server.engine.asked) == before
+    body |= {"n": 2}
+    body |= {"max_tokens": 10**7}  # no more than the context holds
+    assert server.client.post("/v1/chat/completions", json=body).status_code == 200
+
+
 def test_images_come_in_the_order_of_their_parts(server, client):
     first, second = picture(30, 20), picture(10, 50)
     parts = [

@@ -145,6 +145,8 @@ def test_log_probabilities_of_a_long_prompt(server, tokenizer):
     assert len(found["token_logprobs"]) == 1800
     assert all(len(top) <= 20 for top in found["top_logprobs"][1:])
     assert found["tokens"][600] == tokenizer.decode([7])
+    stream = streamed(server, prompt=[7, 8, 9] * 600, max_tokens=0, logprobs=20, echo=True)[0]
+    assert stream["logprobs"] == found
 
 
 def test_penalties_and_bias_reach_the_engine(server):

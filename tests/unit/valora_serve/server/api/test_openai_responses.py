@@ -100,6 +100,26 @@ def test_logprobs(client):
     found = answer.output[0].content[0].logprobs
     assert [item.token for item in found[:2]] == ["a", " red"]
     assert len(found[0].top_logprobs) == 2
+    schema = {"type": "object", "properties": {"logprobs": {"enum": [[]]}}, "logprobs": []}
+    asked = {
+        "include": ["message.output_text.logprobs"], "metadata": {"logprobs": "[]"},
+        "instructions": 'say "logprobs":[]', "text": {"format": {
+            "type": "json_schema", "name": "x", "schema": {"default": schema}}},
+    }  # fmt: skip
+    whole, events = ask(client, **asked), list(ask(client, **asked, stream=True))
+    found = whole.output[0].content[0].logprobs
+    assert len(found) >= 2
+    assert whole.text.format.schema_ == {"default": schema}
+    deltas = [one for event in events for one in getattr(event, "logprobs", None) or ()]
+    said = [one.token for one in found]
+    assert [one.token for one in deltas[: len(found)]] == said
+    text, part, item, last = events[-4:]
+    places = [
+        text.logprobs, part.part.logprobs, item.item.content[0].logprobs,
+        last.response.output[0].content[0].logprobs,
+    ]  # fmt: skip
+    assert [[one.token for one in place] for place in places] == [said] * 4
+    assert last.response.text.format.schema_ == {"default": schema}
 
 
 def test_fields_that_change_nothing_are_taken(client):

@@ -10,7 +10,7 @@ import pytest
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import CHAT, chat, serving
 from valora_serve.errors import NonFiniteError, QuarantinedError
-from valora_serve.server.api.responses import json_logprob
+from valora_serve.server.api.responses import filled, items_json, json_logprob
 from valora_serve.types import Finish, Logprob, Output, TokenLogprobs
 
 VALUES = (math.nan, math.inf, -math.inf, -1e30, -0.25)
@@ -123,3 +123,17 @@ def test_a_quarantined_adapter(server):
     for line in ("valora_models_quarantined 1.0", "valora_models_unmergeable 1.0",
                  "valora_non_finite_outputs_total 4.0"):  # fmt: skip
         assert line in metrics
+
+
+def test_large_parts_go_to_their_places():
+    said = {"text": 'see "logprobs":null', "choices": [{"logprobs": None, "n": 0}] * 2, "x": "é"}
+    said["schema"] = {"logprobs": None}  # what comes after the last place stays
+    body = json.dumps(said, separators=(",", ":"))
+    made = json.loads(filled(body, '"logprobs":null', ['"logprobs":[1]', '"logprobs":"\\""']))
+    assert [one["logprobs"] for one in made["choices"]] == [[1], '"']
+    assert made["text"] == said["text"]
+    assert made["schema"] == said["schema"]
+    with pytest.raises(ValueError, match="zip"):
+        filled("{}", '"logprobs":null', ["1"])
+    assert json.loads(f"[{items_json([{'a': 'é'}, 1.5, None])}]") == [{"a": "é"}, 1.5, None]
+    assert items_json([]) == ""

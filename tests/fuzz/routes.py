@@ -118,7 +118,7 @@ def hostile(rng: random.Random) -> dict[str, tuple[str, dict[str, str], bytes]]:
         "a large image": (CHAT, picture(b"data:image/png;base64," + image)),
         "a large video": (CHAT, turn(
             b'[{"type":"video_url","video_url":{"url":"data:video/mp4;base64,'
-            + base64.b64encode(rng.randbytes(40_000_000)) + b'"}}]')),
+            + base64.b64encode(rng.randbytes(24_000_000)) + b'"}}]')),
         "many frames": (CHAT, turn(
             b'[{"type":"frames","frames":["data:image/jpeg;base64,'
             + b'","data:image/jpeg;base64,'.join([image[:100_000]] * 64) + b'"]}]')),
@@ -132,6 +132,9 @@ def hostile(rng: random.Random) -> dict[str, tuple[str, dict[str, str], bytes]]:
     forms = {
         "parts of a form": part * 20_000 + b"--b--",
         "boundaries": part[:-3] + b"\r\n--bx" * many,
+        "a large video as a form": part.replace(b'"image"', b'"video"')[:-3]
+        + rng.randbytes(60_000_000)
+        + b"\r\n--b--",
         "a large file": part[:-3] + rng.randbytes(15_000_000) + b"\r\n--b--",
         "headers of a part": b"--b\r\n" + b"a: b\r\n" * many,
         "a part without end": part[:-3] + b"\r\n" * many,

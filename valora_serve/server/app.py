@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +25,14 @@ from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 from uvicorn.server import HANDLED_SIGNALS
 
 from valora_serve.server.access.admission import Admission, RateLimiter
 from valora_serve.server.access.guard import Guard
 from valora_serve.server.access.keys import KeyRing
-from valora_serve.server.access.rules import Access, RouteTable, Rules
+from valora_serve.server.access.rules import JSON, Access, RouteTable, Rules
 from valora_serve.server.access.sites import Sites
 from valora_serve.server.api.registry import endpoints
 from valora_serve.server.api.schema import ErrorAnswer
@@ -137,8 +139,13 @@ def create_app(
     )  # fmt: skip
     app.state.context = context
 
-    async def document(_: Request) -> AsciiJson:
-        return AsciiJson(await asyncio.to_thread(app.openapi))  # FastAPI makes it on the event loop
+    @cache
+    def described() -> bytes:
+        return bytes(AsciiJson(app.openapi()).body)
+
+    async def document(_: Request) -> Response:
+        # FastAPI would make it on the event loop.
+        return Response(await asyncio.to_thread(described), media_type=JSON)
 
     app.router.routes.insert(0, Route("/openapi.json", document, include_in_schema=False))
     routes = RouteTable()

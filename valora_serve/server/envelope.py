@@ -204,8 +204,12 @@ class Envelope:
         """Read the body within the limits of the route; it counts as held until the end."""
         general = self._settings.max_body_bytes
         most = min(general, general if rules.max_body_bytes is None else rules.max_body_bytes)
+        remedy = "send less at once"
+        if scan is not None and most > self._settings.max_json_bytes:
+            most = self._settings.max_json_bytes
+            remedy = "send less at once, or a large video as a form to /v1/vision"
         seconds = self._settings.body_seconds
-        too_large = TooLargeError(f"The request is larger than {most} bytes: send less at once")
+        too_large = TooLargeError(f"The request is larger than {most} bytes: {remedy}")
         length = headers.get(b"content-length", "0")
         if length.isdecimal() and int(length[:20]) > most:
             raise too_large

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from valora_serve.server.telemetry.spans import Tracer
     from valora_serve.types import EngineClient, Output, Request, ServedModel, Times
 
+AT_ONCE = 32  # requests of one HTTP request that are begun without a pause
 NAMED = 20  # names that an error lists
 
 
@@ -145,7 +146,11 @@ class Service:
             return [await whole(requests[0])]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(whole(request)) for request in requests]
+                tasks = []
+                for request in requests:
+                    tasks.append(group.create_task(whole(request)))
+                    if len(tasks) % AT_ONCE == 0:
+                        await asyncio.sleep(0)  # others have their turn
         except* ServeError as errors:
             raise _first(errors) from errors
         return [task.result() for task in tasks]

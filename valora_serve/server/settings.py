@@ -25,6 +25,8 @@ class ServerSettings:
         adapter_folder: Folder that adapters and bundles can be loaded from at run time.
         state_file: File that records what was loaded at run time, for the next start.
         max_body_bytes: Largest request body, in bytes; routes without images have lower limits.
+        max_json_bytes: Largest request body in JSON, in bytes: an image of 20 MiB in base64 fits.
+            Parsing holds up all other requests; larger videos are sent as a form or fetched.
         max_held_bytes: Most bytes of the bodies of all requests in progress; requests beyond it
             get status 429.
         max_image_bytes: Largest image file, in bytes.
@@ -86,7 +88,8 @@ class ServerSettings:
     adapter_folder: str | None = None
     state_file: str = ".valora/serve/served.json"
     max_body_bytes: int = 64 * 2**20
-    max_held_bytes: int = 2**30
+    max_json_bytes: int = 32 * 2**20
+    max_held_bytes: int = 512 * 2**20
     max_image_bytes: int = 20 * 2**20
     max_image_pixels: int = 16_777_216
     max_video_pixels: int = 50_000_000
@@ -132,9 +135,9 @@ class ServerSettings:
             ValueError: A value is out of range, or two values contradict each other.
         """
         positive = (
-            "max_body_bytes max_held_bytes max_image_bytes max_image_pixels max_request_pixels "
-            "max_held_pixels max_images max_video_bytes max_video_pixels max_image_side "
-            "max_decode_bytes "
+            "max_body_bytes max_json_bytes max_held_bytes max_image_bytes max_image_pixels "
+            "max_request_pixels max_held_pixels max_images max_video_bytes max_video_pixels "
+            "max_image_side max_decode_bytes "
             "max_video_seconds video_frames max_video_frames max_prompt_chars max_n media_seconds "
             "decode_seconds burst max_waiting max_connections body_seconds send_seconds "
             "answer_tokens"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import time
@@ -118,8 +117,7 @@ async def _answer(
     with service.admitted(model, requests[0].deadline, len(requests)) as ticket:
         answers = await service.ask_all(ticket, requests, headers)
     lasts = [outputs[-1] for outputs in answers]
-    vectors = [_vector(last, model) for last in lasts]
-    width = len(vectors[0])
+    width = len(_vector(lasts[0], model))
     if body.dimensions not in (None, width):
         raise RequestError(
             f"dimensions is {body.dimensions}, but embeddings of {model.name} have {width}, and "
@@ -127,8 +125,8 @@ async def _answer(
         )
     tokens = sum(last.usage.prompt for last in lasts if last.usage is not None)
     # A thread, as many long vectors take seconds.
-    content = await asyncio.to_thread(
-        _encoded, vectors, model.name, tokens, as_text=body.encoding_format == "base64"
+    content = await context.parser.run(
+        _encoded, lasts, model, tokens, body.encoding_format == "base64"
     )
     return Response(content, media_type="application/json")
 
@@ -149,16 +147,15 @@ def _vector(last: Output, model: ServedModel) -> NDArray[np.float32]:
     return vector
 
 
-def _encoded(
-    vectors: Sequence[NDArray[np.float32]], model: str, tokens: int, *, as_text: bool
-) -> str:
+def _encoded(lasts: Sequence[Output], model: ServedModel, tokens: int, as_text: bool) -> str:
     """The response as JSON, one vector at a time."""
     data = []
-    for number, vector in enumerate(vectors):
+    for number, last in enumerate(lasts):
+        vector = _vector(last, model)
         shown: Any = vector.tolist()
         if as_text:
             shown = base64.b64encode(vector.astype("<f4").tobytes()).decode()
         data.append(json.dumps({"object": "embedding", "index": number, "embedding": shown}))
     usage = json.dumps({"prompt_tokens": tokens, "total_tokens": tokens})
     listed = ",".join(data)
-    return f'{{"object":"list","data":[{listed}],"model":{json.dumps(model)},"usage":{usage}}}'
+    return f'{{"object":"list","data":[{listed}],"model":{json.dumps(model.name)},"usage":{usage}}}'

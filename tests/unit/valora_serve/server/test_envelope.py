@@ -13,6 +13,7 @@ from tests.support.http_helpers import (
     ask,
     begin,
     chat,
+    data_url,
     encoded,
     picture,
     serving,
@@ -40,6 +41,19 @@ def test_a_large_body_is_refused_with_and_without_a_length():
             + b"9" * 30
         )
         assert b" 413 " in (said := talk(server, raw + b"\r\n\r\n")) or b" 400 " in said
+
+
+def test_json_has_a_limit_of_its_own_and_forms_do_not():
+    picture_file = encoded(picture(400, 300))
+    with serving(max_json_bytes=len(picture_file), max_body_bytes=10 * len(picture_file)) as server:
+        path = "/v1/vision/person"
+        assert server.client.post(path, files={"image": picture_file}).status_code == 200
+        answer = server.client.post(path, json={"images": [data_url(picture_file)]})
+        assert answer.status_code == 413
+        assert "as a form" in answer.json()["error"]["message"]
+    with serving(max_body_bytes=1000) as server:  # the lower one of the two counts
+        answer = server.client.post(CHAT, json=chat("x" * 1000))
+        assert answer.json()["error"]["message"].endswith("1000 bytes: send less at once")
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ HEADERS = {"authorization": f"Bearer {SECRET}"}
 JSON = {"content-type": "application/json"}
 FORM = {"content-type": "multipart/form-data; boundary=b"}
 LIMIT_SECONDS = 0.2
+DEADLINE_SECONDS = 60
+"""Deadline of the server's requests: what is asked at random may take minutes on a CPU."""
 NICE = 10
 """What the senders' priority is lower by than that of the server and of who asks /health."""
 BATCH, SEEDS = 200, 1_000_003
@@ -262,7 +264,7 @@ def start(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
         sys.executable, "-m", "valora_serve.cli", str(folder / "bundle"), "--no-golden",
         "--port", str(port), "--api-key", SECRET, "--allow-runtime-loading", "--adapter-folder",
         str(folder / "store"), "--state-file", str(folder / "served.json"), "--log-level", "error",
-        "--answer-tokens", "16",
+        "--answer-tokens", "16", "--deadline", str(DEADLINE_SECONDS),
     ]  # fmt: skip
     with (folder / "log.txt").open("wb") as log:
         process = subprocess.Popen(

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from valora_data.schema import Answer, Task
 from valora_data.sources.formats.videos import frame_places
 from valora_teachers.base import BatchTeacher, TeacherError, choice_answer, map_classes
+from valora_teachers.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -180,24 +181,27 @@ def train_small(
     batch = min(settings.batch, len(pixels))
     steps = settings.epochs * (len(pixels) // batch)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _lr_share(step, steps))
-    mean = math.nan
-    for epoch in range(1, settings.epochs + 1):
-        model.train()
-        order = torch.randperm(len(pixels), generator=rng)
-        losses = []
-        for chosen in order[: len(order) // batch * batch].view(-1, batch):
-            logits = model(_augmented(pixels[chosen], settings, rng)).logits
-            loss = F.cross_entropy(logits, targets[chosen])
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-            schedule.step()
-            losses.append(loss.item())
-        mean = sum(losses) / len(losses)
-        if on_epoch is not None:
-            on_epoch(epoch, settings.epochs, mean)
+    out.mkdir(parents=True, exist_ok=True)
+    progress = Progress(
+        out,
+        "a small classifier",
+        {"model": model, "optimiser": optimiser, "schedule": schedule},
+        rng,
+        on_epoch,
+    )
+    model.train()
+    for step in progress.steps(settings.epochs, len(pixels), batch):
+        logits = model(_augmented(pixels[step.chosen], settings, rng)).logits
+        loss = F.cross_entropy(logits, targets[step.chosen])
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        schedule.step()
+        step.loss = loss.item()
+    mean = progress.mean
     _save(model, out / FOLDER)
-    seconds = time.perf_counter() - started
+    progress.finish()
+    seconds = progress.spent + time.perf_counter() - started
     return SmallReport(mean, settings.epochs, len(train_samples), seconds)
 
 

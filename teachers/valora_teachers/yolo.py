@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from valora_data.schema import Answer, Box, Task
 from valora_teachers.base import BatchTeacher, TeacherError, map_classes
+from valora_teachers.progress import Progress
 from valora_teachers.ultralytics_plugin import load_ultralytics, open_weights, threads_kept
 
 if TYPE_CHECKING:
@@ -233,33 +234,27 @@ def train_yolo(
     )
     steps = settings.epochs * (len(train_samples) // batch_size)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _lr_share(step, steps))
-    step, loss = 0, math.nan
-    for epoch in range(1, settings.epochs + 1):
-        model.train()
-        order = torch.randperm(len(train_samples), generator=rng)
-        losses = []
-        # The rest that does not fill a batch is left out: it comes in another epoch.
-        for chosen in order[: len(order) // batch_size * batch_size].view(-1, batch_size):
-            batch = data.augmented(chosen, settings, rng)
-            total = model(batch)[0].sum() / batch_size
-            optimiser.zero_grad()
-            total.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 10.0)
-            optimiser.step()
-            schedule.step()
-            step += 1
-            _average(average, model, step)
-            losses.append(total.item())
-        loss = sum(losses) / len(losses)
-        if on_epoch:
-            on_epoch(epoch, settings.epochs, loss)
     out.mkdir(parents=True, exist_ok=True)
+    parts = {"model": model, "average": average, "optimiser": optimiser, "schedule": schedule}
+    progress = Progress(out, "a YOLO", parts, rng, on_epoch)
+    model.train()
+    for step in progress.steps(settings.epochs, len(train_samples), batch_size):
+        batch = data.augmented(step.chosen, settings, rng)
+        total = model(batch)[0].sum() / batch_size
+        optimiser.zero_grad()
+        total.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        optimiser.step()
+        schedule.step()
+        _average(average, model, step.number)
+        step.loss = total.item()
     _save(average, settings, out / FILE_NAME)
+    progress.finish()
     return YoloReport(
-        loss=loss,
+        loss=progress.mean,
         epochs=settings.epochs,
         images=len(train_samples),
-        seconds=time.perf_counter() - started,
+        seconds=progress.spent + time.perf_counter() - started,
     )
 
 

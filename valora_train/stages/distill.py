@@ -96,8 +96,14 @@ def build_teacher(
         else:
             shutil.copyfile(domain.teacher, place)
         return
+    from valora_teachers.progress import CHECKPOINT
     from valora_teachers.registry import train_teacher
 
+    for item in folder.iterdir():  # of an interrupted training only the checkpoint counts
+        if item.is_dir():
+            shutil.rmtree(item)
+        elif item.name != CHECKPOINT:
+            item.unlink()
     assert domain.task is not None, "`Settings.chosen` fills it in"
     report = train_teacher(
         teacher.kind,

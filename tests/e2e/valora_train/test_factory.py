@@ -202,6 +202,26 @@ def test_new_work_keeps_the_older_bundle_beside_it(done, data, tmp_path):
     assert read_bundle(cwd / "bundles" / "own@1").version == 1
 
 
+def test_a_fusion_whose_run_was_lost_is_exported_with_a_new_one(done, data, tmp_path):
+    cwd = tmp_path / "run"
+    shutil.copytree(done[0], cwd)
+    (cwd / "mlflow.db").unlink()
+    shutil.rmtree(cwd / "bundles")
+    finish(valora_train(cwd, data))
+    _, (parent,), _ = runs(cwd)
+    assert parent.info.status == "FINISHED"
+    bundle = read_bundle(cwd / "bundles" / "own")
+    assert bundle.manifest["lineage"]["mlflow_run_id"] == parent.info.run_id
+    assert parent.data.metrics["adapters"] == len(fusion(cwd)["packing"])
+    (fused,) = (cwd / ".valora").glob("fuse-own-*[0-9a-f]")
+    (fused / "fusion.json").write_text("{")
+    shutil.rmtree(cwd / "bundles")
+    process = valora_train(cwd, data)
+    said = process.communicate(timeout=300)[0].replace("\n", " ")
+    assert process.returncode == 1
+    assert f"delete {fused.relative_to(cwd)} and run the same command again" in said
+
+
 def test_something_else_in_its_place_is_not_touched(done, data, tmp_path):
     cwd = tmp_path / "run"
     shutil.copytree(done[0], cwd)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from valora_data.schema import Split
 from valora_train.errors import UnreachableError
 from valora_train.fusion.plan import FusionPlan, order_domains
+from valora_train.fusion.state import attempt_facts
 from valora_train.fusion.strategies.base import Probe, Probes
 from valora_train.fusion.strategies.registry import make_strategy
 
@@ -235,6 +236,7 @@ class Packing:
         """Write a decision to disk; without this, the attempt is repeated after a restart."""
         self._state.told.append(outcome.decision.accuracy)
         self._state.seconds.append(outcome.seconds)
+        self._state.attempts.append(attempt_facts(outcome.decision.attempt))
         self._state.save()
         self._state.checkpoint.discard()
         self._state.discard_old_snapshots()

@@ -128,8 +128,8 @@ def load_parent(
                 f"the bundle of fusion.parent was made with other settings of {name}: use the same "
                 "ones, or set fusion.parent=null to fuse all domains"
             )
-    then = _training_inputs(record["settings"], record["inputs"])
-    now = _training_inputs(stage.settings, stage.inputs)
+    then = training_inputs(record["settings"], record["inputs"])
+    now = training_inputs(stage.settings, stage.inputs)
     facts = result["domains"]
 
     def stays(name: str) -> bool:
@@ -149,7 +149,7 @@ def load_parent(
     return Parent(folder, version, kept, unpacked, flagged, result)
 
 
-def _training_inputs(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[str, Any]:
+def training_inputs(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[str, Any]:
     """What the training of each domain depends on; its requirement does not matter."""
     return {
         facts["name"]: (

@@ -111,7 +111,10 @@ class Promises:
         for source, target in files.items():
             (self._folder / target).parent.mkdir(exist_ok=True)
             shutil.copyfile(folder / source, self._folder / target)
-        self._promised[name] = {**promised, "reason": decision.reason}
+        accuracy, required = promised["accuracy"], self._requirements[name].required
+        status = _status(accuracy["val"], accuracy["test"], required)
+        more = {"required": required, "status": status, "reason": decision.reason}
+        self._promised[name] = promised | more
 
     def measure(self, adapter: str, domain: str, reason: str) -> Evaluation:
         """Measure a domain of a loaded adapter and write its head.

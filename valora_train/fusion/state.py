@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from valora_train.fusion.decision import Attempt
+
 FUSION = "fusion.json"
 STATE = "state.json"
 SNAPSHOTS = "snapshots"
@@ -44,6 +46,7 @@ class FusionState:
         head_only: Accuracy of each domain without LoRA, with the keys `val` and `test`.
         told: Validation accuracies of every attempt that was decided, in order.
         seconds: Duration of every attempt that was decided, in seconds.
+        attempts: Every attempt that was decided (see `attempt_facts`).
         snapshots: File of the latest committed snapshot, by adapter.
         mlflow_run_id: The MLflow run of the fusion, once it is started.
         checkpoint: The checkpoint of the attempt that is running.
@@ -62,6 +65,7 @@ class FusionState:
         self.head_only: dict[str, dict[str, float]] = saved.get("head_only", dict(head_only))
         self.told: list[dict[str, float]] = saved.get("told", [])
         self.seconds: list[float] = saved.get("seconds", [])
+        self.attempts: list[dict[str, Any]] = saved.get("attempts", [])
         self.snapshots: dict[str, str] = saved.get("snapshots", {})
         self.mlflow_run_id: str | None = saved.get("mlflow_run_id")
 
@@ -89,6 +93,7 @@ class FusionState:
             "head_only": self.head_only,
             "told": self.told,
             "seconds": self.seconds,
+            "attempts": self.attempts,
             "snapshots": self.snapshots,
             "mlflow_run_id": self.mlflow_run_id,
         }
@@ -104,7 +109,7 @@ class FusionState:
         """
         from safetensors.torch import save_file
 
-        file = f"{adapter}-{number:02d}.safetensors"
+        file = snapshot_file(adapter, number)
         temporary = self.folder / SNAPSHOTS / f"{file}.tmp"
         # The order of the heads is that of their gradients, whose norm depends on it.
         facts = {"order": json.dumps(list(tensors)), "sha256": _hash(tensors)}
@@ -125,6 +130,21 @@ class FusionState:
         for file in (self.folder / SNAPSHOTS).iterdir():
             if file.name not in self.snapshots.values():
                 file.unlink()
+
+
+def snapshot_file(adapter: str, number: int) -> str:
+    """Name of the file of an adapter's snapshot after an attempt."""
+    return f"{adapter}-{number:02d}.safetensors"
+
+
+def attempt_facts(attempt: Attempt) -> dict[str, Any]:
+    """What identifies the training of an attempt among those of the same data, as JSON."""
+    return {
+        "domain": attempt.domain,
+        "adapter": attempt.adapter,
+        "held": list(attempt.held),
+        "rehearse": attempt.rehearse,
+    }
 
 
 def read_snapshot(folder: Path, file: str) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ from valora_data.contract.bundle import read_bundle
 from valora_data.schema import Split
 from valora_train.errors import SettingsError
 from valora_train.fusion.decision import Verdict
+from valora_train.fusion.earlier import Earlier
 from valora_train.fusion.packing import Packing, check_reachable, make_plan
 from valora_train.fusion.parent import Parent, find_parent, load_parent
 from valora_train.fusion.promises import HEAD_ONLY, Promises, fusion_result
@@ -217,6 +218,9 @@ def build_fusion(
     state = FusionState(
         folder, parent.head_only if parent else {}, settings.train.checkpoint_seconds
     )
+    earlier = Earlier(stage, Path(settings.paths.work), folder)
+    if team.size == 1:  # several processes might not find the same
+        earlier.take_head_only(state)
     with display.work("fuse", "loading the base model"):
         lmm = Lmm(settings.model, settings.train.lora, team)
     trainer = Trainer(lmm, _load_lazily(settings, domains, lmm, display), settings.train, team)
@@ -232,13 +236,21 @@ def build_fusion(
     )  # fmt: skip
     with report.running():
         _measure_baselines(settings, domains, requirements, promises, state, display, team, report)
-        plan = make_plan(
-            settings.fusion, requirements, state.head_only, settings.train.seed, parent
-        )
+
+        def new_plan() -> FusionPlan:
+            return make_plan(
+                settings.fusion, requirements, state.head_only, settings.train.seed, parent
+            )
+
+        plan = new_plan()
+        if team.size == 1 and not state.told:
+            earlier.take_attempts(new_plan, state)
         packing = Packing(plan, trainer, state, settings.train.seed, team, parent)
         for decision in plan.head_only.values():
             report.placed_without_adapter(decision, folder / HEAD_ONLY)
         report.resumed(packing.resume())
+        if state.told:
+            report.log_progress(plan, state)
         _stop_if_unreachable(settings, plan, requirements, parent)
         while (attempt := plan.next()) is not None:
             with report.attempt(attempt) as shown:

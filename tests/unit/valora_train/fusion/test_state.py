@@ -34,7 +34,7 @@ def test_the_format_of_earlier_versions_is_read(tmp_path):
     assert state.mlflow_run_id is None
     assert torch.equal(state.read_snapshot("adapter-1")["lora/x"], torch.arange(3.0))
     state.save()
-    assert read_json(tmp_path / STATE) == {**old, "mlflow_run_id": None}
+    assert read_json(tmp_path / STATE) == {**old, "attempts": [], "mlflow_run_id": None}
 
 
 def test_a_replaced_snapshot_stays_until_it_is_discarded(tmp_path):

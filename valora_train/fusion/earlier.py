@@ -1,0 +1,151 @@
+"""Continues from the attempts of an earlier fusion of the same data.
+
+A fusion whose requirements, margin, order or domains changed makes the same attempts as the earlier
+one up to the first decision that differs. Those are taken over instead of being trained again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+from valora_train.fusion.parent import training_inputs
+from valora_train.fusion.promises import HEAD_ONLY
+from valora_train.fusion.state import SNAPSHOTS, STATE, attempt_facts, snapshot_file
+from valora_train.stage import read_json, write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from valora_train.fusion.plan import FusionPlan
+    from valora_train.fusion.state import FusionState
+    from valora_train.stage import Stage
+
+MADE_OF = "made_of.json"
+_SAME = ("base", "processor", "parent")
+
+
+class Earlier:
+    """The unfinished and finished fusions beside a new one that trained with the same settings.
+
+    Args:
+        stage: The stage of the new fusion.
+        work: Folder of all stages.
+        folder: Folder of the new fusion, which gets a file that says what it is made of.
+    """
+
+    def __init__(self, stage: Stage, work: Path, folder: Path) -> None:
+        inputs = {name: stage.inputs.get(name) for name in _SAME}
+        settings = {name: stage.settings[name] for name in ("model", "heads", "train")}
+        domains = training_inputs(stage.settings, stage.inputs)
+        made_of = {"version": stage.version, **inputs, **settings, "domains": domains}
+        self._made_of = json.loads(json.dumps(made_of))
+        write_json(folder / MADE_OF, self._made_of)
+        mine = {stage.folder(work).name, stage.partial(work).name}
+        found = (item for item in work.glob(f"{stage.name}-*/") if item.name not in mine)
+        self._folders = [item for item in sorted(found) if self._fits(_read(item / MADE_OF))]
+
+    def _fits(self, made_of: dict[str, Any]) -> bool:
+        """Whether everything but the domains is the same."""
+        return {**made_of, "domains": None} == {**self._made_of, "domains": None}
+
+    def _same_domains(self, folder: Path) -> set[str]:
+        """Domains whose data and settings, besides their requirements, are the same."""
+        theirs, ours = _read(folder / MADE_OF)["domains"], self._made_of["domains"]
+        return {name for name in ours if theirs.get(name) == ours[name]}
+
+    def take_head_only(self, state: FusionState) -> None:
+        """Take over what domains reach without LoRA."""
+        for folder in self._folders:
+            known = _read(folder / STATE).get("head_only", {})
+            for name in (self._same_domains(folder) & set(known)) - set(state.head_only):
+                files = list((folder / HEAD_ONLY).glob(f"{name}.*"))
+                if not {f"{name}.json", f"{name}.png"} <= {file.name for file in files}:
+                    continue
+                (state.folder / HEAD_ONLY).mkdir(exist_ok=True)
+                try:
+                    for file in files:
+                        shutil.copyfile(file, state.folder / HEAD_ONLY / file.name)
+                except FileNotFoundError:  # another process has finished that fusion
+                    continue
+                state.head_only[name] = known[name]
+        state.save()
+
+    def take_attempts(self, new_plan: Callable[[], FusionPlan], state: FusionState) -> int:
+        """Take over the attempts that the new fusion would repeat, as many as possible.
+
+        Args:
+            new_plan: Makes the plan of the new fusion before its first attempt.
+            state: State of the new fusion, in which nothing was attempted.
+
+        Returns:
+            Number of attempts that were taken over.
+        """
+        best: tuple[int, dict[str, str], Path] | None = None
+        for folder in self._folders:
+            domains = self._same_domains(folder)
+            saved = _read(folder / STATE)
+            for count in range(_usable(saved, domains), best[0] if best else 0, -1):
+                snapshots = _replay(new_plan(), saved, count)
+                if snapshots is not None and _there(folder, saved, snapshots.items()):
+                    best = (count, snapshots, folder)
+                    break
+        if best is None:
+            return 0
+        count, snapshots, folder = best
+        saved = _read(folder / STATE)
+        try:
+            for file in snapshots.values():
+                shutil.copyfile(folder / SNAPSHOTS / file, state.folder / SNAPSHOTS / file)
+        except FileNotFoundError:  # another process goes on with that fusion
+            return 0
+        state.snapshots.update(snapshots)
+        state.told = saved["told"][:count]
+        state.seconds = saved["seconds"][:count]
+        state.attempts = saved["attempts"][:count]
+        state.save()
+        return count
+
+
+def _usable(saved: dict[str, Any], domains: set[str]) -> int:
+    """Number of attempts before the first one with a domain that is missing or changed."""
+    attempts, told = saved.get("attempts", []), saved.get("told", [])
+    if len(attempts) != len(told):  # written by an earlier version
+        return 0
+    for number, reached in enumerate(told):
+        if not set(reached) <= domains:
+            return number
+    return len(told)
+
+
+def _replay(plan: FusionPlan, saved: dict[str, Any], count: int) -> dict[str, str] | None:
+    """The snapshots that a plan needs after `count` attempts; None if it would make others."""
+    snapshots = {}
+    for facts, reached in zip(saved["attempts"][:count], saved["told"], strict=False):
+        attempt = plan.next()
+        if attempt is None or attempt_facts(attempt) != facts:
+            return None
+        plan.tell(reached)
+        if plan.packing.get(attempt.adapter) == attempt.domains:
+            snapshots[attempt.adapter] = snapshot_file(attempt.adapter, attempt.number)
+    return snapshots
+
+
+def _there(folder: Path, saved: dict[str, Any], snapshots: Iterable[tuple[str, str]]) -> bool:
+    """Whether an earlier fusion still has these snapshots: only the latest ones are kept."""
+    known = saved.get("snapshots", {})
+    return all(
+        known.get(adapter) == file and (folder / SNAPSHOTS / file).is_file()
+        for adapter, file in snapshots
+    )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A JSON object; empty if there is none, or another process is about to move it."""
+    try:
+        found = read_json(file)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -130,3 +130,12 @@ def test_what_is_trained_is_kept_when_a_domain_is_out_of_reach(
         assert grown.domains[name] == bundle.domains[name]
     with pytest.raises(UnreachableError, match="vehicle_color"):
         fuse(replace(more, fusion=replace(more.fusion, unreachable="fail")))
+
+    # Less is asked: the first attempt is taken over, and the gate measures what it reached.
+    least = bundle.domains["people_count"]["accuracy"]["head_only_val"]
+    fuse(asks(base, tmp_path, {**required, "people_count": least}, unreachable="keep"))
+    assert trained == []
+    less = read_bundle(bundle.folder)
+    assert (less.adapters, less.manifest["attempts"]) == ({}, 1)
+    assert less.domains["people_count"]["required"] == least
+    assert less.domains["vehicle_color"] == bundle.domains["vehicle_color"]

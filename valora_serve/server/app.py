@@ -8,6 +8,7 @@ import ctypes
 import gc
 import os
 import resource
+import select
 import signal
 import sys
 import threading
@@ -274,6 +275,8 @@ class Server(uvicorn.Server):
         for sock in sockets:
             sock.listen(0)  # the queue takes no more
         await asyncio.sleep(_LAST_SECONDS)
+        while select.select(sockets, [], [], 0)[0]:
+            await asyncio.sleep(0.01)
 
 
 def make_server(

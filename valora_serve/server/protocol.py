@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 LINGER_SECONDS = 2.0
 """Time that a client has to stop sending, before its connection is closed."""
-FIRST_SECONDS = 0.5
+FIRST_SECONDS = 1.0
 """Time that a new connection has to send its first byte, when the server stops."""
 
 

@@ -13,6 +13,7 @@ import base64
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import struct
 import sys
@@ -21,6 +22,7 @@ import threading
 import time
 import zlib
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -503,6 +505,12 @@ class Row:
     slowest: tuple[float, int] = (0.0, -1)
     largest: tuple[int, int] = (0, -1)
 
+    def add(self, other: Row) -> None:
+        """Take the results of other cases in."""
+        self.outcomes += other.outcomes
+        self.slowest = max(self.slowest, other.slowest)
+        self.largest = max(self.largest, other.largest)
+
 
 def outcome(response: httpx.Response) -> str:
     """Return what became of a case, or raise AssertionError."""
@@ -619,9 +627,7 @@ def table(rows: dict[str, Row]) -> str:
         chosen = [row for change, row in rows.items() if not name or name in change.split(", ")]
         whole = Row()
         for row in chosen:
-            whole.outcomes += row.outcomes
-            whole.slowest = max(whole.slowest, row.slowest)
-            whole.largest = max(whole.largest, row.largest)
+            whole.add(row)
         refused = sum(n for said, n in whole.outcomes.items() if said.startswith("refused"))
         lines.append(
             f"| {name or 'all'} | {whole.outcomes.total()} | {whole.outcomes['answered']} | "
@@ -630,19 +636,48 @@ def table(rows: dict[str, Row]) -> str:
     return "\n".join(lines)
 
 
+def _alone(seed: int, numbers: list[int]) -> tuple[dict[str, Row], int, float, list[str]]:
+    """Send cases from a process of their own.
+
+    Returns:
+        The rows, most memory above idle in bytes, the slowest /health in seconds, and failures.
+    """
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_summary, (seed, numbers))
+
+
+def _summary(seed: int, numbers: list[int]) -> tuple[dict[str, Row], int, float, list[str]]:
+    rows: dict[str, Row] = {}
+    watch, failures = run(seed, numbers, rows)
+    return rows, watch.most - watch.idle, watch.slowest, failures
+
+
 def main(arguments: list[str]) -> int:
     """Send mutated images and videos to a server; print a table of the outcomes."""
     made = argparse.ArgumentParser("python -m tests.fuzz media", description=__doc__)
     made.add_argument("--cases", type=int, default=5000, help="number of cases")
     made.add_argument("--seed", type=int, default=0, help="seed that the cases are made from")
     made.add_argument("--only", type=int, nargs="*", help="send these cases only")
+    made.add_argument(
+        "--processes", type=int, default=1,
+        help="number of servers that share the cases, each with its own client and limit",
+    )  # fmt: skip
     found = made.parse_args(arguments)
+    numbers = found.only or list(range(found.cases))
+    shares = [numbers[start :: found.processes] for start in range(found.processes)]
+    with ThreadPoolExecutor(found.processes) as threads:
+        parts = list(threads.map(lambda share: _alone(found.seed, share), filter(None, shares)))
     rows: dict[str, Row] = {}
-    watch, failures = run(found.seed, found.only or list(range(found.cases)), rows)
+    failures = []
+    for part, _, _, failed in parts:
+        failures += failed
+        for change, row in part.items():
+            rows.setdefault(change, Row()).add(row)
     print(table(rows))
+    above, slowest = max(part[1] for part in parts), max(part[2] for part in parts)
     print(
-        f"\nMost memory above idle: {(watch.most - watch.idle) / 2**20:.0f} MiB; slowest /health: "
-        f"{watch.slowest:.3f} s; {len(failures)} failures."
+        f"\nMost memory above idle: {above / 2**20:.0f} MiB; slowest /health: {slowest:.3f} s; "
+        f"{len(failures)} failures."
     )
     for failure in failures:
         print(failure)

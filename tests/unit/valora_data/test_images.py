@@ -9,6 +9,7 @@ import pytest
 import tifffile
 from PIL import Image, ImageCms, ImageOps, PngImagePlugin
 
+from tests.support.icc_profiles import cmyk_profile, printed
 from valora_data.errors import DataError
 from valora_data.images import decode_image, encoded_file
 
@@ -227,3 +228,45 @@ def test_an_image_made_from_another_forgets_the_file() -> None:
     assert file.plain
     for made in (image.copy(), ImageOps.mirror(image), image.resize((4, 4)), image.crop()):
         assert encoded_file(made) is None
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("form", ["JPEG", "TIFF"])
+def test_cmyk_is_shown_in_the_colours_of_its_profile(form, orientation):
+    """Independent of Little CMS: the colours that went into the profile come out."""
+    corners = np.stack(np.meshgrid(*[[0, 1]] * 4, indexing="ij"), axis=-1).reshape(2, 8, 4)
+    inks = (255 * corners).astype(np.uint8).repeat(16, 0).repeat(16, 1)
+    source = Image.fromarray(inks, "CMYK")
+    exif = source.getexif()
+    exif[0x0112] = orientation
+    buffer = io.BytesIO()
+    options = {"quality": 100, "subsampling": 0} if form == "JPEG" else {}
+    source.save(buffer, form, icc_profile=cmyk_profile(), exif=exif, **options)
+    shown = Image.fromarray(printed(corners.repeat(16, 0).repeat(16, 1)).round().astype(np.uint8))
+    turned = Image.new("RGB", shown.size)
+    turned.paste(shown)
+    turned.getexif()[0x0112] = orientation
+    expected = np.asarray(ImageOps.exif_transpose(turned), float)
+    found = np.asarray(decode_image(buffer.getvalue()), float)
+    assert found.shape == expected.shape
+    assert np.abs(found - expected)[4::16, 4::16].max() <= 9
+    plain = np.asarray(source.convert("RGB"), float)[::16, ::16]
+    assert np.abs(plain - np.asarray(shown, float)[::16, ::16]).max() > 60
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        b"\1" * 3000, cmyk_profile()[:300], cmyk_profile()[:-700],
+        ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes(),
+        cmyk_profile().replace(b"CMYK", b"GRAY", 1), cmyk_profile().replace(b"mft1", b"mft9"),
+        cmyk_profile().replace(b"acsp", b"pcsa"), cmyk_profile().replace(b"A2B0", b"xxxx"),
+    ],
+)  # fmt: skip
+def test_a_profile_that_cannot_be_used_is_left_out(profile):
+    """Damaged, cut, or of another colour space: the image is read without it."""
+    rng = np.random.default_rng(0)
+    source = Image.fromarray(rng.integers(0, 256, (6, 9, 4), np.uint8), "CMYK")
+    buffer = io.BytesIO()
+    source.save(buffer, "TIFF", icc_profile=profile)
+    assert decode_image(buffer.getvalue()).tobytes() == source.convert("RGB").tobytes()

@@ -35,7 +35,8 @@ class ServerSettings:
         max_image_side: Largest width or height of an image or video frame, in pixels.
         max_image_ratio: Largest ratio of an image's longer side to its shorter one; the base
             model may enlarge an image until its shorter side has a fixed length.
-        max_decode_bytes: Most memory for decoding an image or a video, in bytes.
+        max_decode_bytes: Most memory for decoding an image, or a video with its frames, in bytes;
+            what is decoded at the same time takes no more together.
         max_request_pixels: Most pixels of all images and frames of one request.
         max_held_pixels: Most pixels of all requests in progress (4 bytes each); requests beyond
             it get status 429.

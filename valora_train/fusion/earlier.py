@@ -40,7 +40,14 @@ class Earlier:
         inputs = {name: stage.inputs.get(name) for name in _SAME}
         settings = {name: stage.settings[name] for name in ("model", "heads", "train")}
         domains = training_inputs(stage.settings, stage.inputs)
-        made_of = {"version": stage.version, **inputs, **settings, "domains": domains}
+        # No attempt sees the test split.
+        trained = {
+            name: (facts, {key: found[key] for key in found if key != f"{name}/test"})
+            for name, (facts, found) in domains.items()
+        }
+        made_of = {
+            "version": stage.version, **inputs, **settings, "domains": domains, "trained": trained,
+        }  # fmt: skip
         self._made_of = json.loads(json.dumps(made_of))
         write_json(folder / MADE_OF, self._made_of)
         mine = {stage.folder(work).name, stage.partial(work).name}
@@ -49,11 +56,17 @@ class Earlier:
 
     def _fits(self, made_of: dict[str, Any]) -> bool:
         """Whether everything but the domains is the same."""
-        return {**made_of, "domains": None} == {**self._made_of, "domains": None}
+        apart = {"domains": None, "trained": None}
+        return {**made_of, **apart} == {**self._made_of, **apart}
 
-    def _same_domains(self, folder: Path) -> set[str]:
-        """Domains whose data and settings, besides their requirements, are the same."""
-        theirs, ours = _read(folder / MADE_OF)["domains"], self._made_of["domains"]
+    def _same_domains(self, folder: Path, what: str = "domains") -> set[str]:
+        """Domains whose data and settings, besides their requirements, are the same.
+
+        Args:
+            folder: Folder of the earlier fusion.
+            what: `domains`, or `trained` to leave the test split out.
+        """
+        theirs, ours = _read(folder / MADE_OF).get(what, {}), self._made_of[what]
         return {name for name in ours if theirs.get(name) == ours[name]}
 
     def take_head_only(self, state: FusionState) -> None:
@@ -85,7 +98,7 @@ class Earlier:
         """
         best: tuple[int, dict[str, str], Path] | None = None
         for folder in self._folders:
-            domains = self._same_domains(folder)
+            domains = self._same_domains(folder, "trained")
             saved = _read(folder / STATE)
             for count in range(_usable(saved, domains), best[0] if best else 0, -1):
                 snapshots = _replay(new_plan(), saved, count)

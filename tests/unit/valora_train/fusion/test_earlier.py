@@ -35,12 +35,13 @@ class OracleTrainer(CountingTrainer):
         return super().evaluate(adapter, domain, split)
 
 
-def stage_of(required, steps=3, data="1"):
+def stage_of(required, steps=3, data="1", test="1"):
     settings = {
         "model": {}, "heads": {}, "train": {"steps": steps}, "fusion": {},
         "domains": [{"name": name, "required": least} for name, least in required.items()],
     }  # fmt: skip
     inputs = {"base": "x"} | {f"{name}/val": data if name == "c" else "0" for name in required}
+    inputs |= {f"{name}/test": test if name == "b" else "0" for name in required}
     return Stage("fuse-all", 4, settings, inputs, resumable=True)
 
 
@@ -103,6 +104,13 @@ def test_what_was_out_of_reach_is_taken_over_when_less_is_asked(tmp_path):
     trained, _, plan = fuse(tmp_path, REQUIRED)
     assert trained == [("adapter-1", "c")]
     assert plan.packing == {"adapter-1": ("a", "c"), "adapter-2": ("b",)}
+
+
+def test_other_test_images_train_nothing_again(tmp_path):
+    _, _, plan = fuse(tmp_path, REQUIRED)
+    trained, measured, same = fuse(tmp_path, REQUIRED, test="2")
+    assert (trained, measured) == ([], ["b"])  # its accuracy without LoRA is measured on test, too
+    assert same.packing == plan.packing
 
 
 def test_domains_come_and_go(tmp_path):

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from valora_serve.server.telemetry.spans import Tracer
     from valora_serve.types import EngineClient, Output, Request, ServedModel, Times
 
-AT_ONCE = 32  # requests of one HTTP request that are begun without a pause
+AT_ONCE = 128
+"""Most requests of one HTTP request that the engine has at a time: a thousand that are begun, or
+end, together hold up the event loop for a third of a second."""
+LEAST_DEADLINE = 0.001  # seconds
 NAMED = 20  # names that an error lists
 
 
@@ -136,21 +139,22 @@ class Service:
     async def ask_all(
         self, ticket: Ticket, requests: Sequence[Request], headers: Mapping[str, str]
     ) -> list[list[Output]]:
-        """Outputs of several requests that run at once; all are cancelled if one fails."""
+        """Outputs of several requests, of which many run at once; all end if one fails."""
+        places, arrived = asyncio.Semaphore(AT_ONCE), time.monotonic()
 
         async def whole(request: Request) -> list[Output]:
-            async with contextlib.aclosing(self.ask(ticket, request, headers)) as outputs:
-                return [output async for output in outputs]
+            async with places:
+                if request.deadline is not None:
+                    left = request.deadline - (time.monotonic() - arrived)
+                    request = dataclasses.replace(request, deadline=max(left, LEAST_DEADLINE))
+                async with contextlib.aclosing(self.ask(ticket, request, headers)) as outputs:
+                    return [output async for output in outputs]
 
         if len(requests) == 1:
             return [await whole(requests[0])]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = []
-                for request in requests:
-                    tasks.append(group.create_task(whole(request)))
-                    if len(tasks) % AT_ONCE == 0:
-                        await asyncio.sleep(0)  # others have their turn
+                tasks = [group.create_task(whole(request)) for request in requests]
         except* ServeError as errors:
             raise _first(errors) from errors
         return [task.result() for task in tasks]

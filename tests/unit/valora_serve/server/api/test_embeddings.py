@@ -1,11 +1,14 @@
 """The embeddings endpoint, asked with OpenAI's client, over the fake engine."""
 
+import asyncio
+
 import numpy as np
 import openai
 import pytest
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import data_url, encoded, picture, serving
+from valora_serve.server.service import AT_ONCE
 
 
 def expected(text, images=0):
@@ -99,3 +102,27 @@ def test_a_hidden_state_that_is_not_finite_is_an_error():
         answer = server.client.post("/v1/embeddings", json={"input": "x"})
         assert answer.status_code == 500
         assert "not finite" in answer.json()["error"]["message"]
+
+
+def test_many_texts_are_embedded_some_at_a_time_within_one_deadline():
+    class Slow(FakeEngine):
+        most = 0
+
+        async def _answer(self, request, arrival):
+            self.most = max(self.most, len(self.running))
+            await asyncio.sleep(0.1)
+            async for output in super()._answer(request, arrival):
+                yield output
+
+    engine = Slow()
+    texts = [f"text {number}" for number in range(2 * AT_ONCE + 10)]
+    with serving(engine) as server:
+        body = {"input": texts, "valora": {"deadline": 20}}
+        found = server.client.post("/v1/embeddings", json=body).json()["data"]
+        assert engine.most == AT_ONCE
+        assert [one["index"] for one in found] == list(range(len(texts)))
+        alone = server.client.post("/v1/embeddings", json={"input": texts[-1]}).json()["data"]
+        assert found[-1]["embedding"] == alone[0]["embedding"] != found[0]["embedding"]
+        left = {request.text: request.deadline for request in engine.asked[: len(texts)]}
+        assert 19 < left[texts[0]] <= 20
+        assert left[texts[-1]] <= left[texts[0]] - 0.2  # two groups came before it

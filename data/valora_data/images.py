@@ -28,6 +28,10 @@ UNREADABLE = (
 """What Pillow raises for damaged files. ImportError: Ultralytics, once imported, makes it look for
 plugins."""
 
+PROGRAMS = frozenset({"EPS", "WMF"})
+"""Formats of drawings, which Pillow hands over to Ghostscript or to the system: they can hold
+programs."""
+
 TRANSPOSED = frozenset({5, 6, 7, 8})
 """EXIF orientations that exchange width and height."""
 
@@ -84,6 +88,7 @@ def decode_image(content: bytes) -> Image.Image:
         raise DataError("the file is empty")
     try:
         with Image.open(BytesIO(content)) as file:
+            _check_format(file.format)
             size = file.size
             file.load()
             orientation = int(file.getexif().get(Base.Orientation, 1) or 1)
@@ -100,6 +105,13 @@ def decode_image(content: bytes) -> Image.Image:
         content, size, orientation, plain and orientation == 1
     )
     return image
+
+
+def _check_format(file_format: str | None) -> None:
+    if file_format in PROGRAMS:
+        raise DataError(
+            f"it is {file_format}, which another program would have to draw; save it as PNG or JPEG"
+        )
 
 
 def encoded_file(image: Image.Image) -> EncodedFile | None:

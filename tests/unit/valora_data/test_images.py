@@ -270,3 +270,14 @@ def test_a_profile_that_cannot_be_used_is_left_out(profile):
     buffer = io.BytesIO()
     source.save(buffer, "TIFF", icc_profile=profile)
     assert decode_image(buffer.getvalue()).tobytes() == source.convert("RGB").tobytes()
+
+
+def test_drawings_never_reach_another_program(monkeypatch):
+    from PIL import EpsImagePlugin
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("Ghostscript was asked")
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", never)
+    with pytest.raises(DataError, match=r"EPS, .*PNG or JPEG"):
+        decode_image(saved(Image.new("RGB", (20, 10)), "EPS"))

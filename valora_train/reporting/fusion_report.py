@@ -166,9 +166,7 @@ class FusionReport:
             yield
 
     def test_measured(self, domain: str, test: Evaluation) -> Image:
-        """Log the contact sheet and the classes of a domain's test split; return the sheet."""
-        if test.classes is not None:
-            self._tracker.log_classes(domain, test.classes)
+        """Log the contact sheet of a domain's test split and return it."""
         sheet = self.contact_sheet(domain, test, Split.TEST)
         self._tracker.log_picture(sheet, f"pictures/{domain}.png")
         return sheet
@@ -219,6 +217,9 @@ def log_result(tracker: Tracker, result: Mapping[str, Any]) -> None:
             "fusion_seconds": sum(result["seconds"]),
         }
     )
+    for name, facts in result["domains"].items():
+        if "per_class" in facts["accuracy"]:
+            tracker.log_classes(name, facts["accuracy"])
     tracker.log_figure(pictures.accuracy_bars(result["domains"]), "accuracy.png")
     tracker.finish("FINISHED", _note(result, tracker.run_id))
 

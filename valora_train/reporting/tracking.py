@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from valora_train.errors import TrackingError, describe_fault
 from valora_train.fusion.decision import Verdict
-from valora_train.metrics.per_class import MAX_CLASSES
 from valora_train.reporting import pictures
 
 if TYPE_CHECKING:
@@ -273,9 +272,14 @@ class Tracker:
         """Log metrics of the parent run."""
         _log_metrics(self._client, self.run_id, {key: [(step, v)] for key, v in values.items()})
 
-    def log_classes(self, domain: str, report: ClassReport) -> None:
-        """Log the metrics of a domain's classes, measured on the test split."""
-        _log_classes(self._client, self.run_id, domain, report)
+    def log_classes(self, domain: str, facts: Mapping[str, Any]) -> None:
+        """Log the metrics of a domain's classes, measured on the test split.
+
+        Args:
+            domain: The domain.
+            facts: `ClassReport.as_json`; more keys are ignored.
+        """
+        _log_classes(self._client, self.run_id, domain, facts)
 
     def log_picture(self, image: Image, file: str) -> None:
         """Log a picture as the artifact `file` of the parent run."""
@@ -397,7 +401,7 @@ class AttemptRun:
         for name, sheet in sheets.items():
             self._client.log_image(self._id, sheet, f"pictures/{name}.png")
         for name, report in classes.items():
-            _log_classes(self._client, self._id, name, report)
+            _log_classes(self._client, self._id, name, report.as_json())
         self._client.set_tag(self._id, "valora.decision", str(decision.verdict))
         self._client.set_tag(self._id, NOTE, f"**{decision.verdict}**: {decision.reason}")
         self._client.update_run(self._id, name=f"{self._attempt.name} ({decision.verdict})")
@@ -537,9 +541,9 @@ def _log_data_sets(client: Any, run_id: str, data_sets: Sequence[DataSet]) -> No
     client.log_inputs(run_id, inputs)
 
 
-def _log_classes(client: Any, run_id: str, domain: str, report: ClassReport) -> None:
+def _log_classes(client: Any, run_id: str, domain: str, facts: Mapping[str, Any]) -> None:
     """Log the metrics of single classes: as metrics, as a table, and as a confusion matrix."""
-    figures = report.figures()
+    figures = facts["per_class"]
     columns = ("class", "support", "precision", "recall", "f1", "ap")
     rows = [
         [label, *(_rounded(values.get(column)) for column in columns[1:])]
@@ -548,11 +552,10 @@ def _log_classes(client: Any, run_id: str, domain: str, report: ClassReport) -> 
     table = f"classes/{domain}.json"
     client.log_dict(run_id, {"columns": list(columns), "data": rows}, table)
     _show_table(client, run_id, table)
-    if len(figures) > MAX_CLASSES:
+    if "confusion" not in facts:  # too many classes to be drawn
         return
-    names, counts = report.used()
-    title = f"{domain}: truth and prediction"
-    matrix = pictures.confusion_matrix(names, counts.tolist(), title)
+    counts, title = facts["confusion"], f"{domain}: truth and prediction"
+    matrix = pictures.confusion_matrix(counts["names"], counts["counts"], title)
     client.log_figure(run_id, matrix, f"pictures/{domain}-confusion.png")
     _log_metrics(
         client,

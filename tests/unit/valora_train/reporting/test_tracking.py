@@ -94,7 +94,7 @@ def test_classes_are_metrics_a_table_and_a_picture(uri: str) -> None:
     labels = ["white blood cell", "n/a?", "..", "ünder"]
     truth = [labels[place] for place in (0, 0, 1, 2, 3)]
     report = choice_report([labels[place] for place in (0, 1, 1, 2, 3)], truth, labels)
-    tracker.log_classes("cells", report)
+    tracker.log_classes("cells", report.as_json())
     client = MlflowClient(uri)
     run = client.get_run(tracker.run_id)
     assert run.data.metrics["recall/cells/white blood cell"] == 0.5
@@ -115,7 +115,7 @@ def test_classes_are_metrics_a_table_and_a_picture(uri: str) -> None:
 def test_of_many_classes_there_is_a_table_alone(uri: str) -> None:
     tracker = started(uri)
     labels = [f"class {number}" for number in range(60)]
-    tracker.log_classes("birds", choice_report(labels, labels, labels))
+    tracker.log_classes("birds", choice_report(labels, labels, labels).as_json())
     client = MlflowClient(uri)
     run = client.get_run(tracker.run_id)
     assert not run.data.metrics

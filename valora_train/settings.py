@@ -268,6 +268,10 @@ class TrainSettings:
         threads: Number of CPU threads, fixed because results depend on it; 0 for all cores.
         seed: Seed of weights, batches and a random order.
         checkpoint_seconds: Seconds between checkpoints within an attempt; 0 for one at every step.
+        validations: Looks at the validation split within an attempt, for its curve in MLflow; they
+            change nothing that is trained. 0 for none.
+        validation_samples: Largest number of samples of each domain in such a look.
+        validation_share: Largest share of an attempt's time for all of them.
         lora: Shape of the adapters.
         augment: Augmented views of the training images.
     """
@@ -288,6 +292,9 @@ class TrainSettings:
     threads: Whole = 2
     seed: Seed = 0
     checkpoint_seconds: Weight = 30.0
+    validations: Whole = 4
+    validation_samples: Whole = 48
+    validation_share: Weight = 0.05
     lora: LoraSettings = field(default_factory=LoraSettings)
     augment: AugmentSettings = field(default_factory=AugmentSettings)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from valora_train.fusion.parent import Parent
     from valora_train.fusion.requirement import Requirement
     from valora_train.fusion.state import FusionState
-    from valora_train.fusion.trainer import Trainer
+    from valora_train.fusion.trainer import OnFigures, Trainer
     from valora_train.model.team import Team
     from valora_train.settings import FusionSettings
     from valora_train.tasks.base import Evaluation
@@ -187,12 +187,18 @@ class Packing:
         elif self._parent is not None:
             self._trainer.restore(adapter, self._parent.snapshot(adapter))
 
-    def run(self, attempt: Attempt, on_step: Callable[[int, int, float], None]) -> Outcome:
+    def run(
+        self,
+        attempt: Attempt,
+        on_step: Callable[[int, int, float], None],
+        on_figures: OnFigures = lambda *_: None,
+    ) -> Outcome:
         """Train and judge the plan's next attempt, then commit it or roll it back.
 
         Args:
             attempt: What `FusionPlan.next` returned.
             on_step: Called with step (from 1), number of steps, and loss.
+            on_figures: Called with step and further figures by name, see `Trainer.train`.
         """
         start = time.monotonic()
         trainer, adapter = self._trainer, attempt.adapter

@@ -17,14 +17,14 @@ from valora_train.fusion.requirement import ROUNDING
 from valora_train.stage import read_json, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from valora_train.fusion.decision import AttemptDecision, HeadOnlyDecision
     from valora_train.fusion.parent import Parent
     from valora_train.fusion.plan import FusionPlan
     from valora_train.fusion.requirement import Requirement
     from valora_train.fusion.state import FusionState
-    from valora_train.fusion.trainer import Trainer
+    from valora_train.fusion.trainer import OnFigures, Trainer
     from valora_train.model.lmm import Lmm
     from valora_train.settings import DomainSettings
     from valora_train.tasks.base import Evaluation
@@ -72,8 +72,20 @@ class Promises:
         """What the bundle says of each measured domain, in the order of the configuration."""
         return {n: self._promised[n] for n in self._requirements if n in self._promised}
 
-    def measure_alone(self, domain: str, seed: int) -> tuple[dict[str, float], Evaluation]:
+    def measure_alone(
+        self,
+        domain: str,
+        seed: int,
+        on_step: Callable[[int, int, float], None] = lambda *_: None,
+        on_figures: OnFigures = lambda *_: None,
+    ) -> tuple[dict[str, float], Evaluation]:
         """Measure a domain on the frozen base model; its head and figures go to `head_only`.
+
+        Args:
+            domain: The domain.
+            seed: Seed of its head.
+            on_step: Called with step (from 1), number of steps, and loss of the head's training.
+            on_figures: Called with step and further figures by name, see `Trainer.train`.
 
         Returns:
             Accuracy on validation (`val`) and test (`test`), and the evaluation on test.
@@ -81,7 +93,7 @@ class Promises:
         Raises:
             SettingsError: If the training of the head diverges.
         """
-        head = self._trainer.train_head_only(domain, seed)
+        head = self._trainer.train_head_only(domain, seed, on_step, on_figures)
         if head is not None and not all(weight.isfinite().all() for weight in head.parameters()):
             raise SettingsError(
                 f"training the head of domain {domain} alone diverged: its weights became infinite "

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +17,7 @@ from valora_data.schema import Sample, Split
 from valora_train.model.prompts import Encoded, HeadInputs, HiddenStates
 from valora_train.model.team import Team
 from valora_train.tasks.augment import Augmenter
+from valora_train.tasks.base import HeadTask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +27,12 @@ if TYPE_CHECKING:
     from valora_train.settings import AugmentSettings, TrainSettings
     from valora_train.tasks.base import DomainTask, Evaluation
 
+    OnFigures = Callable[[int, Mapping[str, float]], None]
+
 logger = logging.getLogger(__name__)
 FROZEN_BATCH = 64  # samples per forward pass of the frozen base, and per step of a head alone
 LENGTH_RATIO = 1.3  # domains whose longest samples differ by more are not padded to one length
+MIN_LOOK = 4  # samples of a domain, fewer of which say nothing about its accuracy
 OVERSAMPLING = 8  # samples drawn for each one used, where samples are grouped by length
 
 
@@ -127,6 +134,71 @@ class _OpenAdapter:
     heads: dict[str, nn.Module] = field(default_factory=dict)
 
 
+class _Watch:
+    """Says when an attempt looks at the validation split, within a share of its time.
+
+    Args:
+        settings: Number of looks, of samples, and their share of the time.
+        steps: Steps of the attempt.
+        done: Steps that an interrupted process has done.
+        domains: Domains that are looked at.
+        slowness: Forward passes for each answer.
+
+    Attributes:
+        domains: Domains that are looked at.
+        points: Steps after which it looks.
+        samples: Samples of each domain.
+    """
+
+    def __init__(
+        self, settings: TrainSettings, steps: int, done: int, domains: list[str], slowness: int
+    ) -> None:
+        self.domains = domains
+        looks = settings.validations
+        self._share = settings.validation_share
+        # A training step costs about three forward passes of a batch.
+        passes = 3 * self._share * steps * settings.batch_size
+        bound = int(passes / (max(looks, 1) * len(domains) * slowness))
+        self.samples = min(settings.validation_samples, bound)
+        enough = self.samples >= MIN_LOOK
+        evenly = {round(steps * n / (looks + 1)) for n in range(1, looks + 1)} if enough else set()
+        self.points = evenly - {0, steps}
+        self._steps, self._left = steps, steps - done
+        self._began = time.monotonic()
+        self._spent = self._last = 0.0
+
+    def due(self, step: int) -> bool:
+        """Whether there is time to look after a step."""
+        trained = self._left - (self._steps - step)  # steps of this process
+        per_step = (time.monotonic() - self._began - self._spent) / trained
+        return self._spent + self._last <= self._share * per_step * self._steps
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Count the time of a look."""
+        start = time.monotonic()
+        yield
+        self._last = time.monotonic() - start
+        self._spent += self._last
+
+
+def _every(split: LabelledSplit, most: int) -> LabelledSplit:
+    """At most some samples of a split, evenly taken and always the same ones."""
+    count = len(split.samples)
+    rows = sorted({round(row * count / most) for row in range(most)} & set(range(count)))
+    return LabelledSplit([split.inputs[row] for row in rows], [split.samples[row] for row in rows])
+
+
+def _accuracy_of(task: HeadTask, head: nn.Module, read: HeadInputs, part: LabelledSplit) -> float:
+    """Accuracy of a copy of a head that is being trained."""
+    other = copy.deepcopy(head)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        raw = task.head_outputs(other, read).cpu()
+        task.calibrate(other, raw, part.samples)
+        predictions = task.predictions(other, raw, part.samples)
+    return task.evaluate(other, predictions, part.samples).accuracy
+
+
 class Trainer:
     """Trains and evaluates the adapters of one LMM.
 
@@ -209,6 +281,7 @@ class Trainer:
         rehearse: bool,
         seed: int,
         on_step: Callable[[int, int, float], None],
+        on_figures: OnFigures = lambda *_: None,
         checkpoint: Checkpoint | None = None,
     ) -> None:
         """Train an open adapter on a domain that is new to it.
@@ -225,11 +298,14 @@ class Trainer:
             seed: Seed of the new head.
             on_step: Called with step (from 1), number of steps, and loss; also for the steps before
                 the checkpoint.
+            on_figures: Called with step and further figures by name, before `on_step`: learning
+                rates, and at some steps the accuracy on a part of the validation split. They are
+                for people; the training does not depend on them.
             checkpoint: Where the leading process writes checkpoints; None for none.
         """
         rehearsed = list(held) if rehearse else []
         training = f"{adapter}: {domain} after {', '.join(held)} with {rehearsed}, seed {seed}"
-        losses = self._resume(adapter, training, checkpoint)
+        losses, curve = self._resume(adapter, training, checkpoint)
         if not losses:
             self._add_head(adapter, domain, seed)
         opened = self._open[adapter]
@@ -237,7 +313,12 @@ class Trainer:
             head.requires_grad_(name == domain or name in rehearsed)
         self._lmm.adapters.activate(adapter)
         steps = self._settings.steps + self._settings.steps_per_held * len(rehearsed)
+        # A written answer takes many forward passes, of one token each.
+        written = domain not in opened.heads
+        slowness = max(1, self._data[domain].task.settings.max_tokens // 8) if written else 1
+        watch = _Watch(self._settings, steps, len(losses), [*held, domain], slowness)
         for step, loss in enumerate(losses):
+            on_figures(step + 1, self._rates(step / steps) | curve.get(str(step + 1), {}))
             on_step(step + 1, steps, loss)
         for step in range(len(losses), steps):
             self._set_lr(opened.optimizer, step / steps)
@@ -249,30 +330,55 @@ class Trainer:
             nn.utils.clip_grad_norm_(parameters, self._settings.clip)
             opened.optimizer.step()
             losses.append(loss)
+            if step + 1 in watch.points and self._team.agree(watch.due(step + 1)):
+                with watch.measuring():
+                    curve[str(step + 1)] = self._glance(adapter, watch)
             if checkpoint is not None and self._team.leads and step + 1 < steps:
                 checkpoint.save(
-                    training, lambda: {"tensors": self.snapshot(adapter), "losses": losses}
+                    training,
+                    lambda: {"tensors": self.snapshot(adapter), "losses": losses, "curve": curve},
                 )
+            on_figures(step + 1, self._rates(step / steps) | curve.get(str(step + 1), {}))
             on_step(step + 1, steps, loss)
 
-    def _resume(self, adapter: str, training: str, checkpoint: Checkpoint | None) -> list[float]:
-        """Restore the leader's checkpoint on every process; return the losses up to it."""
+    def _glance(self, adapter: str, watch: _Watch) -> dict[str, float]:
+        """Accuracy on a part of the validation split; nothing that training reads changes."""
+        found = {}
+        with torch.random.fork_rng(devices=[]):
+            for name in watch.domains:
+                # Calibration changes the head.
+                head = copy.deepcopy(self._open[adapter].heads.get(name))
+                found[f"validation/{name}"] = self.evaluate(
+                    adapter, name, Split.VAL, head, watch.samples
+                ).accuracy
+        return found
+
+    def _rates(self, progress: float) -> dict[str, float]:
+        factor = self._lr_factor(progress)
+        return {"lr": self._settings.lr * factor, "head_lr": self._settings.head_lr * factor}
+
+    def _resume(
+        self, adapter: str, training: str, checkpoint: Checkpoint | None
+    ) -> tuple[list[float], dict[str, dict[str, float]]]:
+        """Restore the leader's checkpoint on every process; return losses and curve up to it."""
         saved = checkpoint.load(training) if checkpoint is not None and self._team.leads else None
         saved = self._team.agree(saved)
         if saved is None:
-            return []
+            return [], {}
         self.restore(adapter, saved["tensors"])
-        losses: list[float] = saved["losses"]
-        return losses
+        return saved["losses"], saved.get("curve", {})
 
     def _set_lr(self, optimizer: torch.optim.Optimizer, progress: float) -> None:
-        warmup = self._settings.warmup
-        if progress < warmup:
-            factor = (progress + 1e-3) / warmup
-        else:
-            factor = (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup))) / 2
+        factor = self._lr_factor(progress)
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * factor
+
+    def _lr_factor(self, progress: float) -> float:
+        """Share of the peak learning rate after a share of the steps."""
+        warmup = self._settings.warmup
+        if progress < warmup:
+            return (progress + 1e-3) / warmup
+        return (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup))) / 2
 
     def _draw(
         self, generator: torch.Generator, domain: str, rehearsed: Sequence[str]
@@ -354,8 +460,24 @@ class Trainer:
             total = total + loss * (len(rows) / size)
         return total
 
-    def train_head_only(self, domain: str, seed: int) -> nn.Module | None:
-        """Train a new head on the frozen base model; None where the model writes its answers."""
+    def train_head_only(
+        self,
+        domain: str,
+        seed: int,
+        on_step: Callable[[int, int, float], None] = lambda *_: None,
+        on_figures: OnFigures = lambda *_: None,
+    ) -> nn.Module | None:
+        """Train a new head on the frozen base model.
+
+        Args:
+            domain: The domain.
+            seed: Seed of the head and of its batches.
+            on_step: Called with step (from 1), number of steps, and loss.
+            on_figures: Called with step and further figures by name, see `train`.
+
+        Returns:
+            The head; None where the model writes its answers.
+        """
         head = self._new_head(domain, seed)
         if head is None:
             return None
@@ -367,6 +489,8 @@ class Trainer:
         )
         generator = torch.Generator().manual_seed(seed)
         steps = self._settings.probe_steps
+        watch = _Watch(self._settings, steps, 0, [domain], 1)
+        shown: HeadInputs | None = None
         for step in range(steps):
             self._set_lr(optimizer, step / steps)
             rows = torch.randint(len(data.inputs), (FROZEN_BATCH,), generator=generator)
@@ -374,6 +498,17 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
+            figures = {"lr": self._settings.head_lr * self._lr_factor(step / steps)}
+            # Without LoRA the hidden states are the same at every step, so that a look at the
+            # validation split costs one forward pass of few samples.
+            if isinstance(data.task, HeadTask) and step + 1 in watch.points:
+                part = _every(data.splits[Split.VAL], watch.samples)
+                if shown is None:
+                    states = self._states(part.inputs)
+                    shown = HeadInputs.cat([one.head_inputs() for one in states])
+                figures[f"validation/{domain}"] = _accuracy_of(data.task, head, shown, part)
+            on_figures(step + 1, figures)
+            on_step(step + 1, steps, float(loss.detach()))
         return head
 
     def _states(self, inputs: Sequence[Encoded]) -> Iterator[HiddenStates]:
@@ -392,7 +527,12 @@ class Trainer:
     # --- evaluation ---------------------------------------------------------------------------
 
     def evaluate(
-        self, adapter: str | None, domain: str, split: Split, head: nn.Module | None = None
+        self,
+        adapter: str | None,
+        domain: str,
+        split: Split,
+        head: nn.Module | None = None,
+        most: int | None = None,
     ) -> Evaluation:
         """Measure a domain's accuracy; on the validation split, its head is calibrated first.
 
@@ -401,12 +541,13 @@ class Trainer:
             domain: The domain.
             split: `Split.VAL` or `Split.TEST`.
             head: The head to use instead of the adapter's own.
+            most: Largest number of samples, evenly taken from the split; None for all.
         """
         self._lmm.adapters.activate(adapter)
         if head is None and adapter is not None:
             head = self._open[adapter].heads.get(domain)
         data = self._data[domain]
-        part = data.splits[split]
+        part = data.splits[split] if most is None else _every(data.splits[split], most)
         with torch.no_grad():
             raw = self._outputs(data.task, head, part.inputs)
             if split is Split.VAL:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from valora_train.fusion.state import FusionState
     from valora_train.fusion.trainer import Trainer
     from valora_train.reporting.progress import Display, Step
-    from valora_train.reporting.tracking import AttemptRun, Tracker
+    from valora_train.reporting.tracking import AttemptRun, Curve, Tracker
     from valora_train.tasks.base import Evaluation
 
 SHEET_IMAGES = 12  # images on a contact sheet
@@ -80,6 +80,14 @@ class FusionReport:
             with suppress(TrackingError):  # the first error counts
                 self._tracker.finish("KILLED")
             raise
+
+    @contextmanager
+    def head_only(self, domain: str) -> Iterator[TrainingReport]:
+        """Report the training of a head on the frozen base model while it runs."""
+        curve = self._tracker.curve()
+        with self._display.work("fuse", f"without LoRA: {domain}") as on_step:
+            yield TrainingReport(curve, on_step, f"/without LoRA/{domain}")
+        curve.finish()
 
     def head_only_measured(
         self, domain: str, val: float, requirement: Requirement, seconds: float
@@ -224,7 +232,44 @@ def log_result(tracker: Tracker, result: Mapping[str, Any]) -> None:
     tracker.finish("FINISHED", _note(result, tracker.run_id))
 
 
-class AttemptReport:
+class TrainingReport:
+    """Shows a training in the terminal and in MLflow while it runs.
+
+    Args:
+        curve: Logs its figures.
+        show_step: Shows a training step in the terminal.
+        name: Part of the names of its figures in a run that has several trainings.
+    """
+
+    def __init__(self, curve: Curve, show_step: Step, name: str = "") -> None:
+        self._curve = curve
+        self._show_step = show_step
+        self._name = name
+        self._figures: dict[str, float] = {}
+
+    def on_figures(self, step: int, figures: Mapping[str, float]) -> None:
+        """Remember figures beside the loss of a step.
+
+        Args:
+            step: Number of the step, from 1.
+            figures: Values by name, such as ``lr``.
+        """
+        self._figures = dict(figures)
+
+    def on_step(self, step: int, steps: int, loss: float) -> None:
+        """Report a training step.
+
+        Args:
+            step: Number of the step, from 1.
+            steps: Number of steps of the training.
+            loss: Loss of the step.
+        """
+        figures = {"loss": loss} | self._figures
+        self._curve.add(step, {f"{key}{self._name}": value for key, value in figures.items()})
+        self._show_step(step, steps, loss, self._figures)
+
+
+class AttemptReport(TrainingReport):
     """Reports one attempt.
 
     Args:
@@ -234,20 +279,9 @@ class AttemptReport:
     """
 
     def __init__(self, report: FusionReport, run: AttemptRun, show_step: Step) -> None:
+        super().__init__(run.curve, show_step)
         self._report = report
         self._run = run
-        self._show_step = show_step
-
-    def on_step(self, step: int, steps: int, loss: float) -> None:
-        """Report a training step.
-
-        Args:
-            step: Number of the step, from 1.
-            steps: Number of steps of the attempt.
-            loss: Loss of the step.
-        """
-        self._show_step(step, steps, loss)
-        self._run.add_loss(step, loss)
 
     def finish(self, outcome: Outcome) -> None:
         """Report the outcome and end the attempt's MLflow run."""

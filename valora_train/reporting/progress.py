@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -17,10 +18,18 @@ from rich.progress import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
-    Step = Callable[[int, int, float], None]
+    class Step(Protocol):
+        """Called with step, number of steps, loss, and further figures by name."""
 
+        def __call__(
+            self, step: int, steps: int, loss: float, figures: Mapping[str, float] = ...
+        ) -> None:
+            """Show a step."""
+
+
+NO_FIGURES: Mapping[str, float] = MappingProxyType({})
 LOG_WIDTH = 120  # characters, where the output is not a terminal
 
 
@@ -68,9 +77,14 @@ class Display:
             A function to call with step, number of steps, and loss.
         """
         task = self._live.add_task(what, stage=stage, note="", total=None)
+        seen: dict[str, float] = {}  # accuracies stay in the line until the next ones
 
-        def on_step(step: int, steps: int, loss: float) -> None:
-            self._live.update(task, completed=step, total=steps, note=f"loss {loss:.3f}")
+        def on_step(
+            step: int, steps: int, loss: float, figures: Mapping[str, float] = NO_FIGURES
+        ) -> None:
+            seen.update({key: value for key, value in figures.items() if key != "head_lr"})
+            note = " ".join([f"loss {loss:.3f}", *(_short(*item) for item in seen.items())])
+            self._live.update(task, completed=step, total=steps, note=note)
 
         try:
             yield on_step
@@ -97,6 +111,11 @@ class Display:
         """
         line = f"{self._job}[bold]{stage:>8}[/] {what}"
         self.console.print(line, highlight=False, soft_wrap=True)
+
+
+def _short(name: str, value: float) -> str:
+    """A figure in the live line, e.g. ``lr 0.0012`` or ``person 0.812``."""
+    return f"lr {value:.2g}" if name == "lr" else f"{name.rpartition('/')[2]} {value:.3f}"
 
 
 @contextmanager

@@ -43,6 +43,7 @@ LOCAL_SERVER = "http://127.0.0.1:5000"
 """Where `make ui` and `mlflow ui` listen."""
 MAX_PARAM_LENGTH = 500  # characters; longer values are cut, config.yaml has them in full
 METRICS_PER_REQUEST = 500
+CURVE_SECONDS = 2.0  # between two requests of a curve
 
 
 @dataclass(frozen=True)
@@ -268,6 +269,10 @@ class Tracker:
         self._client.log_figure(self.run_id, timeline, "packing_timeline.png")
         _show_table(self._client, self.run_id, "steps.json")
 
+    def curve(self) -> Curve:
+        """A curve in the parent run."""
+        return Curve(self._client, self.run_id)
+
     def log_metrics(self, values: Mapping[str, float], step: int = 0) -> None:
         """Log metrics of the parent run."""
         _log_metrics(self._client, self.run_id, {key: [(step, v)] for key, v in values.items()})
@@ -320,6 +325,10 @@ class NoTracker(Tracker):
         """A run that logs nothing."""
         return NoAttemptRun()
 
+    def curve(self) -> Curve:
+        """A curve that logs nothing."""
+        return NoCurve()
+
     def _ignore(self, *_: Any, **__: Any) -> None:
         """Log nothing."""
 
@@ -329,6 +338,60 @@ class NoTracker(Tracker):
 
     log_data_sets = log_head_only = log_summary = log_metrics = log_classes = _ignore
     log_picture = log_figure = finish = _ignore
+
+
+class Curve:
+    """Logs figures of a training while it runs, without slowing it down.
+
+    Figures are gathered for a moment and sent by MLflow's own thread.
+
+    Args:
+        client: MLflow's client.
+        run_id: Id of the run.
+    """
+
+    def __init__(self, client: Any, run_id: str) -> None:
+        self._client = client
+        self._run_id = run_id
+        self._rows: list[Any] = []
+        self._sent: list[Any] = []
+        self._next = time.monotonic() + CURVE_SECONDS
+
+    def add(self, step: int, figures: Mapping[str, float]) -> None:
+        """Log figures at a step."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._rows += [Metric(key, value, now, step) for key, value in figures.items()]
+        if time.monotonic() >= self._next or len(self._rows) >= METRICS_PER_REQUEST - 50:
+            self._send()
+
+    def _send(self) -> None:
+        for start in range(0, len(self._rows), METRICS_PER_REQUEST):
+            rows = self._rows[start : start + METRICS_PER_REQUEST]
+            self._sent.append(self._client.log_batch(self._run_id, metrics=rows, synchronous=False))
+        self._rows = []
+        self._next = time.monotonic() + CURVE_SECONDS
+
+    def finish(self) -> None:
+        """Send what is left, and wait until everything is stored."""
+        self._send()
+        for operations in self._sent:
+            operations.wait()
+        self._sent = []
+
+
+class NoCurve(Curve):
+    """Logs nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def add(self, *_: Any) -> None:
+        """Log nothing."""
+
+    def finish(self) -> None:
+        """Log nothing."""
 
 
 class AttemptRun:
@@ -341,6 +404,9 @@ class AttemptRun:
         fusion: Key of the fusion's stage.
         attempt: The attempt.
         required: Accuracy that each domain must keep.
+
+    Attributes:
+        curve: Logs the figures of its training.
     """
 
     def __init__(
@@ -355,7 +421,6 @@ class AttemptRun:
         self._client = client
         self._attempt = attempt
         self._required = required
-        self._losses: list[tuple[int, float]] = []
         tags = {
             PARENT: parent,
             FUSION: fusion,
@@ -365,14 +430,11 @@ class AttemptRun:
         }
         self._run = client.create_run(experiment, tags=tags, run_name=attempt.name)
         self._id = self._run.info.run_id
+        self.curve = Curve(client, self._id)
 
     def log_data_sets(self, data_sets: Sequence[DataSet]) -> None:
         """Log the inputs of the attempt."""
         _log_data_sets(self._client, self._id, data_sets)
-
-    def add_loss(self, step: int, loss: float) -> None:
-        """Remember the loss at a step; `finish` logs all of them at once."""
-        self._losses.append((step, loss))
 
     def finish(
         self,
@@ -391,7 +453,8 @@ class AttemptRun:
             details: Further metrics by name.
             classes: Metrics of each class, by domain.
         """
-        values: dict[str, list[tuple[int, float]]] = {"loss": self._losses}
+        self.curve.finish()
+        values: dict[str, list[tuple[int, float]]] = {}
         for name, accuracy in decision.accuracy.items():
             values[f"accuracy/{name}"] = [(0, accuracy)]
             values[f"required/{name}"] = [(0, self._required[name])]
@@ -417,12 +480,12 @@ class NoAttemptRun(AttemptRun):
     """Logs nothing: the attempts of `NoTracker`."""
 
     def __init__(self) -> None:
-        pass
+        self.curve = NoCurve()
 
     def _ignore(self, *_: Any, **__: Any) -> None:
         """Log nothing."""
 
-    log_data_sets = add_loss = finish = abandon = _ignore
+    log_data_sets = finish = abandon = _ignore
 
 
 def register_bundle(

@@ -139,7 +139,8 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
     ]
     # Where the fusion continues is an input; what becomes of its result is decided afterwards.
     del values["fusion"]["parent"], values["fusion"]["unreachable"]
-    del values["train"]["checkpoint_seconds"]
+    for key in ("checkpoint_seconds", "validations", "validation_samples", "validation_share"):
+        del values["train"][key]  # nothing that is trained depends on it
     if settings.fusion.parent is not None:
         inputs["parent"] = find_parent(Path(settings.fusion.parent), Path(settings.paths.work)).name
     return Stage(f"fuse-{settings.task.name}", 4, values, inputs, resumable=True)
@@ -254,7 +255,7 @@ def build_fusion(
         _stop_if_unreachable(settings, plan, requirements, parent)
         while (attempt := plan.next()) is not None:
             with report.attempt(attempt) as shown:
-                outcome = packing.run(attempt, shown.on_step)
+                outcome = packing.run(attempt, shown.on_step, shown.on_figures)
                 shown.finish(outcome)
             # Tracked first, then on disk: an attempt that is interrupted in between is repeated,
             # and its MLflow run replaced.
@@ -352,8 +353,10 @@ def _measure_baselines(
         name = item.settings.name
         if name in state.head_only:
             continue
-        with display.work("fuse", f"without LoRA: {name}"), stopwatch() as seconds:
-            reached, test = promises.measure_alone(name, settings.train.seed)
+        with report.head_only(name) as shown, stopwatch() as seconds:
+            reached, test = promises.measure_alone(
+                name, settings.train.seed, shown.on_step, shown.on_figures
+            )
             sheet = report.contact_sheet(name, test, Split.TEST)
             sheet.save(state.folder / HEAD_ONLY / f"{name}.png")
             state.head_only[name] = team.agree(reached)

@@ -249,3 +249,22 @@ def test_help_lists_the_choices(valora_train, capfd, monkeypatch, tmp_path):
     shown = capfd.readouterr().out
     assert "detection" in shown
     assert "rehearsal" in shown
+
+
+def test_skipped_faults_are_one_warning_in_the_terminal(tmp_path):
+    def change(content):
+        content["annotations"][5]["bbox"] = [10, 10, 0, 0]
+
+    arguments = write_coco(tmp_path / "cats", change, broken=1)
+    # A process of its own: pytest would catch what is logged.
+    done = subprocess.run(
+        [sys.executable, "-m", "valora_train.cli", *arguments, "command=distill"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    assert "2 of 40 images skipped in whole or in part: 1 " in line
+    assert "0.png" in line
+    assert "(such as " in line
+    assert line.endswith("`valora-data check` lists all faults")
+    assert "skipped" not in done.stdout

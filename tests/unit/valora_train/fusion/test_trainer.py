@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.helpers import coloured_squares
 from valora_data.checkpoint import Checkpoint
 from valora_data.schema import Domain, Split, Task
-from valora_train.fusion.trainer import DomainData, Trainer
+from valora_train.fusion.trainer import DomainData, Trainer, _Watch
 from valora_train.model.lmm import Lmm
 from valora_train.settings import (
     AugmentSettings,
@@ -22,12 +22,19 @@ COLOURS = {"apple": "red", "sky": "blue"}
 
 
 def make(
-    random_llava, steps=6, count=16, vision=False, batch_size=6, rehearsal_share=0.5, clip=1.0
+    random_llava,
+    steps=6,
+    count=16,
+    vision=False,
+    batch_size=6,
+    rehearsal_share=0.5,
+    clip=1.0,
+    **more,
 ):
     lora = LoraSettings(rank=4, alpha=8, vision_tower=vision, projector=vision)
     train = TrainSettings(
         steps=steps, steps_per_held=3, batch_size=batch_size, rehearsal_share=rehearsal_share,
-        probe_steps=5, clip=clip, lora=lora,
+        probe_steps=5, clip=clip, lora=lora, **more,
     )  # fmt: skip
     lmm = Lmm(ModelSettings(id=str(random_llava)), lora)
     data = {}
@@ -254,3 +261,82 @@ def test_views_are_trained_on_besides_the_images_and_their_mirrors(random_llava,
     few = data(views=4, memory_gb=2.5 * one / 1e9)
     assert len(few.inputs) == 20
     assert "gets 2 of 4 augmented views" in caplog.text
+
+
+WATCHED = {"validations": 2, "validation_samples": 6, "validation_share": 1e3}
+
+
+def test_curves_change_nothing_that_is_trained(random_llava):
+    def run(**more):
+        trainer, _ = make(random_llava, **more)
+        head_figures, figures = {}, {}
+        head = trainer.train_head_only("apple", 2, lambda *_: None, head_figures.__setitem__)
+        trainer.open("adapter-1", seed=3)
+        losses = train(trainer, "apple")
+        trainer.evaluate("adapter-1", "apple", Split.VAL)
+        trainer.train(
+            "adapter-1", "sky", held=["apple"], rehearse=True, seed=5,
+            on_step=lambda *step: losses.append(step), on_figures=figures.__setitem__,
+        )  # fmt: skip
+        state = trainer.snapshot("adapter-1")
+        reached = trainer.evaluate("adapter-1", "sky", Split.VAL)
+        return losses, state, head.state_dict(), reached.accuracy, figures, head_figures
+
+    plain, watched = run(validations=0), run(**WATCHED)
+    assert plain[0] == watched[0]
+    assert same(plain[1], watched[1])
+    assert same(plain[2], watched[2])
+    assert plain[3] == watched[3]
+    looks = {step for step, found in watched[4].items() if "validation/sky" in found}
+    assert looks == {3, 6}  # of 9
+    assert all(0 <= watched[4][step]["validation/apple"] <= 1 for step in looks)
+    assert [step for step, found in watched[5].items() if "validation/apple" in found] == [2, 3]
+    assert not any("validation" in key for found in plain[4].values() for key in found)
+    # Warm-up in the first tenth, then a cosine.
+    rates = [found["lr"] for found in watched[4].values()]
+    assert len(rates) == 9
+    assert rates[1:] == sorted(rates[1:], reverse=True)
+    assert max(rates) <= 4e-3
+
+
+def test_the_curve_of_a_killed_attempt_goes_on(random_llava, tmp_path):
+    def run(file, stop=None):
+        trainer, _ = make(random_llava, **WATCHED)
+        trainer.open("adapter-1", seed=3)
+        figures = {}
+
+        def on_step(step, *_):
+            if step == stop:
+                raise KeyboardInterrupt
+
+        trainer.train(
+            "adapter-1", "apple", held=[], rehearse=False, seed=5, on_step=on_step,
+            on_figures=figures.__setitem__, checkpoint=Checkpoint(tmp_path / file, every=0.0),
+        )  # fmt: skip
+        return figures
+
+    whole = run("whole")
+    assert [step for step, found in whole.items() if "validation/apple" in found] == [2, 4]
+    with pytest.raises(KeyboardInterrupt):
+        run("killed", stop=3)
+    assert run("killed") == whole
+
+
+def test_looks_at_validation_end_where_they_cost_too_much(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("valora_train.fusion.trainer.time.monotonic", lambda: now[0])
+    settings = TrainSettings(validations=9, validation_samples=20, batch_size=16)
+    watch = _Watch(settings, 100, 0, ["a", "b"], 1)
+    assert watch.points == set(range(10, 100, 10))
+    assert watch.samples == 13  # 5 % of 100 steps of 3 passes for 16 samples, for 18 looks
+    looked = []
+    for step in range(1, 100):
+        now[0] += 1.0
+        if step in watch.points and watch.due(step):
+            looked.append(step)
+            with watch.measuring():
+                now[0] += 2.0
+    assert looked == [10, 20]  # 5 s of 100 s are enough for two of them
+    slow = _Watch(settings, 100, 0, ["a"], 16)
+    assert slow.points == set()  # fewer than four samples
+    assert _Watch(TrainSettings(validations=0), 100, 0, ["a"], 1).points == set()

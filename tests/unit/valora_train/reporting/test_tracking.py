@@ -204,3 +204,26 @@ def test_a_user_without_a_name(uri: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("getpass.getuser", fail)
     assert MlflowClient(uri).get_run(started(uri).run_id).data.tags["mlflow.user"] == "unknown"
+
+
+def test_a_curve_is_seen_while_it_grows(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = started(uri)
+    client = MlflowClient(uri)
+
+    def stored() -> int:
+        return len(client.get_metric_history(tracker.run_id, "loss"))
+
+    curve = tracker.curve()
+    curve.add(1, {"loss": 3.0, "lr": 0.1})
+    assert stored() == 0  # gathered: a step does not wait for the store
+    curve._next = 0.0
+    curve.add(2, {"loss": 2.0, "lr": 0.2})
+    for operations in curve._sent:
+        operations.wait()
+    assert stored() == 2
+    for step in range(3, 1203):
+        curve.add(step, {"loss": 1.0 / step})
+    curve.finish()
+    history = client.get_metric_history(tracker.run_id, "loss")
+    assert sorted(entry.step for entry in history) == list(range(1, 1203))
+    assert client.get_run(tracker.run_id).data.metrics["lr"] == 0.2

@@ -2,6 +2,9 @@
 
 import json
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +17,7 @@ from hydra import compose, initialize_config_dir
 
 from tests.support.data_sets import metadata, natural_picture, write_json, write_video
 from valora_data import shards
+from valora_data.contract.bundle import read_bundle
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Sample, Split, Task
 from valora_data.sources.registry import FORMATS, detect_kind
@@ -292,3 +296,81 @@ def test_data_without_any_object_is_refused(tmp_path: Path) -> None:
     (tmp_path / "set/labels").rename(tmp_path / "set/elsewhere")
     with pytest.raises(DataError, match=r"no training image of domain cells has an object of red"):
         build_data(own(tmp_path / "set" / "data.yaml"), tmp_path / "data")
+
+
+@pytest.mark.slow
+def test_domains_of_every_task_go_into_one_bundle(tmp_path: Path, random_llava: Path) -> None:
+    (command,) = re.findall(r"```bash\n(valora-train .*?)```", PAGE.read_text(), re.S)
+    program, *arguments = shlex.split(command.replace("\\\n", " "))
+    assert program == "valora-train"
+    names = [argument.rpartition("=")[2] for argument in arguments if "+domain@" in argument]
+    (tmp_path / "own" / "domain").mkdir(parents=True)
+    for name in names:
+        (tmp_path / "own" / "domain" / f"{name}.yaml").write_text(EXAMPLES[name])
+        MAKERS[name](tmp_path / name)
+    quick = [
+        f"model.id={random_llava}", "fusion.unreachable=keep", "train.steps=2",
+        "train.steps_per_held=0", "train.probe_steps=2", "train.batch_size=4",
+        "train.lora.rank=4", "train.threads=1", "heads.max_tokens=4",
+        *(f"domains.{name}.required=0.01" for name in names),
+    ]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "valora_train.cli", *arguments, *quick],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    domains = read_bundle(tmp_path / "bundles" / "mixed").domains
+    assert set(domains) == set(names)
+    assert {facts["task"] for facts in domains.values()} == set(Task.all())
+    assert "/#/experiments/" in done.stdout
+
+
+def read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Answer]:
+    """Answers of an example's samples by the number of their picture, and question."""
+    build_data(domain_of(name, tmp_path, monkeypatch), tmp_path / "data")
+    written = {natural_picture(i).tobytes(): i for i in range(COUNT)}
+    found = {}
+    for split in (Split.TRAIN, Split.VAL, Split.TEST):
+        for sample in shards.read(tmp_path / "data" / split):
+            found[f"{written[sample.image.tobytes()]} {sample.prompt}"] = sample.answer
+    return found
+
+
+# What the files say, read by hand: no other reader of these formats is installed.
+
+
+def test_label_studio_reads_as_its_manual_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = read("fruit", tmp_path, monkeypatch)
+    tasks = {task["id"]: task for task in json.loads((tmp_path / "fruit/export.json").read_text())}
+    assert len(found) >= 16
+    for key, answer in found.items():
+        (result,) = tasks[int(key.split()[0])]["annotations"][0]["result"]
+        value = result["value"]  # percent of the picture, 96 pixels wide and high
+        left, top = 0.96 * value["x"], 0.96 * value["y"]
+        edges = (left, top, left + 0.96 * value["width"], top + 0.96 * value["height"])
+        (box,) = answer.boxes
+        assert box.xyxy == pytest.approx(edges)
+        assert [box.label] == value["rectanglelabels"]
+
+
+def test_llava_vqa_and_refcoco_read_as_their_files_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = read("talk", tmp_path / "a", monkeypatch)
+    for key, answer in talk.items():
+        number, _, question = key.partition(" ")
+        assert question == "which one?"
+        assert answer.answers == (f"no. {number}",)
+    yesno = read("yesno", tmp_path / "b", monkeypatch)
+    for key, answer in yesno.items():
+        number, _, question = key.partition(" ")
+        assert question == "is it?"
+        assert answer.answers == (("yes", "no")[int(number) % 2],)
+    where = read("where", tmp_path / "c", monkeypatch)
+    for key, answer in where.items():
+        assert key.endswith(" the left one")
+        (box,) = answer.boxes  # x, y, width and height in the file
+        assert box.xyxy == (4, 6, 54, 46)
+    assert min(map(len, (talk, yesno, where))) >= 16

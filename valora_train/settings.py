@@ -113,7 +113,9 @@ class DomainSettings:
         teacher: `train` (train a small model first), a trained model (path, name on the hub, or
             ``package.module:function``), or `labels` (use the labels instead of a teacher).
         taught_by: Teacher settings of this domain; null for those of the task.
-        mirror: Whether a mirrored image has the mirrored answer, so that `train.flip` may use it.
+        mirror: Whether a mirrored image has the mirrored answer, so that `train.flip` may use it;
+            null for the task's habit: yes for images with boxes, a label or a count, no where
+            questions or answers are words, and for videos.
         source: Source of the samples.
     """
 
@@ -125,7 +127,7 @@ class DomainSettings:
     relative: bool = False
     teacher: str = "train"
     taught_by: TeacherSettings | None = None
-    mirror: bool = True
+    mirror: bool | None = None
     source: SourceSettings = field(default_factory=SourceSettings)
 
     def domain(self) -> Domain:
@@ -134,6 +136,14 @@ class DomainSettings:
         return Domain(
             self.name, self.task, tuple(self.labels), self.prompt, self.required, self.relative
         )
+
+    @property
+    def mirrors(self) -> bool:
+        """Whether a mirrored image has the mirrored answer."""
+        if self.mirror is not None or self.task is None:
+            return bool(self.mirror)
+        spec = self.task.spec
+        return not self.video and (spec.detects or spec.answer in ("label", "count"))
 
     @property
     def video(self) -> bool:

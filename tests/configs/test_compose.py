@@ -91,6 +91,25 @@ def test_every_task_has_four_domains(task):
     assert found.task.name == task
 
 
+@pytest.mark.parametrize(
+    ("kind", "more", "mirrors"),
+    [
+        ("imagefolder", [], True),
+        ("imagefolder", ["domains.cat.task=caption", "domains.cat.labels=[]"], False),
+        ("imagefolder", ["domains.cat.mirror=false"], False),
+        ("hub", ["domains.cat.task=vqa"], False),
+        ("coco", [], True),
+        ("coco", ["domains.cat.task=caption", "domains.cat.labels=[]"], False),
+        ("labelstudio", ["domains.cat.task=counting", "domains.cat.labels=[0,1]"], True),
+        ("videofolder", [], False),
+        ("hub", ["domains.cat.task=video"], False),
+    ],
+)
+def test_only_answers_that_can_stand_it_are_mirrored(kind, more, mirrors):
+    found = settings("task=own", f"+domain@domains.cat={kind}", *of_ones_own(kind), *more)
+    assert found.domains["cat"].mirrors == mirrors
+
+
 def test_mixed_holds_domains_of_several_tasks():
     for how in (["task=mixed"], ["experiment=mixed"]):
         found = settings(*how)

@@ -218,6 +218,7 @@ class Packing:
                 rehearse=attempt.rehearse,
                 seed=seed,
                 on_step=_stop_if_diverged(on_step),
+                on_figures=on_figures,
                 checkpoint=self._state.checkpoint,
             )
             trained = trainer.snapshot(adapter)

@@ -330,7 +330,8 @@ class Trainer:
             nn.utils.clip_grad_norm_(parameters, self._settings.clip)
             opened.optimizer.step()
             losses.append(loss)
-            if step + 1 in watch.points and self._team.agree(watch.due(step + 1)):
+            look = step + 1 in watch.points and all(p.isfinite().all() for p in parameters)
+            if look and self._team.agree(watch.due(step + 1)):
                 with watch.measuring():
                     curve[str(step + 1)] = self._glance(adapter, watch)
             if checkpoint is not None and self._team.leads and step + 1 < steps:

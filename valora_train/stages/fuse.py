@@ -132,7 +132,7 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
             "prompt": item.settings.prompt,
             "labels": item.settings.labels,
             "required": item.required,
-            "mirror": item.settings.mirror,
+            "mirror": item.settings.mirrors,
             "video": item.settings.video,
         }
         for item in domains
@@ -434,7 +434,7 @@ def _load_lazily(
                     for split in (Split.VAL, Split.TEST)
                 },
                 lmm,
-                settings.train.flip and item.settings.mirror,
+                settings.train.flip and item.settings.mirrors,
                 settings.train.augment,
                 settings.train.seed,
             )

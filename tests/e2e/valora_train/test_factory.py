@@ -142,7 +142,10 @@ def test_mlflow_shows_every_step(done):
         for name, accuracy in attempt["accuracy"].items():
             assert run.data.metrics[f"accuracy/{name}"] == pytest.approx(accuracy)
             assert run.data.metrics[f"required/{name}"] == 0.3
-        assert len(client.get_metric_history(run.info.run_id, "loss")) == 60
+        for curve in ("loss", "lr", "head_lr"):
+            assert len(client.get_metric_history(run.info.run_id, curve)) == 60
+        looks = client.get_metric_history(run.info.run_id, f"validation/{attempt['domain']}")
+        assert looks[0].step == 12  # of 60 steps the first of four looks, if there is time for it
         pictures = [f.path for f in client.list_artifacts(run.info.run_id, "pictures")]
         assert f"pictures/{attempt['domain']}.png" in pictures
     artifacts = {f.path for f in client.list_artifacts(parent.info.run_id)}

@@ -35,9 +35,10 @@ class CountingTrainer:
     def close(self, adapter):
         del self.weights[adapter]
 
-    def train(self, adapter, domain, *, held, rehearse, seed, on_step, checkpoint):
+    def train(self, adapter, domain, *, held, rehearse, seed, on_step, on_figures, checkpoint):
         self.weights[adapter] += 1
         self.trained.append((adapter, domain, seed))
+        on_figures(1, {"lr": 0.25})
         on_step(1, 1, 0.5)
 
     def evaluate(self, adapter, domain, split):
@@ -203,3 +204,10 @@ def test_a_domain_out_of_reach_is_refused_with_a_way_on():
     assert (
         "fusion.unreachable=keep to export the domains that met (a) after trying the others (c)"
     ) in said
+
+
+def test_loss_and_figures_of_every_step_are_told(tmp_path):
+    plan, _, _, packing = start(tmp_path)
+    told = []
+    packing.run(plan.next(), lambda *step: told.append(step), lambda *step: told.append(step))
+    assert told == [(1, {"lr": 0.25}), (1, 1, 0.5)]

@@ -300,7 +300,7 @@ def test_data_without_any_object_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_domains_of_every_task_go_into_one_bundle(tmp_path: Path, random_llava: Path) -> None:
-    (command,) = re.findall(r"```bash\n(valora-train .*?)```", PAGE.read_text(), re.S)
+    (command,) = re.findall(r"```text\n(valora-train .*?)```", PAGE.read_text(), re.S)
     program, *arguments = shlex.split(command.replace("\\\n", " "))
     assert program == "valora-train"
     names = [argument.rpartition("=")[2] for argument in arguments if "+domain@" in argument]

@@ -46,6 +46,7 @@ T = TypeVar("T")
 DISCARD_SECONDS = 5.0
 """Time for the rest of a request that is refused during the drain."""
 LARGE_BODY = 2**20  # bytes; from there on, joining the pieces leaves Python's lock to others
+SMALL_PIECE = 8192  # bytes of a body that are counted at once; larger pieces wait for their turn
 LONGEST_URL = 8192
 LOGGED_PATH = 200  # characters of a path that the access log shows
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -98,6 +99,7 @@ class Envelope:
         self._metrics = metrics
         self._drain = drain
         self._held = 0  # bytes of the bodies of all requests in progress
+        self._turn = asyncio.Lock()  # held by whoever counts a piece of a body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI request."""
@@ -233,8 +235,13 @@ class Envelope:
                         raise too_large
                     if self._held > self._settings.max_held_bytes:
                         raise OverloadedError("Other requests fill the memory: try again in 1 s")
-                    if scan is not None:
+                    if scan is not None and len(piece) <= SMALL_PIECE:
                         scan.feed(piece)
+                    elif scan is not None:
+                        # One in a turn of the event loop, however many clients send.
+                        async with self._turn:
+                            scan.feed(piece)
+                            await asyncio.sleep(0)
                     pieces.append(piece)
                     if not message.get("more_body", False):
                         # A thread, as the system has to find memory for it, which takes long.

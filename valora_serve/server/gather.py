@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+AT_ONCE = 8
+"""Coroutines that run at a time: the first steps of thousands would hold up the event loop."""
+
 
 async def gathered(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     """Results of several coroutines, in order; if one fails, the others are cancelled.
 
-    `asyncio.TaskGroup` would do the same, but in Python 3.11 its error group refers to itself, and
-    keeps what the failed functions held (images, files) until the garbage collector runs.
+    At most `AT_ONCE` run at a time. `asyncio.TaskGroup` would start all of them, and in Python 3.11
+    its error group refers to itself, and keeps what the failed functions held (images, files) until
+    the garbage collector runs.
 
     Raises:
         Exception: The error of the first coroutine that failed; all have ended then.
     """
-    tasks = [asyncio.ensure_future(item) for item in work]
+    results: list[Any] = [None] * len(work)
+    left = deque(enumerate(work))
+    running: dict[asyncio.Future[Any], int] = {}
+    task: asyncio.Future[Any] | None = None
     try:
-        if tasks:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        # The tasks that have ended first: one of them has failed, or all of them have succeeded.
-        return [task.result() for task in sorted(tasks, key=lambda task: not task.done())]
+        while left or running:
+            while left and len(running) < AT_ONCE:
+                place, item = left.popleft()
+                running[asyncio.ensure_future(item)] = place
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            while done:
+                task = done.pop()
+                place = running.pop(task)
+                results[place] = task.result()
+        return results
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        del tasks  # an error refers to this frame, which must not refer to it
+        for _, item in left:
+            item.close()
+        for other in running:
+            other.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        # An error refers to this frame, which must not refer to it.
+        task = None
+        running.clear()

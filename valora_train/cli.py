@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import warnings
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -19,14 +20,14 @@ from valora_train.errors import describe_fault
 from valora_train.reporting.progress import Display, stopwatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from types import FrameType
 
     from omegaconf import DictConfig
 
     from valora_train.model.team import Team
     from valora_train.reporting.progress import Step
-    from valora_train.settings import DomainSettings, Settings
+    from valora_train.settings import DomainSettings, Settings, TeacherSettings
     from valora_train.stage import Stage
     from valora_train.stages.fuse import DomainInputs
 
@@ -108,10 +109,7 @@ class _Pipeline:
         stage = distill.teach_stage(domain, teacher, data, work)
         taught = None
         if stage is not None:
-            taught = self._run_stage(
-                stage,
-                lambda folder, step: distill.build_teacher(domain, teacher, data, folder, step),
-            )
+            taught = self._run_stage(stage, partial(self._teach, domain, teacher, stage.key, data))
         if self._settings.command == "teach":
             return DomainInputs(domain, data, data)
         distilled = self._run_stage(
@@ -122,6 +120,36 @@ class _Pipeline:
             distill.describe_distilled,
         )
         return DomainInputs(domain, data, distilled)
+
+    def _teach(
+        self,
+        domain: DomainSettings,
+        teacher: TeacherSettings,
+        stage: str,
+        data: Path,
+        folder: Path,
+        step: Step,
+    ) -> None:
+        """Train a small model, or copy a given one; its curves go to MLflow."""
+        from filelock import FileLock
+
+        from valora_train.reporting.tracking import TeacherRun
+        from valora_train.settings import as_dict
+        from valora_train.stages import distill
+
+        if domain.teacher != distill.TRAIN:
+            distill.build_teacher(domain, teacher, data, folder, step)
+            return
+        paths = self._settings.paths
+        with FileLock(Path(paths.work) / "mlflow.lock"):  # one process makes the database
+            run = TeacherRun(paths.tracking, domain.name, stage, as_dict(teacher))
+
+        def on_epoch(epoch: int, epochs: int, loss: float, figures: Mapping[str, float]) -> None:
+            step(epoch, epochs, loss, figures)
+            run.add(epoch, {"loss": loss, **figures})
+
+        with run:
+            distill.build_teacher(domain, teacher, data, folder, on_epoch)
 
     def fuse(self, domains: list[DomainInputs]) -> Path:
         """Pack the domains into adapters.

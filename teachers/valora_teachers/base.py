@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     OnBatch = Callable[[int, int], None]
     """Called with the number of answered samples and the number of all samples."""
-    OnEpoch = Callable[[int, int, float], None]
-    """Called with the number of the epoch from 1, the number of epochs, and the mean loss."""
+    OnEpoch = Callable[[int, int, float, Mapping[str, float]], None]
+    """Called with the number of the epoch from 1, the number of epochs, the mean loss, and further
+    figures by name, such as ``lr``, the learning rate of the next step."""
 
 BATCH = 32
 PATH_LENGTH = 4096  # PATH_MAX of Linux

@@ -99,8 +99,12 @@ class Progress:
             if done % per_epoch == 0:
                 self.mean = sum(self._losses) / per_epoch
                 if self._on_epoch is not None:
-                    self._on_epoch(done // per_epoch, epochs, self.mean)
+                    self._on_epoch(done // per_epoch, epochs, self.mean, self._figures())
             self._checkpoint.save(training, partial(self._state, done, order))
+
+    def _figures(self) -> dict[str, float]:
+        schedule = self._parts.get("schedule")
+        return {} if schedule is None else {"lr": float(schedule.get_last_lr()[0])}
 
     def finish(self) -> None:
         """Delete the checkpoint."""

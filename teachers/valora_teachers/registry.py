@@ -132,8 +132,7 @@ def train_teacher(
         labels: Labels in the order of the class indices.
         folder: Where to save; created if missing.
         options: Settings of the kind's training.
-        on_epoch: Called after each epoch with its number from 1, the number of epochs, and the mean
-            loss.
+        on_epoch: Called after each epoch, see `base.OnEpoch`.
         task: Task of the domain.
 
     Returns:

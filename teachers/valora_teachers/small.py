@@ -23,10 +23,11 @@ from valora_teachers.base import BatchTeacher, TeacherError, choice_answer, map_
 from valora_teachers.progress import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from valora_data.schema import Sample
+    from valora_teachers.base import OnEpoch
 
 FOLDER = "teacher"
 PREDICT_BATCH = 64
@@ -148,7 +149,7 @@ def train_small(
     out: Path,
     *,
     settings: SmallSettings | None = None,
-    on_epoch: Callable[[int, int, float], None] | None = None,
+    on_epoch: OnEpoch | None = None,
 ) -> SmallReport:
     """Train a small classifier from scratch and save it as `out`/teacher.
 
@@ -160,7 +161,7 @@ def train_small(
         labels: Labels in the order of the class indices.
         out: Folder to write to; created if missing.
         settings: Training settings; the defaults if None.
-        on_epoch: Called after each epoch with its number, the number of epochs and the mean loss.
+        on_epoch: Called after each epoch, see `base.OnEpoch`.
 
     Raises:
         TeacherError: If the task is another one, there are too few samples, or a sample

@@ -27,12 +27,13 @@ from valora_teachers.progress import Progress
 from valora_teachers.ultralytics_plugin import load_ultralytics, open_weights, threads_kept
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from PIL.Image import Image
 
     from valora_data.schema import Sample
+    from valora_teachers.base import OnEpoch
 
 FILE_NAME = "teacher.pt"
 STRIDE = 16
@@ -192,7 +193,7 @@ def train_yolo(
     out: Path,
     *,
     settings: YoloSettings | None = None,
-    on_epoch: Callable[[int, int, float], None] | None = None,
+    on_epoch: OnEpoch | None = None,
 ) -> YoloReport:
     """Train a small YOLO from scratch and save it as `out`/teacher.pt.
 
@@ -205,7 +206,7 @@ def train_yolo(
         labels: Labels in the order of the class indices.
         out: Folder to write to; created if missing.
         settings: Training settings; the defaults if None.
-        on_epoch: Called after each epoch with its number, the number of epochs and the mean loss.
+        on_epoch: Called after each epoch, see `base.OnEpoch`.
 
     Raises:
         TeacherError: If Ultralytics is missing, there are too few samples, or a box has

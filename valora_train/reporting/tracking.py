@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 FUSION = "valora.fusion"
 ATTEMPT = "valora.attempt"
 HEAD_ONLY = "valora.head_only"
+TEACHER = "valora.teacher"
+TEACHERS = "valora/teachers"
+"""Experiment of the small models: fusions of all tasks share them."""
 PARENT = "mlflow.parentRunId"
 NOTE = "mlflow.note.content"
 KIND = "mlflow.experimentKind"
@@ -78,22 +81,9 @@ class Tracker:
     def __init__(self, uri: str | None, experiment: str, fusion: str) -> None:
         import mlflow
 
-        # Creating the database logs every one of its migrations.
-        logging.getLogger("alembic").setLevel(logging.WARNING)
-        logging.getLogger("mlflow").setLevel(logging.WARNING)
         self._uri = uri or mlflow.get_tracking_uri()
         self._client: Any = _Store(self._uri)
-        found = self._client.get_experiment_by_name(experiment)
-        if found is None:
-            self._experiment = self._client.create_experiment(
-                experiment, tags={KIND: MODEL_TRAINING}
-            )
-        else:
-            self._experiment = found.experiment_id
-            if found.lifecycle_stage == "deleted":
-                self._client.restore_experiment(self._experiment)
-            if found.tags.get(KIND) != MODEL_TRAINING:
-                self._client.set_experiment_tag(self._experiment, KIND, MODEL_TRAINING)
+        self._experiment = _open_experiment(self._client, experiment)
         self._fusion = fusion
         self.run_id = ""
         self._monitor: Any = None
@@ -394,6 +384,53 @@ class NoCurve(Curve):
         """Log nothing."""
 
 
+class TeacherRun:
+    """The MLflow run of a small model's training; that of an interrupted training is continued.
+
+    Used in a `with` block, which ends the run.
+
+    Args:
+        uri: Tracking URI; None for MLflow's default.
+        domain: The domain.
+        stage: Key of the stage.
+        options: Settings of the training.
+    """
+
+    def __init__(
+        self, uri: str | None, domain: str, stage: str, options: Mapping[str, Any]
+    ) -> None:
+        import mlflow
+
+        self._client: Any = _Store(uri or mlflow.get_tracking_uri())
+        experiment = _open_experiment(self._client, TEACHERS)
+        earlier = self._client.search_runs(
+            [experiment], f"tags.`{TEACHER}` = '{stage}' and attributes.status != 'FINISHED'"
+        )
+        if earlier:
+            self._id = earlier[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            tags = {TEACHER: stage, "valora.domain": domain, "mlflow.user": _user()}
+            run = self._client.create_run(experiment, tags=tags, run_name=f"teach {domain}")
+            self._id = run.info.run_id
+            for key, value in _flatten(options).items():
+                self._client.log_param(self._id, key, str(value)[:MAX_PARAM_LENGTH])
+        self._curve = Curve(self._client, self._id)
+
+    def add(self, epoch: int, figures: Mapping[str, float]) -> None:
+        """Log figures after an epoch."""
+        self._curve.add(epoch, figures)
+
+    def __enter__(self) -> TeacherRun:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._curve.finish()
+        failed = kind is not None and issubclass(kind, Exception)
+        ended = "FINISHED" if kind is None else "FAILED" if failed else "KILLED"
+        self._client.set_terminated(self._id, ended)
+
+
 class AttemptRun:
     """The nested MLflow run of one attempt.
 
@@ -486,6 +523,18 @@ class NoAttemptRun(AttemptRun):
         """Log nothing."""
 
     log_data_sets = finish = abandon = _ignore
+
+
+def _open_experiment(client: Any, name: str) -> str:
+    """Id of an experiment, which is created, or restored from the trash, if needed."""
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        return str(client.create_experiment(name, tags={KIND: MODEL_TRAINING}))
+    if found.lifecycle_stage == "deleted":
+        client.restore_experiment(found.experiment_id)
+    if found.tags.get(KIND) != MODEL_TRAINING:
+        client.set_experiment_tag(found.experiment_id, KIND, MODEL_TRAINING)
+    return str(found.experiment_id)
 
 
 def register_bundle(
@@ -659,6 +708,9 @@ class _Store:
     def __init__(self, uri: str) -> None:
         from mlflow import MlflowClient
 
+        # Creating the database logs every one of its migrations.
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
         self._uri = uri
         with _explained(uri):
             self._client = MlflowClient(uri)

@@ -23,7 +23,7 @@ from valora_train.tasks.registry import TASK_TYPES
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from valora_teachers.base import Teacher
+    from valora_teachers.base import OnEpoch, Teacher
     from valora_train.settings import DomainSettings, TeacherSettings
 
     OnStep = Callable[[int, int, float], None]
@@ -83,7 +83,7 @@ def _cache(domain: DomainSettings, work: Path | None) -> Path | None:
 
 
 def build_teacher(
-    domain: DomainSettings, teacher: TeacherSettings, data: Path, folder: Path, on_epoch: OnStep
+    domain: DomainSettings, teacher: TeacherSettings, data: Path, folder: Path, on_epoch: OnEpoch
 ) -> None:
     """Write the teacher's file or folder into the stage's folder."""
     if domain.teacher != TRAIN:

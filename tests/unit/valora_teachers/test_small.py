@@ -1,6 +1,6 @@
 """The small classifier: learns from pictures and clips, keeps probabilities, opens elsewhere."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,12 +54,15 @@ def test_it_learns_digits_and_opens_as_any_image_classifier(tmp_path: Path) -> N
         list(builtin_samples(Task.CLASSIFICATION, "digits", split, count))
         for split, count in ((Split.TRAIN, 500), (Split.TEST, 150))
     )
-    calls: list[tuple[int, int, float]] = []
+    calls: list[tuple[int, int, float, Mapping[str, float]]] = []
     report = train_small(
         train, Task.CLASSIFICATION, labels, tmp_path,
         settings=QUICK, on_epoch=lambda *args: calls.append(args),
     )  # fmt: skip
-    assert [(epoch, count) for epoch, count, _ in calls] == [(i, 8) for i in range(1, 9)]
+    assert [(epoch, count) for epoch, count, *_ in calls] == [(i, 8) for i in range(1, 9)]
+    rates = [figures["lr"] for *_, figures in calls]
+    assert max(rates) <= QUICK.lr
+    assert rates[-1] < 0.1 * max(rates)
     assert calls[-1][2] == report.loss < calls[0][2] / 2
     teacher = SmallTeacher.load(tmp_path / "teacher", Task.CLASSIFICATION, labels)
     assert accuracy(teacher, test) > 0.9

@@ -4,7 +4,7 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,7 +126,7 @@ def test_training_is_repeatable_and_leaves_global_state_alone(tmp_path: Path) ->
     np.random.seed(11)
     before = (torch.get_rng_state(), random.getstate(), torch.get_num_threads())
     deterministic = torch.are_deterministic_algorithms_enabled()
-    calls: list[tuple[int, int, float]] = []
+    calls: list[tuple[int, int, float, Mapping[str, float]]] = []
     train_yolo(
         SCENES[:16], LABELS, tmp_path / "a", settings=TINY,
         on_epoch=lambda *args: calls.append(args),
@@ -134,8 +134,9 @@ def test_training_is_repeatable_and_leaves_global_state_alone(tmp_path: Path) ->
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (random.getstate(), torch.get_num_threads())
     assert torch.are_deterministic_algorithms_enabled() is deterministic
-    assert [(epoch, count) for epoch, count, _ in calls] == [(1, 2), (2, 2)]
-    assert all(loss > 0 for _, _, loss in calls)
+    assert [(epoch, count) for epoch, count, *_ in calls] == [(1, 2), (2, 2)]
+    assert all(loss > 0 for _, _, loss, _ in calls)
+    assert all(0 <= figures["lr"] <= TINY.lr for *_, figures in calls)
 
     train_yolo(SCENES[:16], LABELS, tmp_path / "b", settings=TINY)
     other = replace(TINY, seed=4)

@@ -12,7 +12,9 @@ from valora_train.errors import TrackingError
 from valora_train.fusion.decision import Attempt
 from valora_train.metrics.per_class import choice_report
 from valora_train.reporting.tracking import (
+    TEACHERS,
     DataSet,
+    TeacherRun,
     Tracker,
     find_run,
     latest_fusions,
@@ -227,3 +229,30 @@ def test_a_curve_is_seen_while_it_grows(uri: str, monkeypatch: pytest.MonkeyPatc
     history = client.get_metric_history(tracker.run_id, "loss")
     assert sorted(entry.step for entry in history) == list(range(1, 1203))
     assert client.get_run(tracker.run_id).data.metrics["lr"] == 0.2
+
+
+def test_a_teacher_has_a_run_that_an_interrupted_training_continues(uri: str) -> None:
+    options = {"kind": "yolo", "options": {"epochs": 4}}
+    with pytest.raises(KeyboardInterrupt), TeacherRun(uri, "person", "k1", options) as first:
+        first.add(1, {"loss": 2.0, "lr": 0.1})
+        raise KeyboardInterrupt
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name(TEACHERS)
+    assert experiment is not None
+
+    def runs() -> list[tuple[str, str, dict[str, float]]]:
+        found = client.search_runs([experiment.experiment_id])
+        return [(run.info.run_name, run.info.status, run.data.metrics) for run in found]
+
+    assert runs() == [("teach person", "KILLED", {"loss": 2.0, "lr": 0.1})]
+    with TeacherRun(uri, "person", "k1", options) as second:
+        second.add(2, {"loss": 1.5, "lr": 0.05})
+    assert runs() == [("teach person", "FINISHED", {"loss": 1.5, "lr": 0.05})]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.data.params == {"kind": "yolo", "options.epochs": "4"}
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [(entry.step, entry.value) for entry in history] == [(1, 2.0), (2, 1.5)]
+    with pytest.raises(ValueError, match="broken"), TeacherRun(uri, "person", "k2", options):
+        raise ValueError("broken")
+    assert sorted(status for _, status, _ in runs()) == ["FAILED", "FINISHED"]
+    assert latest_fusions(uri) == []

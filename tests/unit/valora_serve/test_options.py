@@ -144,6 +144,7 @@ def test_what_is_wrong_is_one_sentence(tmp_path, content, said):
     assert "\n" not in str(caught.value)
 
 
+@own_logging()
 def test_a_missing_file_and_wrong_arguments(tmp_path, capsys):
     assert cli.main(["--config", str(tmp_path / "none.yaml")]) == 1
     assert "error: configuration file" in capsys.readouterr().err

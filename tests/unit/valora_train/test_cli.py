@@ -176,6 +176,7 @@ def test_signals_end_a_run_as_an_interrupt_does(tmp_path, name, status):
     """Also while another process of the run works, which must not live on."""
     program = f"""
 import os, signal, subprocess, sys
+signal.signal(signal.{name}, signal.SIG_DFL)  # below nohup it is ignored, and stays so
 from valora_train import cli
 from valora_train.stages import data
 

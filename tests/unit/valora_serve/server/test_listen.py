@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.support.http_helpers import own_logging
 from valora_serve import cli
 from valora_serve.errors import SettingsError
 from valora_serve.server.listen import bind, check_certificate, ready
@@ -100,6 +101,7 @@ def test_certificates(tmp_path):
             check(cert, key)
 
 
+@own_logging()
 def test_the_command_says_so_before_it_loads_anything(monkeypatch, capsys, tmp_path):
     async def never(*_):
         raise AssertionError("a model was loaded")

@@ -9,6 +9,7 @@ import sys
 import pytest
 from filelock import FileLock
 
+from tests.support.http_helpers import own_logging
 from valora_serve import cli
 from valora_serve.errors import SettingsError
 from valora_serve.server.loading.state_lock import own_state
@@ -75,6 +76,7 @@ def test_a_file_that_cannot_be_locked_is_used_with_a_warning(tmp_path, monkeypat
         pass
 
 
+@own_logging()
 def test_the_command_says_so_before_it_loads_a_model(tmp_path, monkeypatch, capsys):
     async def never(*_):
         raise AssertionError("a model was loaded")

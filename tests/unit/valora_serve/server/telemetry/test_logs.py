@@ -1,5 +1,6 @@
 """Logs: request ids, one line for each event, no secrets."""
 
+import contextlib
 import json
 import logging
 
@@ -9,8 +10,10 @@ from valora_serve.server.telemetry import logs
 
 def test_json_logs_have_the_requests_id_and_no_content(capsys):
     key = "a-secret-key-that-is-long"
-    with own_logging(), serving(api_key=key, log_format="json") as server:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(own_logging())
         logs.set_up("info", "json")
+        server = stack.enter_context(serving(api_key=key, log_format="json"))
         answer = server.client.post(
             "/v1/chat/completions", json=chat("a private question"),
             headers={"authorization": "Bearer a-secret-key-that-is-long", "x-request-id": "abc-1"},

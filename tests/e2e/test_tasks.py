@@ -220,7 +220,8 @@ def test_options_that_do_not_fit_are_refused_before_any_stage(
 ):
     heads = installed("valora.head_kinds", "number", HEAD)
     installed("valora.tasks", "number", TASK.replace("HEADS", heads))
-    wanted = settings_of("tiny", tmp_path, tmp_path / "none", options)
+    (tmp_path / "empty").mkdir()
+    wanted = settings_of("tiny", tmp_path, tmp_path / "empty", options)
     with pytest.raises(ValoraError, match=message):
         run(wanted, Display(Console(quiet=True)))
     assert not (tmp_path / "work").exists()

@@ -51,6 +51,7 @@ NICE = 10
 BATCH, SEEDS = 200, 1_000_003
 CHAT, COMPLETIONS, VISION = "/v1/chat/completions", "/v1/completions", "/v1/vision/scene"
 RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
+MODELS = ("tiny", "scene", "traffic", "sample/adapter-1")
 PATHS = (CHAT, COMPLETIONS, VISION, "/v1/load_lora_adapter", "/v1/unload_bundle")
 
 
@@ -492,7 +493,7 @@ def made(
     )  # fmt: skip
     @hypothesis.given(case=operation.as_strategy(generation_mode=GenerationMode(mode)))
     def ask(case) -> None:
-        _steer(case, positive=positive)
+        steer(case, MODELS, "scene", positive=positive)
         began = time.perf_counter()
         answer = case.call(base_url=url, headers=HEADERS, timeout=120, session=session)
         tell(name, str(answer.status_code), time.perf_counter() - began)
@@ -502,7 +503,7 @@ def made(
     ask()  # type: ignore[call-arg]
 
 
-def _steer(case: Any, *, positive: bool) -> None:
+def steer(case: Any, models: Sequence[str], domain: str, *, positive: bool) -> None:
     """Let half of the requests name what is served, and half of the right ones hold little.
 
     Otherwise hardly any would get past the first check. The choice depends on the request alone.
@@ -514,10 +515,13 @@ def _steer(case: Any, *, positive: bool) -> None:
             kept = set(rng.sample(sorted(body.keys() - needed), min(2, len(body) - len(needed))))
             for field in body.keys() - needed - kept:
                 del body[field]
+            for turn in body.get("messages") or ():
+                if isinstance(turn, dict) and turn.get("content") is None:
+                    turn["content"] = "a red star"  # generators like null, which few turns may be
         if "model" in body and rng.random() < 0.5:
-            body["model"] = rng.choice(["tiny", "scene", "traffic", "sample/adapter-1"])
+            body["model"] = rng.choice(models)
     if "domain" in (case.path_parameters or {}) and rng.random() < 0.5:
-        case.path_parameters["domain"] = "scene"
+        case.path_parameters["domain"] = domain
 
 
 def send_made(

@@ -16,6 +16,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from transformers import AutoTokenizer
 
+from tests.fuzz.routes import steer
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import serving
 from valora_data.contract.base_model import base_folder
@@ -24,6 +25,7 @@ from valora_serve.server.settings import ServerSettings
 
 pytestmark = pytest.mark.slow
 
+MODELS = ("tiny", "person", "scene", "adapter-1")
 SECRET = "an-admin-key-for-the-fuzzing"
 CHECKS = [
     not_a_server_error,
@@ -74,7 +76,7 @@ def test_every_operation(name, mode, server):
     )
     @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
     def ask(case):
-        _point_at_something(case)
+        steer(case, MODELS, "person", positive=mode is GenerationMode.POSITIVE)
         _give_time(case)
         response = case.call(
             base_url=server.url, headers={"authorization": f"Bearer {SECRET}"}, timeout=30
@@ -83,16 +85,6 @@ def test_every_operation(name, mode, server):
         assert server.inside == 0
 
     ask()
-
-
-def _point_at_something(case):
-    """Most made-up names stand for nothing: half of the time ask for what is there."""
-    if len(str(case.body)) % 2:
-        return
-    if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
-        case.body["model"] = ["tiny", "person", "scene", "adapter-1"][len(str(case.body)) // 2 % 4]
-    if "domain" in (case.path_parameters or {}):
-        case.path_parameters["domain"] = "person"
 
 
 def _give_time(case):

@@ -131,9 +131,7 @@ class _Pipeline:
         step: Step,
     ) -> None:
         """Train a small model, or copy a given one; its curves go to MLflow."""
-        from filelock import FileLock
-
-        from valora_train.reporting.tracking import TeacherRun
+        from valora_train.reporting.tracking import TeacherRun, store_lock
         from valora_train.settings import as_dict
         from valora_train.stages import distill
 
@@ -141,7 +139,7 @@ class _Pipeline:
             distill.build_teacher(domain, teacher, data, folder, step)
             return
         paths = self._settings.paths
-        with FileLock(Path(paths.work) / "mlflow.lock"):  # one process makes the database
+        with store_lock(paths.work):
             run = TeacherRun(paths.tracking, domain.name, stage, as_dict(teacher))
 
         def on_epoch(epoch: int, epochs: int, loss: float, figures: Mapping[str, float]) -> None:

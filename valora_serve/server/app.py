@@ -69,6 +69,8 @@ _M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 4 << 20  # of malloc.h; bytes
 
 _LAST_SECONDS = 0.1
 """Time to accept the connections that wait in the queues of the sockets."""
+_MOST_LAST_SECONDS = 2.0
+"""Most of that time, while more of them come."""
 
 WORKERS = 4
 """Threads for file access and for building large answers."""
@@ -275,7 +277,9 @@ class Server(uvicorn.Server):
         for sock in sockets:
             sock.listen(0)  # the queue takes no more
         await asyncio.sleep(_LAST_SECONDS)
-        while select.select(sockets, [], [], 0)[0]:
+        # Bounded: whoever connects again and again would keep the server from ending.
+        end = time.monotonic() + _MOST_LAST_SECONDS
+        while select.select(sockets, [], [], 0)[0] and time.monotonic() < end:
             await asyncio.sleep(0.01)
 
 

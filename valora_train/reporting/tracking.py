@@ -12,9 +12,12 @@ import json
 import logging
 import re
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
 
 from valora_train.errors import TrackingError, describe_fault
 from valora_train.fusion.decision import Verdict
@@ -22,7 +25,6 @@ from valora_train.reporting import pictures
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from matplotlib.figure import Figure
     from PIL.Image import Image
@@ -148,12 +150,9 @@ class Tracker:
         return run_id if run_id in found else next(iter(found), None)
 
     def _log_config(self, config: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param
         from omegaconf import OmegaConf
 
-        flat = _flatten(config)
-        params = [Param(key, str(value)[:MAX_PARAM_LENGTH]) for key, value in flat.items()]
-        self._client.log_batch(self.run_id, params=params)
+        _log_params(self._client, self.run_id, config)
         self._client.log_text(
             self.run_id, OmegaConf.to_yaml(OmegaConf.create(dict(config))), "config.yaml"
         )
@@ -413,8 +412,7 @@ class TeacherRun:
             tags = {TEACHER: stage, "valora.domain": domain, "mlflow.user": _user()}
             run = self._client.create_run(experiment, tags=tags, run_name=f"teach {domain}")
             self._id = run.info.run_id
-            for key, value in _flatten(options).items():
-                self._client.log_param(self._id, key, str(value)[:MAX_PARAM_LENGTH])
+            _log_params(self._client, self._id, options)
         self._curve = Curve(self._client, self._id)
 
     def add(self, epoch: int, figures: Mapping[str, float]) -> None:
@@ -425,10 +423,15 @@ class TeacherRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._end("FINISHED")
+        else:
+            with suppress(TrackingError):  # the first error counts
+                self._end("FAILED" if issubclass(kind, Exception) else "KILLED")
+
+    def _end(self, status: str) -> None:
         self._curve.finish()
-        failed = kind is not None and issubclass(kind, Exception)
-        ended = "FINISHED" if kind is None else "FAILED" if failed else "KILLED"
-        self._client.set_terminated(self._id, ended)
+        self._client.set_terminated(self._id, status)
 
 
 class AttemptRun:
@@ -523,6 +526,15 @@ class NoAttemptRun(AttemptRun):
         """Log nothing."""
 
     log_data_sets = finish = abandon = _ignore
+
+
+def store_lock(work: str) -> FileLock:
+    """Lock to hold while an experiment is opened: two processes would both make the database.
+
+    Args:
+        work: Folder of all stages.
+    """
+    return FileLock(Path(work) / "mlflow.lock")
 
 
 def _open_experiment(client: Any, name: str) -> str:
@@ -779,6 +791,14 @@ def _log_metrics(client: Any, run_id: str, values: Mapping[str, list[tuple[int, 
     rows = [Metric(key, value, now, step) for key, pairs in values.items() for step, value in pairs]
     for start in range(0, len(rows), METRICS_PER_REQUEST):
         client.log_batch(run_id, metrics=rows[start : start + METRICS_PER_REQUEST])
+
+
+def _log_params(client: Any, run_id: str, config: Mapping[str, Any]) -> None:
+    from mlflow.entities import Param
+
+    flat = _flatten(config)
+    params = [Param(key, str(value)[:MAX_PARAM_LENGTH]) for key, value in flat.items()]
+    client.log_batch(run_id, params=params)
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

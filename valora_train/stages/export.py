@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock
 from PIL import Image
 
 from valora_data import shards
@@ -27,7 +26,7 @@ from valora_train.fusion.state import FUSION
 from valora_train.reporting.bundle_card import BARS, bundle_card, confusion_file
 from valora_train.reporting.fusion_report import log_result
 from valora_train.reporting.pictures import accuracy_bars, confusion_matrix
-from valora_train.reporting.tracking import Tracker, register_bundle
+from valora_train.reporting.tracking import Tracker, register_bundle, store_lock
 from valora_train.settings import as_dict
 from valora_train.stage import intact, read_json, versions, write_json
 from valora_train.stages.gate import BundleModel
@@ -94,7 +93,7 @@ def _replace(place: Path, new: Path, kept: Path) -> None:
 
 def _find_run(settings: Settings, fused: Path, result: dict[str, Any]) -> str:
     """The MLflow run of a fusion; if the store has lost it, the result is logged into a new one."""
-    with FileLock(Path(settings.paths.work) / "mlflow.lock"):
+    with store_lock(settings.paths.work):
         tracker = Tracker(
             settings.paths.tracking, f"valora/{settings.task.name}", fused.name.rpartition("-")[2]
         )

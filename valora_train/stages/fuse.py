@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from filelock import FileLock
 from safetensors.torch import load_file
 
 from valora_data import shards
@@ -34,7 +33,7 @@ from valora_train.fusion.trainer import DomainData, Trainer
 from valora_train.model.lmm import Lmm
 from valora_train.reporting.fusion_report import FusionReport
 from valora_train.reporting.progress import stopwatch
-from valora_train.reporting.tracking import NoTracker, Tracker
+from valora_train.reporting.tracking import NoTracker, Tracker, store_lock
 from valora_train.settings import as_dict
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import TAUGHT, teacher_accuracy
@@ -327,7 +326,7 @@ def _start_tracker(
     """Start or continue the fusion's MLflow run and remember it on disk."""
     tracker: Tracker = NoTracker()
     if team.leads:
-        with FileLock(Path(settings.paths.work) / "mlflow.lock"):  # one process makes the database
+        with store_lock(settings.paths.work):
             tracker = Tracker(settings.paths.tracking, f"valora/{settings.task.name}", stage.key)
     name = f"{settings.task.name} · {settings.fusion.strategy} · seed {settings.train.seed}"
     note = f"Packs {', '.join(item.settings.name for item in domains)} into the fewest adapters."

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import CHAT, ask, begin, chat, encoded, picture, serving, until
+from valora_serve.server import app
 
 LONG = {"max_tokens": 100_000, "ignore_eos": True}
 
@@ -279,3 +280,13 @@ def test_a_large_request_that_is_refused_loses_no_answer():
                 for _ in range(20):
                     sock.sendall(b"%x\r\n" % len(piece) + piece + b"\r\n")
                 assert b" 413 " in rest(sock).split(b"\r\n")[0]
+
+
+def test_clients_that_connect_again_and_again_do_not_keep_the_server(monkeypatch):
+    monkeypatch.setattr(app, "_MOST_LAST_SECONDS", 0.2)
+    monkeypatch.setattr(app.select, "select", lambda *_: ([1], [], []))  # there is always one more
+    with serving() as server:
+        thread = threading.Thread(target=server.stop)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()

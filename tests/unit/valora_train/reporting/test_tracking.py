@@ -256,3 +256,18 @@ def test_a_teacher_has_a_run_that_an_interrupted_training_continues(uri: str) ->
         raise ValueError("broken")
     assert sorted(status for _, status, _ in runs()) == ["FAILED", "FINISHED"]
     assert latest_fusions(uri) == []
+
+
+def test_a_failing_store_does_not_hide_why_a_training_failed(
+    uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = TeacherRun(uri, "person", "k1", {})
+
+    def fail(*_: object) -> None:
+        raise TrackingError("the store is gone")
+
+    monkeypatch.setattr(run._client, "set_terminated", fail, raising=False)
+    with pytest.raises(ValueError, match="too few samples"), run:
+        raise ValueError("too few samples")
+    with pytest.raises(TrackingError, match="the store is gone"), run:
+        pass

@@ -8,28 +8,24 @@ same of every domain without LoRA in `head_only/`.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors.torch import load_file
-
 from valora_data import shards
-from valora_data.contract.base_model import base_folder, base_hash, processor_hash
+from valora_data.contract.base_model import base_hash, processor_hash
 from valora_data.contract.bundle import read_bundle
 from valora_data.schema import Split
 from valora_train.errors import SettingsError
 from valora_train.fusion.decision import Verdict
 from valora_train.fusion.earlier import Earlier
+from valora_train.fusion.loading import LazyMapping, load_domain, make_deterministic
 from valora_train.fusion.packing import Packing, check_reachable, make_plan
 from valora_train.fusion.parent import Parent, find_parent, load_parent
 from valora_train.fusion.promises import HEAD_ONLY, Promises, fusion_result
 from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.state import FUSION, FusionState
-from valora_train.fusion.trainer import DomainData, Trainer
+from valora_train.fusion.trainer import Trainer
 from valora_train.model.lmm import Lmm
 from valora_train.reporting.fusion_report import FusionReport
 from valora_train.reporting.progress import stopwatch
@@ -37,14 +33,13 @@ from valora_train.reporting.tracking import NoTracker, Tracker, store_lock
 from valora_train.settings import as_dict
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import TAUGHT, teacher_accuracy
-from valora_train.tasks.registry import make_task
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from torch import Tensor
-
+    from valora_data.schema import Sample
     from valora_train.fusion.plan import FusionPlan
+    from valora_train.fusion.trainer import DomainData
     from valora_train.model.team import Team
     from valora_train.reporting.progress import Display
     from valora_train.settings import DomainSettings, Settings
@@ -112,37 +107,45 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
             inputs[f"{name}/{split}"] = digest(domain.data / split)
         # Bundles name the teacher's accuracy.
         inputs[f"{name}/teacher"] = str(teacher_accuracy(domain.distilled, Split.TEST))
-    facts = {
-        "model": settings.model,
-        "fusion": settings.fusion,
-        "heads": settings.heads,
-        "train": settings.train,
-    }
+    values = training_facts(settings) | {"fusion": as_dict(settings.fusion)}
+    values["domains"] = [
+        {
+            **domain_facts(item.settings),
+            "required": item.required,
+        }
+        for item in domains
+    ]
+    # Where the fusion continues is an input; what becomes of its result is decided afterwards.
+    del values["fusion"]["parent"], values["fusion"]["unreachable"]
+    if settings.fusion.parent is not None:
+        inputs["parent"] = find_parent(Path(settings.fusion.parent), Path(settings.paths.work)).name
+    return Stage(f"fuse-{settings.task.name}", 4, values, inputs, resumable=True)
+
+
+def training_facts(settings: Settings) -> dict[str, Any]:
+    """The settings that the training of an adapter depends on, as JSON values."""
+    facts = {"model": settings.model, "heads": settings.heads, "train": settings.train}
     values: dict[str, Any] = {key: as_dict(value) for key, value in facts.items()}
     # Stages of runs without options or augmentation keep their hashes.
     if not settings.heads.options:
         del values["heads"]["options"]
     if not settings.train.augment.views:
         del values["train"]["augment"]
-    values["domains"] = [
-        {
-            "name": item.settings.name,
-            "task": str(item.settings.task),
-            "prompt": item.settings.prompt,
-            "labels": item.settings.labels,
-            "required": item.required,
-            "mirror": item.settings.mirrors,
-            "video": item.settings.video,
-        }
-        for item in domains
-    ]
-    # Where the fusion continues is an input; what becomes of its result is decided afterwards.
-    del values["fusion"]["parent"], values["fusion"]["unreachable"]
     for key in ("checkpoint_seconds", "validations", "validation_samples", "validation_share"):
         del values["train"][key]  # nothing that is trained depends on it
-    if settings.fusion.parent is not None:
-        inputs["parent"] = find_parent(Path(settings.fusion.parent), Path(settings.paths.work)).name
-    return Stage(f"fuse-{settings.task.name}", 4, values, inputs, resumable=True)
+    return values
+
+
+def domain_facts(domain: DomainSettings) -> dict[str, Any]:
+    """The settings of a domain that the training of an adapter depends on, as JSON values."""
+    return {
+        "name": domain.name,
+        "task": str(domain.task),
+        "prompt": domain.prompt,
+        "labels": domain.labels,
+        "mirror": domain.mirrors,
+        "video": domain.video,
+    }
 
 
 def parent_of(settings: Settings, domains: Sequence[DomainInputs], stage: Stage) -> Parent | None:
@@ -212,7 +215,7 @@ def build_fusion(
     """
     if (folder / FUSION).is_file():  # killed after the last write
         return
-    _make_deterministic(settings.train.threads)
+    make_deterministic(settings.train.threads)
     _check_validation_splits(settings, domains, display)
     parent = parent_of(settings, domains, stage)
     state = FusionState(
@@ -308,12 +311,6 @@ def _stop_if_unreachable(
     flagged = (parent.flagged if parent else {}) | plan.unreachable
     met = [name for name in requirements if name not in {*flagged, *plan.waiting}]
     check_reachable(flagged, requirements, met, plan.waiting)
-
-
-def _make_deterministic(threads: int) -> None:
-    """Make the same seed give the same packing: sums depend on the number of threads."""
-    torch.set_num_threads(threads or os.cpu_count() or 1)
-    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def _start_tracker(
@@ -416,66 +413,15 @@ def _load_lazily(
 ) -> Mapping[str, DomainData]:
     """The samples of the domains, encoded when they are first needed."""
     inputs = {item.settings.name: item for item in domains}
-    first_head = _pretraining_head(settings.model.id)
 
     def load(name: str) -> DomainData:
         item = inputs[name]
-        domain = replace(item.settings.domain(), required=item.required, relative=False)
-        task = make_task(
-            domain, settings.heads, lmm, video=item.settings.video, first_head=first_head
-        )
+
+        def read(part: str) -> list[Sample]:
+            folder = item.distilled if part == TAUGHT else item.data
+            return shards.read(intact(folder / part))
+
         with display.work("fuse", f"encoding images of {name}"):
-            return DomainData(
-                task,
-                shards.read(intact(item.distilled / TAUGHT)),
-                {
-                    split: shards.read(intact(item.data / split))
-                    for split in (Split.VAL, Split.TEST)
-                },
-                lmm,
-                settings.train.flip and item.settings.mirrors,
-                settings.train.augment,
-                settings.train.seed,
-            )
+            return load_domain(settings, item.settings, item.required, lmm, read)
 
-    return _LazyMapping(inputs, load)
-
-
-class _LazyMapping(Mapping[str, DomainData]):
-    """A mapping whose values are loaded when they are first looked up.
-
-    Args:
-        names: The keys.
-        load: Loads the value of a key.
-    """
-
-    def __init__(self, names: Iterable[str], load: Callable[[str], DomainData]) -> None:
-        self._names = tuple(names)
-        self._load = load
-        self._loaded: dict[str, DomainData] = {}
-
-    def __getitem__(self, name: str) -> DomainData:
-        if name not in self._names:
-            raise KeyError(name)
-        if name not in self._loaded:
-            self._loaded[name] = self._load(name)
-        return self._loaded[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-def _pretraining_head(base: str) -> Tensor | None:
-    """The pretraining head that a base model may ship, (5, width + 1), bias last."""
-    file = Path(base_folder(base)) / "detection_head.safetensors"
-    if not file.is_file():
-        return None
-    parts = load_file(file)
-    rows = [
-        torch.cat([parts[f"{name}.weight"], parts[f"{name}.bias"][:, None]], dim=1)
-        for name in ("objectness", "box")
-    ]
-    return torch.cat(rows).float()
+    return LazyMapping(inputs, load)

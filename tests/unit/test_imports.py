@@ -134,7 +134,13 @@ def test_nothing_imports_how_the_base_model_was_made():
             assert not any(name.startswith(inside) for name in ours(module)), module
 
 
-@pytest.mark.parametrize("start", ["valora_serve.orchestrator", "valora_train.fusion.plan"])
+@pytest.mark.parametrize(
+    "start",
+    [
+        "valora_serve.orchestrator", "valora_train.fusion.plan", "valora_train.fusion.strategies",
+        "valora_train.fusion.oracle", "valora_train.fusion.exact",
+    ],
+)  # fmt: skip
 def test_decisions_need_no_torch(start):
     inside = [name for name in modules() if name == start or name.startswith(f"{start}.")]
     for module in inside:

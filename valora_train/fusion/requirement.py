@@ -35,6 +35,17 @@ class Requirement:
         """Whether an accuracy on the validation split reaches the bar; NaN does not."""
         return accuracy >= self.bar - ROUNDING
 
+    def kept_from(self, alone: float | None) -> float:
+        """Accuracy on the validation split from which a domain keeps what it must in an adapter.
+
+        That is the bar. A domain that misses it even alone keeps what it reached there, less the
+        margin, so that it may share an adapter although it is flagged.
+
+        Args:
+            alone: What the domain reached alone, if that missed the bar; otherwise None.
+        """
+        return (self.bar if alone is None else alone - self.margin) - ROUNDING
+
     @property
     def text(self) -> str:
         """The bar and where it comes from: ``0.820 (required 0.800 + margin 0.020)``."""

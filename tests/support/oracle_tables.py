@@ -1,0 +1,62 @@
+"""Oracle tables made up for tests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from valora_train.fusion.oracle import Measured, OracleTable
+
+
+def made_up_table(
+    domains: Sequence[str],
+    accuracy: Callable[[str, tuple[str, ...]], float],
+    head_only: float = 0.0,
+    seeds: Sequence[int] = (0,),
+) -> OracleTable:
+    """A complete table; `accuracy` says what a domain reaches in a group, on both splits."""
+    table = OracleTable("made_up", domains, seeds, {"data": "made up"})
+    for seed in seeds:
+        for name in domains:
+            table.put_head_only(seed, name, Measured(head_only, head_only))
+        for group in table.groups():
+            reached = {name: accuracy(name, group) for name in group}
+            table.put(seed, {name: Measured(value, value) for name, value in reached.items()})
+    return table
+
+
+def interference_table(
+    domains: Sequence[str], seed: int, strength: float = 0.06, noise: float = 0.005
+) -> OracleTable:
+    """Every domain takes something from every other one that shares its adapter; few take much."""
+    draw = random.Random(seed)
+    alone = {name: draw.uniform(0.85, 0.98) for name in domains}
+    takes = {
+        (mine, other): draw.uniform(0, strength) * draw.random() ** 2
+        for mine in domains
+        for other in domains
+        if mine != other
+    }
+
+    def accuracy(name: str, group: tuple[str, ...]) -> float:
+        lost = sum(takes[name, other] for other in group if other != name)
+        jitter = random.Random(f"{seed} {name} {sorted(group)}").gauss(0, noise)
+        return min(max(alone[name] - lost + jitter, 0.0), 1.0)
+
+    return made_up_table(domains, accuracy)
+
+
+def conflict_table(domains: Sequence[str], seed: int, share: float) -> OracleTable:
+    """Some pairs of domains cannot share an adapter; everything else can."""
+    draw = random.Random(seed)
+    conflicts = {
+        frozenset((one, other))
+        for at, one in enumerate(domains)
+        for other in domains[at + 1 :]
+        if draw.random() < share
+    }
+
+    def accuracy(name: str, group: tuple[str, ...]) -> float:
+        return 0.5 if any(frozenset((name, other)) in conflicts for other in group) else 0.9
+
+    return made_up_table(domains, accuracy)

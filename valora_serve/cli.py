@@ -8,6 +8,7 @@ import contextlib
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,6 +136,8 @@ async def _serve_at(
     shared_pool().start()  # ready by the time that the model is loaded
     state = Path(settings.state_file)
     folders = startup.find_bundles(bundles, state.parent / "downloads")
+    if engine_settings.quantize == "auto":
+        engine_settings = replace(engine_settings, quantize=startup.find_rounding(folders))
     engine = await make_engine(engine_settings)
     try:
         replay = partial(golden.replay, engine) if settings.golden else None

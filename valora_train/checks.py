@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from valora_data.contract import quantized
 from valora_data.contract.base_model import TINY, base_folder
 from valora_data.identity import hub_commit
 from valora_teachers.base import TeacherError
@@ -253,6 +254,7 @@ def _check_model(settings: Settings) -> None:
             "model.attention=flash_attention_2 needs the package flash-attn: install it, or set "
             "model.attention=auto"
         )
+    _check_quantize(settings)
     folder = Path(base_folder(base))
     if not folder.is_dir():
         if not hub_commit(base):
@@ -272,6 +274,22 @@ def _check_model(settings: Settings) -> None:
             raise SettingsError(
                 f"train.lora.targets: model {base} has no projection {target}, check its name"
             )
+
+
+def _check_quantize(settings: Settings) -> None:
+    model = settings.model
+    if model.quantize is None:
+        return
+    if not quantized.is_installed():
+        raise SettingsError(
+            f"model.quantize={model.quantize} needs the package {quantized.PACKAGE}: "
+            f"{quantized.INSTALL}, or set model.quantize=null"
+        )
+    if model.shard:
+        raise SettingsError(
+            "model.shard=true cannot divide a base model in 4 bits among processes: set "
+            "model.shard=false, or model.quantize=null"
+        )
 
 
 def _tensors(file: Path) -> Iterator[str]:
@@ -356,3 +374,6 @@ def check_with_libraries(settings: Settings) -> None:
                 f"model.device={device}: torch finds no GPU (driver, or a build without CUDA); set "
                 "model.device=cpu"
             )
+        if settings.model.quantize is not None:
+            base = settings.model.id
+            quantized.loading_options(base, base_folder(base), torch.float32, device)

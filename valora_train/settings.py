@@ -175,6 +175,8 @@ class ModelSettings:
         id: `tiny` (shipped with the project), a local folder, or a name on the hub.
         device: Device in torch's terms, e.g. `cpu` or `cuda`.
         dtype: Data type of the frozen weights.
+        quantize: `nf4` holds the language model in 4 bits while adapters are trained on it (QLoRA;
+            needs bitsandbytes), which saves three quarters of the memory; null keeps its weights.
         batch_size: Number of images per forward pass without gradients.
         coordinates: How the model writes boxes: on a grid of 0 to 1000 (`grid1000`), or in pixels
             of the image that it sees (`pixels`).
@@ -191,6 +193,7 @@ class ModelSettings:
     id: str = "tiny"
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    quantize: Literal["nf4"] | None = None
     batch_size: Count = 64
     coordinates: Literal["grid1000", "pixels"] = "grid1000"
     coordinate_step: Count = 10

@@ -209,7 +209,8 @@ def _damaged(folder: Path, what: str) -> StageError:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that results depend on."""
-    names = ("valora", "torch", "transformers", "peft", "ultralytics", "datasets", "mlflow")
+    names = ("valora", "torch", "transformers", "peft", "bitsandbytes", "ultralytics", "datasets",
+             "mlflow")  # fmt: skip
     found = {"python": platform.python_version()}
     for name in names:
         try:

@@ -19,6 +19,7 @@ from valora_data.schema import Task
 from valora_data.sources.scenes.builtin import builtin_labels, builtin_prompt
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.server.loading.golden import replay
+from valora_serve.server.loading.startup import find_rounding
 from valora_train.cli import run
 from valora_train.reporting.progress import Display
 from valora_train.settings import (
@@ -89,7 +90,8 @@ def make(base: Path, folder: Path, names: tuple[str, ...], **options: Any) -> Pa
 
 def replayed(base: Path, bundle: Path) -> int:
     async def ask() -> int:
-        engine = AsyncEngine(make_engine(str(base)))
+        rounding = find_rounding([bundle])
+        engine = AsyncEngine(make_engine(str(base), fresh=rounding != "none", quantize=rounding))
         try:
             await engine.load_bundle(bundle)
             return await replay(engine, bundle)
@@ -140,6 +142,8 @@ def test_every_architecture_goes_all_the_way(family: str, tmp_path: Path) -> Non
     base = CHECKPOINTS[family](tmp_path / "base", seed=3)
     coordinates = "pixels" if family == "qwen2_5_vl" else "grid1000"
     vision = family != "qwen2_vl"  # adapt the vision tower and the merger too
-    bundle = make(base, tmp_path, SOME, coordinates=coordinates, vision=vision)
+    quantize = "nf4" if family == "qwen2_vl" else None
+    bundle = make(base, tmp_path, SOME, coordinates=coordinates, vision=vision, quantize=quantize)
     assert read_bundle(bundle).manifest["base"]["coordinates"] == coordinates
+    assert read_bundle(bundle).manifest["base"].get("quantize") == quantize
     assert replayed(base, bundle) == 2 * len(SOME)

@@ -77,6 +77,7 @@ class Store:
         targets: Linears of the base model that can be adapted.
         width: Size of its hidden states.
         device: Device for heads.
+        quantize: How the base model's weights were rounded; None if they were not.
 
     Attributes:
         base: Id of the base model: its name on the hub, or its folder.
@@ -84,11 +85,18 @@ class Store:
     """
 
     def __init__(
-        self, base: str, targets: ModelTargets, *, width: int, device: torch.device | str = "cpu"
+        self,
+        base: str,
+        targets: ModelTargets,
+        *,
+        width: int,
+        device: torch.device | str = "cpu",
+        quantize: str | None = None,
     ) -> None:
         self.base = base
         self.base_name = Path(base).name if Path(base).is_absolute() else base
         self._targets, self._width, self._device = targets, width, device
+        self._quantize = quantize
         self._base_hash: str | None = None
         listed = ServedModel(name=base, kind="base", root=base, loaded_at=time.time())
         self._base = ResolvedModel(listed)
@@ -154,7 +162,7 @@ class Store:
         try:
             bundle = read_bundle(folder)
             self._base_hash = self._base_hash or base_hash(self.base)
-            check_base(bundle, self.base, self._base_hash)
+            check_base(bundle, self.base, self._base_hash, self._quantize)
             return self._stage(bundle)
         except BundleError as error:
             raise AdapterError(str(error)) from error

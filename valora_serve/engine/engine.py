@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from valora_data.contract.bundle import NF4
 from valora_serve.catalogue.store import Store
 from valora_serve.engine import sizing
 from valora_serve.engine.answers import Answers
@@ -118,7 +119,10 @@ class Engine:
         self.device = sizing.find_device(settings.device) if lmm is None else lmm.device
         if lmm is None:
             lmm = Lmm.load(
-                settings.base, sizing.find_dtype(settings.dtype, self.device), self.device
+                settings.base,
+                sizing.find_dtype(settings.dtype, self.device),
+                self.device,
+                settings.quantize if settings.quantize == NF4 else None,
             )
         self.lmm = lmm
         cuda = self.device.type == "cuda"
@@ -146,7 +150,9 @@ class Engine:
         self.requests = Requests(self.blocks, self.adapters, settings.max_requests)
         self.adapters.wanted = self.requests.wanted
         self.merge_state = MergeState(lmm.linears, self.adapters)
-        self.store = Store(lmm.base, lmm.targets, width=lmm.width, device=self.device)
+        self.store = Store(
+            lmm.base, lmm.targets, width=lmm.width, device=self.device, quantize=lmm.quantize
+        )
         self.named = Named(
             lmm,
             self.store,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from valora_data.contract.bundle import NF4
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import modes_of
+
+ROUNDINGS = ("auto", "none", NF4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +19,9 @@ class EngineSettings:
         base: Base model: ``tiny``, a folder or a hub name.
         device: ``cuda``, ``cpu``, or ``auto`` for the GPU if there is one.
         dtype: Data type of the weights; ``auto`` is bfloat16 on a GPU and float32 on a CPU.
+        quantize: ``nf4`` to round the language model to 4 bits, as bundles need that were trained
+            with ``model.quantize=nf4`` (weights are unpacked again, so that memory stays the same);
+            ``none`` to keep its weights; ``auto`` for what the first bundle was trained on.
         context_length: Longest prompt and answer together, in tokens; None for the model's own.
         block_size: Tokens of the KV cache per page.
         pages: Pages of the unified memory; None for as many as `memory` leaves room for.
@@ -46,6 +52,7 @@ class EngineSettings:
     base: str = "tiny"
     device: str = "auto"
     dtype: str = "auto"
+    quantize: str = "auto"
     context_length: int | None = None
     block_size: int = 16
     pages: int | None = None
@@ -80,4 +87,8 @@ class EngineSettings:
                 raise ValueError(f"{name}: expected at least {low}, got {getattr(self, name)}")
         if not 0 < self.memory <= 1:
             raise ValueError(f"memory: expected a share in (0, 1], got {self.memory}")
+        if self.quantize not in ROUNDINGS:
+            raise ValueError(
+                f"quantize: expected one of {', '.join(ROUNDINGS)}, got {self.quantize}"
+            )
         modes_of(self.policy)  # refuses an unknown policy

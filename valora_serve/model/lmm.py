@@ -9,6 +9,7 @@ import torch
 
 from valora_data.contract.architectures.base import ModelPart
 from valora_data.contract.base_model import BaseModel, load_model
+from valora_data.contract.quantized import unpack
 from valora_data.errors import BundleError
 from valora_kernels.launching import has_dependent_launch
 from valora_serve.catalogue.adapters import ModelTargets
@@ -49,8 +50,10 @@ class Lmm(BaseModel):
         model: The transformers model, which is changed in place; `load` reads it from disk.
         processor: Its processor.
         device: Device to move the model to.
+        quantize: How its weights were rounded; None if they were not.
 
     Attributes:
+        quantize: How its weights were rounded; None if they were not.
         linears: The linears that adapters can change.
         targets: The same linears by the names that adapters on disk use.
         layers: Number of decoder layers.
@@ -62,8 +65,16 @@ class Lmm(BaseModel):
         BundleError: If the model cannot be served.
     """
 
-    def __init__(self, base: str, model: Any, processor: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        base: str,
+        model: Any,
+        processor: Any,
+        device: torch.device,
+        quantize: str | None = None,
+    ) -> None:
         super().__init__(base, model, processor)
+        self.quantize = quantize
         self.to(device)
         text = self.config.get_text_config()
         self._refuse_windows(text)
@@ -83,18 +94,27 @@ class Lmm(BaseModel):
         )
 
     @classmethod
-    def load(cls, base: str, dtype: torch.dtype, device: torch.device) -> Lmm:
+    def load(
+        cls, base: str, dtype: torch.dtype, device: torch.device, quantize: str | None = None
+    ) -> Lmm:
         """Load a base model.
+
+        Weights that are rounded to 4 bits are unpacked again: they are the numbers that adapters
+        were trained on, and take as much memory as unrounded ones.
 
         Args:
             base: ``tiny``, a folder or a name on the hub.
             dtype: Type of the weights and of the computation.
             device: Device to move the model to.
+            quantize: ``nf4`` to round the language model to 4 bits; None to keep its weights.
 
         Raises:
-            BundleError: If there is no such model, or it cannot be served.
+            BundleError: If there is no such model, or it cannot be served or rounded.
         """
-        return cls(base, *load_model(base, dtype), device)
+        model, processor = load_model(base, dtype, quantize=quantize, device=device)
+        if quantize is not None:
+            model = unpack(model, dtype)
+        return cls(base, model, processor, device, quantize)
 
     def _refuse_windows(self, text: Any) -> None:
         window = getattr(text, "sliding_window", None)

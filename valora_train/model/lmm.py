@@ -50,7 +50,13 @@ class Lmm(BaseModel):
         options: dict[str, Any] = {}
         if settings.attention != "auto":
             options["attn_implementation"] = settings.attention
-        model, processor = load_model(settings.id, getattr(torch, settings.dtype), **options)
+        model, processor = load_model(
+            settings.id,
+            getattr(torch, settings.dtype),
+            quantize=settings.quantize,
+            device=settings.device,
+            **options,
+        )
         super().__init__(settings.id, model, processor)
         if settings.shard and team is not None:
             # Layer by layer, and before the model moves, so that no device holds all of it.

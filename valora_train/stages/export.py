@@ -185,6 +185,7 @@ def _manifest(
             "sha256": base_hash(settings.model.id),
             "dtype": settings.model.dtype,
             "coordinates": settings.model.coordinates,
+            **({"quantize": settings.model.quantize} if settings.model.quantize else {}),
         },
         "preprocessing": {
             "image": "the base model's image processor, resized to its square without cropping",

@@ -126,7 +126,9 @@ def training_facts(settings: Settings) -> dict[str, Any]:
     """The settings that the training of an adapter depends on, as JSON values."""
     facts = {"model": settings.model, "heads": settings.heads, "train": settings.train}
     values: dict[str, Any] = {key: as_dict(value) for key, value in facts.items()}
-    # Stages of runs without options or augmentation keep their hashes.
+    # Stages of runs without options, augmentation or rounded weights keep their hashes.
+    if settings.model.quantize is None:
+        del values["model"]["quantize"]
     if not settings.heads.options:
         del values["heads"]["options"]
     if not settings.train.augment.views:

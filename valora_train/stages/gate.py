@@ -61,6 +61,7 @@ class BundleModel:
             keep_features=device == "cpu",
             batch_size=bundle.manifest["lineage"]["config"]["model"]["batch_size"],
             dtype=facts["dtype"],
+            quantize=facts.get("quantize"),
             coordinates=facts.get("coordinates", "grid1000"),
         )
         self._lmm = Lmm(model, lora)
@@ -169,7 +170,8 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         bundle = read_bundle(arguments.bundle)
-        check_base(bundle, arguments.base or bundle.manifest["base"]["id"])
+        facts = bundle.manifest["base"]
+        check_base(bundle, arguments.base or facts["id"], quantize=facts.get("quantize"))
         model = BundleModel(bundle, arguments.base, arguments.device)
         examples = check_golden(model, bundle)
         check_accuracy(model, bundle, {name: Path(folder) for name, folder in arguments.data})

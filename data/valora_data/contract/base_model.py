@@ -7,6 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from valora_data.contract import quantized
 from valora_data.contract.architectures.registry import ARCHITECTURES, architecture_of
 from valora_data.contract.bundle import file_hash
 from valora_data.errors import BundleError
@@ -109,16 +110,20 @@ def _local_folder(base: str) -> Path:
     return Path(snapshot_download(base, allow_patterns=["*.json", "*.safetensors"]))
 
 
-def check_base(bundle: Bundle, base: str, actual: str | None = None) -> None:
+def check_base(
+    bundle: Bundle, base: str, actual: str | None = None, quantize: str | None = None
+) -> None:
     """Check that a bundle was made for a base model.
 
     Args:
         bundle: The bundle.
         base: The base model, as in `base_folder`.
         actual: `base_hash` of the base model if it is known already.
+        quantize: How the base model's weights are rounded; None if they are not.
 
     Raises:
-        BundleError: If the bundle names another hash than that of `base`.
+        BundleError: If the bundle names another hash than that of `base`, or its adapters were
+            trained on weights that are rounded in another way.
     """
     wanted = bundle.manifest["base"]
     actual = actual or base_hash(base)
@@ -128,21 +133,44 @@ def check_base(bundle: Bundle, base: str, actual: str | None = None) -> None:
             f"({wanted['sha256'][:12]}), got {base} ({actual[:12]}): use that base model, or fuse "
             "again onto this one"
         )
+    trained_on = bundle.manifest["base"].get("quantize")
+    if trained_on != quantize:
+        raise BundleError(
+            f"bundle {bundle.folder} was trained on a base model with "
+            f"{rounding(trained_on)}, but this one has {rounding(quantize)}, with which it would "
+            f"answer differently: use quantize={trained_on or 'none'} (valora-serve --quantize), "
+            "or fuse again"
+        )
 
 
-def load_model(base: str, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
-    """Load a base model and its processor onto the CPU.
+def rounding(quantize: str | None) -> str:
+    """Return words for how the weights of a base model are rounded."""
+    return "unrounded weights" if quantize is None else f"weights rounded to {quantize}"
+
+
+def load_model(
+    base: str,
+    dtype: torch.dtype,
+    *,
+    quantize: str | None = None,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Load a base model and its processor onto the CPU, or a rounded one onto its device.
 
     Args:
         base: As in `base_folder`.
         dtype: Type of the weights.
+        quantize: ``nf4`` to round the language model to 4 bits (`contract.quantized`); None to
+            keep its weights.
+        device: Device that a rounded model is loaded onto.
         options: Further arguments of transformers' ``from_pretrained``.
 
     Returns:
         transformers' model and processor.
 
     Raises:
-        BundleError: If there is no such model, or it takes no images.
+        BundleError: If there is no such model, it takes no images, or it cannot be rounded.
     """
     from transformers import AutoModelForImageTextToText, AutoProcessor, PretrainedConfig
 
@@ -154,11 +182,15 @@ def load_model(base: str, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]
             # Imports the package that registers it, which may bring the transformers model along.
             _ = ARCHITECTURES[kind]
         processor: Any = AutoProcessor.from_pretrained(source)
+        if quantize is not None:
+            options |= quantized.loading_options(base, source, dtype, device)
         model: Any = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype, **options)
     except (OSError, ValueError, ImportError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise BundleError(f"cannot load base model {base}: {reason}") from error
     check_image_token(base, model.config, processor)
+    if quantize is not None:
+        quantized.prepare_packed(model)
     return model, processor
 
 

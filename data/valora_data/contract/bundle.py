@@ -15,6 +15,8 @@ from valora_data.errors import BundleError
 MANIFEST = "bundle.json"
 GOLDEN = "golden/golden.json"
 """File of a bundle's golden examples, relative to its folder."""
+NF4 = "nf4"
+"""How the weights of a base model can be rounded, see `valora_data.contract.quantized`."""
 SCHEMA_VERSION = 2
 """Version of the format. Since 2, the adapter of a domain may be null, and a bundle may have no
 adapter at all."""
@@ -158,6 +160,8 @@ def _check(manifest: dict[str, Any]) -> None:
     if len(manifest["files"]) > MOST_FILES:
         raise ValueError(f"files: expected at most {MOST_FILES}, got {len(manifest['files'])}")
     _entries(manifest["base"], "base.", {"id": str, "sha256": str})
+    if (rounded := manifest["base"].get("quantize")) not in (None, NF4):
+        raise ValueError(f"base.quantize: expected {NF4} or nothing, got {shown(rounded)}")
     for file in manifest["files"]:
         _entries(manifest["files"], "files.", {file: str})
     for name in manifest["adapters"]:

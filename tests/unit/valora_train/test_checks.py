@@ -127,6 +127,7 @@ def test_numbers(plain, place: str) -> None:
         ("model.device", "gpu", "model.device='gpu' is no device"),
         ("model.device", "cuda:99", "model.device=cuda:99: this machine.* set model.device=cpu"),
         ("model.dtype", "int8", "bad setting model.dtype='int8'"),
+        ("model.quantize", "int3", "bad setting model.quantize='int3'"),
         ("model.attention", "flash_attention_2", "needs the package flash-attn"),
         ("paths.work", "", "paths.work is empty"),
         ("paths.work", "/proc/version", "paths.work=/proc/version: /proc/version is a file"),
@@ -225,6 +226,19 @@ def test_models_that_are_no_models(plain, tmp_path: Path) -> None:
     header = json.dumps({"layers.0.q_proj.weight": {}}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     assert "has no projection k_proj" in refused(plain, "model.id", str(folder))
+
+
+def test_a_base_model_in_4_bits(plain, monkeypatch) -> None:
+    config = plain.copy()
+    config.model.quantize = "nf4"
+    check_all(config)
+    assert "set model.shard=false, or model.quantize=null" in refused(config, "model.shard", True)
+    monkeypatch.setattr(checks.quantized, "is_installed", lambda: False)
+    said = refused(plain, "model.quantize", "nf4")
+    assert said == (
+        "model.quantize=nf4 needs the package bitsandbytes: pip install 'valora[quantize]', or set "
+        "model.quantize=null"
+    )
 
 
 def test_folders_that_cannot_be_written(plain, tmp_path: Path, monkeypatch) -> None:

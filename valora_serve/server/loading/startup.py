@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from valora_data.contract.bundle import MANIFEST
+from valora_data.contract.bundle import MANIFEST, read_manifest
+from valora_data.errors import BundleError
 from valora_serve.errors import AdapterError, SettingsError
 from valora_serve.server.loading import golden
 from valora_serve.server.loading.served_set import bundle_name
@@ -73,6 +74,24 @@ def find_bundles(names: Sequence[str], downloads: Path) -> list[Path]:
                 f"{name} is no bundle: name a folder that holds {MANIFEST} (`make fuse` makes one)"
             )
     return found
+
+
+def find_rounding(folders: Sequence[Path]) -> str:
+    """Return how the base model's weights must be rounded for the first bundle.
+
+    Args:
+        folders: Folders of bundles. Damaged ones are skipped here, and refused when they are
+            loaded.
+
+    Returns:
+        ``nf4``, or ``none``.
+    """
+    for folder in folders:
+        try:
+            return str(read_manifest(folder)["base"].get("quantize") or "none")
+        except BundleError:
+            continue
+    return "none"
 
 
 def _download(uri: str, downloads: Path) -> Path:

@@ -12,6 +12,7 @@ from valora_train.settings import (
     DomainSettings,
     FusionSettings,
     HeadSettings,
+    ModelSettings,
     Settings,
     TrainSettings,
 )
@@ -35,6 +36,14 @@ def test_augmentation_changes_the_hash_only_where_there_are_views():
     train = TrainSettings(augment=AugmentSettings(views=2, color=0.2))
     asked = fuse_stage(replace(Settings(), train=train), [])
     assert asked.settings["train"]["augment"]["color"] == 0.2
+    assert asked.folder(Path()) != plain.folder(Path())
+
+
+def test_rounded_weights_change_the_hash_only_where_there_are_any():
+    plain = fuse_stage(Settings(), [])
+    assert "quantize" not in plain.settings["model"]
+    asked = fuse_stage(replace(Settings(), model=ModelSettings(quantize="nf4")), [])
+    assert asked.settings["model"]["quantize"] == "nf4"
     assert asked.folder(Path()) != plain.folder(Path())
 
 

@@ -1,0 +1,153 @@
+"""A base model whose language model is held in 4 bits (QLoRA), through bitsandbytes.
+
+Adapters that were trained on rounded weights keep their accuracy on these weights. Training holds
+them packed, in about half a byte a weight. Serving unpacks them into the type that it computes in:
+the same numbers, in as much memory as the base model always takes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from valora_data.contract.architectures.base import ModelPart
+from valora_data.contract.architectures.registry import architecture_of
+from valora_data.contract.bundle import NF4
+from valora_data.errors import BundleError
+
+if TYPE_CHECKING:
+    import torch
+
+PACKAGE = "bitsandbytes"
+INSTALL = "pip install 'valora[quantize]'"
+
+
+def is_installed() -> bool:
+    """Whether the library that rounds weights is installed."""
+    return importlib.util.find_spec(PACKAGE) is not None
+
+
+def loading_options(
+    base: str, source: str, dtype: torch.dtype, device: torch.device | str
+) -> dict[str, Any]:
+    """Return the arguments of transformers' ``from_pretrained`` that round a base model to NF4.
+
+    NF4 is 4-bit NormalFloat with double quantisation: blocks of 64 weights share a scale of 8 bits.
+    The linear layers of the language model are rounded while they are read, one after the other, so
+    that the device never holds the unrounded model. Vision tower, projector, embeddings and norms,
+    a small part of the weights, stay as they are.
+
+    Args:
+        base: Id of the base model, for messages.
+        source: Its folder, or its name on the hub.
+        dtype: Type of the weights that are not rounded, and of the computation.
+        device: Device that the model is read to.
+
+    Raises:
+        BundleError: The library is missing or does not know the device, or the model cannot be
+            rounded.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText, BitsAndBytesConfig
+
+    _check_library(torch.device(device).type)
+    config: Any = AutoConfig.from_pretrained(source)
+    if getattr(config, "quantization_config", None) is not None:
+        raise BundleError(
+            f"base model {base} is saved in a quantised form already: set quantize to null, or "
+            "name the model that it was made from"
+        )
+    with torch.device("meta"):
+        model: Any = AutoModelForImageTextToText.from_config(config)
+    rounded = _rounded(base, model)
+    kept = [
+        path
+        for path, module in model.named_modules()
+        if type(module) is torch.nn.Linear and path not in rounded
+    ]
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=NF4,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=kept,
+    )
+    return {"quantization_config": quantization, "device_map": {"": device}}
+
+
+def _check_library(device: str) -> None:
+    if not is_installed():
+        raise BundleError(
+            f"a base model in 4 bits ({NF4}) needs the package {PACKAGE}: {INSTALL}, or set "
+            "quantize to null"
+        )
+    import bitsandbytes
+
+    known = set(bitsandbytes.supported_torch_devices)
+    if device not in known:
+        raise BundleError(
+            f"{PACKAGE} {bitsandbytes.__version__} holds no 4-bit weights on device {device}: use "
+            f"one of {', '.join(sorted(known))}, or set quantize to null"
+        )
+
+
+def _rounded(base: str, model: Any) -> set[str]:
+    """Paths of the linear layers that are rounded: all those in the language model's layers.
+
+    Raises:
+        BundleError: A layer keeps matrices elsewhere, such as experts in one tensor.
+    """
+    import torch
+
+    inside = architecture_of(model, base).adaptable(model)
+    layers = [f"{path}." for path, part in inside.items() if part is ModelPart.LANGUAGE]
+    found = {
+        path
+        for path, module in model.named_modules()
+        if type(module) is torch.nn.Linear and path.startswith(tuple(layers))
+    }
+    others = sorted(
+        name
+        for name, weight in model.named_parameters()
+        if name.startswith(tuple(layers))
+        and weight.ndim > 1
+        and name.rpartition(".")[0] not in found
+    )
+    if others or not found:
+        what = f"weights such as {others[0]} are no" if others else "there are no"
+        raise BundleError(
+            f"base model {base} cannot be held in 4 bits, because {what} linear layers: set "
+            "quantize to null"
+        )
+    return found
+
+
+def prepare_packed(model: Any) -> None:
+    """Keep bitsandbytes from repacking weights on CPUs with AVX512-BF16.
+
+    It does so at the first forward pass without gradients, and later ones with gradients then give
+    none.
+
+    Args:
+        model: The transformers model, in place.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def unpack(model: Any, dtype: torch.dtype) -> Any:
+    """Return a packed model with ordinary linear layers that hold the same rounded weights.
+
+    Args:
+        model: The transformers model, in place.
+        dtype: Type of the weights.
+    """
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # it warns of the loss that is wanted here
+    try:
+        return model.dequantize(dtype).requires_grad_(False)
+    finally:
+        logging.set_verbosity(level)

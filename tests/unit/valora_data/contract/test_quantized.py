@@ -1,0 +1,97 @@
+"""A base model in 4 bits: what is rounded and how, and what is refused."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+from tests.support.lmm_checkpoints import CHECKPOINTS
+from valora_data.contract import quantized
+from valora_data.contract.base_model import check_base, load_model
+from valora_data.contract.bundle import NF4
+from valora_data.contract.quantized import loading_options, unpack
+from valora_data.errors import BundleError
+
+pytest.importorskip("bitsandbytes")
+
+# QLoRA (Dettmers et al., 2023), appendix E.
+CODES = torch.tensor([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+])  # fmt: skip
+
+
+def nearest(weight: torch.Tensor) -> torch.Tensor:
+    """A weight rounded to NF4 in blocks of 64, with exact scales."""
+    blocks = weight.reshape(-1, 64)
+    scales = blocks.abs().amax(1, keepdim=True)
+    code = (blocks / scales)[..., None].sub(CODES).abs().argmin(-1)
+    return (CODES[code] * scales).reshape(weight.shape)
+
+
+@pytest.fixture(scope="module", params=list(CHECKPOINTS))
+def base(request, tmp_path_factory):
+    return CHECKPOINTS[request.param](tmp_path_factory.mktemp(request.param), seed=5)
+
+
+def test_the_language_models_layers_are_rounded_and_nothing_else(base):
+    plain = dict(load_model(str(base), torch.float32)[0].named_parameters())
+    packed, _ = load_model(str(base), torch.float32, quantize=NF4)
+    kinds = {name: weight.dtype for name, weight in packed.named_parameters()}
+    rounded = dict(unpack(packed, torch.float32).named_parameters())
+    assert rounded.keys() == plain.keys()
+    for name, weight in plain.items():
+        inside = ".language_model.layers." in name and name.endswith("proj.weight")
+        assert kinds[name] == (torch.uint8 if inside else torch.float32), name
+        if not inside:
+            assert torch.equal(rounded[name], weight), name
+            continue
+        # Scales have 8 bits, so that they differ by up to a hundredth of the largest one.
+        torch.testing.assert_close(rounded[name], nearest(weight), atol=0.02, rtol=0.02)
+        assert 0.02 < (rounded[name] - weight).norm() / weight.norm() < 0.15
+
+
+def test_what_cannot_be_rounded_is_refused(base, tmp_path, monkeypatch):
+    def refused(device="cpu", folder=base):
+        with pytest.raises(BundleError) as caught:
+            loading_options("this", str(folder), torch.float32, device)
+        return str(caught.value)
+
+    assert "on device vulkan: use one of cpu" in refused("vulkan")
+    described = json.loads((base / "config.json").read_text())
+    described["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert "saved in a quantised form already" in refused(folder=tmp_path)
+    monkeypatch.setattr(quantized, "is_installed", lambda: False)
+    assert "needs the package bitsandbytes: pip install 'valora[quantize]'" in refused()
+
+
+def test_experts_in_one_tensor_are_refused():
+    text = {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16,
+        "num_key_value_heads": 2, "intermediate_size": 32, "moe_intermediate_size": 16,
+        "num_experts": 2, "num_experts_per_tok": 1, "vocab_size": 64,
+    }  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    with torch.device("meta"):
+        config = Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+        model = Qwen3VLMoeForConditionalGeneration(config)
+    with pytest.raises(BundleError, match=r"experts\.\w+ are no linear layers: set quantize"):
+        quantized._rounded("this", model)
+
+
+def test_a_bundle_is_served_on_the_weights_that_it_was_trained_on():
+    def bundle(**more):
+        manifest = {"base": {"id": "this", "sha256": "0"} | more}
+        return SimpleNamespace(folder="bundles/x", manifest=manifest)
+
+    check_base(bundle(), "this", "0")
+    check_base(bundle(quantize=NF4), "this", "0", NF4)
+    with pytest.raises(BundleError, match=r"weights rounded to nf4, but this one has unrounded"):
+        check_base(bundle(quantize=NF4), "this", "0")
+    with pytest.raises(BundleError, match=r"unrounded weights, .* use quantize=none"):
+        check_base(bundle(), "this", "0", NF4)

@@ -22,9 +22,10 @@ from valora_teachers.base import TeacherError
 from valora_teachers.registry import KINDS
 from valora_train.errors import SettingsError
 from valora_train.fusion.strategies.registry import make_strategy
+from valora_train.settings import LABELS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from valora_teachers.base import TeacherKind
     from valora_train.settings import DomainSettings, Settings, TeacherSettings
@@ -33,6 +34,7 @@ RANKS = (4, 8, 16, 32, 64, 128, 256)
 NAME = re.compile(r"[\w][\w.@+-]{0,99}")
 DEVICE = re.compile(r"(cpu|mps|(?:cuda|xpu)(?::\d+)?)")
 STORES = ("sqlite", "file", "http", "https", "postgresql", "mysql", "mssql", "databricks")
+CONTRACT_SETTING = re.compile(r"domains\.\w+\.(required|of_teacher|relative)|task\.of_teacher")
 SQLITE = b"SQLite format 3\0"
 
 
@@ -58,6 +60,37 @@ def check(settings: Settings) -> None:
         _check_device(settings.model.device)
         if settings.fusion.parent is not None:
             _check_parent(Path(settings.fusion.parent))
+
+
+def check_contracts_asked(settings: Settings, overrides: Sequence[str]) -> None:
+    """Check that the command line asks for one contract of each domain.
+
+    Args:
+        settings: All settings.
+        overrides: The command line's overrides, in Hydra's grammar.
+
+    Raises:
+        SettingsError: If it asks for two that contradict each other.
+    """
+    given: dict[str, str] = {}
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if CONTRACT_SETTING.fullmatch(key) and given.setdefault(key, value) != value:
+            raise SettingsError(
+                f"the command line sets {key} twice, to {given[key]} and to {value}: set it once"
+            )
+        if key == "experiment" and "paper" in re.findall(r"\w+", value):
+            _check_papers_figures(settings)
+
+
+def _check_papers_figures(settings: Settings) -> None:
+    for domain in settings.chosen():
+        if domain.of_teacher is not None:
+            raise SettingsError(
+                "experiment=paper asks for the paper's figures alone, but domain "
+                f"{domain.name} must also keep {domain.of_teacher:g} of its teacher's accuracy: "
+                "leave one of them out, or take the paper's strategy alone (fusion=paper)"
+            )
 
 
 def _check_task(settings: Settings) -> None:
@@ -191,7 +224,7 @@ def _check_source(domain: DomainSettings) -> None:
 
 def _check_teacher(domain: DomainSettings, teacher: TeacherSettings) -> None:
     kind = KINDS[teacher.kind]
-    if domain.teacher == "labels":
+    if domain.teacher == LABELS:
         return
     if domain.teacher == "train":
         if not kind.trainable:
@@ -365,7 +398,7 @@ def check_with_libraries(settings: Settings) -> None:
     check_options(settings.heads)
     for domain in settings.chosen():
         teacher = domain.taught_by or settings.teacher
-        if domain.teacher != "labels":
+        if domain.teacher != LABELS:
             check_teacher(teacher.kind, teacher.options)
     if settings.command in ("fuse", "export"):
         device = settings.model.device

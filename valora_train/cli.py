@@ -237,15 +237,17 @@ def _hydra_main(config: DictConfig) -> None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
+    from valora_train.checks import check_contracts_asked
     from valora_train.settings import from_config
 
     # Errors end the process here; Hydra would print its own traceback first.
     _end_on_signals()
     try:
-        settings = from_config(config)
-        if HydraConfig.get().mode is RunMode.MULTIRUN:
+        settings, hydra = from_config(config), HydraConfig.get()
+        check_contracts_asked(settings, list(hydra.overrides.task))
+        if hydra.mode is RunMode.MULTIRUN:
             # A launcher may run jobs in parallel; a job waits for stages that another runs.
-            number = HydraConfig.get().job.num
+            number = hydra.job.num
             run(settings, Display(job=f"{settings.task.name} {number}"), wait=True)
         else:
             run(settings, Display())

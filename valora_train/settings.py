@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from valora_data.sources.base import SourceFormat
 
+LABELS = "labels"
+"""Value of `domains.*.teacher`: the labels are used instead of a teacher."""
 SplitName = Literal["train", "unlabelled", "val", "test"]
 Count = Annotated[int, Field(gt=0)]
 Whole = Annotated[int, Field(ge=0)]
@@ -28,6 +30,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+ShareAboveZero = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
@@ -108,8 +111,12 @@ class DomainSettings:
         task: Task type of the domain; null for that of the task.
         labels: Labels in the order of class indices; empty where answers are language.
         prompt: Prompt of the LMM, without the image; ``{}`` stands for a sample's own question.
-        required: Accuracy that the domain must keep, in (0, 1]; for CIDEr in (0, 10].
-        relative: Whether `required` is a share of the teacher's accuracy.
+        required: Accuracy that the domain must keep, in (0, 1]; for CIDEr in (0, 10]. Null where
+            only its teacher counts.
+        of_teacher: Share of its teacher's accuracy that the domain must keep as well, in (0, 1]:
+            the larger of both figures counts. Null for `task.of_teacher`.
+        relative: Whether `required` is such a share itself: the same as `required: null` and
+            `of_teacher`.
         teacher: `train` (train a small model first), a trained model (path, name on the hub, or
             ``package.module:function``), or `labels` (use the labels instead of a teacher).
         taught_by: Teacher settings of this domain; null for those of the task.
@@ -123,7 +130,8 @@ class DomainSettings:
     task: Task | None = None
     labels: list[str] = field(default_factory=list)
     prompt: str = ""
-    required: float = 0.8
+    required: float | None = 0.8
+    of_teacher: ShareAboveZero | None = None
     relative: bool = False
     teacher: str = "train"
     taught_by: TeacherSettings | None = None
@@ -133,9 +141,20 @@ class DomainSettings:
     def domain(self) -> Domain:
         """The domain, with its values checked."""
         assert self.task is not None, "`Settings.chosen` fills it in"
-        return Domain(
-            self.name, self.task, tuple(self.labels), self.prompt, self.required, self.relative
-        )
+        required = self.required or self.of_teacher  # until the teacher's accuracy is known
+        return Domain(self.name, self.task, tuple(self.labels), self.prompt, required or 0.0)
+
+    def resolved(self, task: TaskSettings) -> DomainSettings:
+        """The domain with its task type and its contract completed by those of the task."""
+        required, of_teacher = self.required, self.of_teacher
+        if self.relative:
+            required, of_teacher = None, self.required
+        elif of_teacher is None and self.teacher != LABELS:
+            of_teacher = task.of_teacher
+        return replace(
+            self, task=self.task or task.type, required=required, of_teacher=of_teacher,
+            relative=False,
+        )  # fmt: skip
 
     @property
     def mirrors(self) -> bool:
@@ -159,11 +178,14 @@ class TaskSettings:
     Attributes:
         name: Name of the task and of its bundle.
         type: Task type (see `valora_data.schema.Task`) of domains without one.
+        of_teacher: Share of its teacher's accuracy that every domain with a teacher must keep
+            besides its own `required`, unless it sets a share itself. Null for none.
         only: Names of the domains to fuse, in this order; empty for all.
     """
 
     name: str = ""
     type: Task = Task.DETECTION
+    of_teacher: ShareAboveZero | None = None
     only: list[str] = field(default_factory=list)
 
 
@@ -423,10 +445,7 @@ class Settings:
                 raise SettingsError(
                     f"unknown domain {name!r} of task {self.task.name}: choose from {known}"
                 )
-        chosen = [
-            replace(domain, task=domain.task or self.task.type)
-            for domain in (self.domains[name] for name in self.task.only or self.domains)
-        ]
+        chosen = [self.domains[name].resolved(self.task) for name in self.task.only or self.domains]
         if not chosen:
             raise SettingsError(
                 f"task {self.task.name} has no domain left to fuse: list at least one"
@@ -452,10 +471,58 @@ def from_config(config: DictConfig) -> Settings:
     if (place := _stray_truth(values, as_dict(settings))) is not None:
         raise SettingsError(f"bad setting {place}: a number is needed, not true or false")
     _check_augment(settings.train.augment)
+    _check_contracts(settings)
     for domain in settings.chosen():
         domain.domain()  # raises for invalid values
         _ = domain.source.format  # raises for an unknown kind
     return settings
+
+
+def _check_contracts(settings: Settings) -> None:
+    """Check that every domain has a contract, and none that contradicts itself."""
+    for key, domain in settings.domains.items():
+        place = f"domains.{key}"
+        if not domain.name:
+            raise SettingsError(
+                f"{place} has settings but no name, because task {settings.task.name} has no such "
+                f"domain: leave {place} out, or add the domain"
+            )
+        if domain.relative and domain.required is None:
+            raise SettingsError(
+                f"{place}.relative=true makes {place}.required a share of the teacher's accuracy, "
+                f"but {place}.required is null: set it, or of_teacher instead of both"
+            )
+        if domain.relative and domain.of_teacher is not None:
+            raise SettingsError(
+                f"{place} asks for two shares of its teacher's accuracy, {domain.required:g} by "
+                f"relative=true and of_teacher={domain.of_teacher:g}: leave one of them out"
+            )
+        if domain.relative and not 0.0 < (domain.required or 0.0) <= 1.0:
+            raise SettingsError(
+                f"{place}.required is a share of the teacher's accuracy by {place}.relative=true "
+                f"and must lie in (0, 1], got {domain.required:g}"
+            )
+        if domain.teacher == LABELS and (domain.relative or domain.of_teacher is not None):
+            share = "relative=true" if domain.relative else f"of_teacher={domain.of_teacher:g}"
+            raise SettingsError(
+                f"{place}.{share} asks for a share of the teacher's accuracy, but the domain "
+                f"learns from labels, without a teacher: set {place}.required alone, or "
+                f"{place}.teacher=train"
+            )
+    chosen = settings.chosen()
+    least = settings.task.of_teacher
+    if least is not None and all(domain.teacher == LABELS for domain in chosen):
+        raise SettingsError(
+            f"task.of_teacher={least:g} asks for nothing, because every domain of task "
+            f"{settings.task.name} learns from labels, without a teacher: set "
+            "domains.NAME.required, or task.of_teacher=null"
+        )
+    for domain in chosen:
+        if domain.required is None and domain.of_teacher is None:
+            raise SettingsError(
+                f"domain {domain.name} has no contract: set domains.{domain.name}.required to the "
+                "accuracy that it must keep"
+            )
 
 
 def _check_augment(augment: AugmentSettings) -> None:
@@ -492,7 +559,10 @@ def _complaint(error: Any) -> str:
     where = ".".join(path)
     if error["type"] in _BOUNDS:
         key, words = _BOUNDS[error["type"]]
-        return f"{where} must be {words} {error['ctx'][key]:g}, got {error['input']}"
+        most, given = error["ctx"][key], error["input"]
+        percent = key == "le" and most == 1 and 1 < given <= 100
+        hint = f": {given:g} % is {given / 100:g}" if percent else ""
+        return f"{where} must be {words} {most:g}, got {given}{hint}"
     if error["type"] == "finite_number":
         return f"{where} must be a number, got {error['input']}"
     message = error["msg"]

@@ -215,9 +215,7 @@ class Domain:
             Counts are labels in digits.
         prompt: Text of the prompt, without the image. A sample's own prompt replaces it, or
             replaces ``{}`` in it, as in ``locate {}``.
-        required: Required accuracy on the task's metric, in (0, 1] (CIDEr: (0, 10]); if `relative`,
-            a share of the teacher's accuracy, in (0, 1].
-        relative: Whether `required` is a share of the teacher's accuracy.
+        required: Required accuracy on the task's metric, in (0, 1] (CIDEr: (0, 10]).
     """
 
     name: str
@@ -225,7 +223,6 @@ class Domain:
     labels: tuple[str, ...]
     prompt: str
     required: float
-    relative: bool = False
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
@@ -233,11 +230,13 @@ class Domain:
                 f"domain name {self.name!r} must be letters, digits and underscores: rename it"
             )
         self._check_labels()
-        most = 1.0 if self.relative else self.task.spec.largest
+        most = self.task.spec.largest
         if not 0.0 < self.required <= most:
+            percent = most < self.required <= 100.0 and most == 1.0
             raise DataError(
                 f"required accuracy of domain {self.name} must lie in (0, {most:g}], "
                 f"got {self.required}"
+                + (f": {self.required:g} % is {self.required / 100:g}" if percent else "")
             )
 
     def _check_labels(self) -> None:

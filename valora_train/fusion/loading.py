@@ -46,7 +46,7 @@ def load_domain(
         read: Returns the samples of `TAUGHT`, `Split.VAL` or `Split.TEST`.
     """
     task = make_task(
-        replace(domain.domain(), required=required, relative=False),
+        replace(domain.domain(), required=required),
         settings.heads,
         lmm,
         video=domain.video,

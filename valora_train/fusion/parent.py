@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data.contract.bundle import read_bundle
 from valora_train.errors import SettingsError
+from valora_train.fusion.requirement import CONTRACT
 from valora_train.fusion.state import FUSION, STATE, read_snapshot
 from valora_train.stage import RECORD, read_json
 
@@ -153,7 +154,7 @@ def training_inputs(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> d
     """What the training of each domain depends on; its requirement does not matter."""
     return {
         facts["name"]: (
-            {key: value for key, value in facts.items() if key != "required"},
+            {key: value for key, value in facts.items() if key not in ("required", CONTRACT)},
             {
                 key: value
                 for key, value in inputs.items()
@@ -166,5 +167,5 @@ def training_inputs(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> d
 
 def _meets(facts: Mapping[str, Any], requirement: Requirement) -> bool:
     """Whether a domain would be committed as it is; with the same requirement it always is."""
-    same: bool = requirement.required == facts["required"]
+    same: bool = requirement.promise == facts["required"]
     return same or requirement.met_by(float(facts["accuracy"]["val"]))

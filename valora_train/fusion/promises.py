@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from valora_data.contract.heads import write_head
 from valora_data.schema import Split
 from valora_train.errors import SettingsError
-from valora_train.fusion.requirement import ROUNDING
+from valora_train.fusion.requirement import CONTRACT, contract_of
 from valora_train.stage import read_json, write_json
 
 if TYPE_CHECKING:
@@ -123,10 +123,8 @@ class Promises:
         for source, target in files.items():
             (self._folder / target).parent.mkdir(exist_ok=True)
             shutil.copyfile(folder / source, self._folder / target)
-        accuracy, required = promised["accuracy"], self._requirements[name].required
-        status = _status(accuracy["val"], accuracy["test"], required)
-        more = {"required": required, "status": status, "reason": decision.reason}
-        self._promised[name] = promised | more
+        asked = self._asked(name, promised["accuracy"])
+        self._promised[name] = promised | asked | {"reason": decision.reason}
 
     def measure(self, adapter: str, domain: str, reason: str) -> Evaluation:
         """Measure a domain of a loaded adapter and write its head.
@@ -160,29 +158,37 @@ class Promises:
         head_only: Mapping[str, float],
     ) -> dict[str, Any]:
         settings, task = self._domain_settings[name], self._trainer.task(name)
-        required = self._requirements[name].required
+        accuracy = {
+            "val": val.accuracy,
+            "val_ci95": list(val.interval),
+            "test": test.accuracy,
+            "test_ci95": list(test.interval),
+            **{f"test_{key}": value for key, value in test.details.items()},
+            **({} if test.classes is None else test.classes.as_json()),
+            "head_only": head_only["test"],
+            "head_only_val": head_only["val"],
+            "teacher": self._teacher[name],
+        }
         return {
             "task": str(task.domain.task),
             "metric": task.domain.metric,
-            "required": required,
-            "accuracy": {
-                "val": val.accuracy,
-                "val_ci95": list(val.interval),
-                "test": test.accuracy,
-                "test_ci95": list(test.interval),
-                **{f"test_{key}": value for key, value in test.details.items()},
-                **({} if test.classes is None else test.classes.as_json()),
-                "head_only": head_only["test"],
-                "head_only_val": head_only["val"],
-                "teacher": self._teacher[name],
-            },
-            "status": _status(val.accuracy, test.accuracy, required),
+            **self._asked(name, accuracy),
+            "accuracy": accuracy,
             "adapter": adapter,
             "head": None if head is None else f"heads/{name}.safetensors",
             "labels": settings.labels,
             "prompt": settings.prompt,
             "media": "video" if task.video else "images",
             **task.metadata(head),
+        }
+
+    def _asked(self, name: str, accuracy: Mapping[str, Any]) -> dict[str, Any]:
+        """What is promised of a domain, where that comes from, and whether it is kept."""
+        requirement = self._requirements[name]
+        return {
+            "required": requirement.promise,
+            CONTRACT: contract_of(self._domain_settings[name]).as_json(),
+            "status": "met" if requirement.kept_by(accuracy) else "missed",
         }
 
     def write_adapter(self, adapter: str) -> None:
@@ -207,14 +213,7 @@ class Promises:
         for file in [f"pictures/{name}.png"] + ([facts["head"]] if facts["head"] else []):
             (self._folder / file).parent.mkdir(exist_ok=True)
             shutil.copyfile(parent.folder / file, self._folder / file)
-        facts["required"] = self._requirements[name].required
-        accuracy = facts["accuracy"]
-        facts["status"] = _status(accuracy["val"], accuracy["test"], facts["required"])
-        self._promised[name] = facts
-
-
-def _status(val: float, test: float, required: float) -> str:
-    return "met" if min(val, test) >= required - ROUNDING else "missed"
+        self._promised[name] = facts | self._asked(name, facts["accuracy"])
 
 
 def fusion_result(

@@ -15,7 +15,7 @@ from valora_data import shards
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Sample, Split
 from valora_train.metrics.evaluate import Matches, match
-from valora_train.settings import as_dict
+from valora_train.settings import LABELS, as_dict
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.data import HASHES, TRUTH
 from valora_train.tasks.registry import TASK_TYPES
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     OnStep = Callable[[int, int, float], None]
 
-LABELS = "labels"  # value of `domains.*.teacher`: the labels are used instead of a teacher
 TRAIN = "train"  # value of `domains.*.teacher`: a teacher is trained first
 TAUGHT = "taught"
 REPORT = "report.json"

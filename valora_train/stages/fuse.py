@@ -23,7 +23,7 @@ from valora_train.fusion.loading import LazyMapping, load_domain, make_determini
 from valora_train.fusion.packing import Packing, check_reachable, make_plan
 from valora_train.fusion.parent import Parent, find_parent, load_parent
 from valora_train.fusion.promises import HEAD_ONLY, Promises, fusion_result
-from valora_train.fusion.requirement import Requirement
+from valora_train.fusion.requirement import CONTRACT, contract_of
 from valora_train.fusion.state import FUSION, FusionState
 from valora_train.fusion.trainer import Trainer
 from valora_train.model.lmm import Lmm
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from valora_data.schema import Sample
     from valora_train.fusion.plan import FusionPlan
+    from valora_train.fusion.requirement import Requirement
     from valora_train.fusion.trainer import DomainData
     from valora_train.model.team import Team
     from valora_train.reporting.progress import Display
@@ -59,39 +60,23 @@ class DomainInputs:
     data: Path
     distilled: Path
 
-    @property
-    def required(self) -> float:
-        """Accuracy to keep; a relative requirement is multiplied by the teacher's on validation.
-
-        Raises:
-            SettingsError: If a requirement is relative to a teacher that reaches nothing.
-        """
-        if (teacher := self._teacher) is None:
-            return self.settings.required
-        if not teacher > 0.0:
-            name = self.settings.name
-            raise SettingsError(
-                f"the teacher of domain {name} reaches {teacher:.3f} on validation, so that its "
-                "relative requirement asks for nothing: check the teacher, or set "
-                f"domains.{name}.relative=false"
-            )
-        return self.settings.required * teacher
-
-    @property
-    def _teacher(self) -> float | None:
-        """The teacher's accuracy that a relative requirement refers to."""
-        return teacher_accuracy(self.distilled, Split.VAL) if self.settings.relative else None
-
-    def requirement(self, margin: float) -> Requirement:
+    def requirement(self, margin: float = 0.0) -> Requirement:
         """What the domain must reach.
 
         Args:
             margin: Asked for on top on the validation split (`fusion.margin`).
+
+        Raises:
+            SettingsError: If a share is asked of a teacher that reaches nothing, or whose accuracy
+                is unknown.
         """
-        teacher, share = self._teacher, self.settings.required
-        origin = "" if teacher is None else f"{share:g} × the teacher's {teacher:.3f}"
-        largest = self.settings.domain().task.spec.largest
-        return Requirement(self.required, margin, largest, origin)
+        return contract_of(self.settings).requirement(
+            self.settings.name, margin, self.teacher(Split.VAL), self.teacher(Split.TEST)
+        )
+
+    def teacher(self, split: Split) -> float | None:
+        """The teacher's accuracy on a split; None where there is no teacher or no truth."""
+        return teacher_accuracy(self.distilled, split)
 
 
 def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
@@ -106,15 +91,9 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
         for split in (Split.VAL, Split.TEST):
             inputs[f"{name}/{split}"] = digest(domain.data / split)
         # Bundles name the teacher's accuracy.
-        inputs[f"{name}/teacher"] = str(teacher_accuracy(domain.distilled, Split.TEST))
+        inputs[f"{name}/teacher"] = str(domain.teacher(Split.TEST))
     values = training_facts(settings) | {"fusion": as_dict(settings.fusion)}
-    values["domains"] = [
-        {
-            **domain_facts(item.settings),
-            "required": item.required,
-        }
-        for item in domains
-    ]
+    values["domains"] = [domain_facts(item.settings) | _contract_facts(item) for item in domains]
     # Where the fusion continues is an input; what becomes of its result is decided afterwards.
     del values["fusion"]["parent"], values["fusion"]["unreachable"]
     if settings.fusion.parent is not None:
@@ -148,6 +127,15 @@ def domain_facts(domain: DomainSettings) -> dict[str, Any]:
         "mirror": domain.mirrors,
         "video": domain.video,
     }
+
+
+def _contract_facts(item: DomainInputs) -> dict[str, Any]:
+    """What the bar of a domain follows from, besides the margin, as JSON values."""
+    values: dict[str, Any] = {"required": item.requirement().required}
+    if item.settings.of_teacher is not None:  # the bar depends on more than the requirement
+        contract = contract_of(item.settings).as_json()
+        values[CONTRACT] = contract | {"teacher": item.teacher(Split.VAL)}
+    return values
 
 
 def parent_of(settings: Settings, domains: Sequence[DomainInputs], stage: Stage) -> Parent | None:
@@ -191,7 +179,7 @@ def unchanged_parent(
     if parent is None:
         return None
     before = parent.result["domains"]
-    asked = {item.settings.name: item.required for item in domains}
+    asked = {item.settings.name: item.requirement().promise for item in domains}
     same = set(parent.domains) == set(before) == set(asked)
     if same and all(before[name]["required"] == asked[name] for name in asked):
         return parent.folder
@@ -234,7 +222,7 @@ def build_fusion(
     tracker = _start_tracker(settings, domains, stage, state, team)
     data_sets = {item.settings.name: (item.distilled, item.data) for item in domains}
     report = FusionReport(tracker, display, trainer, required, data_sets)
-    teacher = {item.settings.name: teacher_accuracy(item.distilled, Split.TEST) for item in domains}
+    teacher = {item.settings.name: item.teacher(Split.TEST) for item in domains}
     promises = Promises(
         settings.model.id, {item.settings.name: item.settings for item in domains}, requirements,
         teacher, trainer, lmm, state,
@@ -363,13 +351,8 @@ def _measure_baselines(
     report.log_baselines(
         {
             "head_only": {name: reached["val"] for name, reached in state.head_only.items()},
-            "teacher": {
-                item.settings.name: teacher_accuracy(item.distilled, Split.TEST) for item in domains
-            },
-            "agreement": {
-                item.settings.name: teacher_accuracy(item.distilled, Split.UNLABELLED)
-                for item in domains
-            },
+            "teacher": {item.settings.name: item.teacher(Split.TEST) for item in domains},
+            "agreement": {item.settings.name: item.teacher(Split.UNLABELLED) for item in domains},
         }
     )
 
@@ -423,7 +406,8 @@ def _load_lazily(
             folder = item.distilled if part == TAUGHT else item.data
             return shards.read(intact(folder / part))
 
+        required = item.requirement().promise
         with display.work("fuse", f"encoding images of {name}"):
-            return load_domain(settings, item.settings, item.required, lmm, read)
+            return load_domain(settings, item.settings, required, lmm, read)
 
     return LazyMapping(inputs, load)

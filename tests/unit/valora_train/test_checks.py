@@ -15,8 +15,9 @@ from omegaconf import OmegaConf
 
 from valora_data.errors import ValoraError
 from valora_train import checks, settings
-from valora_train.checks import check, check_with_libraries
+from valora_train.checks import check, check_contracts_asked, check_with_libraries
 from valora_train.cli import config_folder
+from valora_train.errors import SettingsError
 from valora_train.settings import from_config
 
 
@@ -57,15 +58,66 @@ def refused(config, place: str, value: object) -> str:
     return said
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["domains.person.relative=true", "domains.person.of_teacher=0.9"],
+         "two shares of its teacher's accuracy, 0.8 by relative=true and of_teacher=0.9"),
+        (["domains.person.relative=true", "domains.person.required=null"],
+         "domains.person.required is null: set it"),
+        (["domains.person.relative=true", "domains.person.required=3"],
+         "domains.person.relative=true and must lie in (0, 1], got 3"),
+        (["domains.person.required=null"], "person has no contract: set domains.person.required"),
+        (["domains.person.of_teacher=97"], "must be at most 1, got 97: 97 % is 0.97"),
+        (["task.of_teacher=1.01"], "task.of_teacher must be at most 1, got 1.01"),
+        (["domains.person.of_teacher=0"], "must be greater than 0, got 0"),
+        (["domains.person.teacher=labels", "domains.person.of_teacher=0.9"],
+         "domains.person.of_teacher=0.9 asks for a share of the teacher's accuracy, but the domain "
+         "learns from labels"),
+        (["domains.person.teacher=labels", "domains.person.relative=true"],
+         "domains.person.relative=true asks for a share"),
+        (["task=vqa", "task.only=[]", "experiment=teacher97"],
+         "task.of_teacher=0.97 asks for nothing, because every domain of task vqa learns from"),
+        (["task=counting", "task.only=[]", "experiment=relative"],
+         "domains.license_plate has settings but no name, because task counting has no such"),
+        (["+domains.dog.required=0.8"], "domains.dog has settings but no name"),
+    ],
+)  # fmt: skip
+def test_contracts_that_cannot_be_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValoraError) as caught:
+        check_all(configured("task=detection", "task.only=[person]", *overrides))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("said", ["task.of_teacher=0.9", "domains.person.of_teacher=0.9"])
+@pytest.mark.parametrize("experiment", ["experiment=paper", "+experiment=[paper,quick]"])
+def test_experiment_paper_asks_for_the_papers_figures_alone(said: str, experiment: str) -> None:
+    check_contracts_asked(from_config(configured("experiment=paper")), [experiment])
+    asked = from_config(configured("experiment=paper", said))
+    with pytest.raises(SettingsError, match=r"^experiment=paper asks .* keep 0\.9 of its teacher"):
+        check_contracts_asked(asked, [experiment, said])
+    check_contracts_asked(asked, ["fusion=paper", said])
+
+
+def test_a_contract_is_set_once() -> None:
+    made = from_config(configured())
+    once = ["domains.a.required=0.8", "domains.b.required=0.9", "++domains.a.required=0.8"]
+    check_contracts_asked(made, [*once, "train.seed=1", "train.seed=2"])
+    with pytest.raises(SettingsError, match=r"domains\.a\.required twice, to 0\.8 and to 0\.7:"):
+        check_contracts_asked(made, [*once, "domains.a.required=0.7"])
+
+
 def numbers(kind: type, prefix: str) -> list[str]:
     """Places of all settings that are numbers."""
     places = []
     for item in fields(kind):
         inner = settings._GROUPS.get(str(item.type))
         words = {"Count", "Whole", "Seed", "Positive", "Weight", "Share", "ShareBelowOne"}
+        words |= {"ShareAboveZero", "float"}
         if inner is not None and inner.__name__ != "TaskSettings":
             places += numbers(inner, f"{prefix}{item.name}.")
-        elif words & set(str(item.type).split()) or str(item.type) in ("int", "float"):
+        elif words & set(str(item.type).split()) or str(item.type) == "int":
             places.append(f"{prefix}{item.name}")
     return places
 
@@ -79,6 +131,7 @@ def test_the_table_has_all_numbers() -> None:
     assert {
         "model.batch_size", "train.lora.rank", "train.warmup", "train.augment.views", "heads.soft",
         "fusion.margin", "teacher.threshold", "domains.person.required",
+        "domains.person.of_teacher",
         "domains.person.source.frames", "domains.person.source.max_faulty",
     } <= set(NUMBERS)  # fmt: skip
     assert len(NUMBERS) > 40

@@ -1,10 +1,11 @@
 """The bar of a requirement: where it lies, and what people are told of it."""
 
 import math
+import random
 
 import pytest
 
-from valora_train.fusion.requirement import Requirement
+from valora_train.fusion.requirement import Contract, Requirement
 
 
 @pytest.mark.parametrize(
@@ -50,10 +51,69 @@ def test_sums_of_decimal_fractions_are_no_trap():
         (Requirement(1.0, 0.02), "1.000 (required 1.000 + margin 0.000, cut from 0.020)"),
         (Requirement(0.8, -10.0), "-9.200 (required 0.800 − margin 10.000)"),
         (
-            Requirement(0.777, 0.02, origin="0.85 × the teacher's 0.914"),
-            "0.797 (required 0.85 × the teacher's 0.914 + margin 0.020)",
+            Requirement(0.777, 0.02, origin="0.777 = 0.85 × the teacher's 0.914"),
+            "0.797 (required 0.777 = 0.85 × the teacher's 0.914 + margin 0.020)",
+        ),
+        (
+            Requirement(0.9, 0.0, origin="0.900, above 0.800 = 0.8 × the teacher's 1.000"),
+            "0.900 (required 0.900, above 0.800 = 0.8 × the teacher's 1.000)",
         ),
     ],
 )
 def test_people_are_told_where_the_bar_comes_from(requirement, text):
     assert requirement.text == text
+
+
+@pytest.mark.parametrize(
+    ("required", "of_teacher", "teacher", "bar", "text"),
+    [
+        # The share binds; half of what the teacher reaches above it limits the margin.
+        (0.8, 0.97, 0.94, 0.9259,
+         "0.926 (required 0.912 = 0.97 × the teacher's 0.940, above 0.800, + margin 0.014, cut "
+         "from 0.020)"),
+        # The accuracy binds, and what the teacher reaches limits nothing.
+        (0.85, 0.9, 0.86, 0.87,
+         "0.870 (required 0.850, above 0.774 = 0.9 × the teacher's 0.860, + margin 0.020)"),
+        # The share asks for a little more than the accuracy: never for less on validation.
+        (0.8, 0.98, 0.82, 0.82,
+         "0.820 (required 0.804 = 0.98 × the teacher's 0.820, above 0.800, + margin 0.016, cut "
+         "from 0.020)"),
+        (None, 1.0, 0.9, 0.9,
+         "0.900 (required 0.900 = 1 × the teacher's 0.900 + margin 0.000, cut from 0.020)"),
+        (None, 0.5, 0.9, 0.47, "0.470 (required 0.450 = 0.5 × the teacher's 0.900 + margin 0.020)"),
+    ],
+)  # fmt: skip
+def test_the_larger_of_both_figures_counts(required, of_teacher, teacher, bar, text):
+    found = Contract(required, of_teacher).requirement("d", 0.02, teacher, 0.5)
+    assert found.required == max(required or 0.0, of_teacher * teacher)
+    assert found.promise == max(required or 0.0, of_teacher * 0.5)
+    assert (found.bar, found.text) == (pytest.approx(bar), text)
+
+
+@pytest.mark.parametrize("largest", [1.0, 10.0])
+@pytest.mark.parametrize("margin", [0.0, 0.02, 0.3])
+def test_a_contract_that_asks_for_more_never_lowers_the_bar(largest, margin):
+    draw = random.Random(0).uniform
+    for _ in range(300):
+        required, share, more = draw(0.01, largest), draw(0.01, 1), draw(0.01, 1)
+        teacher = draw(0.01, largest)
+
+        def asked(*contract, of=teacher):
+            return Contract(*contract, largest).requirement("d", margin, of, None)
+
+        both = asked(required, share)
+        alone, relative = asked(required, None), asked(None, share)
+        assert both.required == max(alone.required, relative.required)
+        assert both.bar >= max(alone.bar, both.required)
+        assert relative.required <= relative.bar <= teacher
+        assert asked(required, max(share, more)).bar >= both.bar - 1e-12
+        assert both.bar < max(largest, teacher) or required == largest
+
+
+@pytest.mark.parametrize(("val", "test", "kept"), [
+    (0.90, 0.80, True), (0.899, 0.80, False), (0.90, 0.799, False), (0.99, 0.79, False),
+])  # fmt: skip
+def test_a_promise_is_kept_on_both_splits(val, test, kept):
+    requirement = Requirement(0.9, 0.02, promised=0.8)
+    assert requirement.kept_by({"val": val, "test": test}) is kept
+    assert not Requirement(0.9).kept_by({"val": 0.9, "test": test})

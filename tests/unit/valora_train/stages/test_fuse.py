@@ -14,6 +14,7 @@ from valora_train.settings import (
     HeadSettings,
     ModelSettings,
     Settings,
+    TaskSettings,
     TrainSettings,
 )
 from valora_train.stage import write_json
@@ -58,28 +59,55 @@ def test_what_changes_no_training_is_in_no_hash():
         assert fuse_stage(replace(Settings(), fusion=changed), []).key != plain
 
 
-def taught(folder: Path, accuracy: float | None, **domain) -> DomainInputs:
-    """A domain whose teacher reaches an accuracy on validation."""
-    report = {} if accuracy is None else {"accuracy": {Split.VAL: {"accuracy": accuracy}}}
-    write_json(folder / REPORT, report)
+def taught(
+    folder: Path, accuracy: float | None, test: float | None = None, **domain
+) -> DomainInputs:
+    """A domain whose teacher reaches an accuracy on validation, and perhaps another on test."""
+    reached = {Split.VAL: accuracy, Split.TEST: accuracy if test is None else test}
+    report = {"accuracy": {split: {"accuracy": value} for split, value in reached.items()}}
+    write_json(folder / REPORT, {} if accuracy is None else report)
     settings = DomainSettings(name="cats", task=Task.DETECTION, labels=["cat"], **domain)
-    return DomainInputs(settings, folder, folder)
+    return DomainInputs(settings.resolved(TaskSettings()), folder, folder)
 
 
 def test_a_relative_requirement_is_a_share_of_the_teachers_accuracy(tmp_path):
-    found = taught(tmp_path, 0.9, required=0.8, relative=True).requirement(0.02)
-    assert found.required == pytest.approx(0.72)
-    assert found.text == "0.740 (required 0.8 × the teacher's 0.900 + margin 0.020)"
+    for how in ({"required": 0.8, "relative": True}, {"required": None, "of_teacher": 0.8}):
+        found = taught(tmp_path, 0.9, 0.7, **how).requirement(0.02)
+        assert found.required == pytest.approx(0.72)
+        assert found.promise == pytest.approx(0.56)  # on test, like is compared with like
+        assert found.text == "0.740 (required 0.720 = 0.8 × the teacher's 0.900 + margin 0.020)"
     found = taught(tmp_path, 1.0, required=1.0, relative=True).requirement(0.02)
     assert found.bar == 1.0  # nothing more is possible
-    assert taught(tmp_path, None, required=0.8, relative=True).required == 0.8
     assert taught(tmp_path, 0.9, required=0.8).requirement(0.0).text == "0.800 (required 0.800)"
 
 
-@pytest.mark.parametrize("accuracy", [0.0, float("nan")])
-def test_nothing_can_be_relative_to_a_teacher_that_reaches_nothing(tmp_path, accuracy):
-    with pytest.raises(SettingsError, match=r"teacher of domain cats .* domains\.cats\.relative="):
-        _ = taught(tmp_path, accuracy, required=0.8, relative=True).required
+@pytest.mark.parametrize("accuracy", [0.0, float("nan"), None])
+@pytest.mark.parametrize("how", [{"required": 0.8, "relative": True}, {"of_teacher": 0.8}])
+def test_nothing_can_be_relative_to_a_teacher_that_reaches_nothing(tmp_path, accuracy, how):
+    item = taught(tmp_path, accuracy, **how)
+    with pytest.raises(SettingsError, match=r"teacher of domain cats .* 0\.8 of it .*cats\.of_tea"):
+        item.requirement()
+
+
+def test_shares_of_the_task_are_asked_of_domains_with_a_teacher():
+    task = TaskSettings(type=Task.VIDEO, of_teacher=0.9)
+    assert DomainSettings().resolved(task).of_teacher == 0.9
+    assert DomainSettings().resolved(task).task is Task.VIDEO
+    assert DomainSettings(of_teacher=0.8).resolved(task).of_teacher == 0.8
+    relative = DomainSettings(required=0.7, relative=True).resolved(task)
+    assert (relative.required, relative.of_teacher, relative.relative) == (None, 0.7, False)
+    assert relative.resolved(task) == relative
+    assert DomainSettings(teacher="labels").resolved(task).of_teacher is None
+
+
+def test_a_stage_depends_on_all_that_its_bars_follow_from(tmp_path):
+    def key(accuracy, **domain):
+        return fuse_stage(Settings(), [taught(tmp_path, accuracy, 0.9, **domain)]).key
+
+    plain = key(0.9, required=0.8)
+    assert plain == key(0.95, required=0.8)  # nothing is asked of the teacher
+    share = key(0.9, required=0.8, of_teacher=0.8)  # the same requirement
+    assert len({plain, share, key(0.8, required=0.8, of_teacher=0.8)}) == 3
 
 
 def test_the_metrics_largest_value_counts(tmp_path):

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from valora_teachers.base import TeacherKind
     from valora_train.settings import DomainSettings, Settings, TeacherSettings
 
+FUSING = ("fuse", "export", "estimate")
+"""Commands that need the base model."""
 RANKS = (4, 8, 16, 32, 64, 128, 256)
 NAME = re.compile(r"[\w][\w.@+-]{0,99}")
 DEVICE = re.compile(r"(cpu|mps|(?:cuda|xpu)(?::\d+)?)")
@@ -47,7 +49,11 @@ def check(settings: Settings) -> None:
     Raises:
         ValoraError: If it cannot; the message names the setting and the remedy.
     """
-    fuses = settings.command in ("fuse", "export")
+    fuses = settings.command in FUSING
+    if settings.command == "estimate" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise SettingsError(
+            "command=estimate measures one process: start it without accelerate or torchrun"
+        )
     _check_task(settings)
     _check_places(settings, fuses)
     for domain in settings.chosen():
@@ -123,7 +129,7 @@ def _check_task(settings: Settings) -> None:
 
 def _check_places(settings: Settings, fuses: bool) -> None:
     _check_writable("paths.work", settings.paths.work)
-    if settings.command == "export":
+    if settings.command in ("export", "estimate"):
         _check_writable("paths.bundles", settings.paths.bundles)
     if fuses:
         _check_tracking(settings.paths.tracking)
@@ -400,7 +406,7 @@ def check_with_libraries(settings: Settings) -> None:
         teacher = domain.taught_by or settings.teacher
         if domain.teacher != LABELS:
             check_teacher(teacher.kind, teacher.options)
-    if settings.command in ("fuse", "export"):
+    if settings.command in FUSING:
         device = settings.model.device
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise SettingsError(

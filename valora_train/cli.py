@@ -62,6 +62,13 @@ def run(settings: Settings, display: Display, wait: bool = False) -> None:
     from valora_train.model.team import Team
 
     check_with_libraries(settings)
+    if settings.command == "estimate":
+        from valora_train.estimate.command import estimate, print_prediction
+
+        with display():
+            found = estimate(settings, display)
+        print_prediction(found, display.console)
+        return
     fuses = settings.command in ("fuse", "export")
     team = Team(settings.model.device)
     if not team.leads:

@@ -412,7 +412,8 @@ class Settings:
     """All settings of `valora-train`.
 
     Attributes:
-        command: The last stage to run: `teach`, `distill`, `fuse` or `export`.
+        command: The last stage to run: `teach`, `distill`, `fuse` or `export`; or `estimate`, to
+            predict what all of them take.
         task: The task.
         domains: The domains of the task, by name.
         teacher: Teacher settings of domains without their own.
@@ -423,7 +424,7 @@ class Settings:
         paths: Folders of outputs.
     """
 
-    command: Literal["teach", "distill", "fuse", "export"] = "export"
+    command: Literal["teach", "distill", "fuse", "export", "estimate"] = "export"
     task: TaskSettings = field(default_factory=TaskSettings)
     domains: dict[str, DomainSettings] = field(default_factory=dict)
     teacher: TeacherSettings = field(default_factory=TeacherSettings)

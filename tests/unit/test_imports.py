@@ -35,7 +35,7 @@ KERNELS_MAY = {"torch", "triton", "numpy", "rich", *sys.stdlib_module_names}
 # Parts of a package, the lowest first; a part imports parts below it only.
 SERVE = ["errors", "types", "catalogue", "orchestrator", "workloads", "memory", "model", "engine"]
 TRAIN = ["errors", "settings", "stage", "metrics", "model", "tasks", "fusion", "checks",
-         "reporting", "stages", "cli"]  # fmt: skip
+         "reporting", "stages", "estimate", "cli"]  # fmt: skip
 SERVER_MAY = {"server", "types", "errors", "options"}
 
 

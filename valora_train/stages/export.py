@@ -6,6 +6,7 @@ The bundle is written to ``bundles/<task>``; the previous version is moved to
 
 from __future__ import annotations
 
+import gc
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from PIL import Image
 
 from valora_data import shards
@@ -67,7 +69,9 @@ def export_bundle(
     partial = place.with_name(f".{place.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
+        _free_memory()
         _write_bundle(partial, settings, domains, fused, result, _next_version(place))
+        _free_memory()
         _run_gate(partial, domains, settings.model.device)
         bundle = read_bundle(partial)
         _register(settings, bundle)
@@ -79,6 +83,13 @@ def export_bundle(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return Bundle(place, bundle.manifest), False
+
+
+def _free_memory() -> None:
+    """Give back the memory of models that are no longer used: another one is loaded next."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _replace(place: Path, new: Path, kept: Path) -> None:

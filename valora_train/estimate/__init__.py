@@ -1,0 +1,1 @@
+"""Predicts what a run will take: time, memory and disk, stage by stage."""

@@ -103,6 +103,10 @@ class _Pipeline:
 
     def prepare_domain(self, domain: DomainSettings) -> DomainInputs:
         """Run the stages before fusion: read the data, train the teacher, run the teacher."""
+        from valora_data.schema import Split
+        from valora_data.shards import open_shard
+        from valora_train.fusion.requirement import contract_of
+        from valora_train.fusion.validation import few_samples
         from valora_train.stages import data as domains
         from valora_train.stages import distill
         from valora_train.stages.fuse import DomainInputs
@@ -113,6 +117,10 @@ class _Pipeline:
             domains.data_stage(domain, work),
             lambda folder, step: domains.build_data(domain, folder, step),
         )
+        contract, margin = contract_of(domain), self._settings.fusion.margin
+        few = few_samples(domain.name, len(open_shard(data / Split.VAL)), contract, margin)
+        if few is not None:
+            self._display.note("data", few)
         stage = distill.teach_stage(domain, teacher, data, work)
         taught = None
         if stage is not None:
@@ -138,7 +146,7 @@ class _Pipeline:
         step: Step,
     ) -> None:
         """Train a small model, or copy a given one; its curves go to MLflow."""
-        from valora_train.reporting.tracking import TeacherRun, store_lock
+        from valora_train.reporting.tracking import TeacherRun, end_stale_runs, store_lock
         from valora_train.settings import as_dict
         from valora_train.stages import distill
 
@@ -147,6 +155,7 @@ class _Pipeline:
             return
         paths = self._settings.paths
         with store_lock(paths.work):
+            end_stale_runs(paths.tracking, paths.work)
             run = TeacherRun(paths.tracking, domain.name, stage, as_dict(teacher))
 
         def on_epoch(epoch: int, epochs: int, loss: float, figures: Mapping[str, float]) -> None:

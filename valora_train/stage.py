@@ -150,6 +150,26 @@ class Stage:
             raise
 
 
+def was_killed(work: Path, key: str) -> bool:
+    """Whether a process that ran a stage here has ended without anybody running it now.
+
+    Args:
+        work: Folder of all stages.
+        key: Key of the stage.
+
+    Returns:
+        False also where this folder knows nothing of the stage.
+    """
+    locks = list(work.glob(f"*-{key}.lock"))
+    try:
+        for lock in locks:  # a process that runs the stage holds its lock
+            with FileLock(lock, timeout=0):
+                pass
+    except (Timeout, OSError):
+        return False
+    return bool(locks)
+
+
 def digest(path: Path, cache: Path | None = None) -> str:
     """Content hash of an input file or folder.
 

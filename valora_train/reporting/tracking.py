@@ -22,6 +22,7 @@ from filelock import FileLock
 from valora_train.errors import TrackingError, describe_fault
 from valora_train.fusion.decision import Verdict
 from valora_train.reporting import pictures
+from valora_train.stage import was_killed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -535,6 +536,33 @@ def store_lock(work: str) -> FileLock:
         work: Folder of all stages.
     """
     return FileLock(Path(work) / "mlflow.lock")
+
+
+def end_stale_runs(uri: str | None, work: str) -> None:
+    """End the runs of all stages of this folder whose processes were killed.
+
+    Runs of other folders, and of stages that a process is running, are left alone.
+
+    Args:
+        uri: Tracking URI; None for MLflow's default.
+        work: Folder of all stages.
+
+    Raises:
+        TrackingError: If the store cannot be used.
+    """
+    import mlflow
+
+    client: Any = _Store(uri or mlflow.get_tracking_uri())
+    experiments = client.search_experiments(filter_string="name LIKE 'valora/%'")
+    if not experiments:
+        return
+    running = client.search_runs(
+        [item.experiment_id for item in experiments], "attributes.status = 'RUNNING'"
+    )
+    for run in running:
+        key = run.data.tags.get(TEACHER) or run.data.tags.get(FUSION)
+        if key is not None and was_killed(Path(work), key):
+            client.set_terminated(run.info.run_id, "KILLED")
 
 
 def _open_experiment(client: Any, name: str) -> str:

@@ -16,7 +16,6 @@ from valora_data import shards
 from valora_data.contract.base_model import base_hash, processor_hash
 from valora_data.contract.bundle import read_bundle
 from valora_data.schema import Split
-from valora_train.errors import SettingsError
 from valora_train.fusion.decision import Verdict
 from valora_train.fusion.earlier import Earlier
 from valora_train.fusion.loading import LazyMapping, load_domain, make_deterministic
@@ -26,10 +25,11 @@ from valora_train.fusion.promises import HEAD_ONLY, Promises, fusion_result
 from valora_train.fusion.requirement import CONTRACT, contract_of
 from valora_train.fusion.state import FUSION, FusionState
 from valora_train.fusion.trainer import Trainer
+from valora_train.fusion.validation import weak_teacher
 from valora_train.model.lmm import Lmm
 from valora_train.reporting.fusion_report import FusionReport
 from valora_train.reporting.progress import stopwatch
-from valora_train.reporting.tracking import NoTracker, Tracker, store_lock
+from valora_train.reporting.tracking import NoTracker, Tracker, end_stale_runs, store_lock
 from valora_train.settings import as_dict
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import TAUGHT, teacher_accuracy
@@ -206,7 +206,6 @@ def build_fusion(
     if (folder / FUSION).is_file():  # killed after the last write
         return
     make_deterministic(settings.train.threads)
-    _check_validation_splits(settings, domains, display)
     parent = parent_of(settings, domains, stage)
     state = FusionState(
         folder, parent.head_only if parent else {}, settings.train.checkpoint_seconds
@@ -260,29 +259,6 @@ def build_fusion(
         write_json(folder / FUSION, result)
 
 
-def _check_validation_splits(
-    settings: Settings, domains: Sequence[DomainInputs], display: Display
-) -> None:
-    """Note validation splits that are too small to show the margin.
-
-    Raises:
-        SettingsError: If a domain has a single validation sample, which can decide nothing.
-    """
-    for item in domains:
-        name, count = item.settings.name, len(shards.open_shard(item.data / Split.VAL))
-        if count < 2:
-            raise SettingsError(
-                f"domain {name} has {count} validation sample, which can decide nothing: give it "
-                "more (source.fractions, or a larger validation split)"
-            )
-        if settings.fusion.margin > 0 and 1 / count > settings.fusion.margin:
-            display.note(
-                "fuse",
-                f"{name}: one of {count} validation samples weighs {1 / count:.3f}, more than the "
-                f"margin of {settings.fusion.margin:g}: validate on more",
-            )
-
-
 def _stop_if_unreachable(
     settings: Settings,
     plan: FusionPlan,
@@ -314,6 +290,7 @@ def _start_tracker(
     tracker: Tracker = NoTracker()
     if team.leads:
         with store_lock(settings.paths.work):
+            end_stale_runs(settings.paths.tracking, settings.paths.work)
             tracker = Tracker(settings.paths.tracking, f"valora/{settings.task.name}", stage.key)
     name = f"{settings.task.name} · {settings.fusion.strategy} · seed {settings.train.seed}"
     note = f"Packs {', '.join(item.settings.name for item in domains)} into the fewest adapters."
@@ -348,6 +325,11 @@ def _measure_baselines(
             state.head_only[name] = team.agree(reached)
             state.save()
         report.head_only_measured(name, reached["val"], requirements[name], seconds())
+    for item in domains:
+        name = item.settings.name
+        alone, taught = state.head_only[name]["val"], item.teacher(Split.VAL)
+        if (text := weak_teacher(name, requirements[name], alone, taught)) is not None:
+            display.note("fuse", text)
     report.log_baselines(
         {
             "head_only": {name: reached["val"] for name, reached in state.head_only.items()},

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from valora_data.hashing import hash_path
 from valora_train.errors import StageError
-from valora_train.stage import Stage, digest, intact, read_json
+from valora_train.stage import Stage, digest, intact, read_json, was_killed
 
 
 def stage(resumable=False, **settings):
@@ -194,3 +194,13 @@ def test_digest_follows_content(tmp_path):
     assert digest(tmp_path) == second
     (tmp_path / "b.txt").write_text("1")
     assert digest(tmp_path) != second
+
+
+def test_a_stage_was_killed_if_its_lock_is_there_and_free(tmp_path):
+    one, other = Stage("teach-cat", 1, {}, {}), Stage("teach-dog", 1, {}, {})
+    assert not was_killed(tmp_path, one.key)  # this folder knows nothing of it
+    seen = []
+    one.run(tmp_path, lambda _: seen.append(was_killed(tmp_path, one.key)))
+    assert seen == [False]
+    assert was_killed(tmp_path, one.key)
+    assert not was_killed(tmp_path, other.key)

@@ -5,6 +5,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
@@ -16,6 +17,7 @@ from valora_train.reporting.tracking import (
     DataSet,
     TeacherRun,
     Tracker,
+    end_stale_runs,
     find_run,
     latest_fusions,
     register_bundle,
@@ -34,6 +36,27 @@ def started(uri: str, task: str = "detection", key: str = "a1") -> Tracker:
     tracker._monitor_system = lambda resume: None  # no thread
     tracker.start(f"{task} run", {"train": {"lr": 0.1}}, "note", None)
     return tracker
+
+
+def test_runs_of_killed_stages_are_ended_whatever_stage_they_are_of(
+    uri: str, tmp_path: Path
+) -> None:
+    client, work = MlflowClient(uri), tmp_path / "work"
+    work.mkdir()
+    end_stale_runs(uri, str(work))  # no experiment yet
+    fused = {key: started(uri, key=key).run_id for key in ("killed", "running", "elsewhere")}
+    taught = {key: TeacherRun(uri, "cat", key, {})._id for key in ("taught", "teaching")}
+    for name in ("fuse-detection-killed", "fuse-detection-running", "teach-cat-taught"):
+        (work / f"{name}.lock").touch()
+    foreign = client.create_run(client.create_experiment("mine")).info.run_id
+    with FileLock(work / "fuse-detection-running.lock"), FileLock(work / "teach-cat-teaching.lock"):
+        end_stale_runs(uri, str(work))
+    status = {run: client.get_run(run).info.status for run in [*fused.values(), *taught.values()]}
+    assert status == {
+        fused["killed"]: "KILLED", fused["running"]: "RUNNING", fused["elsewhere"]: "RUNNING",
+        taught["taught"]: "KILLED", taught["teaching"]: "RUNNING",
+    }  # fmt: skip
+    assert client.get_run(foreign).info.status == "RUNNING"
 
 
 def test_the_link_lands_on_the_run_under_model_training(uri: str) -> None:

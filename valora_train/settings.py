@@ -287,7 +287,12 @@ class TrainSettings:
 
     Attributes:
         steps: Optimiser steps for a domain in a new adapter.
+        steps_per_new: Additional steps for each further domain that is new in the same attempt;
+            null for as many as `steps`.
         steps_per_held: Additional steps for each domain that is rehearsed.
+        best_of: Steps of which the best on validation is kept: the last one, and others evenly
+            before it in the second half; 1 keeps the last without a comparison.
+        patience: Comparisons without a better step after which training ends; 0 for never.
         batch_size: Samples per optimiser step.
         micro_batch: Samples per forward pass; 0 for the whole batch at once.
         group_by_length: Whether the samples of a batch have similar lengths, which saves padding.
@@ -312,7 +317,10 @@ class TrainSettings:
     """
 
     steps: Count = 220
+    steps_per_new: Whole | None = None
     steps_per_held: Whole = 60
+    best_of: Count = 1
+    patience: Whole = 0
     batch_size: Count = 16
     micro_batch: Whole = 0
     group_by_length: bool = False
@@ -332,6 +340,22 @@ class TrainSettings:
     validation_share: Weight = 0.05
     lora: LoraSettings = field(default_factory=LoraSettings)
     augment: AugmentSettings = field(default_factory=AugmentSettings)
+
+    def steps_for(self, new: int, rehearsed: int) -> int:
+        """Optimiser steps of an attempt with a number of new and of rehearsed domains."""
+        each = self.steps if self.steps_per_new is None else self.steps_per_new
+        return self.steps + each * (new - 1) + self.steps_per_held * rehearsed
+
+    def candidates(self, steps: int) -> set[int]:
+        """Steps, from 1, of which the best on validation is kept; empty to keep the last.
+
+        Args:
+            steps: Optimiser steps of the attempt.
+        """
+        if self.best_of == 1:
+            return set()
+        half = steps / 2
+        return {round(half + half * n / self.best_of) for n in range(1, self.best_of + 1)}
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def learn(base: str, shard: bool, folder: Path, device: str = "cpu") -> None:
         reached = {}
         for name in data:
             trainer.train(
-                "adapter-1", name, held=held, rehearse=True, seed=5,
+                "adapter-1", [name], held=held, rehearse=True, seed=5,
                 on_step=lambda step, steps, loss: losses.append(loss),
             )  # fmt: skip
             held.append(name)

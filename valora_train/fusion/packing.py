@@ -213,7 +213,7 @@ class Packing:
         try:
             trainer.train(
                 adapter,
-                attempt.domain,
+                [attempt.domain],
                 held=attempt.held,
                 rehearse=attempt.rehearse,
                 seed=seed,

@@ -134,6 +134,23 @@ class _OpenAdapter:
     heads: dict[str, nn.Module] = field(default_factory=dict)
 
 
+@dataclass
+class _Best:
+    """The best step of an attempt so far.
+
+    Attributes:
+        step: The step; 0 before the first that is compared.
+        reached: Mean accuracy of the domains on validation, in shares of the largest value.
+        worse: Number of steps compared since, none of which was better.
+        tensors: Snapshot of the adapter after that step.
+    """
+
+    step: int = 0
+    reached: float = -math.inf
+    worse: int = 0
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
 class _Watch:
     """Says when an attempt looks at the validation split, within a share of its time.
 
@@ -275,7 +292,7 @@ class Trainer:
     def train(
         self,
         adapter: str,
-        domain: str,
+        new: Sequence[str],
         *,
         held: Sequence[str],
         rehearse: bool,
@@ -284,18 +301,18 @@ class Trainer:
         on_figures: OnFigures = lambda *_: None,
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        """Train an open adapter on a domain that is new to it.
+        """Train an open adapter on domains that are new to it, several of them jointly.
 
         A training that was killed continues from its checkpoint; what follows is what would have
         followed, to the bit.
 
         Args:
             adapter: Name of the adapter.
-            domain: The new domain; it gets a new head.
+            new: The new domains; each gets a new head and an equal part of every batch.
             held: Domains that the adapter already holds.
             rehearse: Whether batches also hold samples of `held`, and their heads are trained too;
                 otherwise those heads are frozen.
-            seed: Seed of the new head.
+            seed: Seed of the new heads.
             on_step: Called with step (from 1), number of steps, and loss; also for the steps before
                 the checkpoint.
             on_figures: Called with step and further figures by name, before `on_step`: learning
@@ -304,25 +321,25 @@ class Trainer:
             checkpoint: Where the leading process writes checkpoints; None for none.
         """
         rehearsed = list(held) if rehearse else []
-        training = f"{adapter}: {domain} after {', '.join(held)} with {rehearsed}, seed {seed}"
-        losses, curve = self._resume(adapter, training, checkpoint)
+        names = f"{', '.join(new)} after {', '.join(held)}"
+        training = f"{adapter}: {names} with {rehearsed}, seed {seed}"
+        losses, curve, best = self._resume(adapter, training, checkpoint)
         if not losses:
-            self._add_head(adapter, domain, seed)
+            for name in new:
+                self._add_head(adapter, name, seed)
         opened = self._open[adapter]
         for name, head in opened.heads.items():
-            head.requires_grad_(name == domain or name in rehearsed)
+            head.requires_grad_(name in new or name in rehearsed)
         self._lmm.adapters.activate(adapter)
-        steps = self._settings.steps + self._settings.steps_per_held * len(rehearsed)
-        # A written answer takes many forward passes, of one token each.
-        written = domain not in opened.heads
-        slowness = max(1, self._data[domain].task.settings.max_tokens // 8) if written else 1
-        watch = _Watch(self._settings, steps, len(losses), [*held, domain], slowness)
+        steps = self._settings.steps_for(len(new), len(rehearsed))
+        slowness = max(self._slowness(name, opened.heads) for name in new)
+        watch = _Watch(self._settings, steps, len(losses), [*held, *new], slowness)
         for step, loss in enumerate(losses):
             on_figures(step + 1, self._rates(step / steps) | curve.get(str(step + 1), {}))
             on_step(step + 1, steps, loss)
         for step in range(len(losses), steps):
             self._set_lr(opened.optimizer, step / steps)
-            batch = self._draw(opened.generator, domain, rehearsed)
+            batch = self._draw(opened.generator, new, rehearsed)
             opened.optimizer.zero_grad(set_to_none=True)
             loss = self._learn(opened.heads, batch)
             parameters = [p for group in opened.optimizer.param_groups for p in group["params"]]
@@ -334,13 +351,48 @@ class Trainer:
             if look and self._team.agree(watch.due(step + 1)):
                 with watch.measuring():
                     curve[str(step + 1)] = self._glance(adapter, watch)
-            if checkpoint is not None and self._team.leads and step + 1 < steps:
+            ended = step + 1 == steps
+            if step + 1 in self._settings.candidates(steps):
+                ended |= self._compare(best, adapter, [*held, *new], step + 1)
+            if checkpoint is not None and self._team.leads and not ended:
                 checkpoint.save(
                     training,
-                    lambda: {"tensors": self.snapshot(adapter), "losses": losses, "curve": curve},
-                )
+                    lambda: {
+                        "tensors": self.snapshot(adapter), "losses": losses, "curve": curve,
+                        "best": dict(vars(best)),
+                    },
+                )  # fmt: skip
             on_figures(step + 1, self._rates(step / steps) | curve.get(str(step + 1), {}))
             on_step(step + 1, steps, loss)
+            if ended:
+                break
+        if best.step not in (0, len(losses)):
+            self.restore(adapter, best.tensors)
+
+    def _compare(self, best: _Best, adapter: str, domains: Sequence[str], step: int) -> bool:
+        """Remember the best step so far; return whether no better one is awaited.
+
+        Requirements do not matter, so that another fusion can take the attempt over.
+        """
+        reached = 0.0
+        with torch.random.fork_rng(devices=[]):
+            for name in domains:
+                # Calibration changes the head.
+                head = copy.deepcopy(self._open[adapter].heads.get(name))
+                found = self.evaluate(adapter, name, Split.VAL, head).accuracy
+                reached += found / self.task(name).spec.largest / len(domains)
+        reached = self._team.agree(reached)
+        if best.step and not reached > best.reached:
+            best.worse += 1
+            return 0 < self._settings.patience <= best.worse
+        best.reached, best.step, best.worse = reached, step, 0
+        best.tensors = self.snapshot(adapter)
+        return False
+
+    def _slowness(self, domain: str, heads: Mapping[str, nn.Module]) -> int:
+        """Forward passes for each answer: a written one takes many, of one token each."""
+        written = domain not in heads
+        return max(1, self._data[domain].task.settings.max_tokens // 8) if written else 1
 
     def _glance(self, adapter: str, watch: _Watch) -> dict[str, float]:
         """Accuracy on a part of the validation split; nothing that training reads changes."""
@@ -360,14 +412,18 @@ class Trainer:
 
     def _resume(
         self, adapter: str, training: str, checkpoint: Checkpoint | None
-    ) -> tuple[list[float], dict[str, dict[str, float]]]:
-        """Restore the leader's checkpoint on every process; return losses and curve up to it."""
+    ) -> tuple[list[float], dict[str, dict[str, float]], _Best]:
+        """Restore the leader's checkpoint on every process.
+
+        Returns:
+            Losses and curve up to it, and the best step so far.
+        """
         saved = checkpoint.load(training) if checkpoint is not None and self._team.leads else None
         saved = self._team.agree(saved)
         if saved is None:
-            return [], {}
+            return [], {}, _Best()
         self.restore(adapter, saved["tensors"])
-        return saved["losses"], saved.get("curve", {})
+        return saved["losses"], saved.get("curve", {}), _Best(**saved.get("best", {}))
 
     def _set_lr(self, optimizer: torch.optim.Optimizer, progress: float) -> None:
         factor = self._lr_factor(progress)
@@ -382,17 +438,16 @@ class Trainer:
         return (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup))) / 2
 
     def _draw(
-        self, generator: torch.Generator, domain: str, rehearsed: Sequence[str]
+        self, generator: torch.Generator, new: Sequence[str], rehearsed: Sequence[str]
     ) -> dict[str, Tensor]:
         """Draw a batch: indices of training samples, by domain."""
         size = self._settings.batch_size
-        # The new domain gets no smaller share than a rehearsed one.
-        share = min(self._settings.rehearsal_share, len(rehearsed) / (len(rehearsed) + 1))
-        old = round(size * share)
-        counts = {domain: size - old}
+        # A new domain gets no smaller share than a rehearsed one.
+        most = len(rehearsed) / (len(rehearsed) + len(new))
+        old = round(size * min(self._settings.rehearsal_share, most))
         start = int(torch.randint(max(len(rehearsed), 1), (), generator=generator))
-        for offset, name in enumerate([*rehearsed[start:], *rehearsed[:start]]):
-            counts[name] = old // len(rehearsed) + (offset < old % len(rehearsed))
+        first = int(torch.randint(len(new), (), generator=generator)) if len(new) > 1 else 0
+        counts = _shares(size - old, new, first) | _shares(old, rehearsed, start)
         return {
             name: self._rows(self._data[name].inputs, count, generator)
             for name, count in counts.items()
@@ -615,6 +670,14 @@ class Trainer:
         for domain, head in self._open[adapter].heads.items():
             for key, parameter in head.named_parameters():
                 yield f"{domain}/{key}", parameter
+
+
+def _shares(size: int, names: Sequence[str], first: int) -> dict[str, int]:
+    """Equal shares of a number of samples; those from `first` on get what is left over."""
+    return {
+        name: size // len(names) + (offset < size % len(names))
+        for offset, name in enumerate([*names[first:], *names[:first]])
+    }
 
 
 def _tree(state: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -105,13 +105,17 @@ def training_facts(settings: Settings) -> dict[str, Any]:
     """The settings that the training of an adapter depends on, as JSON values."""
     facts = {"model": settings.model, "heads": settings.heads, "train": settings.train}
     values: dict[str, Any] = {key: as_dict(value) for key, value in facts.items()}
-    # Stages of runs without options, augmentation or rounded weights keep their hashes.
+    # Stages of runs that leave these settings alone keep their hashes.
     if settings.model.quantize is None:
         del values["model"]["quantize"]
     if not settings.heads.options:
         del values["heads"]["options"]
     if not settings.train.augment.views:
         del values["train"]["augment"]
+    if settings.train.steps_per_new is None:
+        del values["train"]["steps_per_new"]
+    if settings.train.best_of == 1:
+        del values["train"]["best_of"], values["train"]["patience"]
     for key in ("checkpoint_seconds", "validations", "validation_samples", "validation_share"):
         del values["train"][key]  # nothing that is trained depends on it
     return values

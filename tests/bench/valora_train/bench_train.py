@@ -112,7 +112,7 @@ def ours(
         for layer in lmm.language_model.layers:
             layer.compile()
     times: list[float] = []
-    trainer.train("one", "some", held=(), rehearse=False, seed=0,
+    trainer.train("one", ["some"], held=(), rehearse=False, seed=0,
                   on_step=lambda *_: times.append(now(model.device)))  # fmt: skip
     weights = sum(p.numel() for n, p in lmm.language_model.named_parameters()
                   if "lora" not in n and "embed" not in n)  # fmt: skip

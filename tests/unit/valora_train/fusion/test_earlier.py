@@ -26,9 +26,9 @@ def reached(adapter, domains):
 
 
 class OracleTrainer(CountingTrainer):
-    def train(self, adapter, domain, *, held, **options):
-        super().train(adapter, domain, held=held, **options)
-        self.now = reached(adapter, (*held, domain))
+    def train(self, adapter, new, *, held, **options):
+        super().train(adapter, new, held=held, **options)
+        self.now = reached(adapter, (*held, *new))
 
     def evaluate(self, adapter, domain, split):
         self.accuracy = {len(self.trained): self.now}

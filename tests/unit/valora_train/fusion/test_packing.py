@@ -35,9 +35,9 @@ class CountingTrainer:
     def close(self, adapter):
         del self.weights[adapter]
 
-    def train(self, adapter, domain, *, held, rehearse, seed, on_step, on_figures, checkpoint):
+    def train(self, adapter, new, *, held, rehearse, seed, on_step, on_figures, checkpoint):
         self.weights[adapter] += 1
-        self.trained.append((adapter, domain, seed))
+        self.trained.append((adapter, *new, seed))
         on_figures(1, {"lr": 0.25})
         on_step(1, 1, 0.5)
 
@@ -166,8 +166,8 @@ class DivergingTrainer(CountingTrainer):
         super().__init__(accuracy)
         self.by_loss = by_loss
 
-    def train(self, adapter, domain, *, on_step, **options):
-        super().train(adapter, domain, on_step=on_step, **options)
+    def train(self, adapter, new, *, on_step, **options):
+        super().train(adapter, new, on_step=on_step, **options)
         if len(self.trained) > 1:
             self.weights[adapter] = float("nan")
             if self.by_loss:

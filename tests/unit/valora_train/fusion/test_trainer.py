@@ -1,5 +1,7 @@
 """Training: rollback bit for bit, nothing else moved, same seed same weights, it learns."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -54,7 +56,7 @@ def make(
 def train(trainer, domain, held=(), rehearse=False, seed=5):
     losses = []
     trainer.train(
-        "adapter-1", domain, held=held, rehearse=rehearse, seed=seed,
+        "adapter-1", [domain], held=held, rehearse=rehearse, seed=seed,
         on_step=lambda step, steps, loss: losses.append(loss),
     )  # fmt: skip
     return losses
@@ -109,7 +111,7 @@ def test_a_training_that_was_killed_continues_to_the_bit(random_llava, tmp_path,
     def begin(trainer):
         trainer.open("adapter-1", seed=3)
         if held:  # its head comes first, though its name does not
-            trainer.train("adapter-1", "sky", held=[], rehearse=False, seed=5, on_step=ignore)
+            trainer.train("adapter-1", ["sky"], held=[], rehearse=False, seed=5, on_step=ignore)
             trainer.evaluate("adapter-1", "sky", Split.VAL)
 
     def run(trainer, losses, kill_after=None):
@@ -119,7 +121,7 @@ def test_a_training_that_was_killed_continues_to_the_bit(random_llava, tmp_path,
                 raise Killed
 
         trainer.train(
-            "adapter-1", "apple", held=["sky"] if held else [], rehearse=held, seed=6,
+            "adapter-1", ["apple"], held=["sky"] if held else [], rehearse=held, seed=6,
             on_step=on_step, checkpoint=Checkpoint(tmp_path / "checkpoint", every=0.0),
         )  # fmt: skip
 
@@ -157,7 +159,7 @@ def test_a_damaged_checkpoint_starts_the_training_anew(random_llava, tmp_path, c
             file.write_bytes(damage)
         seen.clear()
         trainer.train(
-            "adapter-1", "apple", held=[], rehearse=False, seed=6,
+            "adapter-1", ["apple"], held=[], rehearse=False, seed=6,
             on_step=lambda *step: seen.append(step), checkpoint=Checkpoint(file),
         )  # fmt: skip
         expected = expected or list(seen)
@@ -173,7 +175,7 @@ def test_a_new_domain_gets_no_less_than_one_that_is_held(random_llava):
     generator = torch.Generator().manual_seed(0)
     new = []
     for count in range(5):
-        batch = trainer._draw(generator, "sky", held[:count])
+        batch = trainer._draw(generator, ["sky"], held[:count])
         assert sum(len(rows) for rows in batch.values()) == 12
         new.append(len(batch["sky"]))
     assert new == [12, 6, 4, 3, 3]
@@ -213,7 +215,7 @@ def test_adapters_do_not_touch_each_other(random_llava):
     train(trainer, "apple")
     before = trainer.snapshot("adapter-1")
     trainer.open("adapter-2", seed=9)
-    trainer.train("adapter-2", "sky", held=[], rehearse=False, seed=1, on_step=lambda *_: None)
+    trainer.train("adapter-2", ["sky"], held=[], rehearse=False, seed=1, on_step=lambda *_: None)
     now = trainer.snapshot("adapter-1")
     assert all(
         torch.equal(now[key], before[key]) for key in before if not key.startswith("random/torch")
@@ -275,7 +277,7 @@ def test_curves_change_nothing_that_is_trained(random_llava):
         losses = train(trainer, "apple")
         trainer.evaluate("adapter-1", "apple", Split.VAL)
         trainer.train(
-            "adapter-1", "sky", held=["apple"], rehearse=True, seed=5,
+            "adapter-1", ["sky"], held=["apple"], rehearse=True, seed=5,
             on_step=lambda *step: losses.append(step), on_figures=figures.__setitem__,
         )  # fmt: skip
         state = trainer.snapshot("adapter-1")
@@ -310,7 +312,7 @@ def test_the_curve_of_a_killed_attempt_goes_on(random_llava, tmp_path):
                 raise KeyboardInterrupt
 
         trainer.train(
-            "adapter-1", "apple", held=[], rehearse=False, seed=5, on_step=on_step,
+            "adapter-1", ["apple"], held=[], rehearse=False, seed=5, on_step=on_step,
             on_figures=figures.__setitem__, checkpoint=Checkpoint(tmp_path / file, every=0.0),
         )  # fmt: skip
         return figures
@@ -340,3 +342,95 @@ def test_looks_at_validation_end_where_they_cost_too_much(monkeypatch):
     slow = _Watch(settings, 100, 0, ["a"], 16)
     assert slow.points == set()  # fewer than four samples
     assert _Watch(TrainSettings(validations=0), 100, 0, ["a"], 1).points == set()
+
+
+def test_new_domains_are_trained_jointly_in_equal_parts(random_llava, monkeypatch):
+    """Over the steps of an attempt, no domain gets more than one sample more than another."""
+    trainer, _ = make(random_llava, batch_size=7, steps_per_new=5)
+    trainer.open("adapter-1", 1)
+    drawn, steps = [], []
+    learn = trainer._learn
+
+    def count(heads, batch):
+        drawn.append({name: len(rows) for name, rows in batch.items()})
+        assert all(p.requires_grad for head in heads.values() for p in head.parameters())
+        return learn(heads, batch)
+
+    monkeypatch.setattr(trainer, "_learn", count)
+    before = dict.fromkeys(COLOURS)
+    trainer.train(
+        "adapter-1", list(COLOURS), held=[], rehearse=False, seed=5,
+        on_step=lambda step, of, loss: steps.append((step, of)),
+    )  # fmt: skip
+    heads = trainer.heads("adapter-1")
+    assert set(heads) == set(before) == set(COLOURS)
+    assert steps == [(n + 1, 6 + 5 * (len(COLOURS) - 1)) for n in range(len(drawn))]
+    for batch in drawn:
+        assert sum(batch.values()) == 7
+        assert max(batch.values()) - min(batch.values()) <= 1
+    assert len({tuple(sorted(batch.items())) for batch in drawn}) > 1  # the odd sample goes around
+
+
+def test_several_new_domains_beside_a_held_one_share_a_batch_equally(random_llava):
+    trainer, _ = make(random_llava, batch_size=12, rehearsal_share=0.75)
+    data = trainer._data["sky"]
+    trainer._data |= {"sea": data, "hill": data, "lake": data}
+    generator = torch.Generator().manual_seed(0)
+    batch = trainer._draw(generator, ["sky", "sea"], ["apple"])
+    assert {name: len(rows) for name, rows in batch.items()} == {"sky": 4, "sea": 4, "apple": 4}
+    batch = trainer._draw(generator, ["sky"], ["apple", "sea", "hill"])
+    assert set(map(len, batch.values())) == {3}
+
+
+@pytest.mark.parametrize(
+    ("reached", "patience", "kept", "trained"),
+    [
+        ([0.5, 0.7, 0.6], 0, 10, 12),
+        ([0.5, 0.4, 0.6], 0, 12, 12),
+        ([0.5, 0.4, 0.6], 1, 8, 10),  # ended before the best: that is what patience costs
+        ([0.5, 0.5, 0.5], 2, 8, 12),
+    ],
+)
+def test_the_best_step_is_kept(random_llava, monkeypatch, reached, patience, kept, trained):
+    trainer, _ = make(random_llava, steps=12, best_of=3, patience=patience)
+    assert TrainSettings(best_of=3).candidates(12) == {8, 10, 12}
+    shown = iter(reached)
+    monkeypatch.setattr(trainer, "evaluate", lambda *_: SimpleNamespace(accuracy=next(shown)))
+    states = {}
+    trainer.open("adapter-1", 1)
+    trainer.train(
+        "adapter-1", ["sky"], held=[], rehearse=False, seed=5,
+        on_step=lambda step, *_: states.update({step: trainer.snapshot("adapter-1")}),
+    )  # fmt: skip
+    assert max(states) == trained
+    now = trainer.snapshot("adapter-1")
+    weights = [key for key in now if key.startswith(("lora", "head", "optimizer"))]
+    assert all(torch.equal(now[key], states[kept][key]) for key in weights)
+
+
+def test_the_best_step_survives_an_interruption(random_llava, tmp_path, monkeypatch):
+    """Interrupted after the best step was passed, the same step is kept, to the bit."""
+
+    class Interrupted(Exception):
+        pass
+
+    def run(file, stop=None):
+        trainer, _ = make(random_llava, steps=8, best_of=4)
+        reached = iter([0.9, 0.8, 0.7, 0.6] if not file.exists() else [0.7, 0.6])
+        monkeypatch.setattr(trainer, "evaluate", lambda *_: SimpleNamespace(accuracy=next(reached)))
+
+        def on_step(step, *_):
+            if step == stop:
+                raise Interrupted
+
+        trainer.open("adapter-1", 1)
+        trainer.train(
+            "adapter-1", ["apple"], held=[], rehearse=False, seed=6, on_step=on_step,
+            checkpoint=Checkpoint(file, every=0.0),
+        )  # fmt: skip
+        return trainer.snapshot("adapter-1")
+
+    whole = run(tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        run(tmp_path / "stopped", stop=6)
+    assert same(run(tmp_path / "stopped"), whole)

@@ -184,7 +184,7 @@ def test_gradients_of_a_step_do_not_depend_on_its_pieces(random_llava):
         trainer.open("a", seed=1)
         losses: list[float] = []
         for name, held in (("weather", []), ("vehicle_motion", ["weather"])):
-            trainer.train("a", name, held=held, rehearse=True, seed=2,
+            trainer.train("a", [name], held=held, rehearse=True, seed=2,
                           on_step=lambda _, __, loss, to=losses: to.append(loss))  # fmt: skip
         found.append((losses, trainer.snapshot("a")))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-3)

@@ -14,10 +14,13 @@ from valora_data.contract.heads import write_head
 from valora_data.schema import Split
 from valora_train.errors import SettingsError
 from valora_train.fusion.requirement import CONTRACT, contract_of
+from valora_train.metrics.speed import measure_speed
 from valora_train.stage import read_json, write_json
+from valora_train.tasks.registry import load_head
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from valora_train.fusion.decision import AttemptDecision, HeadOnlyDecision
     from valora_train.fusion.parent import Parent
@@ -41,10 +44,14 @@ class Promises:
         base: Id of the base model, which PEFT's adapter files name.
         domains: The domains, in the order of the configuration.
         requirements: What each domain must reach.
-        teacher: Accuracy of each domain's teacher on the test split; None where there is none.
+        teachers: What each domain's teacher reaches (see `stages.distill.teacher_figures`).
         trainer: Holds the adapters.
         lmm: The model; writes the adapters.
         state: Files of the fusion on disk.
+
+    Attributes:
+        speed: Images a second of each measured domain, by adapter and head together (see
+            `metrics.speed.measure_speed`).
     """
 
     def __init__(
@@ -52,7 +59,7 @@ class Promises:
         base: str,
         domains: Mapping[str, DomainSettings],
         requirements: Mapping[str, Requirement],
-        teacher: Mapping[str, float | None],
+        teachers: Mapping[str, Mapping[str, Any]],
         trainer: Trainer,
         lmm: Lmm,
         state: FusionState,
@@ -60,12 +67,13 @@ class Promises:
         self._base = base
         self._domain_settings = domains
         self._requirements = requirements
-        self._teacher = teacher
+        self._teachers = teachers
         self._trainer = trainer
         self._lmm = lmm
         self._state = state
         self._folder = state.folder
         self._promised: dict[str, dict[str, Any]] = {}
+        self.speed: dict[str, dict[str, Any]] = {}
 
     @property
     def domains(self) -> dict[str, dict[str, Any]]:
@@ -109,6 +117,8 @@ class Promises:
                 folder / f"{domain}.safetensors", self._trainer.task(domain).stored_head(head)
             )
         promised = self._promise(domain, None, head, val, test, reached)
+        if self._requirements[domain].met_by(val.accuracy):  # it may take no adapter
+            promised["speed"] = self._measure_speed(None, domain, head)
         write_json(folder / f"{domain}.json", promised)
         return reached, test
 
@@ -123,6 +133,13 @@ class Promises:
         for source, target in files.items():
             (self._folder / target).parent.mkdir(exist_ok=True)
             shutil.copyfile(folder / source, self._folder / target)
+        if "speed" not in promised:
+            file = None if promised["head"] is None else self._folder / promised["head"]
+            head = load_head(self._trainer.task(name), file, self._lmm.width)
+            promised["speed"] = self._measure_speed(None, name, head)
+            write_json(folder / f"{name}.json", promised)  # for fusions that take it over
+        self.speed[name] = promised.pop("speed")
+        promised["accuracy"] |= self._teachers[name]
         asked = self._asked(name, promised["accuracy"])
         self._promised[name] = promised | asked | {"reason": decision.reason}
 
@@ -146,7 +163,19 @@ class Promises:
             write_head(self._folder / "heads" / f"{domain}.safetensors", stored)
         promised = self._promise(domain, adapter, head, val, test, self._state.head_only[domain])
         self._promised[domain] = {**promised, "reason": reason}
+        self.speed[domain] = self._measure_speed(adapter, domain, head)
         return test
+
+    def _measure_speed(self, adapter: str | None, domain: str, head: Any) -> dict[str, Any]:
+        """Measure how fast base model, adapter and head answer; on every process of a team."""
+        task, samples = self._trainer.task(domain), self._trainer.samples(domain, Split.TEST)
+        self._lmm.adapters.activate(adapter)
+        return measure_speed(
+            lambda some: task.answer(head, self._lmm, some),
+            samples,
+            str(self._lmm.device),
+            alone=not self._lmm.sharded,
+        )
 
     def _promise(
         self,
@@ -167,7 +196,7 @@ class Promises:
             **({} if test.classes is None else test.classes.as_json()),
             "head_only": head_only["test"],
             "head_only_val": head_only["val"],
-            "teacher": self._teacher[name],
+            **self._teachers[name],
         }
         return {
             "task": str(task.domain.task),
@@ -187,6 +216,7 @@ class Promises:
         requirement = self._requirements[name]
         return {
             "required": requirement.promise,
+            "bar": requirement.bar,
             CONTRACT: contract_of(self._domain_settings[name]).as_json(),
             "status": "met" if requirement.kept_by(accuracy) else "missed",
         }
@@ -213,7 +243,22 @@ class Promises:
         for file in [f"pictures/{name}.png"] + ([facts["head"]] if facts["head"] else []):
             (self._folder / file).parent.mkdir(exist_ok=True)
             shutil.copyfile(parent.folder / file, self._folder / file)
+        facts["accuracy"] = facts["accuracy"] | self._teachers[name]
         self._promised[name] = facts | self._asked(name, facts["accuracy"])
+        if (speed := parent.result.get("speed", {}).get(name)) is not None:
+            self.speed[name] = speed
+
+
+def adapter_facts(folder: Path) -> dict[str, Any]:
+    """Rank and bytes of an adapter in PEFT's format.
+
+    Args:
+        folder: Folder of the adapter.
+    """
+    config = read_json(folder / "adapter_config.json")
+    ranks = [config["r"], *(config.get("rank_pattern") or {}).values()]
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return {"rank": max(ranks), "bytes": size}
 
 
 def fusion_result(
@@ -228,12 +273,16 @@ def fusion_result(
     return {
         "strategy": strategy,
         "packing": plan.packing,
+        "adapters": {
+            name: adapter_facts(state.folder / "adapters" / name) for name in plan.packing
+        },
         "closed": plan.closed,
         "used": plan.used,
         "parent": parent and {"version": parent.version, "fusion_stage": parent.folder.name},
         "head_only": [*(parent.unpacked if parent else ()), *plan.head_only],
         "unreachable": flagged | plan.unreachable,
         "domains": promises.domains,
+        "speed": promises.speed,
         "attempts": [_as_json(decision) for decision in plan.decisions],
         "seconds": state.seconds,
         "mlflow_run_id": state.mlflow_run_id,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,6 +64,11 @@ class Matches:
         )
         low, high = np.quantile(_f1(*(counts @ drawn.T)), [0.025, 0.975])
         return float(low), float(high)
+
+    def above(self, confidence: float) -> Matches:
+        """The matches of the detections at or above a confidence; `map` and `ap` stay."""
+        kept = self.score >= confidence
+        return replace(self, score=self.score[kept], hit=self.hit[kept], image=self.image[kept])
 
     def best_threshold(self) -> float:
         """The confidence threshold with the highest F1; 0.5 if no detection is matched."""

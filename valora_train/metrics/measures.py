@@ -61,6 +61,27 @@ def _known(value: Sequence[str], task: str) -> Sequence[str]:
     return value
 
 
+def calibration_error(predicted: Sequence[Answer], truth: Sequence[Answer]) -> float | None:
+    """Expected calibration error of chosen labels (Guo et al. 2017), 15 bins of equal width.
+
+    Args:
+        predicted: The answer to each sample.
+        truth: The true answer to each sample.
+
+    Returns:
+        The error; None if not every answer has a probability for each label.
+    """
+    import torch
+    from torchmetrics.functional.classification import binary_calibration_error
+
+    pairs = _pairs(predicted, truth)
+    if not pairs or not all(one.soft for one in predicted):
+        return None
+    hit = torch.tensor([int(one.choice == other.choice) for one, other in pairs])
+    confidence = torch.tensor([max(one.soft) for one in predicted])
+    return float(binary_calibration_error(confidence, hit, 15))
+
+
 def top1(predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
     """Top-1 accuracy: the share of samples whose label is right."""
     hits = [

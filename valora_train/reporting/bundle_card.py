@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from valora_train.reporting.text import accuracy_text, markdown_table, plural
+from valora_train.reporting.domain_table import (
+    BESIDE_TEACHER,
+    EXPLANATION,
+    PROMISES,
+    domain_table,
+)
+from valora_train.reporting.text import accuracy_text, bytes_text, markdown_table, plural
 
 BARS = "pictures/accuracy-of-all-domains.png"
 """Picture of `pictures.accuracy_bars` in a bundle; no domain has a name with hyphens."""
@@ -35,33 +41,23 @@ def bundle_card(manifest: dict[str, Any]) -> str:
         f"`{manifest['base']['id']}` (strategy `{manifest['strategy']}`, "
         f"{plural(manifest['attempts'], 'attempt')}).",
         "",
-        "| adapter | rank | domains |",
-        "|---|---|---|",
+        "| adapter | rank | size | domains |",
+        "|---|---|---|---|",
     ]
     for facts in manifest["adapters"].values():
-        lines.append(f"| `{facts['path']}` | {facts['rank']} | {', '.join(facts['domains'])} |")
+        size = bytes_text(facts["bytes"]) if "bytes" in facts else "–"
+        domains = ", ".join(facts["domains"])
+        lines.append(f"| `{facts['path']}` | {facts['rank']} | {size} | {domains} |")
     unpacked = [name for name, facts in manifest["domains"].items() if facts["adapter"] is None]
     if unpacked:
-        lines.append(f"| none: the base model as it is | | {', '.join(unpacked)} |")
+        lines.append(f"| none: the base model as it is | | | {', '.join(unpacked)} |")
     lines += [
         "",
-        "Accuracy on the test split with its 95 % interval; no decision has used this split. "
-        "*Without LoRA* is the accuracy of the frozen base model with a head of its own, or of its "
-        "written answers.",
+        EXPLANATION,
         "",
-        "| domain | metric | required | test | status | without LoRA | teacher | other metrics |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, facts in manifest["domains"].items():
-        accuracy = facts["accuracy"]
-        low, high = accuracy["test_ci95"]
-        teacher = accuracy_text(accuracy["teacher"])
-        lines.append(
-            f"| {name} | {facts['metric']} | {facts['required']:.2f} | {accuracy['test']:.3f} "
-            f"({low:.3f}–{high:.3f}) | {facts['status']} | {accuracy['head_only']:.3f} | {teacher} "
-            f"| {_other_metrics(accuracy)} |"
-        )
-    lines += [
+        *markdown_table(
+            *domain_table(manifest["domains"], manifest["adapters"], (*PROMISES, *BESIDE_TEACHER))
+        ),
         "",
         f"![accuracy of all domains]({BARS})",
         "",
@@ -145,13 +141,3 @@ def _classes(domains: Mapping[str, Any]) -> list[str]:
         *markdown_table(columns, rows),
         "",
     ]
-
-
-def _other_metrics(accuracy: Mapping[str, Any]) -> str:
-    """Metrics besides the standard one, e.g. ``map 0.61``."""
-    known = ("test", "test_ci95")
-    return ", ".join(
-        f"{key.removeprefix('test_')} {value:.3f}"
-        for key, value in accuracy.items()
-        if key.startswith("test_") and key not in known
-    )

@@ -9,7 +9,8 @@ from valora_data.schema import Split
 from valora_train.errors import TrackingError, UnreachableError
 from valora_train.fusion.decision import Verdict
 from valora_train.reporting import pictures
-from valora_train.reporting.text import accuracy_text, markdown_table, plural
+from valora_train.reporting.domain_table import BESIDE_TEACHER, PROMISES, domain_table
+from valora_train.reporting.text import markdown_table, plural
 from valora_train.reporting.tracking import DataSet
 from valora_train.stage import digest
 
@@ -217,7 +218,7 @@ def log_result(tracker: Tracker, result: Mapping[str, Any]) -> None:
     """
     verdicts = [attempt["verdict"] for attempt in result["attempts"]]
     tracker.log_metrics(
-        {f"test/{name}": facts["accuracy"]["test"] for name, facts in result["domains"].items()}
+        _metrics(result)
         | {
             "adapters": len(result["packing"]),
             "attempts": len(verdicts),
@@ -228,7 +229,8 @@ def log_result(tracker: Tracker, result: Mapping[str, Any]) -> None:
     for name, facts in result["domains"].items():
         if "per_class" in facts["accuracy"]:
             tracker.log_classes(name, facts["accuracy"])
-    tracker.log_figure(pictures.accuracy_bars(result["domains"]), "accuracy.png")
+    bars = pictures.accuracy_bars(result["domains"], result.get("adapters", {}))
+    tracker.log_figure(bars, "accuracy.png")
     tracker.finish("FINISHED", _note(result, tracker.run_id))
 
 
@@ -299,22 +301,27 @@ class AttemptReport(TrainingReport):
         self._report.show_outcome(outcome)
 
 
+def _metrics(result: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics on the test split, ours beside the teachers', by the names that MLflow shows."""
+    found: dict[str, float] = {}
+    for name, facts in result["domains"].items():
+        for key, value in facts["accuracy"].items():
+            if key.startswith(("test", "teacher")) and isinstance(value, int | float):
+                found[f"{key}/{name}"] = value
+        speed = result.get("speed", {}).get(name) or {}
+        for kind, one in (("", speed), ("teacher_", speed.get("teacher") or {})):
+            if one:
+                found[f"{kind}images_per_second/{name}"] = one["images_per_second"]
+    return found
+
+
 def _note(result: Mapping[str, Any], run_id: str) -> str:
     """The description of the parent run in markdown: the packing and what it reaches."""
-    domains, packing = result["domains"], result["packing"]
-    columns = ("domain", "adapter", "required", "validation", "test", "head alone", "teacher")
-    rows = [
-        (
-            name,
-            facts["adapter"] or "none",
-            f"{facts['required']:.2f}",
-            accuracy_text(facts["accuracy"]["val"]),
-            accuracy_text(facts["accuracy"]["test"]),
-            accuracy_text(facts["accuracy"]["head_only"]),
-            accuracy_text(facts["accuracy"]["teacher"]),
-        )
-        for name, facts in domains.items()
-    ]
+    packing, speed = result["packing"], result.get("speed", {})
+    domains = {
+        name: facts | {"speed": speed.get(name)} for name, facts in result["domains"].items()
+    }
+    columns, rows = domain_table(domains, result.get("adapters", {}), (*PROMISES, *BESIDE_TEACHER))
     lines = [
         f"**{plural(len(domains), 'domain')} in {plural(len(packing), 'adapter')}** after "
         f"{plural(len(result['attempts']), 'attempt')} (strategy `{result['strategy']}`).",

@@ -1,4 +1,4 @@
-"""Pictures for people: contact sheets, the accuracy heat map, the packing timeline."""
+"""Pictures for people: contact sheets, the fusion in bars, the heat map, the packing timeline."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from valora_data.drawing import add_caption, add_legend, arrange, draw_boxes, show_photograph, widen
 from valora_data.tasks import task_spec
+from valora_train.reporting.text import bytes_text, share_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -131,46 +132,78 @@ def _iou(one: Box, other: Box) -> float:
 
 BARS = (("without LoRA", "#9e9e9e"), ("teacher", "#1e88e5"), ("test", "#2e7d32"))
 MISSED = "#c62828"
+BANDS = ("#eceff1", "#ffffff")  # behind the domains of one adapter, in turn
+NO_ADAPTER = "no adapter"
 
 
-def accuracy_bars(domains: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Bars of what every domain reaches on the test split, on one scale.
+def accuracy_bars(
+    domains: Mapping[str, Mapping[str, Any]], adapters: Mapping[str, Mapping[str, Any]]
+) -> Figure:
+    """A fusion in one picture: adapters with their domains, accuracy, bar and teacher on one scale.
 
     Metrics that end at 1 share one axis; those with another range, such as CIDEr, have their own.
 
     Args:
         domains: What a fusion promises of each domain (`domains` of `fusion.json`).
+        adapters: Rank and bytes of each adapter, in the order of the picture.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
+    order = {name: place for place, name in enumerate([*adapters, None])}
+    names = sorted(domains, key=lambda name: order.get(domains[name].get("adapter"), 0))
     groups: dict[float, list[str]] = {}
-    for name, facts in domains.items():
-        groups.setdefault(task_spec(facts["task"]).largest, []).append(name)
-    figure = Figure(figsize=(9, 1.6 + 0.75 * len(domains) + 0.5 * len(groups)), dpi=110)
-    ratios = [len(names) for names in groups.values()]
+    for name in names:
+        groups.setdefault(task_spec(domains[name]["task"]).largest, []).append(name)
+    figure = Figure(figsize=(11, 1.8 + 0.75 * len(domains) + 0.5 * len(groups)), dpi=110)
+    ordered = sorted(groups.items())
+    ratios = [len(names) for _, names in ordered]
     grid = figure.subplots(len(groups), 1, squeeze=False, height_ratios=ratios)
-    for axes, (largest, names) in zip(grid[:, 0], sorted(groups.items()), strict=True):
+    for axes, (largest, names) in zip(grid[:, 0], ordered, strict=True):
         axes.set_xlim(0, largest)
+        axes.set_ylim(len(names) - 0.5, -0.5)  # the first domain above
+        _bands(axes, [domains[name].get("adapter") for name in names], adapters)
         for row, name in enumerate(names):
             _bars_of_domain(axes, row, domains[name])
         axes.set_yticks(range(len(names)), names)
-        axes.invert_yaxis()
         axes.set_xlabel(", ".join(dict.fromkeys(domains[name]["metric"] for name in names)))
         axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)
     handles: list[Any] = [Patch(color=colour, label=label) for label, colour in BARS]
     handles += [Patch(color=MISSED, label="test, requirement missed")]
     handles += [Line2D([], [], color="black", linewidth=2, label="required")]
-    figure.legend(handles=handles, loc="upper center", ncols=5, fontsize=8)
+    handles += [Line2D([], [], color="black", linewidth=1, linestyle=":", label="bar")]
+    handles += [Line2D([], [], color="#ff6f00", marker="D", linestyle="", label="validation")]
+    figure.legend(handles=handles, loc="upper center", ncols=len(handles), fontsize=8)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.4 / figure.get_figheight()))
     return figure
+
+
+def _bands(
+    axes: Any, holders: Sequence[str | None], adapters: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Shade the rows of each adapter and name it beside them."""
+    starts = [row for row in range(len(holders)) if not row or holders[row] != holders[row - 1]]
+    for number, start in enumerate(starts):
+        end = starts[number + 1] if number + 1 < len(starts) else len(holders)
+        axes.axhspan(start - 0.5, end - 0.5, color=BANDS[number % 2], zorder=0)
+        adapter = holders[start]
+        lines = [adapter or NO_ADAPTER]
+        facts = adapters.get(adapter or "", {})
+        lines += [f"rank {facts['rank']}"] if "rank" in facts else []
+        lines += [bytes_text(facts["bytes"])] if "bytes" in facts else []
+        text = "\n".join(lines) if end - start > 1 else ", ".join(lines)
+        axes.annotate(
+            text, (1.01, (start + end - 1) / 2), xycoords=("axes fraction", "data"),
+            va="center", fontsize=8,
+        )  # fmt: skip
 
 
 def _bars_of_domain(axes: Any, row: int, facts: Mapping[str, Any]) -> None:
     accuracy = facts["accuracy"]
     values = (accuracy["head_only"], accuracy["teacher"], accuracy["test"])
-    for place, (value, (_, colour)) in enumerate(zip(values, BARS, strict=True)):
+    for place, (value, (label, colour)) in enumerate(zip(values, BARS, strict=True)):
         if value is None:
             continue
         last = place == len(BARS) - 1
@@ -181,9 +214,19 @@ def _bars_of_domain(axes: Any, row: int, facts: Mapping[str, Any]) -> None:
             color=MISSED if last and facts["status"] != "met" else colour,
             xerr=[[max(0.0, value - low)], [max(0.0, high - value)]] if last else None,
         )  # fmt: skip
-        ink = "white" if value > 0.1 * axes.get_xlim()[1] else "black"
-        axes.text(0.0, y, f" {value:.3f}", va="center", fontsize=7, color=ink)
+        text = f" {value:.3f} {label}"
+        if last and accuracy["teacher"]:
+            text += f", {share_text(value, accuracy['teacher'])} of the teacher"
+        room = value > 0.3 * axes.get_xlim()[1]
+        axes.text(
+            0.0 if room else value, y, text, va="center", fontsize=7,
+            color="white" if room else "black",
+        )  # fmt: skip
     axes.vlines(facts["required"], row - 0.42, row + 0.42, color="black", linewidth=2)
+    if facts.get("bar") is not None:
+        axes.vlines(facts["bar"], row - 0.42, row + 0.42, color="black", linestyle=":")
+    if accuracy.get("val") is not None:
+        axes.plot(accuracy["val"], row + 0.27, marker="D", color="#ff6f00", markersize=4)
 
 
 def confusion_matrix(names: Sequence[str], counts: Sequence[Sequence[int]], title: str) -> Figure:

@@ -4,14 +4,38 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
 from rich.table import Table
 
-from valora_train.reporting.text import accuracy_text, plural
+from valora_train.reporting.domain_table import BESIDE_TEACHER, PROMISES, domain_table
+from valora_train.reporting.text import plural
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
     from valora_data.contract.bundle import Bundle
+
+
+LEFT = ("domain", "metric", "adapter", "other metrics")
+"""Columns that are aligned to the left."""
+
+
+def _table(bundle: Bundle, title: str, columns: Sequence[str]) -> Table:
+    """A table with one line for each domain of a bundle."""
+    table = Table(title=title, title_style="bold")
+    titles, rows = domain_table(bundle.domains, bundle.adapters, columns)
+    for column in titles:
+        table.add_column(column, justify="left" if column in LEFT else "right")
+    for row, facts in zip(rows, bundle.domains.values(), strict=True):
+        colour = "green" if facts["status"] == "met" else "red"
+        cells = [
+            f"[{colour}]{text}[/]" if column.startswith("test") else escape(text)
+            for column, text in zip(titles, row, strict=True)
+        ]
+        table.add_row(*cells)
+    return table
 
 
 def print_summary(bundle: Bundle, console: Console, seconds: float, link: str | None) -> None:
@@ -23,28 +47,11 @@ def print_summary(bundle: Bundle, console: Console, seconds: float, link: str | 
         seconds: Duration of the whole run, in seconds.
         link: Address of the fusion's run in MLflow's pages; None if there is none.
     """
-    table = Table(title=f"{bundle.name}, version {bundle.version}", title_style="bold")
-    columns = (
-        "domain", "metric", "teacher", "required", "validation", "test (95 %)", "without LoRA",
-    )  # fmt: skip
-    for column in columns:
-        table.add_column(column, justify="left" if column in columns[:2] else "right")
-    table.add_column("adapter")
-    for name, facts in bundle.domains.items():
-        accuracy = facts["accuracy"]
-        low, high = accuracy["test_ci95"]
-        colour = "green" if facts["status"] == "met" else "red"
-        table.add_row(
-            name,
-            facts["metric"],
-            accuracy_text(accuracy["teacher"]),
-            f"{facts['required']:.3f}",
-            f"{accuracy['val']:.3f}",
-            f"[{colour}]{accuracy['test']:.3f}[/] ({low:.3f}–{high:.3f})",
-            f"{accuracy['head_only']:.3f}",
-            facts["adapter"] or "none",
-        )
-    console.print(table)
+    title = f"{bundle.name}, version {bundle.version}"
+    console.print(_table(bundle, title, PROMISES))
+    beside = _table(bundle, "beside the teachers", ("domain", *BESIDE_TEACHER))
+    if len(beside.columns) > 1:
+        console.print(beside)
     met = sum(facts["status"] == "met" for facts in bundle.domains.values())
     console.print(
         f"{met} of {plural(len(bundle.domains), 'domain')} at their requirement on test, in "

@@ -18,6 +18,20 @@ def accuracy_text(accuracy: float | None) -> str:
     return "–" if accuracy is None else f"{accuracy:.3f}"
 
 
+def share_text(part: float, whole: float) -> str:
+    """A share in percent, e.g. ``97 %``; a dash where the whole is nothing."""
+    return f"{part / whole:.0%}".replace("%", " %") if whole > 0 else "–"
+
+
+def bytes_text(size: int) -> str:
+    """A number of bytes with two digits, e.g. ``640 kB`` or ``1.2 MB``."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            amount = size / factor
+            return f"{amount:.1f} {unit}" if amount < 10 else f"{amount:.0f} {unit}"
+    return f"{size} B"
+
+
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """The lines of a markdown table."""
     return [

@@ -6,6 +6,7 @@ training data by running the small models. The report says how well these agree 
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from valora_data import shards
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Sample, Split
 from valora_train.metrics.evaluate import Matches, match
+from valora_train.metrics.measures import calibration_error
+from valora_train.metrics.speed import Pace
 from valora_train.settings import LABELS, as_dict
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.data import HASHES, TRUTH
@@ -171,7 +174,7 @@ def distill_stage(
     if (data / TRUTH).is_dir():
         splits.append(TRUTH)
     inputs |= {str(split): digest(data / split) for split in splits}
-    return Stage(f"distill-{domain.name}", 4, settings, inputs, shared=True)
+    return Stage(f"distill-{domain.name}", 5, settings, inputs, shared=True)
 
 
 def build_distilled(
@@ -198,9 +201,10 @@ def build_distilled(
     assert domain.task is not None, "`Settings.chosen` fills it in"
     found: Found = {}
     truth: Truth = {}
+    pace = Pace()
     for split in (Split.UNLABELLED, Split.VAL, Split.TEST):
         samples = shards.read(intact(data / split))
-        answers = model.answer(samples, lambda done, all_: on_batch(done, all_, 0.0))
+        answers = _answer(model, samples, pace, on_batch)
         check_answers(f"the teacher of domain {domain.name}", domain.task, answers)
         found[split] = [
             replace(sample, answer=answer) for sample, answer in zip(samples, answers, strict=True)
@@ -213,10 +217,24 @@ def build_distilled(
     else:
         kept, report = _keep_answers(domain, teacher, found, truth)
     report |= {"teacher": domain.teacher, "samples": len(kept)}
+    report["speed"] = pace.facts()
     if teacher.labelled:
         kept += shards.read(intact(data / Split.TRAIN))
     shards.write(kept, domain.labels, folder / TAUGHT)
     write_json(folder / REPORT, report)
+
+
+def _answer(model: Teacher, samples: list[Sample], pace: Pace, on_batch: OnStep) -> list[Answer]:
+    """A teacher's answers; its pace is measured."""
+
+    def answered(done: int, all_: int) -> None:
+        pace.on_batch(done)
+        on_batch(done, all_, 0.0)
+
+    pace.start(samples)
+    answers = model.answer(samples, answered)
+    pace.on_batch(len(samples))  # some teachers report no batches
+    return answers
 
 
 Found = dict[Split, list[Sample]]
@@ -226,11 +244,10 @@ Truth = dict[Split, list[Answer]]
 def _keep_boxes(
     domain: DomainSettings, teacher: TeacherSettings, found: Found, truth: Truth
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """Keep all images, with the boxes whose confidence reaches the threshold."""
-    found = {
-        split: [_above(sample, teacher.min_confidence) for sample in samples]
-        for split, samples in found.items()
-    }
+    """Keep all images, with the boxes whose confidence reaches the threshold.
+
+    mAP and calibration error are those of all boxes that the teacher gives.
+    """
     matches = {
         split: match(
             [sample.answer.boxes for sample in samples],
@@ -242,8 +259,9 @@ def _keep_boxes(
     }
     threshold = teacher.threshold
     if threshold is None:
-        threshold = matches[Split.VAL].best_threshold()
-    kept = [_above(sample, threshold) for sample in found[Split.UNLABELLED]]
+        threshold = matches[Split.VAL].above(teacher.min_confidence).best_threshold()
+    sure = max(threshold, teacher.min_confidence)
+    kept = [_above(sample, sure) for sample in found[Split.UNLABELLED]]
     boxes = sum(len(sample.answer.boxes) for sample in kept)
     if not boxes:
         raise DataError(
@@ -253,9 +271,7 @@ def _keep_boxes(
     report = {
         "threshold": threshold,
         "boxes": boxes,
-        "accuracy": {
-            split: detection_figures(found, threshold) for split, found in matches.items()
-        },
+        "accuracy": {split: detection_figures(found, sure) for split, found in matches.items()},
     }
     return kept, report
 
@@ -283,11 +299,12 @@ def _keep_answers(
         )
     accuracy = {}
     for split, answers in truth.items():
-        scores = TASK_TYPES[domain.task].measure(
-            [sample.answer for sample in found[split]], answers
-        )
+        predicted = [sample.answer for sample in found[split]]
+        scores = TASK_TYPES[domain.task].measure(predicted, answers)
+        ece = calibration_error(predicted, answers)
         accuracy[split] = {
             "accuracy": scores.mean, "ci95": scores.interval(), **scores.details,
+            **({} if ece is None else {"ece": ece}),
         }  # fmt: skip
     return kept, {"threshold": teacher.threshold, "accuracy": accuracy}
 
@@ -333,5 +350,32 @@ def describe_distilled(distilled: Path) -> str:
 
 def teacher_accuracy(distilled: Path, split: Split) -> float | None:
     """Accuracy of the teacher on a split; None where there is no teacher or no truth."""
-    accuracy = read_json(intact(distilled / REPORT)).get("accuracy")
-    return float(accuracy[split]["accuracy"]) if accuracy and split in accuracy else None
+    found = _teacher_report(distilled, split).get("accuracy")
+    return None if found is None else float(found)
+
+
+def teacher_figures(distilled: Path) -> dict[str, Any]:
+    """What the teacher reaches, in the words of the manifest.
+
+    Args:
+        distilled: Output of stage `distill`.
+
+    Returns:
+        `teacher`, its accuracy on the test split (None where there is no teacher), with its
+        interval `teacher_ci95` and further metrics, such as `teacher_map` and `teacher_ece`.
+    """
+    more = {
+        f"teacher_{key}": value
+        for key, value in _teacher_report(distilled, Split.TEST).items()
+        if key == "ci95" or (key != "accuracy" and math.isfinite(value))
+    }
+    return {"teacher": teacher_accuracy(distilled, Split.TEST)} | more
+
+
+def teacher_speed(distilled: Path) -> dict[str, Any]:
+    """`images_per_second` of the teacher and its `machine`; empty where there is no teacher."""
+    return dict(read_json(intact(distilled / REPORT)).get("speed", {}))
+
+
+def _teacher_report(distilled: Path, split: Split) -> dict[str, Any]:
+    return dict(read_json(intact(distilled / REPORT)).get("accuracy", {}).get(split, {}))

@@ -24,6 +24,7 @@ from valora_data.contract.bundle import GOLDEN, MANIFEST, Bundle, read_bundle, w
 from valora_data.errors import BundleError
 from valora_data.schema import Split
 from valora_train.errors import GateError, TrackingError
+from valora_train.fusion.promises import adapter_facts
 from valora_train.fusion.state import FUSION
 from valora_train.reporting.bundle_card import BARS, bundle_card, confusion_file
 from valora_train.reporting.fusion_report import log_result
@@ -170,7 +171,7 @@ def _write_bundle(
             shutil.copytree(intact(fused / part), folder / part)
     manifest = _manifest(settings, domains, fused, result, version)
     _write_golden(folder, manifest, domains, settings.model.device)
-    accuracy_bars(manifest["domains"]).savefig(folder / BARS)
+    accuracy_bars(manifest["domains"], manifest["adapters"]).savefig(folder / BARS)
     for name, facts in manifest["domains"].items():
         if matrix := facts["accuracy"].get("confusion"):
             title = f"{name}: truth and prediction"
@@ -207,12 +208,15 @@ def _manifest(
         "adapters": {
             name: {
                 "path": f"adapters/{name}",
-                "rank": settings.train.lora.rank,
+                **adapter_facts(fused / "adapters" / name),
                 "domains": list(held),
             }
             for name, held in result["packing"].items()
         },
-        "domains": result["domains"],
+        "domains": {
+            name: facts | {"speed": result.get("speed", {}).get(name)}
+            for name, facts in result["domains"].items()
+        },
         "attempts": len(result["attempts"]),
         "lineage": {
             "mlflow_run_id": result["mlflow_run_id"],

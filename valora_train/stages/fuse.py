@@ -8,6 +8,7 @@ same of every domain without LoRA in `head_only/`.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,12 @@ from valora_train.reporting.progress import stopwatch
 from valora_train.reporting.tracking import NoTracker, Tracker, end_stale_runs, store_lock
 from valora_train.settings import as_dict
 from valora_train.stage import Stage, digest, intact, read_json, write_json
-from valora_train.stages.distill import TAUGHT, teacher_accuracy
+from valora_train.stages.distill import (
+    TAUGHT,
+    teacher_accuracy,
+    teacher_figures,
+    teacher_speed,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -90,8 +96,8 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
         inputs[f"{name}/taught"] = digest(domain.distilled / TAUGHT)
         for split in (Split.VAL, Split.TEST):
             inputs[f"{name}/{split}"] = digest(domain.data / split)
-        # Bundles name the teacher's accuracy.
-        inputs[f"{name}/teacher"] = str(domain.teacher(Split.TEST))
+        # Bundles say what the teacher reaches.
+        inputs[f"{name}/teacher"] = json.dumps(teacher_figures(domain.distilled))
     values = training_facts(settings) | {"fusion": as_dict(settings.fusion)}
     values["domains"] = [domain_facts(item.settings) | _contract_facts(item) for item in domains]
     # Where the fusion continues is an input; what becomes of its result is decided afterwards.
@@ -225,10 +231,10 @@ def build_fusion(
     tracker = _start_tracker(settings, domains, stage, state, team)
     data_sets = {item.settings.name: (item.distilled, item.data) for item in domains}
     report = FusionReport(tracker, display, trainer, required, data_sets)
-    teacher = {item.settings.name: item.teacher(Split.TEST) for item in domains}
+    teachers = {item.settings.name: teacher_figures(item.distilled) for item in domains}
     promises = Promises(
         settings.model.id, {item.settings.name: item.settings for item in domains}, requirements,
-        teacher, trainer, lmm, state,
+        teachers, trainer, lmm, state,
     )  # fmt: skip
     with report.running():
         _measure_baselines(settings, domains, requirements, promises, state, display, team, report)
@@ -258,6 +264,9 @@ def build_fusion(
             report.log_progress(plan, state)
             _stop_if_unreachable(settings, plan, requirements, parent)
         _measure_packing(plan, packing, promises, state, parent, report)
+        for item in domains:
+            if (speed := promises.speed.get(item.settings.name)) is not None:
+                speed["teacher"] = teacher_speed(item.distilled) or None
         result = fusion_result(settings.fusion.strategy, plan, promises, state, parent)
         report.finish(result)
         write_json(folder / FUSION, result)

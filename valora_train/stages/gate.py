@@ -85,16 +85,8 @@ class BundleModel:
 
     def answer(self, domain: str, samples: Sequence[Sample]) -> list[Prediction]:
         """The bundle's answers for samples; their true answers are not used."""
-        import torch
-
-        task, head = self.tasks[domain], self._heads[domain]
         self._lmm.adapters.activate(self._bundle.domains[domain]["adapter"])
-        with torch.no_grad():
-            # Encoded in the batches of training: other shapes round differently.
-            encoded = self._lmm.encode(
-                [task.prompt(sample) for sample in samples], task.whole_prompt
-            )
-            return task.predictions(head, task.outputs(head, self._lmm, encoded), samples)
+        return self.tasks[domain].answer(self._heads[domain], self._lmm, samples)
 
     def accuracy(self, domain: str, samples: Sequence[Sample]) -> float:
         """Accuracy of the bundle on samples with true answers."""

@@ -256,6 +256,19 @@ class DomainTask(ABC):
     def predictions(self, head: Any, raw: Any, samples: Sequence[Sample]) -> list[Prediction]:
         """Answers from raw outputs; the true answers of `samples` are not read."""
 
+    @torch.no_grad()
+    def answer(self, head: Any, lmm: Lmm, samples: Sequence[Sample]) -> list[Prediction]:
+        """Answers to samples by the active adapter; their true answers are not read.
+
+        Args:
+            head: The head, if there is one.
+            lmm: The model.
+            samples: The samples. They are encoded in the batches of training: other shapes round
+                differently.
+        """
+        encoded = lmm.encode([self.prompt(sample) for sample in samples], self.whole_prompt)
+        return self.predictions(head, self.outputs(head, lmm, encoded), samples)
+
     def evaluate(
         self, head: Any, predictions: list[Prediction], samples: Sequence[Sample]
     ) -> Evaluation:

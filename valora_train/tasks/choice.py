@@ -10,6 +10,7 @@ import torch
 from valora_data.contract.heads import LabelHead, LabelResult, confidences
 from valora_data.errors import DataError
 from valora_data.schema import Answer
+from valora_train.metrics.measures import calibration_error
 from valora_train.metrics.per_class import choice_report
 from valora_train.tasks.base import Evaluation, HeadTask, Prediction
 from valora_train.tasks.label_head import POOLINGS, ChoiceTargets, LabelHeadModule
@@ -118,20 +119,11 @@ class ChoiceTask(HeadTask):
         """The task's metric, the calibration error of the confidences, metrics of each label."""
         found = super().evaluate(head, predictions, samples)
         truth = [sample.answer for sample in samples]
-        ece = self._calibration_error(predictions, truth)
+        ece = calibration_error([one.answer for one in predictions], truth)
         choices = [one.answer.choice for one in predictions]
         classes = choice_report(choices, [one.choice for one in truth], self.domain.labels)
-        return replace(found, details=found.details | {"ece": ece}, classes=classes)
-
-    def _calibration_error(
-        self, predictions: Sequence[Prediction], truth: Sequence[Answer]
-    ) -> float:
-        from torchmetrics.functional.classification import binary_calibration_error
-
-        pairs = zip(predictions, truth, strict=True)
-        hit = [one.answer.choice == other.choice for one, other in pairs]
-        confidence = torch.tensor([max(one.answer.soft) for one in predictions])
-        return float(binary_calibration_error(confidence, torch.tensor(hit, dtype=torch.int64), 15))
+        more = {} if ece is None else {"ece": ece}
+        return replace(found, details=found.details | more, classes=classes)
 
     def golden(self, prediction: Prediction, threshold: float | None) -> dict[str, Any]:
         """The label and its confidence."""

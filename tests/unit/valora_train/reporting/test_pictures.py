@@ -62,29 +62,51 @@ def test_detections_are_right_or_wrong_and_the_legend_names_what_is_drawn():
     assert nothing.height < right.height  # no legend without colours
 
 
-def test_bars_of_one_metric_share_one_scale():
-    def promise(task, test, teacher=0.9, required=0.8):
-        accuracy = {"head_only": 0.1, "teacher": teacher, "test": test}
+def test_a_fusion_is_one_picture_on_one_scale():
+    def promise(task, test, adapter, teacher=0.9, required=0.8):
+        accuracy = {"head_only": 0.1, "teacher": teacher, "test": test, "val": test + 0.01}
         return {
             "task": task, "metric": task_spec(task).metric, "required": required,
-            "status": "met" if test >= required else "missed",
-            "accuracy": accuracy | {"test_ci95": [test - 0.05, test + 0.05]},
+            "bar": required + 0.02, "status": "met" if test >= required else "missed",
+            "adapter": adapter, "accuracy": accuracy | {"test_ci95": [test - 0.05, test + 0.05]},
         }  # fmt: skip
 
     figure = pictures.accuracy_bars(
         {
-            "person": promise("detection", 0.85),
-            "talk": promise("caption", 4.0, None, 3.0),
-            "coins": promise("counting", 0.3),
-        }
+            "person": promise("detection", 0.85, "adapter-2"),
+            "talk": promise("caption", 4.0, "adapter-2", None, 3.0),
+            "coins": promise("counting", 0.3, None),
+            "bicycle": promise("detection", 0.95, "adapter-1"),
+        },
+        {"adapter-1": {"rank": 16, "bytes": 1_200_000}, "adapter-2": {}},
     )
     ones, tens = figure.axes
     assert ones.get_xlim() == (0, 1)
     assert tens.get_xlim() == (0, 10)
-    assert [tick.get_text() for tick in ones.get_yticklabels()] == ["person", "coins"]
-    assert [bar.get_width() for bar in ones.patches] == pytest.approx(
-        [0.1, 0.9, 0.85, 0.1, 0.9, 0.3]
+    assert [tick.get_text() for tick in ones.get_yticklabels()] == ["bicycle", "person", "coins"]
+    bars = [patch for patch in ones.patches if patch.get_height() < 0.5]  # the others are bands
+    assert [bar.get_width() for bar in bars] == pytest.approx(
+        [0.1, 0.9, 0.95, 0.1, 0.9, 0.85, 0.1, 0.9, 0.3]
     )
-    assert [bar.get_width() for bar in tens.patches] == pytest.approx([0.1, 4.0])
-    said = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert said == ["without LoRA", "teacher", "test", "test, requirement missed", "required"]
+    said = [text.get_text() for text in ones.texts]
+    assert {"adapter-1, rank 16, 1.2 MB", "adapter-2", "no adapter"} <= set(said)
+    assert " 0.950 test, 106 % of the teacher" in said
+    lines = [line.get_segments()[0][0][0] for line in ones.collections if line.get_segments()]
+    assert {0.8, 0.82} <= {round(float(line), 6) for line in lines}
+    assert [line.get_xdata()[0] for line in ones.lines if line.get_marker() == "D"] == (
+        pytest.approx([0.96, 0.86, 0.31])
+    )
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == [
+        "without LoRA", "teacher", "test", "test, requirement missed", "required", "bar",
+        "validation",
+    ]  # fmt: skip
+
+
+def test_a_fusion_of_an_earlier_version_has_no_bar():
+    old = {
+        "task": "detection", "metric": "f1", "required": 0.8, "status": "met", "adapter": "one",
+        "accuracy": {"head_only": 0.1, "teacher": None, "test": 0.9, "test_ci95": [0.8, 0.95]},
+    }  # fmt: skip
+    (axes,) = pictures.accuracy_bars({"old": old}, {}).axes
+    assert not [line for line in axes.lines if line.get_marker() == "D"]

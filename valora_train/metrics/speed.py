@@ -1,0 +1,125 @@
+"""How fast a model answers: images a second, from decoded images to answers."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from valora_data.schema import Sample
+
+BATCH = 32  # samples, as teachers answer them
+ROUNDS = 5
+SECONDS = 2.0
+
+
+class Pace:
+    """Measures the speed of a model while it does its work, batch by batch."""
+
+    def __init__(self) -> None:
+        self._rates: list[float] = []
+        self._samples: Sequence[Sample] = ()
+        self._done = 0
+        self._last = 0.0
+
+    def start(self, samples: Sequence[Sample]) -> None:
+        """Start to answer samples."""
+        self._samples, self._done, self._last = samples, 0, time.perf_counter()
+
+    def on_batch(self, done: int) -> None:
+        """Note that a batch was answered.
+
+        Args:
+            done: Number of samples that are answered so far.
+        """
+        now = time.perf_counter()
+        if done > self._done:
+            self._rates.append(
+                _images(self._samples[self._done : done]) / max(now - self._last, 1e-9)
+            )
+        self._done, self._last = done, now
+
+    def facts(self) -> dict[str, Any]:
+        """The median over all batches but the first, in which the model warms up.
+
+        Returns:
+            As `measure_speed`; empty if nothing was answered.
+        """
+        rates = self._rates[1:] or self._rates
+        return {"images_per_second": median(rates), "machine": machine()} if rates else {}
+
+
+def measure_speed(
+    answer: Callable[[Sequence[Sample]], Any],
+    samples: Sequence[Sample],
+    device: str = "cpu",
+    *,
+    alone: bool = True,
+) -> dict[str, Any]:
+    """Measure how fast a model answers batches of 32 samples, or of fewer if it is slow.
+
+    Args:
+        answer: Answers samples, whose images are decoded.
+        samples: Samples of the domain, at least one; the first 32 are used.
+        device: Device of the model in torch's terms, e.g. ``cuda``.
+        alone: Whether this process runs the model alone. Processes that run it together must ask it
+            equally often, whatever their clocks say: one batch to warm up, and one more.
+
+    Returns:
+        `images_per_second`, the median over the batches of about two seconds, in which every frame
+        of a video counts; and `machine`.
+    """
+    batch = samples[:BATCH]
+    first = _seconds(answer, batch[: 1 if alone else BATCH], device)
+    took: list[float] = []
+    if alone:
+        batch = batch[: max(1, int(SECONDS / first))]
+        took = [first] if first >= SECONDS else []
+    while not took or (alone and len(took) < ROUNDS and sum(took) < SECONDS):
+        took.append(_seconds(answer, batch, device))
+    return {"images_per_second": _images(batch) / median(took), "machine": machine(device)}
+
+
+def _images(samples: Sequence[Sample]) -> int:
+    return sum(len(sample.images) for sample in samples)
+
+
+def _seconds(
+    answer: Callable[[Sequence[Sample]], Any], batch: Sequence[Sample], device: str
+) -> float:
+    start = time.perf_counter()
+    answer(batch)
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+    return max(time.perf_counter() - start, 1e-9)
+
+
+def machine(device: str = "cpu") -> str:
+    """Name of what a model runs on: the GPU, or the processor with its number of cores.
+
+    Args:
+        device: Device in torch's terms.
+    """
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    facts = Path("/proc/cpuinfo")
+    for line in facts.read_text(errors="replace").splitlines() if facts.is_file() else ():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name" and value.strip():
+            name = value.strip()
+            break
+    return f"{name}, {_cores()} cores"
+
+
+def _cores() -> int:
+    """Number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

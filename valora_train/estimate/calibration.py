@@ -282,7 +282,7 @@ def _measure_tracking(costs: TrackingCosts, scratch: Path) -> None:
     """Log an attempt into a store of its own."""
     if importlib.util.find_spec("mlflow") is None:  # a run without tracking
         return
-    attempt = Attempt(1, "domain", "adapter-1", (), False)
+    attempt = Attempt(1, ("domain",), "adapter-1", (), False)
     decision = AttemptDecision(attempt, {"domain": 1.0}, Verdict.COMMITTED, (), "")
     required = {"domain": 0.5}
     with stopwatch() as took:
@@ -566,7 +566,7 @@ def _time_steps(trainer: Trainer, name: str) -> float:
             raise _EnoughError
 
     with contextlib.suppress(_EnoughError):
-        trainer.train("adapter", name, held=(), rehearse=False, seed=0, on_step=on_step)
+        trainer.train("adapter", [name], held=(), rehearse=False, seed=0, on_step=on_step)
     return _median_step(times[1:])
 
 

@@ -49,7 +49,7 @@ def _parent(settings: Settings, names: list[str]) -> Parent | None:
     without = tuple(
         name for name, facts in bundle.domains.items() if facts["adapter"] is None and name in names
     )
-    result = {"used": len(held), "closed": []}
+    result = {"used": len(held)}
     kept = {adapter: domains for adapter, domains in held.items() if domains}
     return Parent(bundle.folder, bundle.version, kept, without, {}, result)
 

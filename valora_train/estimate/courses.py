@@ -76,7 +76,7 @@ def possible_courses(
         while (attempt := plan.next()) is not None and len(made) < MOST_ATTEMPTS:
             made.append(attempt)
             reached = dict.fromkeys(attempt.domains, 1.0)
-            if attempt.held and not shares():
+            if len(attempt.domains) > 1 and not shares():
                 reached = dict.fromkeys(attempt.domains, 0.0)
             plan.tell(reached)
         return Course(tuple(made), len(plan.packing))

@@ -278,12 +278,13 @@ class _Costs:
     def attempt(self, attempt: Attempt) -> float:
         """Seconds of an attempt with its evaluation."""
         train, rehearsed = self._train, attempt.held if attempt.rehearse else ()
-        step = self._model[attempt.domain].step
+        step = statistics.mean(self._model[name].step for name in attempt.new)
         if rehearsed:
-            share = min(train.rehearsal_share, len(rehearsed) / (len(rehearsed) + 1))
+            most = len(rehearsed) / (len(rehearsed) + len(attempt.new))
+            share = min(train.rehearsal_share, most)
             others = statistics.mean(self._model[name].step for name in rehearsed)
             step = (1 - share) * step + share * others
-        training = step * (train.steps + train.steps_per_held * len(rehearsed))
+        training = step * train.steps_for(len(attempt.new), len(rehearsed))
         looks = train.validations * train.validation_samples
         looking = sum(self._model[name].evaluate.each * looks for name in attempt.domains)
         snapshot = self._machine.snapshot

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+MOST_NAMED = 3  # domains that the name of an attempt lists
+
 
 class Verdict(StrEnum):
     """Outcome of an attempt."""
@@ -16,31 +18,45 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Train `domain` into `adapter`, which already holds `held`, then evaluate all of them.
+    """Train `new` into `adapter`, which already holds `held`, then evaluate all of them.
 
     Attributes:
         number: Position of the attempt in the whole fusion, from 1.
-        domain: The domain to add.
+        new: The domains to add, which are trained together.
         adapter: Name of the adapter to train.
         held: Domains that the adapter already holds; empty for a new adapter.
         rehearse: Whether training mixes in samples of `held` and also trains their heads.
+        rank: Rank to which the adapter grows before it is trained, or of a new adapter; None for
+            the rank that it has, or that of the settings.
+        moved: Domains of `new` that another adapter holds, which they leave if they stay here.
     """
 
     number: int
-    domain: str
+    new: tuple[str, ...]
     adapter: str
     held: tuple[str, ...]
     rehearse: bool
+    rank: int | None = None
+    moved: tuple[str, ...] = ()
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """All domains whose accuracy decides: those held and the new one."""
-        return (*self.held, self.domain)
+        """All domains whose accuracy decides: those held and the new ones."""
+        return (*self.held, *self.new)
+
+    @property
+    def label(self) -> str:
+        """The new domains for people: ``bicycle + person``, ``bicycle + person + 3 more``."""
+        few = len(self.new) <= MOST_NAMED
+        named = self.new if few else self.new[: MOST_NAMED - 1]
+        more = () if few else (f"{len(self.new) - len(named)} more",)
+        return " + ".join((*named, *more))
 
     @property
     def name(self) -> str:
         """Name for people, e.g. ``03 vegetation → adapter-1``."""
-        return f"{self.number:02d} {self.domain} → {self.adapter}"
+        grown = "" if self.rank is None else f" (rank {self.rank})"
+        return f"{self.number:02d} {self.label} → {self.adapter}{grown}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +85,11 @@ class AttemptDecision:
         attempt: The attempt.
         accuracy: Accuracy on the validation split of each domain in `attempt.domains`; NaN if
             training diverged.
-        verdict: What becomes of the attempt.
-        below: The domains that missed their bar (see `Requirement`).
+        verdict: What becomes of the attempt. An attempt with several new domains is committed if
+            one of them keeps its bar and no held domain misses it; the others are left out.
+        below: The domains that missed what they must keep (see `Requirement.kept_from`).
         reason: One sentence for people.
+        kept: The domains that the trained adapter holds; empty if it was restored or discarded.
     """
 
     attempt: Attempt
@@ -79,3 +97,9 @@ class AttemptDecision:
     verdict: Verdict
     below: tuple[str, ...]
     reason: str
+    kept: tuple[str, ...] = ()
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """New domains that a committed adapter does not hold: they missed their bar."""
+        return tuple(name for name in self.attempt.new if self.kept and name not in self.kept)

@@ -140,10 +140,10 @@ def _replay(plan: FusionPlan, saved: dict[str, Any], count: int) -> dict[str, st
         attempt = plan.next()
         if attempt is None or attempt_facts(attempt) != facts:
             return None
-        plan.tell(reached)
-        if plan.packing.get(attempt.adapter) == attempt.domains:
+        decision = plan.tell(reached)
+        if decision.kept:
             snapshots[attempt.adapter] = snapshot_file(attempt.adapter, attempt.number)
-    return snapshots
+    return {adapter: file for adapter, file in snapshots.items() if adapter in plan.packing}
 
 
 def _there(folder: Path, saved: dict[str, Any], snapshots: Iterable[tuple[str, str]]) -> bool:

@@ -80,7 +80,9 @@ def exact_packing(
     spared = [name for name in requirements if name in enough or name in useless]
     names = [name for name in requirements if name not in spared]
     floors = {
-        name: requirements[name].kept_from(alone[name] if name in unreachable else None)
+        name: requirements[name].kept_from(
+            alone[name] if name in unreachable else None, without.get(name) if head_only else None
+        )
         for name in names
     }
 

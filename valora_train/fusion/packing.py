@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from valora_data.schema import Split
 from valora_train.errors import UnreachableError
-from valora_train.fusion.plan import FusionPlan, order_domains
-from valora_train.fusion.state import attempt_facts
+from valora_train.fusion.plan import DEFAULT_RANK, FusionPlan, order_domains
+from valora_train.fusion.state import attempt_facts, of_domains
 from valora_train.fusion.strategies.base import Probe, Probes
 from valora_train.fusion.strategies.registry import make_strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -56,6 +56,7 @@ def make_plan(
     head_only: Mapping[str, Mapping[str, float]],
     seed: int,
     parent: Parent | None,
+    rank: int = DEFAULT_RANK,
 ) -> FusionPlan:
     """The plan of a fusion before its first attempt.
 
@@ -65,6 +66,7 @@ def make_plan(
         head_only: Accuracy of each domain without LoRA (see `FusionState`).
         seed: Seed of a random order.
         parent: The fusion to extend, if any.
+        rank: Rank of new adapters (`train.lora.rank`).
     """
     probes: Probes = {
         name: Probe(requirement.required, head_only[name]["val"])
@@ -78,7 +80,9 @@ def make_plan(
         head_only=settings.head_only,
         packed=parent.kept if parent else None,
         unpacked=parent.unpacked if parent else (),
-        closed=parent.closed if parent else (),
+        alone=parent.alone if parent else None,
+        ranks=parent.ranks if parent else None,
+        rank=rank,
         used=parent.used if parent else 0,
     )
 
@@ -183,9 +187,13 @@ class Packing:
         if adapter in self._trainer.adapters:
             return
         if adapter in self._state.snapshots:
-            self._trainer.restore(adapter, self._state.read_snapshot(adapter))
+            snapshot = self._state.read_snapshot(adapter)
         elif self._parent is not None:
-            self._trainer.restore(adapter, self._parent.snapshot(adapter))
+            snapshot = self._parent.snapshot(adapter)
+        else:
+            return
+        # Domains may have left the adapter since.
+        self._trainer.restore(adapter, of_domains(snapshot, self._plan.packing[adapter]))
 
     def run(
         self,
@@ -213,7 +221,7 @@ class Packing:
         try:
             trainer.train(
                 adapter,
-                [attempt.domain],
+                attempt.new,
                 held=attempt.held,
                 rehearse=attempt.rehearse,
                 seed=seed,
@@ -229,15 +237,33 @@ class Packing:
         except _DivergedError:
             reached = dict.fromkeys(attempt.domains, math.nan)
         decision = self._plan.tell(self._team.agree(reached))
-        if self._plan.packing.get(adapter) == attempt.domains:  # committed, or kept with a flag
+        if decision.kept:
             # Evaluating has calibrated the heads.
-            self._state.write_snapshot(adapter, attempt.number, trainer.snapshot(adapter))
+            kept = of_domains(trainer.snapshot(adapter), decision.kept)
+            self._state.write_snapshot(adapter, attempt.number, kept)
+            if decision.left_out:
+                trainer.restore(adapter, kept)
+            self._take_out(set(attempt.moved) & set(decision.kept), adapter)
         elif attempt.held:
             trainer.restore(adapter, before)
         else:
             trainer.close(adapter)
         seconds = self._state.checkpoint.spent + time.monotonic() - start
         return Outcome(decision, evaluations, seconds)
+
+    def _take_out(self, moved: Iterable[str], adapter: str) -> None:
+        """Take domains out of the adapters that held them, and drop adapters that hold nothing."""
+        if not moved:
+            return
+        packing = self._plan.packing
+        for other in set(self._trainer.adapters) - {adapter}:
+            if other not in packing:
+                self._trainer.close(other)
+            elif set(self._trainer.heads(other)) & set(moved):
+                self._trainer.restore(
+                    other, of_domains(self._trainer.snapshot(other), packing[other])
+                )
+        self._state.forget(packing)
 
     def record(self, outcome: Outcome) -> None:
         """Write a decision to disk; without this, the attempt is repeated after a restart."""

@@ -7,7 +7,6 @@ adapter's weights stay as they are and every domain has a head of its own.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from valora_data.contract.bundle import read_bundle
 from valora_train.errors import SettingsError
 from valora_train.fusion.requirement import CONTRACT
-from valora_train.fusion.state import FUSION, STATE, read_snapshot
+from valora_train.fusion.state import FUSION, STATE, of_domains, read_snapshot
 from valora_train.stage import RECORD, read_json
 
 if TYPE_CHECKING:
@@ -56,9 +55,17 @@ class Parent:
         return int(self.result["used"])
 
     @property
-    def closed(self) -> list[str]:
-        """Adapters that no further domain may join."""
-        return [name for name in self.result["closed"] if name in self.kept]
+    def alone(self) -> dict[str, float]:
+        """What the flagged domains reached in an adapter of their own."""
+        # Before domains could share the adapter of a flagged one, it kept what it reached alone.
+        alone = self.result.get("alone", {})
+        return {name: alone.get(name, accuracy) for name, accuracy in self.flagged.items()}
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Ranks of the adapters that are kept; before adapters could grow, none was written."""
+        facts = self.result.get("adapters", {})
+        return {name: facts[name]["rank"] for name in self.kept if name in facts}
 
     @property
     def domains(self) -> tuple[str, ...]:
@@ -75,10 +82,7 @@ class Parent:
     def snapshot(self, adapter: str) -> dict[str, Tensor]:
         """Snapshot of an adapter with the heads of its unchanged domains."""
         file = read_json(self.folder / STATE)["snapshots"][adapter]
-        names = "|".join(map(re.escape, self.kept[adapter])) or "$"
-        state = read_snapshot(self.folder, file)
-        mine = re.compile(rf"(lora|random)/|head/({names})/|optimizer/[^/]+/(({names})/|[^/]+$)")
-        return {key: value for key, value in state.items() if mine.match(key)}
+        return of_domains(read_snapshot(self.folder, file), self.kept[adapter])
 
 
 def find_parent(bundle: Path, work: Path) -> Path:

@@ -14,12 +14,13 @@ from valora_data.contract.heads import write_head
 from valora_data.schema import Split
 from valora_train.errors import SettingsError
 from valora_train.fusion.requirement import CONTRACT, contract_of
+from valora_train.fusion.state import of_domains
 from valora_train.metrics.speed import measure_speed
 from valora_train.stage import read_json, write_json
 from valora_train.tasks.registry import load_head
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from valora_train.fusion.decision import AttemptDecision, HeadOnlyDecision
@@ -225,16 +226,16 @@ class Promises:
         """Write an adapter in PEFT's format."""
         self._lmm.adapters.save(adapter, self._folder / "adapters" / adapter, self._base)
 
-    def carry_over(self, adapter: str, parent: Parent) -> None:
-        """Copy an adapter that no attempt has touched, with the figures of its domains."""
+    def carry_over(self, adapter: str, domains: Sequence[str], parent: Parent) -> None:
+        """Copy an adapter that no attempt has trained, with the figures of its domains."""
         shutil.copytree(
             parent.folder / "adapters" / adapter,
             self._folder / "adapters" / adapter,
             dirs_exist_ok=True,
         )
-        self._state.write_snapshot(adapter, 0, parent.snapshot(adapter))
+        self._state.write_snapshot(adapter, 0, of_domains(parent.snapshot(adapter), domains))
         self._state.save()
-        for name in parent.kept[adapter]:
+        for name in domains:
             self.carry_over_domain(name, parent)
 
     def carry_over_domain(self, name: str, parent: Parent) -> None:
@@ -276,7 +277,7 @@ def fusion_result(
         "adapters": {
             name: adapter_facts(state.folder / "adapters" / name) for name in plan.packing
         },
-        "closed": plan.closed,
+        "alone": plan.alone,
         "used": plan.used,
         "parent": parent and {"version": parent.version, "fusion_stage": parent.folder.name},
         "head_only": [*(parent.unpacked if parent else ()), *plan.head_only],
@@ -293,12 +294,15 @@ def _as_json(decision: AttemptDecision) -> dict[str, Any]:
     attempt = decision.attempt
     return {
         "number": attempt.number,
-        "domain": attempt.domain,
+        "new": list(attempt.new),
         "adapter": attempt.adapter,
         "held": list(attempt.held),
+        "rank": attempt.rank,
+        "moved": list(attempt.moved),
         # JSON knows no NaN, the accuracy of a training that diverged.
         "accuracy": {k: None if math.isnan(v) else v for k, v in decision.accuracy.items()},
         "verdict": str(decision.verdict),
         "below": list(decision.below),
+        "kept": list(decision.kept),
         "reason": decision.reason,
     }

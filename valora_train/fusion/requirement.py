@@ -137,7 +137,7 @@ class Requirement:
         """Whether an accuracy on the validation split reaches the bar; NaN does not."""
         return accuracy >= self.bar - ROUNDING
 
-    def kept_from(self, alone: float | None) -> float:
+    def kept_from(self, alone: float | None, without: float | None = None) -> float:
         """Accuracy on the validation split from which a domain keeps what it must in an adapter.
 
         That is the bar. A domain that misses it even alone keeps what it reached there, less the
@@ -145,8 +145,12 @@ class Requirement:
 
         Args:
             alone: What the domain reached alone, if that missed the bar; otherwise None.
+            without: What it reaches without LoRA, if it may take no adapter: it keeps that, too.
         """
-        return (self.bar if alone is None else alone - self.margin) - ROUNDING
+        if alone is None:
+            return self.bar - ROUNDING
+        least = alone - self.margin
+        return (least if without is None else max(least, without)) - ROUNDING
 
     def kept_by(self, facts: Mapping[str, Any]) -> bool:
         """Whether a measured domain keeps the promise.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from valora_data.checkpoint import Checkpoint
@@ -15,7 +16,7 @@ from valora_train.errors import StageError
 from valora_train.stage import read_json, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -125,11 +126,27 @@ class FusionState:
         """
         return read_snapshot(self.folder, self.snapshots[adapter])
 
+    def forget(self, adapters: Iterable[str]) -> None:
+        """Forget the snapshots of all adapters but these."""
+        self.snapshots = {name: self.snapshots[name] for name in adapters if name in self.snapshots}
+
     def discard_old_snapshots(self) -> None:
         """Delete the snapshots that newer ones have replaced."""
         for file in (self.folder / SNAPSHOTS).iterdir():
             if file.name not in self.snapshots.values():
                 file.unlink()
+
+
+def of_domains(state: Mapping[str, Tensor], domains: Iterable[str]) -> dict[str, Tensor]:
+    """The part of an adapter's snapshot that is left when it holds these domains only.
+
+    Args:
+        state: A snapshot of the adapter, as `Trainer.snapshot` returns it.
+        domains: Domains whose heads stay, with their part of the optimiser's state.
+    """
+    names = "|".join(map(re.escape, domains)) or "$"
+    mine = re.compile(rf"(lora|random)/|head/({names})/|optimizer/[^/]+/(({names})/|[^/]+$)")
+    return {key: value for key, value in state.items() if mine.match(key)}
 
 
 def snapshot_file(adapter: str, number: int) -> str:
@@ -140,10 +157,11 @@ def snapshot_file(adapter: str, number: int) -> str:
 def attempt_facts(attempt: Attempt) -> dict[str, Any]:
     """What identifies the training of an attempt among those of the same data, as JSON."""
     return {
-        "domain": attempt.domain,
+        "new": list(attempt.new),
         "adapter": attempt.adapter,
         "held": list(attempt.held),
         "rehearse": attempt.rehearse,
+        "rank": attempt.rank,
     }
 
 

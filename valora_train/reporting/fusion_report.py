@@ -137,7 +137,7 @@ class FusionReport:
     @contextmanager
     def attempt(self, attempt: Attempt) -> Iterator[AttemptReport]:
         """Report an attempt while it runs; its MLflow run is abandoned on an error."""
-        data_sets = [self._taught(attempt.domain, "training")]
+        data_sets = [self._taught(name, "training") for name in attempt.new]
         if attempt.rehearse:
             data_sets += [self._taught(name, "rehearsal") for name in attempt.held]
         data_sets += [self._labelled(name, "validation") for name in attempt.domains]

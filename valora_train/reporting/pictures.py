@@ -279,7 +279,7 @@ def heat_map(decisions: Sequence[AttemptDecision], required: Mapping[str, float]
     axes.set_xticks(
         range(len(decisions)),
         [
-            f"{decision.attempt.number:02d} {decision.attempt.domain}\n"
+            f"{decision.attempt.number:02d} {decision.attempt.label}\n"
             f"→ {decision.attempt.adapter}\n{decision.verdict}"
             for decision in decisions
         ],
@@ -305,7 +305,7 @@ def packing_timeline(decisions: Sequence[AttemptDecision], seconds: Sequence[flo
     for decision, took in zip(decisions, seconds, strict=True):
         row = adapters.index(decision.attempt.adapter)
         axes.barh(row, took, left=start, color=VERDICT_COLOURS[decision.verdict], edgecolor="white")
-        axes.text(start + took / 2, row, decision.attempt.domain, ha="center", va="center",
+        axes.text(start + took / 2, row, decision.attempt.label, ha="center", va="center",
                   color="white", fontsize=8, rotation=20)  # fmt: skip
         start += took
     axes.set_yticks(range(len(adapters)), adapters)

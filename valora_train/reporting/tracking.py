@@ -232,7 +232,7 @@ class Tracker:
         """Replace the table and the figures of the parent run by those of all decisions so far."""
         rows: dict[str, list[Any]] = {
             "step": [decision.attempt.number for decision in decisions],
-            "domain": [decision.attempt.domain for decision in decisions],
+            "domain": [", ".join(decision.attempt.new) for decision in decisions],
             "adapter": [decision.attempt.adapter for decision in decisions],
             "decision": [str(decision.verdict) for decision in decisions],
             "reason": [decision.reason for decision in decisions],
@@ -466,7 +466,7 @@ class AttemptRun:
             PARENT: parent,
             FUSION: fusion,
             ATTEMPT: str(attempt.number),
-            "valora.domain": attempt.domain,
+            "valora.domain": ", ".join(attempt.new),
             "valora.adapter": attempt.adapter,
         }
         self._run = client.create_run(experiment, tags=tags, run_name=attempt.name)

@@ -17,7 +17,6 @@ from valora_data import shards
 from valora_data.contract.base_model import base_hash, processor_hash
 from valora_data.contract.bundle import read_bundle
 from valora_data.schema import Split
-from valora_train.fusion.decision import Verdict
 from valora_train.fusion.earlier import Earlier
 from valora_train.fusion.loading import LazyMapping, load_domain, make_deterministic
 from valora_train.fusion.packing import Packing, check_reachable, make_plan
@@ -104,7 +103,7 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
     del values["fusion"]["parent"], values["fusion"]["unreachable"]
     if settings.fusion.parent is not None:
         inputs["parent"] = find_parent(Path(settings.fusion.parent), Path(settings.paths.work)).name
-    return Stage(f"fuse-{settings.task.name}", 4, values, inputs, resumable=True)
+    return Stage(f"fuse-{settings.task.name}", 5, values, inputs, resumable=True)
 
 
 def training_facts(settings: Settings) -> dict[str, Any]:
@@ -241,8 +240,9 @@ def build_fusion(
 
         def new_plan() -> FusionPlan:
             return make_plan(
-                settings.fusion, requirements, state.head_only, settings.train.seed, parent
-            )
+                settings.fusion, requirements, state.head_only, settings.train.seed, parent,
+                settings.train.lora.rank,
+            )  # fmt: skip
 
         plan = new_plan()
         if team.size == 1 and not state.told:
@@ -368,15 +368,10 @@ def _measure_packing(
     if parent is not None:
         for name in parent.unpacked:
             promises.carry_over_domain(name, parent)
-    reasons = {
-        name: decision.reason
-        for decision in plan.decisions
-        if decision.verdict is not Verdict.ROLLED_BACK
-        for name in decision.attempt.domains
-    }
+    reasons = {name: decision.reason for decision in plan.decisions for name in decision.kept}
     for adapter, names in plan.packing.items():
         if parent is not None and adapter not in state.snapshots:
-            promises.carry_over(adapter, parent)
+            promises.carry_over(adapter, names, parent)
             continue
         packing.load(adapter)
         for name in names:

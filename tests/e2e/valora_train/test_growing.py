@@ -41,7 +41,7 @@ class Shop:
 
     def attempts(self, bundle: Bundle) -> list[str]:
         stage = self.folder / "work" / bundle.manifest["lineage"]["fusion_stage"]
-        return [attempt["domain"] for attempt in read_json(stage / "fusion.json")["attempts"]]
+        return [name for one in read_json(stage / "fusion.json")["attempts"] for name in one["new"]]
 
 
 def files(bundle: Bundle, part: str) -> dict[str, str]:

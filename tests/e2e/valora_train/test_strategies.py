@@ -23,7 +23,7 @@ from valora_train.fusion.strategies.base import Strategy
 class OwnAdapters(Strategy):
     def candidates(self, domain, adapters, history, probes):
         assert 0 <= probes[domain].head_only <= 1
-        assert [decision.attempt.domain for decision in history] == ["weather"][: len(adapters)]
+        assert [decision.attempt.new for decision in history] == [("weather",)][: len(adapters)]
         return []
 
 
@@ -49,6 +49,6 @@ def test_a_strategy_of_another_package_packs(
 def test_an_unknown_strategy_is_refused_before_anything_is_done(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, tmp_path / "out", ("weather",))
     settings = replace(settings, fusion=replace(settings.fusion, strategy="best"))
-    with pytest.raises(SettingsError, match="choose one of first_fit, paper, rehearsal"):
+    with pytest.raises(SettingsError, match="choose one of affinity, best_fit, exact"):
         run(settings, Display(Console(quiet=True)))
     assert not (tmp_path / "out").exists()

@@ -17,6 +17,9 @@ from valora_train.fusion.strategies.first_fit import FirstFit
 from valora_train.fusion.strategies.next_fit import NextFit
 from valora_train.fusion.strategies.registry import STRATEGIES, make_strategy
 
+# The built-in ones, `exact` apart, which knows the optimum.
+PLAYED = [*sorted(set(STRATEGIES) - {"exact"}), "repack:paper", "grow:affinity", "repack:joint"]
+
 
 class Oracle:
     """Accuracy falls with the load of an adapter; each domain weighs differently."""
@@ -53,7 +56,7 @@ def play(plan, oracle, stop_after=None):
 
 
 @examples(100)
-@given(problems(), st.sampled_from(sorted(STRATEGIES)), st.booleans(), st.floats(0, 0.1), st.data())
+@given(problems(), st.sampled_from(PLAYED), st.booleans(), st.floats(0, 0.1), st.data())
 def test_plan_keeps_its_promises(problem, strategy, head_only, margin, data):
     required, oracle = problem
     requirements = at_least(required, margin)
@@ -66,32 +69,35 @@ def test_plan_keeps_its_promises(problem, strategy, head_only, margin, data):
     play(plan, oracle)
     assert plan.waiting == ()
     count = len(required)
-    # Terminates, and tries at most every open adapter and a new one for each domain.
-    assert len(plan.decisions) <= count * (count + 1)
+    # Terminates. One by one, at most every open adapter and a new one are tried for each domain;
+    # and those that are out of reach may move once.
+    one_by_one = strategy in ("paper", "first_fit", "rehearsal", "best_fit")
+    assert len(plan.decisions) <= count * (count + 2) * (1 if one_by_one else 5)
     placed = [name for held in plan.packing.values() for name in held]
     assert len(placed) == len(set(placed)), "a domain in two adapters"
     assert len(plan.packing) <= count
     # Every domain is placed: in one adapter, or in none.
     assert sorted([*placed, *plan.head_only]) == sorted(required)
-    assert not {d.attempt.domain for d in plan.decisions} & needless or not head_only
+    assert not {name for d in plan.decisions for name in d.attempt.new} & needless or not head_only
     for adapter, held in plan.packing.items():
         reached = oracle(adapter, held)
         if not set(held) & set(plan.unreachable):
             assert all(reached[name] >= bar[name] - 1e-8 for name in held)
         if head_only:  # nothing that LoRA makes worse is kept
-            assert all(reached[name] > alone[name] for name in held)
+            assert all(reached[name] >= alone[name] - 1e-8 for name in held)
     for name, accuracy in plan.unreachable.items():
         assert accuracy < bar[name]
         if name in placed:
             (adapter,) = [a for a, held in plan.packing.items() if name in held]
-            assert adapter in plan.closed and plan.packing[adapter] == (name,)
+            floor = plan.alone[name] - margin - 1e-8
+            assert floor <= accuracy == pytest.approx(oracle(adapter, plan.packing[adapter])[name])
         else:
             assert head_only and not plan.head_only[name].met
             assert accuracy == alone[name]
 
 
 @examples(100)
-@given(problems(), st.sampled_from(sorted(STRATEGIES)), st.integers(0, 40))
+@given(problems(), st.sampled_from(PLAYED), st.integers(0, 40))
 def test_plan_told_the_same_again_goes_on_the_same(problem, strategy, cut):
     required, oracle = problem
     whole = play(FusionPlan(at_least(required), make_strategy(strategy)), oracle)
@@ -113,7 +119,7 @@ def test_paper_tries_only_the_latest_adapter(problem):
         assert all(later >= earlier for earlier, later in pairwise(numbers))
     for earlier, later in pairwise(plan.decisions):
         if earlier.verdict is Verdict.ROLLED_BACK:
-            assert later.attempt.domain == earlier.attempt.domain
+            assert later.attempt.new == earlier.attempt.new
             assert not later.attempt.held
     assert not any(d.attempt.rehearse for d in plan.decisions)
 
@@ -216,24 +222,22 @@ def test_a_plan_goes_on_from_what_is_packed(data):
     for name in names[:held]:
         adapter = f"adapter-{data.draw(st.integers(1, 3))}"
         packed[adapter] = (*packed.get(adapter, ()), name)
-    closed = [adapter for adapter in packed if data.draw(st.booleans())]
     used = 3 + data.draw(st.integers(0, 2))
     plan = FusionPlan(
         at_least(dict.fromkeys(names, 0.5)), FirstFit(),
-        packed=packed, closed=closed, used=used,
+        packed=packed, used=used,
     )  # fmt: skip
     asked = []
     while (attempt := plan.next()) is not None:
-        asked.append(attempt.domain)
-        assert attempt.adapter not in closed
+        asked += attempt.new
         assert attempt.held == plan.packing.get(attempt.adapter, ())
         plan.tell({name: data.draw(st.sampled_from([0.4, 0.6])) for name in attempt.domains})
     # Each of the others is dealt with; who was packed stays where it was, under the same name.
     assert set(asked) == set(names[held:])
     for adapter, domains in packed.items():
         assert plan.packing[adapter][: len(domains)] == domains
-        if adapter in closed:
-            assert plan.packing[adapter] == domains
     fresh = [adapter for adapter in plan.packing if adapter not in packed]
-    assert fresh == [f"adapter-{used + 1 + n}" for n in range(len(fresh))]
+    # Names are never used again, also those of adapters whose domains have moved on.
+    numbers = [int(adapter.removeprefix("adapter-")) for adapter in fresh]
+    assert numbers == sorted(set(numbers)) and all(number > used for number in numbers)
     assert sorted(n for held in plan.packing.values() for n in held) == sorted(names)

@@ -55,7 +55,7 @@ def test_the_optimum_is_that_of_all_partitions(count, seed, head_only, margin):
         without = table.head_only(0)[name].val
         if head_only and (without >= bar or (alone < bar and alone <= without)):
             spared.append(name)
-        floor[name] = bar if alone >= bar else alone - margin
+        floor[name] = bar if alone >= bar else max(alone - margin, without if head_only else 0)
     rest = [name for name in names if name not in spared]
 
     def worst(partition):

@@ -1,0 +1,177 @@
+"""The strategy that plans all adapters at once, by what the attempts so far say of every group."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from valora_train.fusion.strategies.base import Proposal, Strategy
+from valora_train.fusion.strategies.expectation import Expectation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from valora_train.fusion.strategies.base import View
+
+MOST_EXACT = 10  # domains; with more, groups are merged one after the other
+ADAPTER = 6.0  # an adapter less is worth a packing that is e⁻⁶ times as likely, and the attempts
+NEVER = -1e9
+
+
+class Affinity(Strategy):
+    """Looks for the packing that most likely keeps every requirement, and tries a group of it.
+
+    What comes out changes the expectation of all other groups, and the packing is planned anew.
+    Domains may leave an adapter for another one, so that adapters that others can take over are
+    emptied. Where it is known how well domains learn beside each other (`Probe.affinity`), the
+    expectation begins with that.
+    """
+
+    rehearse = True
+
+    def propose(self, view: View) -> Proposal | None:
+        """The least certain group of the best packing that no adapter holds yet."""
+        packing = best_packing(view)
+        if not view.waiting and len(packing) >= len(view.adapters):
+            return None
+        # If it fails, the packing changes, and nothing was trained in vain for the other groups.
+        for group in sorted(packing, key=lambda group: packing[group]):
+            if any(group.issubset(held) for held in view.adapters.values()):
+                continue
+            proposal = grouped(view, group)
+            if not view.failed(proposal):
+                return proposal
+        return Proposal(view.waiting[:1]) if view.waiting else None
+
+
+def grouped(view: View, group: frozenset[str]) -> Proposal:
+    """Add the rest of a group to the largest adapter inside it, or train it from the start."""
+    inside = [name for name, held in view.adapters.items() if group.issuperset(held)]
+    adapter = max(inside, key=lambda name: len(view.adapters[name]), default=None)
+    held = view.adapters[adapter] if adapter else ()
+    order = chain(view.waiting, *view.adapters.values())
+    return Proposal(tuple(name for name in order if name in group and name not in held), adapter)
+
+
+def best_packing(view: View) -> dict[frozenset[str], float]:
+    """The best groups of all domains, with the logarithm of the chance of each.
+
+    Best is the largest sum of these, less `ADAPTER` for each group.
+    """
+    mine = {name for decision in view.history for name in decision.attempt.new}
+    blocks: list[tuple[str, ...]] = [(name,) for name in view.waiting]
+    for held in view.adapters.values():  # what an earlier fusion packed stays together
+        before = tuple(name for name in held if name not in mine)
+        blocks += [before] * bool(before) + [(name,) for name in held if name in mine]
+    names = [name for block in blocks for name in block]
+    packing = _Packing(names, blocks, view)
+    return packing.exact() if len(names) <= MOST_EXACT else packing.merged()
+
+
+class _Packing:
+    """Finds the best groups of blocks.
+
+    Args:
+        names: All domains.
+        blocks: The same in blocks, which are never split; of those with several domains, no two
+            are put together.
+        view: What is known.
+    """
+
+    def __init__(self, names: Sequence[str], blocks: Sequence[tuple[str, ...]], view: View) -> None:
+        self._names = names
+        place = {name: at for at, name in enumerate(names)}
+        self._blocks = [sum(1 << place[name] for name in block) for block in blocks]
+        self._fixed = [mask for mask in self._blocks if mask.bit_count() > 1]
+        self._expectation = Expectation(names, view)
+        self._held = [sum(1 << place[name] for name in held) for held in view.adapters.values()]
+        self._failed = {
+            sum(1 << place[name] for name in decision.accuracy)
+            for decision in view.history
+            if place.keys() >= decision.accuracy.keys() and not view.keeps(decision.accuracy)
+        }
+
+    def _chances(
+        self, groups: NDArray[np.int64], expected: NDArray[np.floating[Any]]
+    ) -> NDArray[np.floating[Any]]:
+        """Logarithms of the chances of groups, given what is expected of them.
+
+        Args:
+            groups: Groups as bit masks, (groups,).
+            expected: What the model says, (groups,).
+        """
+        chances = expected.copy()
+        chances[np.isin(groups, list(self._failed))] = NEVER
+        for held in self._held:  # what is held inside an adapter keeps what it has
+            chances[(groups & ~held) == 0] = 0.0
+        chances[np.isin(groups, self._blocks)] = 0.0  # a domain alone has no choice
+        together = np.zeros(len(groups), dtype=int)
+        for block in self._fixed:
+            part = groups & block
+            together += part != 0
+            chances[(part != 0) & (part != block)] = NEVER
+        chances[together > 1] = NEVER
+        return chances
+
+    def _named(self, mask: int) -> frozenset[str]:
+        return frozenset(name for at, name in enumerate(self._names) if mask >> at & 1)
+
+    def exact(self) -> dict[frozenset[str], float]:
+        """The best of all packings, by dynamic programming."""
+        masks = np.arange(1 << len(self._names))
+        chances = self._chances(masks, self._expectation.log_chances_of_all())
+        gains = chances - ADAPTER
+        best = np.zeros(len(masks))
+        chosen = [0] * len(masks)
+        for mask, firsts in _first_groups(len(self._names)):
+            values = gains[firsts] + best[mask ^ firsts]
+            at = int(values.argmax())
+            best[mask], chosen[mask] = values[at], int(firsts[at])
+        packing, rest = {}, len(masks) - 1
+        while rest:
+            packing[self._named(chosen[rest])] = float(chances[chosen[rest]])
+            rest ^= chosen[rest]
+        return packing
+
+    def merged(self) -> dict[frozenset[str], float]:
+        """A good packing of many domains: the best two groups are merged, again and again."""
+        groups = dict.fromkeys(self._blocks, 0.0)
+        known: dict[int, float] = {}
+        while len(groups) > 1:
+            masks = list(groups)
+            pairs = [(one, two) for at, one in enumerate(masks) for two in masks[at + 1 :]]
+            fresh = list(dict.fromkeys(one | two for one, two in pairs if one | two not in known))
+            places = [[at for at in range(len(self._names)) if mask >> at & 1] for mask in fresh]
+            if fresh:
+                expected = self._expectation.log_chances(places)
+                found = self._chances(np.array(fresh), expected)
+                known |= dict(zip(fresh, found.tolist(), strict=True))
+            gain, one, two = max(
+                (known[one | two] - groups[one] - groups[two], one, two) for one, two in pairs
+            )
+            if gain <= -ADAPTER:
+                break
+            del groups[one], groups[two]
+            groups[one | two] = known[one | two]
+        return {self._named(mask): chance for mask, chance in groups.items()}
+
+
+@lru_cache(maxsize=4)
+def _first_groups(count: int) -> list[tuple[int, NDArray[np.int64]]]:
+    """For every mask, the groups inside it that hold its first domain."""
+    found = []
+    for mask in range(1, 1 << count):
+        rest = mask & (mask - 1)
+        part, groups = rest, []
+        while True:
+            groups.append(mask ^ part)
+            if not part:
+                break
+            part = (part - 1) & rest
+        found.append((mask, np.array(groups, dtype=np.int64)))
+    return found

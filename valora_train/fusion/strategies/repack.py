@@ -1,0 +1,70 @@
+"""The strategy that empties an adapter after another strategy has packed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from valora_train.fusion.strategies.base import Options, Proposal, Strategy, View, slack
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+class Repack(Strategy):
+    """Packs with another strategy (`repack:NAME`), then empties adapters, the emptiest first.
+
+    The domains of an adapter move into the others one by one; every move that is committed keeps
+    all bars, so that nothing has to be undone if the adapter cannot be emptied in the end. It is
+    left alone if one of its domains has nowhere to go: a group around one that failed is not tried,
+    and no domain moves twice. What an earlier fusion has packed stays where it is.
+
+    Args:
+        inner: Packs first.
+    """
+
+    builds_on = True
+
+    def __init__(self, inner: Strategy) -> None:
+        self._inner = inner
+        self.rehearse = inner.rehearse
+
+    @classmethod
+    def create(cls, options: Options) -> Self:
+        """Build on the strategy of `options`, by default on `best_fit`."""
+        return cls(options.make_inner("best_fit"))
+
+    def propose(self, view: View) -> Proposal | None:
+        """What the inner strategy proposes; when it has packed all, the next move."""
+        if (proposal := self._inner.propose(view)) is not None:
+            return proposal
+        if view.waiting or len(view.adapters) < 2:
+            return None
+        mine = {name for decision in view.history for name in decision.attempt.new}
+        homes = [name for name, held in view.adapters.items() if mine.issuperset(held)]
+        for home in sorted(homes, key=lambda name: len(view.adapters[name])):
+            moves = [_moves(view, domain, home) for domain in view.adapters[home]]
+            if all(moves):
+                return min(moves, key=len)[0]
+        return None
+
+
+def _moves(view: View, domain: str, home: str) -> list[Proposal]:
+    """Moves of a domain that are not known to fail, the adapter with the most slack first."""
+    failed = [
+        decision.accuracy.keys()
+        for decision in view.history
+        if not view.keeps(decision.accuracy) and len(decision.accuracy) > 1
+    ]
+    moved = {
+        name
+        for decision in view.history
+        for name in decision.attempt.moved
+        if name in decision.kept and name not in view.alone
+    }
+    others = [name for name in view.adapters if name != home and domain not in moved]
+    return [
+        Proposal((domain,), other)
+        for other in sorted(others, key=lambda name: -slack(view, name))
+        if not any(group <= {domain, *view.adapters[other]} for group in failed)
+        and not view.failed(Proposal((domain,), other))
+    ]

@@ -21,6 +21,7 @@ from valora_data.identity import hub_commit
 from valora_teachers.base import TeacherError
 from valora_teachers.registry import KINDS
 from valora_train.errors import SettingsError
+from valora_train.fusion.oracle import MOST_DOMAINS
 from valora_train.fusion.strategies.registry import make_strategy
 from valora_train.settings import LABELS
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from valora_teachers.base import TeacherKind
     from valora_train.settings import DomainSettings, Settings, TeacherSettings
 
-FUSING = ("fuse", "export", "estimate")
+FUSING = ("fuse", "export", "estimate", "oracle", "compare")
 """Commands that need the base model."""
 RANKS = (4, 8, 16, 32, 64, 128, 256)
 NAME = re.compile(r"[\w][\w.@+-]{0,99}")
@@ -59,6 +60,14 @@ def check(settings: Settings) -> None:
     for domain in settings.chosen():
         _check_source(domain)
         _check_teacher(domain, domain.taught_by or settings.teacher)
+    if settings.command in ("oracle", "compare") or (
+        fuses and settings.fusion.of_dedicated is not None
+    ):
+        _check_trials(settings)
+    if settings.command == "oracle":
+        _check_oracle(settings)
+    if settings.command == "compare":
+        _check_compare(settings)
     if fuses:
         make_strategy(settings.fusion.strategy)
         _check_lora(settings)
@@ -125,6 +134,55 @@ def _check_task(settings: Settings) -> None:
 
 
 # --- folders --------------------------------------------------------------------------------------
+
+
+def _check_seeds(setting: str, seeds: list[int]) -> None:
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise SettingsError(
+            f"{setting}={seeds} must name at least one seed, and none of them twice"
+        )
+
+
+def _check_trials(settings: Settings) -> None:
+    """Check what `oracle` and `compare` have in common: trainings in processes of their own."""
+    fuses = settings.command not in ("oracle", "compare")
+    what = "fusion.of_dedicated" if fuses else f"command={settings.command}"
+    if settings.model.shard or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise SettingsError(
+            f"{what} trains adapters side by side, each in one process: set model.shard=false, and "
+            "start it without accelerate or torchrun (oracle.processes)"
+        )
+    if settings.fusion.parent is not None and not fuses:
+        raise SettingsError(f"{what} extends no bundle: set fusion.parent=null")
+    results = settings.oracle.results
+    if results is not None and not Path(results).expanduser().is_file():
+        raise SettingsError(
+            f"oracle.results={results} is no file: name the trials.jsonl of the other machine, or "
+            "set it to null"
+        )
+
+
+def _check_oracle(settings: Settings) -> None:
+    oracle, count = settings.oracle, len(settings.chosen())
+    _check_seeds("oracle.seeds", oracle.seeds)
+    if count > MOST_DOMAINS and not 0 < oracle.largest < count:
+        raise SettingsError(
+            f"an oracle of {count} domains takes {2**count - 1:,} trainings a seed: choose at most "
+            f"{MOST_DOMAINS} domains (task.only), or only small groups (oracle.largest=2)"
+        )
+    if oracle.pack is not None:
+        _check_writable("oracle.pack", oracle.pack)
+
+
+def _check_compare(settings: Settings) -> None:
+    _check_seeds("compare.seeds", settings.compare.seeds)
+    for name in settings.compare.strategies:
+        make_strategy(name)
+    if settings.compare.strategies and not settings.compare.shares:
+        raise SettingsError(
+            "compare.shares is empty: name a share that every domain must keep, such as 0.95, or "
+            "set compare.strategies=[]"
+        )
 
 
 def _check_places(settings: Settings, fuses: bool) -> None:

@@ -75,9 +75,16 @@ def run(settings: Settings, display: Display, wait: bool = False) -> None:
         display = Display(Console(quiet=True))
     with stopwatch() as seconds, display(), team:
         pipeline = _Pipeline(settings, display, team, wait)
+        if settings.processes > 1:
+            _prepare_side_by_side(settings, display)
         domains = [pipeline.prepare_domain(domain) for domain in settings.chosen()]
+        if settings.command == "oracle":
+            pipeline.oracle(domains)
+        if settings.command == "compare":
+            pipeline.compare(domains)
         if not fuses:
             return
+        domains = pipeline.measure_dedicated(domains)
         fused = pipeline.fuse(domains)
         if settings.command == "fuse":
             return
@@ -165,6 +172,14 @@ class _Pipeline:
         with run:
             distill.build_teacher(domain, teacher, data, folder, on_epoch)
 
+    def measure_dedicated(self, domains: list[DomainInputs]) -> list[DomainInputs]:
+        """Train every domain in an adapter of its own, if requirements follow from that."""
+        if self._settings.fusion.of_dedicated is None:
+            return domains
+        from valora_train.stages.oracle import measure_dedicated
+
+        return measure_dedicated(self._settings, domains, self._display)
+
     def fuse(self, domains: list[DomainInputs]) -> Path:
         """Pack the domains into adapters.
 
@@ -204,6 +219,74 @@ class _Pipeline:
                 build(Path(folder))
         self._team.wait()
         return stage.folder(work)
+
+    def oracle(self, domains: list[DomainInputs]) -> None:
+        """Train every group of the domains, and say how few adapters they take."""
+        from valora_train.reporting.oracle_report import report_bounds, report_table
+        from valora_train.reporting.study import StudyRun
+        from valora_train.reporting.tracking import store_lock
+        from valora_train.settings import as_dict
+        from valora_train.stages import oracle
+
+        settings, display = self._settings, self._display
+        inputs = oracle.trial_inputs(settings, domains)
+        if settings.oracle.pack is not None:
+            with display.work("oracle", "packing samples"):
+                told = oracle.pack(inputs, Path(settings.oracle.pack).expanduser())
+            display.note("oracle", told)
+            return
+        stage = oracle.oracle_stage(settings, inputs)
+        name = f"oracle · {settings.task.name}"
+        with store_lock(settings.paths.work):
+            run = StudyRun(
+                settings.paths.tracking, f"valora/{settings.task.name}", f"oracle {stage.key}",
+                name, as_dict(settings.oracle),
+            )  # fmt: skip
+        with run:
+            folder = self._run_stage(
+                stage,
+                lambda folder, _: oracle.build_oracle(settings, inputs, folder, display),
+            )
+            requirements = {name: item.requirement for name, item in inputs.domains.items()}
+            table = oracle.read_table(folder)
+            allowed = settings.fusion.head_only
+            if table is None:
+                found = oracle.bounds(folder, requirements, allowed)
+                report_bounds(found, settings.oracle.largest, display.console, run)
+            else:
+                report_table(table, requirements, allowed, display.console, run)
+        display.note("oracle", f"{folder}, in MLflow: {run.link}")
+
+    def compare(self, domains: list[DomainInputs]) -> None:
+        """Train other ways to serve the domains, and show them side by side."""
+        from valora_train.reporting.comparison import COLUMNS, comparison_rows
+        from valora_train.reporting.oracle_report import print_table
+        from valora_train.reporting.study import StudyRun
+        from valora_train.reporting.tracking import store_lock
+        from valora_train.settings import as_dict
+        from valora_train.stages import compare
+        from valora_train.stages.oracle import trial_inputs
+
+        settings, display = self._settings, self._display
+        inputs = trial_inputs(settings, domains)
+        stage = compare.compare_stage(settings, inputs)
+        name = f"comparison · {settings.task.name}"
+        with store_lock(settings.paths.work):
+            run = StudyRun(
+                settings.paths.tracking, f"valora/{settings.task.name}", f"compare {stage.key}",
+                name, as_dict(settings.compare),
+            )  # fmt: skip
+        with run:
+            folder = self._run_stage(
+                stage,
+                lambda folder, _: compare.build_comparison(settings, inputs, folder, display),
+            )
+            rows = comparison_rows(compare.read_comparison(folder))
+            print_table(display.console, f"Ways to serve {settings.task.name}", COLUMNS, rows)
+            run.log_table(COLUMNS, rows, "comparison")
+            run.log_file(str(folder / compare.PICTURE))
+            run.log_file(str(folder / compare.COMPARISON))
+        display.note("compare", f"{folder}/{compare.TABLE}, in MLflow: {run.link}")
 
     def export(
         self, domains: list[DomainInputs], fused: Path, seconds: Callable[[], float]
@@ -247,6 +330,33 @@ class _Pipeline:
         self._team.wait()
         self._display.done(verb, what + describe(folder), None if reused else took())
         return folder
+
+
+def _prepare_side_by_side(settings: Settings, display: Display) -> None:
+    """Run the stages before fusion in several processes, one domain in each."""
+    from concurrent.futures import as_completed
+
+    from valora_train.processes import worker_processes
+
+    names = [domain.name for domain in settings.chosen()]
+    count = min(settings.processes, len(names))
+    with worker_processes(count, "processes", _silence_libraries) as executor:
+        jobs = {executor.submit(_prepare, settings, name): name for name in names}
+        for done, job in enumerate(as_completed(jobs), start=1):
+            job.result()
+            display.note("prepare", f"{jobs[job]}: {done} of {len(names)} domains are ready")
+
+
+def _prepare(settings: Settings, name: str) -> None:
+    """Run the stages before fusion for a domain, in a process of its own."""
+    import torch
+
+    from valora_train.model.team import Team
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.processes))
+    (domain,) = (one for one in settings.chosen() if one.name == name)
+    pipeline = _Pipeline(settings, Display(Console(quiet=True)), Team(), wait=True)
+    pipeline.prepare_domain(domain)
 
 
 def _hydra_main(config: DictConfig) -> None:

@@ -402,6 +402,9 @@ class FusionSettings:
         margin: Added to every requirement when decisions are made on the validation split, up to
             half of what lies between the requirement and the metric's largest value.
         head_only: Whether a domain that keeps its requirement without LoRA takes no adapter.
+        of_dedicated: Share of what each domain reaches in an adapter of its own that it must keep,
+            instead of its contract; those adapters are trained first, side by side
+            (`oracle.processes`). Null for the contracts.
         unreachable: What happens when a domain misses its requirement even alone: `fail` stops the
             fusion, `keep` flags the domain and continues, also a fusion that `fail` has stopped.
         parent: Folder of a bundle to extend: its unchanged domains keep their adapters and heads.
@@ -412,8 +415,51 @@ class FusionSettings:
     order: Literal["given", "random", "probe"] = "given"
     margin: Weight = 0.02
     head_only: bool = True
+    of_dedicated: Annotated[float, Field(gt=0, le=1)] | None = None
     unreachable: Literal["fail", "keep"] = "fail"
     parent: str | None = None
+
+
+@dataclass(frozen=True)
+class OracleSettings:
+    """Which groups of domains `command=oracle` trains, and how.
+
+    Attributes:
+        seeds: Seeds; every group is trained with each of them.
+        largest: Number of domains of the largest groups; 0 for all groups. With fewer there is no
+            table, but a lower bound on the adapters.
+        processes: Processes that train side by side, each on one CPU thread; on a GPU they share
+            it. 0 for as many as there are cores.
+        requirements: Random vectors of requirements that strategies are compared on.
+        pack: Folder to write everything to that another machine needs, instead of training here.
+        results: File of results from another machine, which are taken over.
+    """
+
+    seeds: list[Seed] = field(default_factory=lambda: [0, 1, 2])
+    largest: Whole = 0
+    processes: Whole = 0
+    requirements: Count = 2000
+    pack: str | None = None
+    results: str | None = None
+
+
+@dataclass(frozen=True)
+class CompareSettings:
+    """What `command=compare` trains beside dedicated adapters, one joint adapter and no LoRA.
+
+    Attributes:
+        seeds: Seeds; everything is trained with each of them.
+        strategies: Fusion strategies.
+        shares: What every domain must keep of its dedicated adapter's accuracy in a fusion.
+        merge: Whether dedicated adapters are merged, in each of PEFT's ways.
+        ewc: Strengths of elastic weight consolidation, against forgetting; empty for none.
+    """
+
+    seeds: list[Seed] = field(default_factory=lambda: [0, 1, 2])
+    strategies: list[str] = field(default_factory=lambda: ["paper", "first_fit", "rehearsal"])
+    shares: list[Annotated[float, Field(gt=0, le=1)]] = field(default_factory=lambda: [0.95])
+    merge: bool = True
+    ewc: list[Weight] = field(default_factory=lambda: [100.0, 10000.0])
 
 
 @dataclass(frozen=True)
@@ -437,7 +483,10 @@ class Settings:
 
     Attributes:
         command: The last stage to run: `teach`, `distill`, `fuse` or `export`; or `estimate`, to
-            predict what all of them take.
+            predict what all of them take; `oracle`, which trains every group of the domains; or
+            `compare`, which trains other ways to serve them.
+        processes: Domains that are prepared side by side (data, small models, labels), each in a
+            process of its own.
         task: The task.
         domains: The domains of the task, by name.
         teacher: Teacher settings of domains without their own.
@@ -445,10 +494,15 @@ class Settings:
         fusion: How domains are packed.
         heads: Heads and written answers.
         train: Training of adapters.
+        oracle: What `command=oracle` trains.
+        compare: What `command=compare` trains.
         paths: Folders of outputs.
     """
 
-    command: Literal["teach", "distill", "fuse", "export", "estimate"] = "export"
+    command: Literal["teach", "distill", "fuse", "export", "estimate", "oracle", "compare"] = (
+        "export"
+    )
+    processes: Count = 1
     task: TaskSettings = field(default_factory=TaskSettings)
     domains: dict[str, DomainSettings] = field(default_factory=dict)
     teacher: TeacherSettings = field(default_factory=TeacherSettings)
@@ -456,6 +510,8 @@ class Settings:
     fusion: FusionSettings = field(default_factory=FusionSettings)
     heads: HeadSettings = field(default_factory=HeadSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
+    oracle: OracleSettings = field(default_factory=OracleSettings)
+    compare: CompareSettings = field(default_factory=CompareSettings)
     paths: PathSettings = field(default_factory=PathSettings)
 
     def chosen(self) -> list[DomainSettings]:
@@ -611,7 +667,7 @@ _GROUPS = {
     kind.__name__: kind
     for kind in (TaskSettings, DomainSettings, SourceSettings, TeacherSettings, ModelSettings,
                  FusionSettings, HeadSettings, TrainSettings, LoraSettings, AugmentSettings,
-                 PathSettings)
+                 OracleSettings, CompareSettings, PathSettings)
 }  # fmt: skip
 
 

@@ -192,3 +192,16 @@ def test_own_task_without_domains_says_so():
 
 def test_config_is_what_a_wheel_carries():
     assert (Path(CONF) / "config.yaml").is_file()
+
+
+def test_the_shelf_holds_every_built_in_domain():
+    for how in (["task=shelf"], ["experiment=shelf"]):
+        found = settings(*how)
+        names = [domain.name for domain in found.chosen()]
+        built_in = [name for task in Task.all() for name in builtin_names(task)]
+        assert sorted(names) == sorted(built_in)
+        assert len(names) > 30
+        assert {domain.task for domain in found.chosen()} == set(Task.all())
+        yolo = {domain.name for domain in found.chosen() if domain.taught_by is not None}
+        assert yolo == set(builtin_names(Task.DETECTION))
+        assert found.fusion.of_dedicated == 0.95

@@ -516,6 +516,39 @@ class Trainer:
             total = total + loss * (len(rows) / size)
         return total
 
+    @contextmanager
+    def before_each_step(self, adapter: str, call: Callable[[], None]) -> Iterator[None]:
+        """Call a function before each optimiser step of an open adapter, to change gradients."""
+        hook = self._open[adapter].optimizer.register_step_pre_hook(lambda *_: call())
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def squared_gradients(self, adapter: str, domain: str, batches: int) -> dict[str, Tensor]:
+        """Mean squares of the gradients of a domain's loss: an estimate of Fisher information.
+
+        Args:
+            adapter: The adapter.
+            domain: A domain that it holds.
+            batches: Number of batches.
+
+        Returns:
+            One tensor for each weight of the adapter, of its shape.
+        """
+        opened = self._open[adapter]
+        self._lmm.adapters.activate(adapter)
+        weights = self._lmm.adapters.parameters(adapter)
+        found = {key: torch.zeros_like(weight) for key, weight in weights.items()}
+        for _ in range(batches):
+            opened.optimizer.zero_grad(set_to_none=True)
+            self._learn(opened.heads, self._draw(opened.generator, (domain,), ()))
+            for key, weight in weights.items():
+                if weight.grad is not None:
+                    found[key] += weight.grad**2 / batches
+        opened.optimizer.zero_grad(set_to_none=True)
+        return found
+
     def train_head_only(
         self,
         domain: str,
@@ -600,7 +633,7 @@ class Trainer:
             most: Largest number of samples, evenly taken from the split; None for all.
         """
         self._lmm.adapters.activate(adapter)
-        if head is None and adapter is not None:
+        if head is None and adapter in self._open:
             head = self._open[adapter].heads.get(domain)
         data = self._data[domain]
         part = data.splits[split] if most is None else _every(data.splits[split], most)

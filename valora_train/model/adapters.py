@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from valora_data.contract.architectures.base import Architecture
@@ -102,6 +103,31 @@ class Adapters:
         config.base_model_name_or_path = base
         config.inference_mode = True
         config.save_pretrained(folder)
+
+    def merge(
+        self,
+        name: str,
+        sources: Sequence[str],
+        weight: float,
+        combination: str,
+        density: float,
+        seed: int,
+    ) -> None:
+        """Merge adapters into a new one, without training.
+
+        Args:
+            name: Name of the new adapter.
+            sources: Names of the adapters.
+            weight: Weight of each of them.
+            combination: How they are combined, in PEFT's terms, e.g. ``ties``.
+            density: Share of the weights that TIES and DARE keep.
+            seed: Seed of the weights that DARE drops.
+        """
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self._peft.base_model.add_weighted_adapter(
+                list(sources), [weight] * len(sources), name, combination, density=density
+            )
 
     def remove(self, name: str) -> None:
         """Delete an adapter."""

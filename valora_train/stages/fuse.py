@@ -22,7 +22,7 @@ from valora_train.fusion.loading import LazyMapping, load_domain, make_determini
 from valora_train.fusion.packing import Packing, check_reachable, make_plan
 from valora_train.fusion.parent import Parent, find_parent, load_parent
 from valora_train.fusion.promises import HEAD_ONLY, Promises, fusion_result
-from valora_train.fusion.requirement import CONTRACT, contract_of
+from valora_train.fusion.requirement import CONTRACT, Requirement, contract_of
 from valora_train.fusion.state import FUSION, FusionState
 from valora_train.fusion.trainer import Trainer
 from valora_train.fusion.validation import weak_teacher
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
     from valora_data.schema import Sample
     from valora_train.fusion.plan import FusionPlan
-    from valora_train.fusion.requirement import Requirement
     from valora_train.fusion.trainer import DomainData
     from valora_train.model.team import Team
     from valora_train.reporting.progress import Display
@@ -59,11 +58,14 @@ class DomainInputs:
         settings: The domain.
         data: Output of stage `data`.
         distilled: Output of stage `distill`.
+        dedicated: Accuracy in an adapter of its own, on validation and test, and the share of it
+            that the domain must keep; None where its contract counts.
     """
 
     settings: DomainSettings
     data: Path
     distilled: Path
+    dedicated: tuple[float, float, float] | None = None
 
     def requirement(self, margin: float = 0.0) -> Requirement:
         """What the domain must reach.
@@ -75,6 +77,11 @@ class DomainInputs:
             SettingsError: If a share is asked of a teacher that reaches nothing, or whose accuracy
                 is unknown.
         """
+        if self.dedicated is not None:
+            val, test, share = self.dedicated
+            origin = f"{share * val:.3f} = {share:g} × the dedicated adapter's {val:.3f}"
+            # No bar lies above what the dedicated adapter reaches.
+            return Requirement(share * val, margin, val, origin, promised=share * test)
         return contract_of(self.settings).requirement(
             self.settings.name, margin, self.teacher(Split.VAL), self.teacher(Split.TEST)
         )
@@ -101,6 +108,7 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
     values["domains"] = [domain_facts(item.settings) | _contract_facts(item) for item in domains]
     # Where the fusion continues is an input; what becomes of its result is decided afterwards.
     del values["fusion"]["parent"], values["fusion"]["unreachable"]
+    del values["fusion"]["of_dedicated"]  # the domains' requirements follow from it
     if settings.fusion.parent is not None:
         inputs["parent"] = find_parent(Path(settings.fusion.parent), Path(settings.paths.work)).name
     return Stage(f"fuse-{settings.task.name}", 5, values, inputs, resumable=True)
@@ -141,6 +149,8 @@ def domain_facts(domain: DomainSettings) -> dict[str, Any]:
 def _contract_facts(item: DomainInputs) -> dict[str, Any]:
     """What the bar of a domain follows from, besides the margin, as JSON values."""
     values: dict[str, Any] = {"required": item.requirement().required}
+    if item.dedicated is not None:
+        return values | {"dedicated": list(item.dedicated)}
     if item.settings.of_teacher is not None:  # the bar depends on more than the requirement
         contract = contract_of(item.settings).as_json()
         values[CONTRACT] = contract | {"teacher": item.teacher(Split.VAL)}

@@ -1,0 +1,234 @@
+"""The stage `oracle`: the table of all groups, what its identity is, and the bound of some."""
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.trial_inputs import trial_inputs as made_inputs
+from tests.unit.valora_train.test_cli import LABELLED, write_coco
+from valora_train import cli
+from valora_train.errors import SettingsError
+from valora_train.fusion.oracle import Measured, OracleTable
+from valora_train.fusion.requirement import Requirement
+from valora_train.settings import ModelSettings, OracleSettings, TrainSettings
+from valora_train.stage import write_json
+from valora_train.stages import oracle
+from valora_train.trials.inputs import read_inputs
+from valora_train.trials.store import TrialStore
+
+
+@pytest.fixture
+def inputs(tmp_path, random_llava):
+    return read_inputs(made_inputs(tmp_path / "in", random_llava))
+
+
+def results(accuracy):
+    """Results of groups, given as accuracies by names; a 0 before the name is without LoRA."""
+    for group, reached in accuracy.items():
+        alone = group[0] == 0
+        names = group[1:] if alone else group
+        yield {
+            "seed": 3, "method": "head_only" if alone else "joint",
+            "accuracy": {n: {"val": v, "test": v} for n, v in zip(names, reached, strict=True)},
+        }  # fmt: skip
+
+
+PAIRS = {
+    (0, "sky"): [0.5], (0, "apple"): [0.2], (0, "leaf"): [0.3],
+    ("sky",): [0.9], ("apple",): [0.7], ("leaf",): [0.8],
+    ("apple", "sky"): [0.69, 0.9], ("leaf", "sky"): [0.8, 0.85], ("apple", "leaf"): [0.7, None],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("required", "adapters"),
+    [
+        ({"sky": 0.8, "apple": 0.6, "leaf": 0.7}, 2),  # apple and leaf diverge together
+        ({"sky": 0.88, "apple": 0.695, "leaf": 0.7}, 3),
+        ({"sky": 0.4, "apple": 0.6, "leaf": 0.2}, 1),  # only apple needs LoRA
+        ({"sky": 0.95, "apple": 0.99, "leaf": 0.99}, 2),  # out of reach: keeps what it has alone
+    ],
+)
+def test_pairs_prove_a_lower_bound(tmp_path, inputs, required, adapters):
+    asked = {name: Requirement(value) for name, value in required.items()}
+    write_json(tmp_path / oracle.GROUPS, oracle._groups(inputs, [3], results(PAIRS)))
+    if adapters == 2 and required["sky"] == 0.95:
+        # sky keeps 0.9 with apple, and apple 0.69 of its 0.7: below it without a margin
+        asked = {name: Requirement(one.required, 0.02) for name, one in asked.items()}
+    found = oracle.bounds(tmp_path, asked, head_only=True)
+    assert {seed: bound.adapters for seed, bound in found.items()} == {3: adapters}
+
+
+def test_only_training_and_data_are_the_identity(tmp_path, inputs):
+    settings = inputs.settings
+
+    def key(**more):
+        return oracle.oracle_stage(replace(settings, **more), inputs).key
+
+    assert key() == key(model=replace(settings.model, device="cuda"))
+    assert key() == key(oracle=OracleSettings(processes=7, requirements=5, pack="x"))
+    assert key() != key(oracle=OracleSettings(seeds=[0, 1]))
+    assert key() != key(oracle=OracleSettings(largest=2))
+
+
+@pytest.fixture
+def prepared(tmp_path, monkeypatch, capfd):
+    """Runs `valora-train` on two domains that take their labels instead of a teacher."""
+    monkeypatch.chdir(tmp_path)
+    first = write_coco(tmp_path / "cats")
+    write_coco(tmp_path / "dogs", colour="blue", name="dog")
+    more = [
+        "+domain@domains.dog=coco", "domains.dog.name=dog", "domains.dog.labels=[dog]",
+        f"domains.dog.source.path={tmp_path}/dogs/cats.json", "domains.cat.teacher=labels",
+        "domains.dog.teacher=labels", "train.steps=2", "train.probe_steps=2", "train.batch_size=4",
+    ]  # fmt: skip
+    assert set(LABELLED) <= set(first)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["valora-train", *first, *more, *arguments])
+        status = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            status = stop.code
+        out, err = capfd.readouterr()
+        return status, out, err
+
+    return run
+
+
+def table_of(folder: Path) -> OracleTable:
+    (file,) = folder.glob(".valora/oracle-own-*[0-9a-f]/oracle.json")
+    return OracleTable.read(file)
+
+
+def test_the_command_makes_a_complete_table(prepared, tmp_path, one_thread):
+    asked = ["command=oracle", "oracle.seeds=[2]", "oracle.processes=1"]
+    status, out, err = prepared(*asked)
+    assert status == 0, err
+    assert "5 of 5 trainings" in out
+    assert "The fewest adapters of own" in out
+    table = table_of(tmp_path)
+    table.require_complete()
+    assert (table.domains, table.seeds) == (("cat", "dog"), (2,))
+    known = TrialStore(tmp_path / ".valora" / "trials").results()
+    both = next(row for row in known.values() if row["domains"] == ["cat", "dog"])
+    found = both["accuracy"]["dog"]
+    assert table.reached(2, ["dog", "cat"])["dog"] == Measured(found["val"], found["test"])
+    # Other requirements train nothing, and neither does a folder of stages that was deleted.
+    status, out, _ = prepared(*asked, "domains.dog.required=0.31")
+    assert (status, "up to date" in out.splitlines()[-8]) == (0, "up to date" in out)
+    assert "trainings after" not in out
+    # What was trained on another machine is taken over.
+    file = tmp_path / ".valora" / "trials" / "trials.jsonl"
+    file.rename(tmp_path / "theirs.jsonl")
+    status, out, err = prepared(*asked, "oracle.largest=1", "oracle.results=theirs.jsonl")
+    assert status == 0, err
+    assert "trainings after" not in out
+    assert "Lower bound on adapters" in out
+    assert len(TrialStore(tmp_path / ".valora" / "trials").results()) == len(known)
+
+
+def test_packing_writes_all_that_another_machine_needs(prepared, tmp_path):
+    status, out, err = prepared("command=oracle", "oracle.pack=packed", "model.dtype=bfloat16")
+    assert status == 0, err
+    assert "python -m valora_train.trials" in out
+    inputs = read_inputs(tmp_path / "packed")
+    assert inputs.settings.model == ModelSettings(dtype="bfloat16")
+    assert inputs.settings.train == TrainSettings(steps=2, probe_steps=2, batch_size=4)
+    assert len(inputs.read("cat", "val")) > 1
+    assert not list(tmp_path.glob(".valora/oracle-*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["oracle.seeds=[]"], "oracle.seeds=[] must name at least one seed"),
+        (["oracle.seeds=[1,1]"], "none of them twice"),
+        (["oracle.largest=-1"], "oracle.largest must be at least 0"),
+        (["oracle.results=nowhere"], "oracle.results=nowhere is no file"),
+        (["oracle.results=damaged"], "damaged holds no results of trials"),
+        (["oracle.pack=damaged"], "is a file, choose another folder"),
+        (["fusion.parent=bundles/x"], "command=oracle extends no bundle"),
+        (["model.shard=true"], "set model.shard=false"),
+        (["task=mixed", "oracle.seeds=[0.5]"], "oracle.seeds"),
+    ],
+)
+def test_mistakes_are_one_sentence(prepared, tmp_path, arguments, message):
+    (tmp_path / "damaged").write_text("{\n[]\n")
+    status, _, err = prepared("command=oracle", *arguments)
+    assert status == 1
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
+
+
+def test_too_many_domains_are_refused(inputs, monkeypatch):
+    domains = {f"d{n}": replace(inputs.domain("sky"), name=f"d{n}") for n in range(11)}
+    from valora_train.checks import _check_oracle
+
+    many = replace(inputs.settings, domains=domains)
+    with pytest.raises(SettingsError, match="oracle of 11 domains takes 2,047 trainings a seed"):
+        _check_oracle(many)
+    _check_oracle(replace(many, oracle=OracleSettings(largest=2)))
+
+
+def test_nothing_of_a_diverged_training_is_known():
+    assert all(map(math.isnan, oracle._measured({"val": None, "test": None})))
+    assert json.dumps(oracle._measured({"val": 0.5, "test": 0.25})) == "[0.5, 0.25]"
+
+
+def test_requirements_follow_from_dedicated_adapters(prepared, tmp_path, one_thread):
+    asked = ["command=fuse", "fusion.of_dedicated=0.5", "fusion.unreachable=keep", "processes=2",
+             "fusion.head_only=false", "oracle.processes=1", "train.seed=4", "train.steps=40",
+             "train.threads=1"]  # fmt: skip
+    status, out, err = prepared(*asked)
+    assert status == 0, err
+    assert "2 of 2 domains are ready" in out
+    (folder,) = tmp_path.glob(".valora/fuse-own-*[0-9a-f]")
+    fused = json.loads((folder / "fusion.json").read_text())
+    alone = TrialStore(tmp_path / ".valora" / "trials").results().values()
+    for row in alone:
+        (name,) = row["domains"]
+        assert row["seed"] == 4
+        accuracy = row["accuracy"][name]
+        assert fused["domains"][name]["required"] == pytest.approx(0.5 * accuracy["test"])
+    assert len(alone) == 2
+    steps = [line for line in out.splitlines() if "dedicated adapter's" in line]
+    assert steps
+
+
+def test_the_command_compares_ways_to_serve(prepared, tmp_path, one_thread):
+    asked = ["command=compare", "compare.seeds=[2]", "compare.strategies=[first_fit]",
+             "compare.ewc=[10]", "oracle.processes=1", "train.steps_per_held=1"]  # fmt: skip
+    status, out, err = prepared(*asked)
+    assert status == 0, err
+    assert "Ways to serve own" in out
+    (folder,) = tmp_path.glob(".valora/compare-own-*[0-9a-f]")
+    text = (folder / "comparison.md").read_text()
+    for name in ("dedicated adapters", "without LoRA", "one joint adapter", "merged: dare_ties",
+                 "EWC, strength 10", "first_fit at 95%"):  # fmt: skip
+        assert f"| {name} |" in text
+    assert (folder / "pareto.png").stat().st_size > 1000
+    status, out, err = prepared(*asked, "compare.strategies=[]")
+    assert (status, "trainings after" in out) == (0, False)  # all of that is known
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare.strategies=[best]"], "unknown fusion strategy 'best'"),
+        (["compare.shares=[]"], "compare.shares is empty"),
+        (["compare.shares=[1.2]"], "compare.shares.0 must be at most 1"),
+        (["compare.seeds=[]"], "compare.seeds=[] must name at least one seed"),
+        (["fusion.parent=x"], "command=compare extends no bundle"),
+    ],
+)
+def test_mistakes_in_comparisons_are_one_sentence(prepared, arguments, message):
+    status, _, err = prepared("command=compare", *arguments)
+    assert status == 1
+    assert message in err.strip().splitlines()[-1]

@@ -1,0 +1,70 @@
+"""Worker processes: they end with their parent, and the parent alone answers to signals."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from valora_train.errors import StageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@contextmanager
+def worker_processes(
+    count: int, setting: str, begin: Callable[..., None], *arguments: Any
+) -> Iterator[ProcessPoolExecutor]:
+    """Start processes within a `with` block; an error or a signal in it ends them at once.
+
+    Args:
+        count: Number of processes.
+        setting: The setting that says how many, for messages.
+        begin: Called in each process first, with `arguments`; a function of a module.
+        *arguments: What pickle can write.
+
+    Raises:
+        StageError: If a process was killed.
+    """
+    executor = ProcessPoolExecutor(
+        count,
+        multiprocessing.get_context("spawn"),  # CUDA cannot be used in processes that are forked
+        _begin,
+        (os.getpid(), begin, arguments),
+    )
+    try:
+        yield executor
+    except BaseException as error:
+        for child in multiprocessing.active_children():
+            child.terminate()
+        executor.shutdown(cancel_futures=True)
+        if isinstance(error, BrokenProcessPool):
+            raise StageError(
+                f"one of {count} worker processes was killed, as happens when the memory is used "
+                f"up: lower {setting} and run the same command again"
+            ) from error
+        raise
+    executor.shutdown()
+
+
+def _begin(parent: int, begin: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    warnings.simplefilter("ignore")  # each process would repeat them
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    begin(*arguments)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent is gone, also after `kill -9`."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)

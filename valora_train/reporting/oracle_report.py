@@ -1,0 +1,125 @@
+"""What an oracle table says, in the terminal and in MLflow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from valora_train.fusion.exact import exact_packing
+from valora_train.reporting.text import plural
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rich.console import Console
+
+    from valora_train.fusion.exact import Bound, Optimum
+    from valora_train.fusion.oracle import OracleTable
+    from valora_train.fusion.requirement import Requirement
+    from valora_train.reporting.study import StudyRun
+
+OPTIMUM = ("seed", "adapters", "packing", "without LoRA", "out of reach")
+
+
+def packing_text(packing: Sequence[Sequence[str]]) -> str:
+    """Adapters for people, e.g. ``person + vehicle | bicycle``."""
+    return " | ".join(" + ".join(group) for group in packing) or "–"
+
+
+def optimum_row(seed: int, found: Optimum) -> list[str]:
+    """The row of an exact packing in the table with the columns `OPTIMUM`."""
+    return [
+        str(seed),
+        str(len(found.packing)),
+        packing_text(found.packing),
+        ", ".join(found.head_only) or "–",
+        ", ".join(found.unreachable) or "–",
+    ]
+
+
+def report_table(
+    table: OracleTable,
+    requirements: Mapping[str, Requirement],
+    head_only: bool,
+    console: Console,
+    run: StudyRun,
+) -> None:
+    """Print and log the fewest adapters for some requirements.
+
+    Args:
+        table: The table.
+        requirements: What each domain must reach.
+        head_only: Whether a domain that keeps its requirement without LoRA takes no adapter.
+        console: The console to print to.
+        run: The run to log to.
+    """
+    found = {
+        seed: exact_packing(table, requirements, seed, head_only=head_only) for seed in table.seeds
+    }
+    rows = [optimum_row(seed, one) for seed, one in found.items()]
+    title = f"The fewest adapters of {table.task}, by its oracle table"
+    print_table(console, title, OPTIMUM, rows)
+    run.log_table(OPTIMUM, rows, "optimum")
+    run.log_metrics({f"adapters/seed-{seed}": len(one.packing) for seed, one in found.items()})
+    run.log_table(*reached_rows(table), "groups")
+    counts = [len(one.packing) for one in found.values()]
+    least, most = min(counts), max(counts)
+    span = plural(least, "adapter") if least == most else f"{least} to {most} adapters"
+    run.note(f"**{span}** at the requirements of the task, over {plural(len(found), 'seed')}.")
+
+
+def reached_rows(table: OracleTable) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows of what every domain reaches on validation in every group."""
+    columns = ["seed", "group", *table.domains]
+    rows = []
+    for seed in table.seeds:
+        without = table.head_only(seed)
+        rows.append([seed, "without LoRA", *(round(without[n].val, 4) for n in table.domains)])
+        for group in table.groups():
+            reached = table.reached(seed, group)
+            cells = [round(reached[n].val, 4) if n in reached else "" for n in table.domains]
+            rows.append([seed, " + ".join(group), *cells])
+    return columns, rows
+
+
+def report_bounds(
+    bounds: Mapping[int, Bound], largest: int, console: Console, run: StudyRun
+) -> None:
+    """Print and log the lower bounds that some groups prove.
+
+    Args:
+        bounds: The bound of each seed.
+        largest: Number of domains of the largest groups.
+        console: The console to print to.
+        run: The run to log to.
+    """
+    columns = ("seed", "at least", "proof")
+    rows = [
+        [str(seed), plural(bound.adapters, "adapter"), bound.proof]
+        for seed, bound in bounds.items()
+    ]
+    title = f"Lower bound on adapters, from groups of up to {largest} domains"
+    print_table(console, title, columns, rows)
+    run.log_table(columns, rows, "bounds")
+    run.log_metrics({f"bound/seed-{seed}": bound.adapters for seed, bound in bounds.items()})
+    run.note("; ".join(f"seed {row[0]}: at least {row[1]}, because {row[2]}" for row in rows))
+
+
+def print_table(
+    console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
+) -> None:
+    """Print a table.
+
+    Args:
+        console: The console.
+        title: Title of the table.
+        columns: Names of the columns.
+        rows: Cells.
+    """
+    table = Table(title=title, title_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

@@ -1,0 +1,341 @@
+"""Stage `oracle`: every subset of the domains is trained jointly in a fresh adapter.
+
+Results lie in `trials/` beside the stages, one line each, and are never computed again: an oracle
+that was killed continues, and one with more seeds or one domain more trains only what is new.
+Output: `oracle.json`, the table (`valora_train.fusion.oracle`), or `groups.json` where
+`oracle.largest` leaves groups out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from valora_data.contract.base_model import base_hash, processor_hash
+from valora_data.schema import Split
+from valora_train.errors import SettingsError
+from valora_train.fusion.exact import lower_bound
+from valora_train.fusion.oracle import Measured, OracleTable
+from valora_train.reporting.progress import stopwatch
+from valora_train.stage import Stage, digest, intact, read_json, write_json
+from valora_train.stages.distill import TAUGHT, teacher_accuracy
+from valora_train.stages.fuse import domain_facts, training_facts
+from valora_train.trials.bench import THREADS
+from valora_train.trials.inputs import DomainFacts, TrialInputs, pack_inputs
+from valora_train.trials.oracle import HEAD_ONLY, JOINT, oracle_trials
+from valora_train.trials.pool import run_trials
+from valora_train.trials.store import RESULTS, Trial, TrialStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from valora_train.fusion.exact import Bound
+    from valora_train.fusion.requirement import Requirement
+    from valora_train.reporting.progress import Display
+    from valora_train.settings import Settings
+    from valora_train.stages.fuse import DomainInputs
+    from valora_train.trials.pool import Progress
+
+TRIALS = "trials"
+"""Folder, beside those of the stages, of the results of all trials."""
+TABLE = "oracle.json"
+GROUPS = "groups.json"
+SPLITS = (TAUGHT, str(Split.VAL), str(Split.TEST))
+NOTES = 20
+"""Lines about the progress of a command, where the output is not a terminal."""
+ELSEWHERE = ("device", "shard", "batch_size", "keep_features", "gradient_checkpointing")
+"""Settings of the model that say how it is computed, not what: results of a GPU hold here, too."""
+
+
+def trial_inputs(settings: Settings, domains: Sequence[DomainInputs]) -> TrialInputs:
+    """What trials of some domains need.
+
+    Args:
+        settings: All settings.
+        domains: The domains, with the outputs of the stages before.
+    """
+    training = training_facts(settings)
+    for key in ELSEWHERE:
+        del training["model"][key]
+    training["train"]["threads"] = THREADS
+    if not settings.train.augment.views:  # augmented views depend on it; trials have their own
+        del training["train"]["seed"]
+    training["base"] = base_hash(settings.model.id)
+    training["processor"] = processor_hash(settings.model.id)
+    chosen = {item.settings.name: item.settings for item in domains}
+    return TrialInputs(
+        replace(settings, domains=chosen, task=replace(settings.task, only=[])),
+        training,
+        {
+            item.settings.name: DomainFacts(
+                domain_facts(item.settings) | {part: digest(_part(item, part)) for part in SPLITS},
+                item.requirement(settings.fusion.margin),
+                _teacher(item),
+                {part: str(_part(item, part).absolute()) for part in SPLITS},
+            )
+            for item in domains
+        },
+        Path(settings.paths.work).absolute(),
+    )
+
+
+def _part(item: DomainInputs, part: str) -> Path:
+    return (item.distilled if part == TAUGHT else item.data) / part
+
+
+def _teacher(item: DomainInputs) -> dict[str, float]:
+    reached = {
+        str(split): teacher_accuracy(item.distilled, split) for split in (Split.VAL, Split.TEST)
+    }
+    return {split: accuracy for split, accuracy in reached.items() if accuracy is not None}
+
+
+def made_of(inputs: TrialInputs) -> dict[str, Any]:
+    """What the accuracies of an oracle table depend on besides group and seed."""
+    facts = dict(inputs.training)
+    return facts | {f"domain {name}": dict(item.facts) for name, item in inputs.domains.items()}
+
+
+def oracle_stage(settings: Settings, inputs: TrialInputs) -> Stage:
+    """The stage that trains every subset of the domains."""
+    values = {"seeds": settings.oracle.seeds, "largest": settings.oracle.largest}
+    values |= {"made_of": made_of(inputs)}
+    return Stage(f"oracle-{settings.task.name}", 1, values, {}, resumable=True)
+
+
+def is_partial(settings: Settings, inputs: TrialInputs) -> bool:
+    """Whether `oracle.largest` leaves groups of domains out."""
+    return 0 < settings.oracle.largest < len(inputs.domains)
+
+
+def processes(settings: Settings) -> int:
+    """Number of processes that train."""
+    return settings.oracle.processes or len(os.sched_getaffinity(0))
+
+
+def pack(inputs: TrialInputs, folder: Path) -> str:
+    """Write inputs for another machine.
+
+    Args:
+        inputs: The inputs.
+        folder: The folder.
+
+    Returns:
+        What to do there, for people.
+    """
+    file = pack_inputs(inputs, folder)
+    return (
+        f"{file.parent}: copy it to the other machine, run `python -m valora_train.trials FOLDER` "
+        f"there, and take over what it finds with oracle.results=FOLDER/{RESULTS}"
+    )
+
+
+def trial_store(settings: Settings) -> TrialStore:
+    """The results of all trials; those of `oracle.results` are taken over.
+
+    Raises:
+        SettingsError: If that file cannot be read, or holds no results.
+    """
+    store = TrialStore(Path(settings.paths.work) / TRIALS)
+    if settings.oracle.results is not None:
+        store.take_over(Path(settings.oracle.results).expanduser())
+    return store
+
+
+def run_with_progress(
+    settings: Settings,
+    inputs: TrialInputs,
+    trials: Sequence[Trial],
+    what: str,
+    display: Display,
+) -> list[dict[str, Any]]:
+    """Run trials and show how far they are.
+
+    Args:
+        settings: All settings.
+        inputs: Settings, domains and samples.
+        trials: The trials.
+        what: Name of the command, for the terminal.
+        display: The terminal.
+
+    Returns:
+        The results, in the order of `trials`.
+    """
+    store = trial_store(settings)
+    file = inputs.write(store.folder / f"inputs-{os.getpid()}.json")
+    told = 0
+
+    with display.work(what, f"{len(trials)} trainings") as on_step, stopwatch() as seconds:
+
+        def on_done(trial: Trial, _: Mapping[str, Any], progress: Progress) -> None:
+            nonlocal told
+            on_step(progress.done, progress.count, math.nan)
+            part = NOTES * progress.done // progress.count
+            left = progress.seconds_left
+            if part > told and left is not None:
+                told = part
+                display.note(
+                    what,
+                    f"{progress.done} of {progress.count} trainings after {seconds() / 60:.0f} "
+                    f"min, about {left / 60:.0f} min left ({trial.name})",
+                )
+
+        try:
+            return run_trials(file, trials, store, processes(settings), on_done)
+        finally:
+            file.unlink(missing_ok=True)
+
+
+def measure_dedicated(
+    settings: Settings, domains: Sequence[DomainInputs], display: Display
+) -> list[DomainInputs]:
+    """Train every domain in an adapter of its own, side by side, which its requirement follows.
+
+    Args:
+        settings: All settings.
+        domains: The domains.
+        display: The terminal.
+
+    Returns:
+        The domains, with what they reach in an adapter of their own (`fusion.of_dedicated`).
+
+    Raises:
+        SettingsError: If such a training diverges, or reaches nothing.
+    """
+    share = settings.fusion.of_dedicated
+    if share is None:
+        return list(domains)
+    inputs = trial_inputs(settings, domains)
+    trials = [Trial(JOINT, (item.settings.name,), settings.train.seed) for item in domains]
+    results = run_with_progress(settings, inputs, trials, "alone", display)
+    found = []
+    for item, result in zip(domains, results, strict=True):
+        reached = result["accuracy"][item.settings.name]
+        if not reached["val"] or not reached["test"]:
+            raise SettingsError(
+                f"domain {item.settings.name} reaches nothing in an adapter of its own, so that a "
+                "share of it asks for nothing: lower train.lr, or set fusion.of_dedicated=null"
+            )
+        found.append(replace(item, dedicated=(reached["val"], reached["test"], share)))
+    return found
+
+
+def build_oracle(settings: Settings, inputs: TrialInputs, folder: Path, display: Display) -> None:
+    """Train what is missing, and write the table into the stage's folder."""
+    seeds = settings.oracle.seeds
+    trials = oracle_trials(list(inputs.domains), seeds, settings.oracle.largest)
+    results = run_with_progress(settings, inputs, trials, "oracle", display)
+    if is_partial(settings, inputs):
+        write_json(folder / GROUPS, _groups(inputs, seeds, results))
+        return
+    names = list(inputs.domains)
+    largest = {name: inputs.domain(name).domain().task.spec.largest for name in names}
+    table = OracleTable(settings.task.name, names, seeds, made_of(inputs), largest)
+    table.teacher = {
+        name: Measured(item.teacher["val"], item.teacher["test"])
+        for name, item in inputs.domains.items()
+        if {"val", "test"} <= set(item.teacher)
+    }
+    for result in results:
+        reached = {name: _measured(found) for name, found in result["accuracy"].items()}
+        if result["method"] == HEAD_ONLY:
+            for name, pair in reached.items():
+                table.put_head_only(result["seed"], name, pair)
+        else:
+            table.put(result["seed"], reached)
+    table.require_complete()
+    table.write(folder / TABLE)
+
+
+def _measured(found: Mapping[str, float | None]) -> Measured:
+    """An accuracy pair; what diverged is NaN."""
+    values = (found["val"], found["test"])
+    return Measured(*(math.nan if value is None else value for value in values))
+
+
+def _groups(
+    inputs: TrialInputs, seeds: Sequence[int], results: Iterable[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The content of `groups.json`: what the domains of each group reach."""
+    rows = [
+        {
+            "seed": result["seed"],
+            "head_only": result["method"] == HEAD_ONLY,
+            "reached": {
+                name: [found["val"], found["test"]] for name, found in result["accuracy"].items()
+            },
+        }
+        for result in results
+    ]
+    return {
+        "domains": list(inputs.domains),
+        "seeds": list(seeds),
+        "made_of": json.loads(json.dumps(made_of(inputs))),
+        "groups": rows,
+    }
+
+
+def read_table(folder: Path) -> OracleTable | None:
+    """The table of a finished stage; None if it holds only some groups."""
+    if not (folder / TABLE).is_file():
+        return None
+    return OracleTable.read(intact(folder / TABLE))
+
+
+def bounds(
+    folder: Path, requirements: Mapping[str, Requirement], head_only: bool
+) -> dict[int, Bound]:
+    """The lower bound on adapters for each seed, from the groups that were trained.
+
+    Args:
+        folder: Output of the stage, with `groups.json`.
+        requirements: What each domain must reach.
+        head_only: Whether a domain that keeps its requirement without LoRA takes no adapter.
+    """
+    content = read_json(intact(folder / GROUPS))
+    found = {}
+    for seed in content["seeds"]:
+        rows = [row for row in content["groups"] if row["seed"] == seed]
+        needed, infeasible = _conflicts(rows, requirements, head_only)
+        found[seed] = lower_bound(needed, infeasible)
+    return found
+
+
+def _conflicts(
+    rows: Sequence[Mapping[str, Any]], requirements: Mapping[str, Requirement], head_only: bool
+) -> tuple[list[str], list[list[str]]]:
+    """The domains that need an adapter, and the groups of them that are infeasible."""
+
+    def value(reached: Mapping[str, Any], name: str) -> float:
+        found = reached[name][0]
+        return math.nan if found is None else float(found)
+
+    without: dict[str, float] = {}
+    alone: dict[str, float] = {}
+    for row in rows:
+        names = list(row["reached"])
+        if row["head_only"]:
+            without |= {name: value(row["reached"], name) for name in names}
+        elif len(names) == 1:
+            alone[names[0]] = value(row["reached"], names[0])
+    floors = {}
+    for name, requirement in requirements.items():
+        if head_only and requirement.met_by(without[name]):
+            continue
+        met = requirement.met_by(alone[name])
+        # As in `exact_packing`: what reaches no more than without LoRA takes no adapter.
+        if not met and (math.isnan(alone[name]) or (head_only and alone[name] <= without[name])):
+            continue
+        floors[name] = requirement.kept_from(None if met else alone[name])
+    infeasible = [
+        list(row["reached"])
+        for row in rows
+        if not row["head_only"]
+        and set(row["reached"]) <= set(floors)
+        and any(not value(row["reached"], name) >= floors[name] for name in row["reached"])
+    ]
+    return list(floors), infeasible

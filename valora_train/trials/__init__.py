@@ -1,0 +1,1 @@
+"""Trials: trainings outside of a fusion, for oracle tables and comparisons."""

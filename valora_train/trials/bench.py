@@ -1,0 +1,132 @@
+"""Where trials run: the base model with a trainer, loaded once in each process."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from valora_data.schema import Split
+from valora_train.fusion.loading import LazyMapping, load_domain, make_deterministic
+from valora_train.fusion.trainer import Trainer
+from valora_train.model.lmm import Lmm
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from torch import nn
+
+    from valora_train.fusion.trainer import DomainData
+    from valora_train.trials.inputs import TrialInputs
+
+THREADS = 1
+"""CPU threads of a trial: its result depends on them, and must not depend on how many run."""
+
+
+class DivergedError(Exception):
+    """Training made the loss or the weights infinite or NaN."""
+
+
+class Bench:
+    """The base model and a trainer for the domains of some inputs.
+
+    Args:
+        inputs: Settings, domains and samples.
+
+    Attributes:
+        inputs: Settings, domains and samples.
+        lmm: The base model.
+        trainer: Trains and measures.
+        scratch: Folder for files of the running trial.
+    """
+
+    scratch: Path
+
+    def __init__(self, inputs: TrialInputs) -> None:
+        make_deterministic(THREADS)
+        self.inputs = inputs
+        settings = inputs.settings
+        self.lmm = Lmm(settings.model, settings.train.lora)
+        self.trainer = Trainer(self.lmm, LazyMapping(inputs.domains, self._load), settings.train)
+
+    def _load(self, name: str) -> DomainData:
+        inputs = self.inputs
+        return load_domain(
+            inputs.settings,
+            inputs.domain(name),
+            inputs.domains[name].requirement.required,
+            self.lmm,
+            lambda part: inputs.read(name, part),
+        )
+
+    def on_step(self, step: int, steps: int, loss: float) -> None:
+        """Look at a step of a training.
+
+        Args:
+            step: The step, from 1.
+            steps: Number of steps.
+            loss: Its loss.
+
+        Raises:
+            DivergedError: If the loss is not finite.
+        """
+        if not math.isfinite(loss):
+            raise DivergedError
+
+    def start(self, seed: int, scratch: Path) -> None:
+        """Begin a trial as in a new process: no adapters, and random numbers from its seed.
+
+        Args:
+            seed: Seed of the trial.
+            scratch: Folder for its files.
+        """
+        self.scratch = scratch
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT warns that the active one is gone
+            for name in self.trainer.adapters:
+                self.trainer.close(name)
+        torch.manual_seed(seed)
+
+    def check_finite(self, adapter: str) -> None:
+        """Raise `DivergedError` if a weight of an adapter is infinite or NaN."""
+        tensors = [*self.lmm.adapters.parameters(adapter).values()]
+        tensors += [p for head in self.trainer.heads(adapter).values() for p in head.parameters()]
+        if not all(tensor.isfinite().all() for tensor in tensors):
+            raise DivergedError
+
+    def measure(
+        self, adapter: str | None, domain: str, head: nn.Module | None = None
+    ) -> dict[str, Any]:
+        """Accuracy of a domain on validation, by which its head is calibrated, then on test.
+
+        Returns:
+            `val` and `test`; their 95 % intervals as `val_ci95` and `test_ci95`; and further
+            metrics, such as `test_map`.
+        """
+        found: dict[str, Any] = {}
+        for split in (Split.VAL, Split.TEST):
+            got = self.trainer.evaluate(adapter, domain, split, head)
+            found[str(split)] = got.accuracy
+            found[f"{split}_ci95"] = list(got.interval)
+            found |= {f"{split}_{key}": value for key, value in got.details.items()}
+        return {key: _finite(value) for key, value in found.items()}
+
+    @property
+    def requirements(self) -> dict[str, Any]:
+        """What each domain must reach (`Requirement`), by name."""
+        return {name: item.requirement for name, item in self.inputs.domains.items()}
+
+
+def diverged(domains: Sequence[str]) -> dict[str, dict[str, None]]:
+    """What is measured of a training that diverged: nothing."""
+    return {name: {"val": None, "test": None} for name in domains}
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN."""
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return value if math.isfinite(value) else None

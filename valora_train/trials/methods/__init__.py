@@ -1,0 +1,1 @@
+"""What a trial can do: one file a method."""

@@ -6,7 +6,6 @@ heads are written next to the figures that were measured with them.
 
 from __future__ import annotations
 
-import math
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from valora_train.fusion.decision import AttemptDecision, HeadOnlyDecision
+    from valora_train.fusion.decision import HeadOnlyDecision
     from valora_train.fusion.parent import Parent
     from valora_train.fusion.plan import FusionPlan
     from valora_train.fusion.requirement import Requirement
@@ -268,8 +267,18 @@ def fusion_result(
     promises: Promises,
     state: FusionState,
     parent: Parent | None,
+    attempts: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The content of `fusion.json`: what was decided, reached and promised."""
+    """The content of `fusion.json`: what was decided, reached and promised.
+
+    Args:
+        strategy: Name of the strategy.
+        plan: The finished plan.
+        promises: The measured domains.
+        state: Files of the fusion on disk.
+        parent: The fusion that was extended, if any.
+        attempts: The attempts with what they changed (see `fusion.history.History.told`).
+    """
     flagged = parent.flagged if parent else {}
     return {
         "strategy": strategy,
@@ -284,25 +293,7 @@ def fusion_result(
         "unreachable": flagged | plan.unreachable,
         "domains": promises.domains,
         "speed": promises.speed,
-        "attempts": [_as_json(decision) for decision in plan.decisions],
+        "attempts": attempts,
         "seconds": state.seconds,
         "mlflow_run_id": state.mlflow_run_id,
-    }
-
-
-def _as_json(decision: AttemptDecision) -> dict[str, Any]:
-    attempt = decision.attempt
-    return {
-        "number": attempt.number,
-        "new": list(attempt.new),
-        "adapter": attempt.adapter,
-        "held": list(attempt.held),
-        "rank": attempt.rank,
-        "moved": list(attempt.moved),
-        # JSON knows no NaN, the accuracy of a training that diverged.
-        "accuracy": {k: None if math.isnan(v) else v for k, v in decision.accuracy.items()},
-        "verdict": str(decision.verdict),
-        "below": list(decision.below),
-        "kept": list(decision.kept),
-        "reason": decision.reason,
     }

@@ -77,6 +77,8 @@ def bundle_card(manifest: dict[str, Any]) -> str:
         for name, facts in manifest["domains"].items()
         if facts.get("reason")
     ]
+    if rejected := manifest.get("rejected"):
+        lines += ["", "Rejected attempts:", "", *rejected]
     lines += ["", "## Use", *_usage(manifest)]
     return "\n".join(lines)
 

@@ -34,6 +34,15 @@ def domain_table(
     return list(kept), [list(row) for row in zip(*kept.values(), strict=True)]
 
 
+def by_adapter(
+    domains: Mapping[str, Facts], adapters: Mapping[str, Facts]
+) -> dict[str, Mapping[str, Any]]:
+    """Domains in the order of their adapters, those without one last."""
+    order = {name: place for place, name in enumerate([*adapters, None])}
+    names = sorted(domains, key=lambda name: order.get(domains[name].get("adapter"), 0))
+    return {name: domains[name] for name in names}
+
+
 def _adapter(_: str, facts: Facts, adapters: Mapping[str, Facts]) -> str:
     name = facts["adapter"]
     if name is None:
@@ -49,6 +58,12 @@ def _test(_: str, facts: Facts, __: Mapping[str, Facts]) -> str:
     low, high = accuracy["test_ci95"]
     missed = "" if facts["status"] == "met" else ", missed"
     return f"{accuracy['test']:.3f} ({low:.3f}–{high:.3f}){missed}"
+
+
+def _slack(facts: Facts) -> str:
+    """How far validation is above the bar."""
+    bar, reached = facts.get("bar"), facts["accuracy"].get("val")
+    return "–" if bar is None or reached is None else f"{reached - bar:+.3f}"
 
 
 def _share(ours: str, teachers: str) -> Callable[..., str]:
@@ -109,6 +124,7 @@ COLUMNS: Mapping[str, Callable[[str, Facts, Mapping[str, Facts]], str]] = {
     "adapter": _adapter,
     "required": lambda _, facts, __: accuracy_text(facts["required"]),
     "bar": lambda _, facts, __: accuracy_text(facts.get("bar")),
+    "slack": lambda _, facts, __: _slack(facts),
     "validation": lambda _, facts, __: accuracy_text(facts["accuracy"].get("val")),
     "test (95 %)": _test,
     "without LoRA": lambda _, facts, __: accuracy_text(facts["accuracy"]["head_only"]),
@@ -124,6 +140,12 @@ PROMISES = (
     "domain", "metric", "adapter", "bar", "validation", "required", "test (95 %)", "without LoRA",
 )  # fmt: skip
 """Columns of what a domain must reach and reaches."""
+
+PACKING = (
+    "adapter", "domain", "metric", "bar", "validation", "slack", "required", "test (95 %)",
+    "without LoRA",
+)  # fmt: skip
+"""Columns of the packing: the domains of each adapter, and how far they are above their bars."""
 
 BESIDE_TEACHER = (
     "of the teacher", "mAP", "calibration error", "images/s", "other metrics",

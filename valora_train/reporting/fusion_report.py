@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from valora_data.schema import Split
 from valora_train.errors import TrackingError, UnreachableError
 from valora_train.fusion.decision import Verdict
+from valora_train.fusion.history import attempt_as_json
 from valora_train.reporting import pictures
-from valora_train.reporting.domain_table import BESIDE_TEACHER, PROMISES, domain_table
-from valora_train.reporting.text import markdown_table, plural
-from valora_train.reporting.tracking import DataSet
+from valora_train.reporting.attempt_text import (
+    attempt_page,
+    outcome_of,
+    rejected_lines,
+    tried,
+    verdict_of,
+)
+from valora_train.reporting.domain_table import (
+    BESIDE_TEACHER,
+    PACKING,
+    by_adapter,
+    domain_table,
+)
+from valora_train.reporting.text import fitting, markdown_table, plural
+from valora_train.reporting.tracking import NOTE_LENGTH, DataSet
 from valora_train.stage import digest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from PIL.Image import Image
@@ -58,6 +72,15 @@ class FusionReport:
         self._trainer = trainer
         self._required = required
         self._folders = data_sets
+        self._told: Callable[[], Sequence[Mapping[str, Any]]] = list
+
+    def follow(self, told: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
+        """Follow the attempts of a fusion.
+
+        Args:
+            told: Returns all attempts that were decided (see `fusion.history.History.told`).
+        """
+        self._told = told
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -141,7 +164,8 @@ class FusionReport:
         if attempt.rehearse:
             data_sets += [self._taught(name, "rehearsal") for name in attempt.held]
         data_sets += [self._labelled(name, "validation") for name in attempt.domains]
-        run = self._tracker.start_attempt(attempt, self._required, data_sets)
+        note = f"**Running**: {tried(attempt_as_json(attempt))}."
+        run = self._tracker.start_attempt(attempt, self._required, data_sets, note)
         try:
             with self._display.work("fuse", attempt.name) as on_step:
                 yield AttemptReport(self, run, on_step)
@@ -160,7 +184,10 @@ class FusionReport:
 
     def log_progress(self, plan: FusionPlan, state: FusionState) -> None:
         """Log the latest decision and redraw the summary of all decisions."""
-        self._tracker.log_summary(plan.decisions, state.seconds, self._required)
+        told = self._told()
+        self._tracker.log_summary(plan.decisions, state.seconds, self._required, told)
+        # Later attempts change where the domains of earlier ones went.
+        self._tracker.describe_attempts({one["number"]: attempt_page(one) for one in told})
         latest = plan.decisions[-1]
         self._tracker.log_metrics(
             {f"accuracy/{name}": value for name, value in latest.accuracy.items()}
@@ -191,13 +218,14 @@ class FusionReport:
 
     def show_outcome(self, outcome: Outcome) -> None:
         """Write the line of a decided attempt."""
-        decision = outcome.decision
-        verdict = f"[{COLOURS[decision.verdict]}]{decision.verdict}[/]"
-        reason = f" ({decision.reason})" if decision.below else ""
+        decision, told = outcome.decision, self._told()[-1]
+        verdict = f"[{COLOURS[decision.verdict]}]{verdict_of(told)}[/]"
         reached = ", ".join(
             f"{name} {evaluation.accuracy:.3f}" for name, evaluation in outcome.evaluations.items()
         )
-        line = f"{decision.attempt.name} {verdict}{reason}" + (f": {reached}" if reached else "")
+        line = f"{decision.attempt.name} {verdict}: {outcome_of(told)}" + (
+            f" ({reached})" if reached else ""
+        )
         self._display.done("fuse", line, outcome.seconds)
 
     def finish(self, result: Mapping[str, Any]) -> None:
@@ -231,7 +259,7 @@ def log_result(tracker: Tracker, result: Mapping[str, Any]) -> None:
             tracker.log_classes(name, facts["accuracy"])
     bars = pictures.accuracy_bars(result["domains"], result.get("adapters", {}))
     tracker.log_figure(bars, "accuracy.png")
-    tracker.finish("FINISHED", _note(result, tracker.run_id))
+    tracker.finish("FINISHED", fusion_page(result, tracker.run_id))
 
 
 class TrainingReport:
@@ -315,21 +343,40 @@ def _metrics(result: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def _note(result: Mapping[str, Any], run_id: str) -> str:
-    """The description of the parent run in markdown: the packing and what it reaches."""
-    packing, speed = result["packing"], result.get("speed", {})
-    domains = {
-        name: facts | {"speed": speed.get(name)} for name, facts in result["domains"].items()
-    }
-    columns, rows = domain_table(domains, result.get("adapters", {}), (*PROMISES, *BESIDE_TEACHER))
-    lines = [
-        f"**{plural(len(domains), 'domain')} in {plural(len(packing), 'adapter')}** after "
-        f"{plural(len(result['attempts']), 'attempt')} (strategy `{result['strategy']}`).",
+def fusion_page(result: Mapping[str, Any], run_id: str) -> str:
+    """The description of a fusion in markdown: the packing, and what it was chosen over.
+
+    Args:
+        result: Content of `fusion.json`.
+        run_id: Id of the fusion's run.
+    """
+    adapters, attempts = result.get("adapters", {}), result["attempts"]
+    speed = result.get("speed", {})
+    domains = by_adapter(
+        {name: facts | {"speed": speed.get(name)} for name, facts in result["domains"].items()},
+        adapters,
+    )
+    met = sum(facts["status"] == "met" for facts in domains.values())
+    counts = Counter(attempt["verdict"] for attempt in attempts)
+    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    head = [
+        f"**{plural(len(domains), 'domain')} in {plural(len(result['packing']), 'adapter')}** "
+        f"after {plural(len(attempts), 'attempt')}{f' ({verdicts})' if verdicts else ''}, strategy "
+        f"`{result['strategy']}`; {met} of {len(domains)} at their requirement on test.",
         "",
-        *markdown_table(columns, rows),
-        "",
-        f"![accuracy](get-artifact?path=accuracy.png&run_uuid={run_id})",
-        "",
-        *(f"- {name}: {facts['reason']}" for name, facts in domains.items() if facts.get("reason")),
     ]
-    return "\n".join(lines)
+    rejected = rejected_lines(attempts)
+    alone = [
+        f"- **{name}**: {facts['reason']}"
+        for name, facts in domains.items()
+        if facts["adapter"] is None and facts.get("reason")
+    ]
+    sections = [
+        head,
+        markdown_table(*domain_table(domains, adapters, PACKING)),
+        ["", f"![accuracy](get-artifact?path=accuracy.png&run_uuid={run_id})", ""],
+        ["**Rejected**", "", *rejected, ""] if rejected else [],
+        ["**Without an adapter**", "", *alone, ""] if alone else [],
+        markdown_table(*domain_table(domains, adapters, ("domain", *BESIDE_TEACHER))),
+    ]
+    return fitting(sections, NOTE_LENGTH, "see the table steps.json")

@@ -8,6 +8,7 @@ import numpy as np
 
 from valora_data.drawing import add_caption, add_legend, arrange, draw_boxes, show_photograph, widen
 from valora_data.tasks import task_spec
+from valora_train.reporting.domain_table import by_adapter
 from valora_train.reporting.text import bytes_text, share_text
 
 if TYPE_CHECKING:
@@ -151,10 +152,8 @@ def accuracy_bars(
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    order = {name: place for place, name in enumerate([*adapters, None])}
-    names = sorted(domains, key=lambda name: order.get(domains[name].get("adapter"), 0))
     groups: dict[float, list[str]] = {}
-    for name in names:
+    for name in by_adapter(domains, adapters):
         groups.setdefault(task_spec(domains[name]["task"]).largest, []).append(name)
     figure = Figure(figsize=(11, 1.8 + 0.75 * len(domains) + 0.5 * len(groups)), dpi=110)
     ordered = sorted(groups.items())

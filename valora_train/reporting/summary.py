@@ -52,6 +52,10 @@ def print_summary(bundle: Bundle, console: Console, seconds: float, link: str | 
     beside = _table(bundle, "beside the teachers", ("domain", *BESIDE_TEACHER))
     if len(beside.columns) > 1:
         console.print(beside)
+    if rejected := bundle.manifest.get("rejected"):
+        console.print("Rejected attempts", style="bold")
+        for line in rejected:
+            console.print(line.replace("**", ""), markup=False, highlight=False)
     met = sum(facts["status"] == "met" for facts in bundle.domains.values())
     console.print(
         f"{met} of {plural(len(bundle.domains), 'domain')} at their requirement on test, in "

@@ -13,6 +13,36 @@ def plural(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def joined(names: Sequence[str]) -> str:
+    """Names in a sentence: ``a``, ``a and b`` or ``a, b and c``."""
+    return " and ".join(part for part in (", ".join(names[:-1]), *names[-1:]) if part)
+
+
+def fitting(sections: Sequence[Sequence[str]], most: int, where: str) -> str:
+    """Join sections of lines; where that is too long, the longest ones lose their last lines.
+
+    Args:
+        sections: Lines of each section.
+        most: Most characters.
+        where: Place that has everything, which a shortened section names.
+    """
+    left = [list(lines) for lines in sections]
+    cut = [0] * len(left)
+
+    def text() -> str:
+        return "\n".join(
+            line
+            for lines, gone in zip(left, cut, strict=True)
+            for line in (*lines, *([f"… and {gone} more: {where}"] if gone else []))
+        )
+
+    while len(text()) > most and any(left):
+        longest = max(range(len(left)), key=lambda place: sum(map(len, left[place])))
+        left[longest].pop()
+        cut[longest] += 1
+    return text()
+
+
 def accuracy_text(accuracy: float | None) -> str:
     """An accuracy with three decimals, or a dash where there is none."""
     return "–" if accuracy is None else f"{accuracy:.3f}"

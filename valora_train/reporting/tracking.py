@@ -22,6 +22,7 @@ from filelock import FileLock
 from valora_train.errors import TrackingError, describe_fault
 from valora_train.fusion.decision import Verdict
 from valora_train.reporting import pictures
+from valora_train.reporting.attempt_text import outcome_of, verdict_of, went
 from valora_train.stage import was_killed
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ MODEL_TRAINING = "custom_model_development"
 """Value of `KIND` for experiments with runs and metrics instead of chat traces."""
 LOCAL_SERVER = "http://127.0.0.1:5000"
 """Where `make ui` and `mlflow ui` listen."""
+NOTE_LENGTH = 8000
+"""Most characters of a description."""
 MAX_PARAM_LENGTH = 500  # characters; longer values are cut, config.yaml has them in full
 METRICS_PER_REQUEST = 500
 CURVE_SECONDS = 2.0  # between two requests of a curve
@@ -90,6 +93,7 @@ class Tracker:
         self._fusion = fusion
         self.run_id = ""
         self._monitor: Any = None
+        self._notes: dict[int, str] = {}
 
     def start(self, name: str, config: Mapping[str, Any], note: str, earlier: str | None) -> str:
         """Start the parent run, or continue that of an interrupted process.
@@ -177,7 +181,11 @@ class Tracker:
         _log_data_sets(self._client, self.run_id, data_sets)
 
     def start_attempt(
-        self, attempt: Attempt, required: Mapping[str, float], data_sets: Sequence[DataSet]
+        self,
+        attempt: Attempt,
+        required: Mapping[str, float],
+        data_sets: Sequence[DataSet],
+        note: str = "",
     ) -> AttemptRun:
         """Start the nested run of an attempt; the run of an interrupted attempt is replaced.
 
@@ -185,12 +193,13 @@ class Tracker:
             attempt: The attempt.
             required: Accuracy that each domain must keep.
             data_sets: What the attempt reads.
+            note: Description in markdown, until the attempt is decided.
         """
         mine = f"tags.`{PARENT}` = '{self.run_id}' and tags.`{ATTEMPT}` = '{attempt.number}'"
         for run in self._runs(mine):
             self._client.delete_run(run.info.run_id)
         run = AttemptRun(
-            self._client, self._experiment, self.run_id, self._fusion, attempt, required
+            self._client, self._experiment, self.run_id, self._fusion, attempt, required, note
         )
         run.log_data_sets(data_sets)
         return run
@@ -228,14 +237,23 @@ class Tracker:
         decisions: Sequence[AttemptDecision],
         seconds: Sequence[float],
         required: Mapping[str, float],
+        told: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Replace the table and the figures of the parent run by those of all decisions so far."""
+        """Replace the table and the figures of the parent run by those of all decisions so far.
+
+        Args:
+            decisions: All decisions so far.
+            seconds: Duration of each attempt, in seconds.
+            required: Accuracy that each domain must keep.
+            told: What each attempt changed (see `fusion.history.History.told`).
+        """
         rows: dict[str, list[Any]] = {
             "step": [decision.attempt.number for decision in decisions],
             "domain": [", ".join(decision.attempt.new) for decision in decisions],
             "adapter": [decision.attempt.adapter for decision in decisions],
-            "decision": [str(decision.verdict) for decision in decisions],
-            "reason": [decision.reason for decision in decisions],
+            "decision": [verdict_of(one) for one in told],
+            "reason": [outcome_of(one) for one in told],
+            "went": [went(one) for one in told],
             "seconds": [round(value, 1) for value in seconds],
         }
         for name in required:
@@ -258,6 +276,21 @@ class Tracker:
         timeline = pictures.packing_timeline(decisions, seconds)
         self._client.log_figure(self.run_id, timeline, "packing_timeline.png")
         _show_table(self._client, self.run_id, "steps.json")
+
+    def describe_attempts(self, notes: Mapping[int, str]) -> None:
+        """Set the descriptions of attempts; those that are as they were are left alone.
+
+        Args:
+            notes: Descriptions in markdown, by number of the attempt.
+        """
+        changed = {
+            number: text for number, text in notes.items() if self._notes.get(number) != text
+        }
+        for number, text in changed.items():
+            mine = f"tags.`{PARENT}` = '{self.run_id}' and tags.`{ATTEMPT}` = '{number}'"
+            for run in self._runs(mine):
+                self._client.set_tag(run.info.run_id, NOTE, text[:NOTE_LENGTH])
+        self._notes |= changed
 
     def curve(self) -> Curve:
         """A curve in the parent run."""
@@ -327,7 +360,7 @@ class NoTracker(Tracker):
         """None: there is no run."""
 
     log_data_sets = log_head_only = log_summary = log_metrics = log_classes = _ignore
-    log_picture = log_figure = finish = _ignore
+    log_picture = log_figure = describe_attempts = finish = _ignore
 
 
 class Curve:
@@ -445,6 +478,7 @@ class AttemptRun:
         fusion: Key of the fusion's stage.
         attempt: The attempt.
         required: Accuracy that each domain must keep.
+        note: Description in markdown, until the attempt is decided.
 
     Attributes:
         curve: Logs the figures of its training.
@@ -458,6 +492,7 @@ class AttemptRun:
         fusion: str,
         attempt: Attempt,
         required: Mapping[str, float],
+        note: str = "",
     ) -> None:
         self._client = client
         self._attempt = attempt
@@ -468,6 +503,7 @@ class AttemptRun:
             ATTEMPT: str(attempt.number),
             "valora.domain": ", ".join(attempt.new),
             "valora.adapter": attempt.adapter,
+            NOTE: note,
         }
         self._run = client.create_run(experiment, tags=tags, run_name=attempt.name)
         self._id = self._run.info.run_id
@@ -507,7 +543,7 @@ class AttemptRun:
         for name, report in classes.items():
             _log_classes(self._client, self._id, name, report.as_json())
         self._client.set_tag(self._id, "valora.decision", str(decision.verdict))
-        self._client.set_tag(self._id, NOTE, f"**{decision.verdict}**: {decision.reason}")
+        self._client.set_tag(self._id, "valora.reason", decision.reason)
         self._client.update_run(self._id, name=f"{self._attempt.name} ({decision.verdict})")
         ended = "FINISHED" if decision.verdict is not Verdict.UNREACHABLE else "FAILED"
         self._client.set_terminated(self._id, ended)

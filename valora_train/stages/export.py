@@ -26,6 +26,7 @@ from valora_data.schema import Split
 from valora_train.errors import GateError, TrackingError
 from valora_train.fusion.promises import adapter_facts
 from valora_train.fusion.state import FUSION
+from valora_train.reporting.attempt_text import rejected_lines
 from valora_train.reporting.bundle_card import BARS, bundle_card, confusion_file
 from valora_train.reporting.fusion_report import log_result
 from valora_train.reporting.pictures import accuracy_bars, confusion_matrix
@@ -218,6 +219,7 @@ def _manifest(
             for name, facts in result["domains"].items()
         },
         "attempts": len(result["attempts"]),
+        "rejected": rejected_lines(result["attempts"]),
         "lineage": {
             "mlflow_run_id": result["mlflow_run_id"],
             FUSION_KEY: fused.name,

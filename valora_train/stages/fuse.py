@@ -18,6 +18,7 @@ from valora_data.contract.base_model import base_hash, processor_hash
 from valora_data.contract.bundle import read_bundle
 from valora_data.schema import Split
 from valora_train.fusion.earlier import Earlier
+from valora_train.fusion.history import History
 from valora_train.fusion.loading import LazyMapping, load_domain, make_deterministic
 from valora_train.fusion.packing import Packing, check_reachable, make_plan
 from valora_train.fusion.parent import Parent, find_parent, load_parent
@@ -255,6 +256,8 @@ def build_fusion(
             )  # fmt: skip
 
         plan = new_plan()
+        history = _history(requirements, state, parent)
+        report.follow(lambda: history.told(plan.decisions, plan.packing, plan.head_only))
         if team.size == 1 and not state.told:
             earlier.take_attempts(new_plan, state)
         packing = Packing(plan, trainer, state, settings.train.seed, team, parent)
@@ -277,7 +280,8 @@ def build_fusion(
         for item in domains:
             if (speed := promises.speed.get(item.settings.name)) is not None:
                 speed["teacher"] = teacher_speed(item.distilled) or None
-        result = fusion_result(settings.fusion.strategy, plan, promises, state, parent)
+        attempts = history.told(plan.decisions, plan.packing, plan.head_only)
+        result = fusion_result(settings.fusion.strategy, plan, promises, state, parent, attempts)
         report.finish(result)
         write_json(folder / FUSION, result)
 
@@ -360,6 +364,18 @@ def _measure_baselines(
             "agreement": {item.settings.name: item.teacher(Split.UNLABELLED) for item in domains},
         }
     )
+
+
+def _history(
+    requirements: Mapping[str, Requirement], state: FusionState, parent: Parent | None
+) -> History:
+    """Tells what attempts change, beginning with what is known before the first one."""
+    start = {name: reached["val"] for name, reached in state.head_only.items()}
+    if parent is None:
+        return History(requirements, start)
+    known = parent.result["domains"]
+    start |= {name: known[name]["accuracy"]["val"] for name in parent.domains}
+    return History(requirements, start, parent.alone)
 
 
 def _measure_packing(

@@ -131,9 +131,10 @@ def test_mlflow_shows_every_step(done):
     assert len(nested) == len(result["attempts"])
     names = {run.info.run_name for run in nested}
     for attempt in result["attempts"]:
+        (domain,) = attempt["new"]
         assert (
-            f"{attempt['number']:02d} {attempt['domain']} → {attempt['adapter']} "
-            f"({attempt['verdict']})" in names
+            f"{attempt['number']:02d} {domain} → {attempt['adapter']} ({attempt['verdict']})"
+            in names
         )
     for run in nested:
         number = int(run.data.tags["valora.attempt"])
@@ -144,10 +145,22 @@ def test_mlflow_shows_every_step(done):
             assert run.data.metrics[f"required/{name}"] == 0.3
         for curve in ("loss", "lr", "head_lr"):
             assert len(client.get_metric_history(run.info.run_id, curve)) == 60
-        looks = client.get_metric_history(run.info.run_id, f"validation/{attempt['domain']}")
+        note = run.data.tags["mlflow.note.content"]
+        assert note.lower().startswith(f"**{attempt['verdict']}**: tried {attempt['new'][0]} in ")
+        for name in attempt["below"]:
+            assert f"{name} " in note.splitlines()[2]
+            assert f"to {attempt['accuracy'][name]:.3f}" in note.splitlines()[2]
+        if attempt["verdict"] == "rolled back":
+            assert f"{attempt['new'][0]} went to " in note
+        looks = client.get_metric_history(run.info.run_id, f"validation/{attempt['new'][0]}")
         assert looks[0].step == 12  # of 60 steps the first of four looks, if there is time for it
         pictures = [f.path for f in client.list_artifacts(run.info.run_id, "pictures")]
-        assert f"pictures/{attempt['domain']}.png" in pictures
+        assert f"pictures/{attempt['new'][0]}.png" in pictures
+    note = parent.data.tags["mlflow.note.content"]
+    for facts in result["domains"].values():
+        assert f"{facts['accuracy']['val'] - facts['bar']:+.3f}" in note
+    for attempt in result["attempts"]:
+        assert (f"**{attempt['name']}**" in note) == (attempt["verdict"] != "committed")
     artifacts = {f.path for f in client.list_artifacts(parent.info.run_id)}
     assert {
         "accuracy_heat_map.png", "bundle", "config.yaml", "packing_timeline.png", "steps.json",

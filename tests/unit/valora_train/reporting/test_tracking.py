@@ -9,8 +9,10 @@ from filelock import FileLock
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
+from tests.unit.valora_train.fusion.test_history import DECISIONS, PACKING, REQUIREMENTS, START
 from valora_train.errors import TrackingError
 from valora_train.fusion.decision import Attempt
+from valora_train.fusion.history import History
 from valora_train.metrics.per_class import choice_report
 from valora_train.reporting.tracking import (
     TEACHERS,
@@ -86,7 +88,7 @@ def test_experiments_that_exist_get_the_kind_too(uri: str, tags: dict[str, str])
 
 def test_an_attempt_has_its_data_sets(uri: str) -> None:
     tracker = started(uri)
-    attempt = Attempt(3, "cat", "adapter-1", ("dog",), True)
+    attempt = Attempt(3, ("cat",), "adapter-1", ("dog",), True)
     data_sets = [
         DataSet("cat (taught)", "d1", Path("one"), "training"),
         DataSet("dog (taught)", "d2", Path("two"), "rehearsal"),
@@ -101,9 +103,50 @@ def test_an_attempt_has_its_data_sets(uri: str) -> None:
     }
 
 
+def test_descriptions_of_attempts_follow_what_becomes_of_their_domains(uri: str) -> None:
+    tracker = started(uri)
+    runs = [
+        tracker.start_attempt(Attempt(number, ("cat",), "adapter-1", (), True), {"cat": 0.5}, [])
+        for number in (1, 2)
+    ]
+    client = MlflowClient(uri)
+
+    def notes() -> list[str]:
+        return [client.get_run(run._id).data.tags["mlflow.note.content"] for run in runs]
+
+    assert notes() == ["", ""]
+    tracker.describe_attempts({1: "cat waits"})
+    assert notes() == ["cat waits", ""]
+    written: list[str] = []
+    real = tracker._client.set_tag
+    tracker._client.set_tag = lambda run, key, text: (written.append(run), real(run, key, text))
+    tracker.describe_attempts({1: "cat waits", 2: "x" * 9000})
+    assert written == [runs[1]._id]  # what is as it was is not written again
+    assert notes() == ["cat waits", "x" * 8000]
+    again = Tracker(uri, "valora/detection", "a1")  # of a process that continues
+    again._monitor_system = lambda resume: None
+    again.start("name", {}, "note", None)
+    again.describe_attempts({1: "cat went on", 2: "cat stays"})
+    assert notes() == ["cat went on", "cat stays"]
+
+
+def test_the_table_of_steps_says_what_fell_and_where_domains_went(uri: str) -> None:
+    tracker = started(uri)
+    told = History(REQUIREMENTS, START).told(DECISIONS, PACKING)
+    seconds = [float(number) for number in range(len(DECISIONS))]
+    tracker.log_summary(DECISIONS, seconds, dict.fromkeys(REQUIREMENTS, 0.8), told)
+    client = MlflowClient(uri)
+    table = json.loads(Path(client.download_artifacts(tracker.run_id, "steps.json")).read_text())
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    assert rows[1]["decision"] == "rolled back"
+    assert rows[1]["reason"].startswith("person fell from 0.950 to 0.910, 0.010 below its bar")
+    assert rows[1]["went"] == "bicycle went to adapter-1 with attempt 07"
+    assert rows[2]["decision"] == "committed in part"
+
+
 def test_the_latest_fusion_of_every_task_comes_first(uri: str) -> None:
     first, second = started(uri, key="a1"), started(uri, key="a2")
-    attempt = Attempt(1, "cat", "adapter-1", (), True)
+    attempt = Attempt(1, ("cat",), "adapter-1", (), True)
     second.start_attempt(attempt, {"cat": 0.5}, [])
     third = started(uri, "video")
     MlflowClient(uri).create_experiment("something else")
@@ -156,7 +199,7 @@ def status(uri: str, run_id: str) -> str:
 
 def test_runs_of_killed_processes_do_not_stay_running(uri: str) -> None:
     killed = started(uri)
-    attempt = Attempt(2, "person", "adapter-1", (), False)
+    attempt = Attempt(2, ("person",), "adapter-1", (), False)
     nested = killed.start_attempt(attempt, {"person": 0.8}, [])
     other = started(uri, key="b2")
     again = Tracker(uri, "valora/detection", "a1")

@@ -222,7 +222,11 @@ class _Pipeline:
 
     def oracle(self, domains: list[DomainInputs]) -> None:
         """Train every group of the domains, and say how few adapters they take."""
-        from valora_train.reporting.oracle_report import report_bounds, report_table
+        from valora_train.reporting.oracle_report import (
+            report_bounds,
+            report_strategies,
+            report_table,
+        )
         from valora_train.reporting.study import StudyRun
         from valora_train.reporting.tracking import store_lock
         from valora_train.settings import as_dict
@@ -255,6 +259,10 @@ class _Pipeline:
                 report_bounds(found, settings.oracle.largest, display.console, run)
             else:
                 report_table(table, requirements, allowed, display.console, run)
+                with display.work("oracle", "replaying strategies"):
+                    report_strategies(
+                        table, settings.oracle.requirements, settings.fusion, display.console, run
+                    )
         display.note("oracle", f"{folder}, in MLflow: {run.link}")
 
     def compare(self, domains: list[DomainInputs]) -> None:

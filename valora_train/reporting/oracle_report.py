@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from valora_train.fusion.exact import exact_packing
+from valora_train.fusion.replay import compare, random_requirements
+from valora_train.fusion.strategies.registry import STRATEGIES, make_strategy
 from valora_train.reporting.text import plural
 
 if TYPE_CHECKING:
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from valora_train.fusion.oracle import OracleTable
     from valora_train.fusion.requirement import Requirement
     from valora_train.reporting.study import StudyRun
+    from valora_train.settings import FusionSettings
 
 OPTIMUM = ("seed", "adapters", "packing", "without LoRA", "out of reach")
 
@@ -67,6 +71,42 @@ def report_table(
     least, most = min(counts), max(counts)
     span = plural(least, "adapter") if least == most else f"{least} to {most} adapters"
     run.note(f"**{span}** at the requirements of the task, over {plural(len(found), 'seed')}.")
+
+
+def report_strategies(
+    table: OracleTable, count: int, fusion: FusionSettings, console: Console, run: StudyRun
+) -> None:
+    """Print and log how often each strategy finds the fewest adapters, without training.
+
+    Args:
+        table: The table.
+        count: Random vectors of requirements.
+        fusion: Margin, order of the domains, and whether they may take no adapter.
+        console: The console to print to.
+        run: The run to log to.
+    """
+    made = {name: partial(make_strategy, name, table) for name in STRATEGIES}
+    found = compare(
+        table,
+        made,
+        list(random_requirements(table, count, 0, fusion.margin)),
+        head_only=fusion.head_only,
+        order=fusion.order,
+    )
+    columns = (
+        "strategy", "at the optimum", "most above it", "adapters", "optimum", "attempts",
+        "rolled back",
+    )  # fmt: skip
+    rows = [
+        [
+            name, f"{one.at_optimum:.1%}", str(one.most_above), f"{one.adapters:.2f}",
+            f"{one.optimum:.2f}", f"{one.attempts:.1f}", f"{one.rolled_back:.1f}",
+        ]
+        for name, one in sorted(found.items(), key=lambda item: -item[1].at_optimum)
+    ]  # fmt: skip
+    print_table(console, f"Strategies on {count:,} random vectors of requirements", columns, rows)
+    run.log_table(columns, rows, "strategies")
+    run.log_metrics({f"at_optimum/{name}": one.at_optimum for name, one in found.items()})
 
 
 def reached_rows(table: OracleTable) -> tuple[list[str], list[list[Any]]]:

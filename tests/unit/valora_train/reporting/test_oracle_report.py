@@ -1,0 +1,76 @@
+"""What the terminal and MLflow say of an oracle table."""
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.support.oracle_tables import conflict_table, interference_table
+from valora_train.fusion.exact import exact_packing
+from valora_train.fusion.requirement import Requirement
+from valora_train.fusion.strategies.registry import STRATEGIES
+from valora_train.reporting.oracle_report import report_strategies, report_table
+from valora_train.reporting.study import StudyRun
+from valora_train.settings import FusionSettings
+
+NAMES = ["a", "b", "c", "d", "e"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    return StudyRun(uri, "valora/x", "oracle 1", "oracle · x", {"seeds": [0]})
+
+
+def rows_of(run, name, tmp_path):
+    path = run._client.download_artifacts(run.run_id, f"{name}.json", str(tmp_path))
+    table = json.loads(Path(path).read_text(encoding="utf-8"))
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+
+
+def test_strategies_are_compared_with_the_optimum(run, tmp_path):
+    said = StringIO()
+    table = interference_table(NAMES, 3)
+    with run:
+        report_strategies(table, 40, FusionSettings(), Console(file=said, width=200), run)
+    rows = {row["strategy"]: row for row in rows_of(run, "strategies", tmp_path)}
+    assert set(rows) == set(STRATEGIES)
+    assert rows["exact"]["at the optimum"] == "100.0%"
+    assert rows["exact"]["most above it"] == "0"
+    assert len({row["optimum"] for row in rows.values()}) == 1
+    assert "Strategies on 40 random vectors of requirements" in said.getvalue()
+    data = run._client.get_run(run.run_id)
+    assert data.data.metrics["at_optimum/exact"] == 1.0
+    assert data.info.status == "FINISHED"
+
+
+def test_the_packing_of_every_seed_is_shown(run, tmp_path):
+    table = conflict_table(NAMES, 5, 0.4)
+    asked = {name: Requirement(0.8) for name in NAMES}
+    best = exact_packing(table, asked, 0)
+    said = StringIO()
+    with run:
+        report_table(table, asked, True, Console(file=said, width=200), run)
+    (row,) = rows_of(run, "optimum", tmp_path)
+    assert row["adapters"] == str(len(best.packing))
+    assert row["packing"] == " | ".join(" + ".join(group) for group in best.packing)
+    assert len(rows_of(run, "groups", tmp_path)) == 1 + 31
+    assert (
+        f"{len(best.packing)} adapters"
+        in run._client.get_run(run.run_id).data.tags["mlflow.note.content"]
+    )
+
+
+def test_a_run_is_continued_by_its_key_and_ended_by_an_error(tmp_path):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    first = StudyRun(uri, "valora/x", "sweep 7", "one", {})
+    with pytest.raises(KeyboardInterrupt), first:
+        raise KeyboardInterrupt
+    assert first._client.get_run(first.run_id).info.status == "KILLED"
+    again = StudyRun(uri, "valora/x", "sweep 7", "two", {})
+    other = StudyRun(uri, "valora/x", "sweep 8", "three", {}, parent=again.run_id)
+    assert again.run_id == first.run_id != other.run_id
+    assert again._client.get_run(again.run_id).info.run_name == "two"
+    assert other._client.get_run(other.run_id).data.tags["mlflow.parentRunId"] == again.run_id

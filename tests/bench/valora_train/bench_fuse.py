@@ -288,31 +288,69 @@ def serve(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def several(given: argparse.Namespace) -> dict[str, Any]:
-    """Forward and backward passes of the frozen model by the number of samples at once.
+    """Two attempts in one pass of the base model, beside one after the other.
 
-    Two attempts in one pass of the base model can win what two passes of half the size lose.
+    Forward and backward passes of a micro-batch for each of two adapters: in two passes, and in one
+    of twice the size whose halves take different adapters. Seconds for both attempts, the least of
+    some; also of the shipped model.
     """
+    from functools import partial
+
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from PIL import Image
+
     from valora_train.model.lmm import Lmm
     from valora_train.model.prompts import Example
 
-    settings = settings_of(given, given.base, given.folder)
-    lmm = Lmm(settings.model, settings.train.lora)
-    lmm.adapters.add("one", 0)
-    from PIL import Image
+    def pick(_: Any, args: Any, kwargs: Any, names: list[str]) -> Any:
+        return args, {**kwargs, "adapter_names": names}
 
-    example = Example("detect person", (Image.new("RGB", (96, 96)),))
-    item = lmm.encode([example])[0]
-    seconds = {}
-    for count in (1, 2, 4, 8, 16, 32):
-        times = []
-        for _ in range(4):
-            began = time.monotonic()
-            lmm.states([item] * count).hidden.float().square().mean().backward()
-            if not given.tiny:
-                torch.cuda.synchronize()
-            times.append(time.monotonic() - began)
-        seconds[count] = min(times[1:]) / count
-    return {"tokens": item.length, "seconds a sample": seconds}
+    def measure(model: ModelSettings, lora: LoraSettings, count: int) -> dict[str, float]:
+        lmm = Lmm(model, lora)
+        for name in ("one", "two"):
+            lmm.adapters.add(name, 0)
+        item = lmm.encode([Example("detect person", (Image.new("RGB", (96, 96)),))])[0]
+        layers = [one for one in lmm.model.modules() if isinstance(one, BaseTunerLayer)]
+        names = [*["one"] * count, *["two"] * count]
+
+        def passed(batch: int) -> None:
+            lmm.states([item] * batch).hidden.float().square().mean().backward()
+
+        def apart() -> None:
+            for name in ("one", "two"):
+                lmm.adapters.activate(name)
+                passed(count)
+
+        def together() -> None:
+            for name in ("one", "two"):
+                for weight in lmm.adapters.parameters(name).values():
+                    weight.requires_grad_(True)
+            hook = partial(pick, names=names)
+            hooks = [one.register_forward_pre_hook(hook, with_kwargs=True) for one in layers]
+            passed(2 * count)
+            for one in hooks:
+                one.remove()
+
+        least = {"apart": float("inf"), "together": float("inf")}
+        for _ in range(6):
+            for name, way in (("apart", apart), ("together", together)):
+                began = time.monotonic()
+                way()
+                if lmm.device.type == "cuda":
+                    torch.cuda.synchronize()
+                least[name] = min(least[name], time.monotonic() - began)
+        return {"tokens": item.length, "samples": count, **least}
+
+    settings = settings_of(given, given.base, given.folder)
+    torch.set_num_threads(settings.train.threads or os.cpu_count() or 1)
+    shipped = ModelSettings(device=settings.model.device)
+    return {
+        f"{given.shape}, {settings.train.micro_batch} each": measure(
+            settings.model, settings.train.lora, settings.train.micro_batch
+        ),
+        "tiny, 16 each": measure(shipped, LoraSettings(), 16),
+        "tiny, 4 each": measure(shipped, LoraSettings(), 4),
+    }
 
 
 PARTS = {"make": make, "estimate": estimate, "run": run, "serve": serve, "several": several}

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib.util
 import itertools
+import math
 import resource
 import statistics
 import subprocess
@@ -30,17 +31,20 @@ from valora_data.hashing import hash_path
 from valora_data.schema import Answer, Split
 from valora_teachers.base import TeacherError
 from valora_teachers.registry import KINDS, train_teacher
-from valora_train.fusion.decision import Attempt, AttemptDecision, Verdict
+from valora_train.fusion.history import History
 from valora_train.fusion.loading import TAUGHT, load_domain, make_deterministic
-from valora_train.fusion.trainer import Trainer
+from valora_train.fusion.packing import make_plan
+from valora_train.fusion.requirement import Requirement
+from valora_train.fusion.trainer import Trainer, head_inputs_bytes
 from valora_train.model.lmm import Lmm
 from valora_train.reporting.fusion_report import FusionReport
 from valora_train.reporting.progress import stopwatch
 from valora_train.reporting.tracking import NoTracker, Tracker
-from valora_train.settings import LABELS
+from valora_train.settings import LABELS, FusionSettings
 from valora_train.stages import data as data_stages
 from valora_train.stages import distill as distill_stages
 from valora_train.stages.data import TRUTH
+from valora_train.stages.fuse import DomainInputs, fuse_stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -118,9 +122,10 @@ class DomainCosts:
     Attributes:
         settings: The domain.
         counts: Number of samples of each split, and of `TAUGHT`.
+        folder: Output folder of stage `data` if it is up to date, else None.
         data: Seconds of stage `data`; None if it is up to date.
         read: Whether stage `data` was run for good just now.
-        taught: Output folder of stage `teach` or `distill` if they are up to date, else None.
+        distilled: Output folder of stage `distill` if it is up to date, else None.
         teacher: What the small model costs; None if `distill` is up to date.
         stored: Bytes on disk of one sample.
         decoded: Bytes in memory of one sample's images.
@@ -130,6 +135,7 @@ class DomainCosts:
 
     settings: DomainSettings
     counts: dict[str, int] = field(default_factory=dict)
+    folder: Path | None = None
     data: float | None = None
     read: bool = False
     distilled: Path | None = None
@@ -146,8 +152,9 @@ class ModelCosts:
 
     Attributes:
         encode: Seconds to encode a sample.
-        encoded: Bytes on the device of an encoded sample.
-        held: Bytes on the device of the hidden states that a head alone reads of a sample.
+        encoded: Bytes of an encoded sample: features on the device, or pixels on the host.
+        on_device: Whether encoded samples are on the device.
+        held: Bytes of the hidden states that a head alone reads of a sample.
         pass_: Seconds of a forward pass without gradients for each sample.
         head_step: Seconds of a step of the head alone.
         step: Seconds of a training step of an adapter.
@@ -157,6 +164,7 @@ class ModelCosts:
 
     encode: float = 0.0
     encoded: float = 0.0
+    on_device: bool = True
     held: float = 0.0
     pass_: float = 0.0
     head_step: float = 0.0
@@ -178,6 +186,7 @@ class MachineCosts:
         snapshot: Seconds to copy an adapter.
         resting: Bytes on the GPU of the base model.
         training: Most bytes on the GPU in training steps, on top of what rests there.
+        head_inputs: Most bytes of what a head alone reads that stay on the GPU.
         passing: Most bytes on the GPU without gradients, on top of what rests there.
         memory: Most bytes of memory of this process so far.
     """
@@ -189,6 +198,7 @@ class MachineCosts:
     weights: int = 0
     snapshot: float = 0.0
     resting: int = 0
+    head_inputs: float = math.inf
     training: int = 0
     passing: int = 0
     memory: int = 0
@@ -217,6 +227,7 @@ class Calibration:
         machine: What the base model costs.
         tracking: What MLflow costs.
         memory: Most bytes of memory of this process after each stage was measured, by stage.
+        fused: Whether stage `fuse` is up to date.
         began: Seconds from the start of this process to the measurements: imports and checks.
         seconds: What measuring took.
     """
@@ -226,6 +237,7 @@ class Calibration:
     machine: MachineCosts = field(default_factory=MachineCosts)
     tracking: TrackingCosts = field(default_factory=TrackingCosts)
     memory: dict[str, int] = field(default_factory=dict)
+    fused: bool = False
     began: float = 0.0
     seconds: float = 0.0
 
@@ -263,6 +275,7 @@ def calibrate(settings: Settings, display: Display) -> Calibration:
                     costs.teacher = _measure_teacher(costs, teacher, teachers, Path(scratch) / name)
             _take_taught(costs, teacher, folder)
             found.memory["teach"] = found.memory["distill"] = peak_memory()
+        found.fused = _is_fused(settings, found, work)
         with display.work("estimate", "MLflow"):
             _measure_tracking(found.tracking, Path(scratch))
     with display.work("estimate", "steps on the base model"):
@@ -282,9 +295,12 @@ def _measure_tracking(costs: TrackingCosts, scratch: Path) -> None:
     """Log an attempt into a store of its own."""
     if importlib.util.find_spec("mlflow") is None:  # a run without tracking
         return
-    attempt = Attempt(1, ("domain",), "adapter-1", (), False)
-    decision = AttemptDecision(attempt, {"domain": 1.0}, Verdict.COMMITTED, (), "")
-    required = {"domain": 0.5}
+    requirements = {"domain": Requirement(0.5)}
+    required = {name: one.required for name, one in requirements.items()}
+    plan = make_plan(FusionSettings(), requirements, {"domain": {"val": 0.0}}, 0, None)
+    attempt = plan.next()
+    assert attempt is not None, "its domain has no adapter yet"
+    decision = plan.tell({"domain": 1.0})
     with stopwatch() as took:
         tracker = Tracker(f"sqlite:///{scratch}/mlflow.db", "estimate", "estimate")
         tracker.start("estimate", {"command": "estimate"}, "", None)
@@ -292,7 +308,8 @@ def _measure_tracking(costs: TrackingCosts, scratch: Path) -> None:
     with stopwatch() as took:
         run = tracker.start_attempt(attempt, required, [])
         run.finish(decision, 1.0, {"domain": Image.new("RGB", (800, 600))}, {}, {})
-        tracker.log_summary([decision], [1.0], required)
+        told = History(requirements, {"domain": 0.0}).told(plan.decisions, plan.packing)
+        tracker.log_summary(plan.decisions, [1.0], required, told)
     costs.attempt = took()
     tracker.finish("FINISHED")
 
@@ -309,6 +326,7 @@ def _measure_data(
     folder = stage.folder(work)
     if folder.is_dir():
         teacher = domain.taught_by or settings.teacher
+        costs.folder = folder
         costs.distilled = _distilled(domain, teacher, folder, work)
     elif domain.source.format.drawn:
         few, many = scratch / "few", scratch / "many"
@@ -354,6 +372,16 @@ def _distilled(
             return None
     folder = distill_stages.distill_stage(domain, teacher, data, taught, work).folder(work)
     return folder if folder.is_dir() else None
+
+
+def _is_fused(settings: Settings, found: Calibration, work: Path) -> bool:
+    """Whether stage `fuse` is up to date."""
+    inputs = [
+        DomainInputs(one.settings, one.folder, one.distilled)
+        for one in found.domains.values()
+        if one.folder is not None and one.distilled is not None
+    ]
+    return len(inputs) == len(found.domains) and fuse_stage(settings, inputs).folder(work).is_dir()
 
 
 def _some(folder: Path, most: int) -> list[Sample]:
@@ -469,6 +497,7 @@ def _measure_model(settings: Settings, found: Calibration) -> None:
         lmm = Lmm(settings.model, settings.train.lora)
     machine.load = took()
     machine.resting = _allocated(lmm)
+    machine.head_inputs = head_inputs_bytes(lmm.device)
     alike: dict[Any, ModelCosts] = {}
     for name, costs in found.domains.items():
         with stopwatch() as took:
@@ -487,7 +516,8 @@ def _measure_model(settings: Settings, found: Calibration) -> None:
         shape = (costs.settings.task, round(10 * torch.tensor(length).log2().item() / 1.4))
         if shape not in alike:
             alike[shape] = _measure_domain(name, data, settings, lmm, machine)
-        model = replace(alike[shape], encode=encode)
+        kept = encoded[0].features is not None
+        model = replace(alike[shape], encode=encode, on_device=kept)
         model.encoded = sum(one.bytes for one in encoded) / len(encoded)
         found.model[name] = model
         del data, encoded
@@ -510,8 +540,9 @@ def _measure_domain(
 ) -> ModelCosts:
     costs = ModelCosts()
     train = replace(
-        settings.train, validations=0, probe_steps=STEPS[1], steps=max(settings.train.steps, 99)
-    )
+        settings.train, validations=0, best_of=1, probe_steps=STEPS[1],
+        steps=max(settings.train.steps, 99),
+    )  # fmt: skip
     trainer = Trainer(lmm, {name: data}, train)
     before = _start_of_peak(lmm)
     began = time.monotonic()

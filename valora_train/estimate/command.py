@@ -76,6 +76,9 @@ def print_prediction(found: Prediction, console: Console) -> None:
     gpu = [_size(found.gpu)] if on_gpu else []
     table.add_row("all", _time(found.seconds), _size(found.memory), *gpu, _size(found.disk))
     console.print(table)
+    if not found.attempt[0]:
+        console.print(f"The fusion is up to date. Measured in {found.measured:.0f} s.")
+        return
     for case in found.cases:
         console.print(
             f"{case.name:>9}: {_time(case.seconds)}, {case.attempts:.1f} attempts, "
@@ -83,8 +86,8 @@ def print_prediction(found: Prediction, console: Console) -> None:
             highlight=False,
         )
     console.print(
-        f"Expected are {SHARED_SUCCESS:.0%} of the attempts on shared adapters committed, and LoRA "
-        f"for every domain; an attempt takes {_time(found.attempt[0])} on a new adapter, "
+        f"Expected: {SHARED_SUCCESS:.0%} of the domains can join an adapter that they try, and all "
+        f"need LoRA; an attempt takes {_time(found.attempt[0])} on a new adapter, "
         f"{_time(found.attempt[1])} on average. Measured in {found.measured:.0f} s.",
         highlight=False,
         soft_wrap=True,

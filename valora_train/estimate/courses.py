@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from valora_train.settings import FusionSettings
 
 SHARED_SUCCESS = 0.75
-"""Share of the attempts on an adapter that holds other domains which are taken to be committed."""
+"""Share of the domains that are taken to keep what they must when they share an adapter."""
 DRAWS = 50
 """Courses that are drawn for the expected case."""
 MOST_ATTEMPTS = 5_000
@@ -46,8 +46,8 @@ class Courses:
 
     Attributes:
         best: Every attempt is committed.
-        expected: Courses in which `SHARED_SUCCESS` of the shared attempts are committed; what a
-            fusion takes on average over them is expected.
+        expected: Courses in which `SHARED_SUCCESS` of the domains keep what they must when they
+            join others; what a fusion takes on average over them is expected.
         worst: No domain can share an adapter with another one.
     """
 
@@ -76,8 +76,8 @@ def possible_courses(
         while (attempt := plan.next()) is not None and len(made) < MOST_ATTEMPTS:
             made.append(attempt)
             reached = dict.fromkeys(attempt.domains, 1.0)
-            if len(attempt.domains) > 1 and not shares():
-                reached = dict.fromkeys(attempt.domains, 0.0)
+            if len(attempt.domains) > 1:
+                reached |= {name: 0.0 for name in attempt.new if not shares()}
             plan.tell(reached)
         return Course(tuple(made), len(plan.packing))
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from valora_data.schema import Split
+from valora_train.estimate.courses import Course, Courses
 from valora_train.fusion.loading import TAUGHT
 from valora_train.settings import LABELS
 
@@ -14,10 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from valora_train.estimate.calibration import Calibration, DomainCosts
-    from valora_train.estimate.courses import Course, Courses
     from valora_train.fusion.decision import Attempt
     from valora_train.settings import Settings
 
+NONE = Course((), 0)
+"""The course of a fusion that is up to date."""
 ANSWERED_BY_TEACHERS = (Split.UNLABELLED, Split.VAL, Split.TEST)
 
 
@@ -66,7 +68,8 @@ class Prediction:
     Attributes:
         rows: The stages in order, as expected.
         cases: The whole run at best, as expected and at worst.
-        attempt: Seconds of an attempt: on a new adapter, and the mean of the expected course.
+        attempt: Seconds of an attempt: on a new adapter, and the mean of the expected course; zeros
+            if the fusion is up to date.
         measured: Seconds that measuring took.
     """
 
@@ -104,9 +107,13 @@ def predict(settings: Settings, found: Calibration, courses: Courses) -> Predict
         found: What the parts of a run cost.
         courses: The attempts that it may make.
     """
+    if found.fused:
+        courses = Courses(NONE, (NONE,), NONE)
     model = _Costs(settings, found)
     before = [Row("start", found.began, 0, 0, 0, "imports and checks"), *_before_fusion(found)]
     alone, after, export = model.heads_alone(), model.measuring(), model.export()
+    if found.fused:
+        alone, after = (replace(row, seconds=0.0, note="up to date") for row in (alone, after))
     fixed = sum(row.seconds for row in [*before, alone, after, export])
 
     def case(name: str, some: Sequence[Course]) -> Case:
@@ -129,12 +136,17 @@ def predict(settings: Settings, found: Calibration, courses: Courses) -> Predict
         model.memory,
         model.gpu_of_attempts(expected.adapters),
         found.machine.adapter * (expected.adapters + 1) + found.machine.weights * expected.adapters,
-        f"{expected.attempts:.1f} of {(expected.seconds - fixed) / expected.attempts:.1f} s",
+        "up to date",
     )
+    first = mean = 0.0
+    if not found.fused:
+        first = model.attempt(courses.best.attempts[0])
+        mean = attempts.seconds / expected.attempts
+        attempts = replace(attempts, note=f"{expected.attempts:.1f} of {mean:.1f} s")
     return Prediction(
         (*before, alone, attempts, after, export),
         cases,
-        (model.attempt(courses.best.attempts[0]), attempts.seconds / expected.attempts),
+        (first, mean),
         found.seconds,
     )
 
@@ -212,17 +224,19 @@ class _Costs:
 
     # --- memory -----------------------------------------------------------------------------------
 
-    def _encoded(self, names: Sequence[str]) -> float:
-        """Bytes of the encoded samples of domains."""
+    def _encoded(self, names: Sequence[str], on_device: bool) -> float:
+        """Bytes of the encoded samples of domains, on the device or on the host."""
         return sum(
             self._model[name].encoded
             * (self._learnt(name) + _count(self._domains[name], Split.VAL, Split.TEST))
             for name in names
+            if self._model[name].on_device == on_device
         )
 
-    def _read(self, name: str) -> float:
+    def _read(self, name: str, on_device: bool) -> float:
         """Bytes of the hidden states that a head alone reads, in parts and as a whole."""
-        return 2 * self._model[name].held * self._learnt(name)
+        size = self._model[name].held * self._learnt(name)
+        return 2 * size if on_device == (size <= self._machine.head_inputs) else 0.0
 
     @property
     def memory(self) -> float:
@@ -232,17 +246,22 @@ class _Costs:
             one.decoded * _count(one, Split.VAL, Split.TEST) for one in self._domains.values()
         )
         taught = max(one.decoded * _count(one, TAUGHT) for one in self._domains.values())
-        found = self._machine.memory + images
+        found = self._machine.memory + images + self._encoded(names, False)
+        read = max(self._read(name, False) for name in names)
         if self._gpu:
-            return found + taught + 2 * self._machine.adapter
-        return found + self._encoded(names) + max(taught, *map(self._read, names))
+            return found + max(taught, read) + 2 * self._machine.adapter
+        read = max(read, *(self._read(name, True) for name in names))
+        return found + self._encoded(names, True) + max(taught, read)
 
     def _gpu_of_heads(self) -> float:
         if not self._gpu:
             return 0.0
         names = list(self._domains)
         return (
-            max(self._encoded(names[: n + 1]) + self._read(name) for n, name in enumerate(names))
+            max(
+                self._encoded(names[: n + 1], True) + self._read(name, True)
+                for n, name in enumerate(names)
+            )
             + self._machine.resting
             + self._machine.passing
         )
@@ -254,7 +273,7 @@ class _Costs:
         others = max(adapters - 1, 0) * self._machine.adapter
         return (
             self._machine.resting
-            + self._encoded(list(self._domains))
+            + self._encoded(list(self._domains), True)
             + others
             + max(self._machine.training, self._machine.passing)
         )
@@ -284,7 +303,9 @@ class _Costs:
             share = min(train.rehearsal_share, most)
             others = statistics.mean(self._model[name].step for name in rehearsed)
             step = (1 - share) * step + share * others
-        training = step * train.steps_for(len(attempt.new), len(rehearsed))
+        steps = train.steps_for(len(attempt.new), len(rehearsed))
+        training = step * steps
+        judging = sum(self._evaluation(name, Split.VAL) for name in attempt.domains)
         looks = train.validations * train.validation_samples
         looking = sum(self._model[name].evaluate.each * looks for name in attempt.domains)
         snapshot = self._machine.snapshot
@@ -292,8 +313,9 @@ class _Costs:
         return (
             training * (1 + snapshot / max(every, 1e-9))
             + min(looking, train.validation_share * training)
+            + len(train.candidates(steps)) * (judging + snapshot)
             + 3 * snapshot
-            + sum(self._evaluation(name, Split.VAL) for name in attempt.domains)
+            + judging
             + sum(self._model[name].sheet for name in attempt.domains)
             + self._tracking.attempt
         )

@@ -36,6 +36,13 @@ MIN_LOOK = 4  # samples of a domain, fewer of which say nothing about its accura
 OVERSAMPLING = 8  # samples drawn for each one used, where samples are grouped by length
 
 
+def head_inputs_bytes(device: torch.device) -> float:
+    """Most bytes of what a head alone reads that stay on a device: a sixteenth of a GPU."""
+    if device.type != "cuda":
+        return math.inf
+    return torch.cuda.get_device_properties(device).total_memory / 16
+
+
 @dataclass(frozen=True)
 class LabelledSplit:
     """A split that accuracy is measured on.
@@ -572,7 +579,7 @@ class Trainer:
             return None
         data = self._data[domain]
         self._lmm.adapters.activate(None)
-        read = HeadInputs.cat([states.head_inputs() for states in self._states(data.inputs)])
+        read = self._read(data.inputs)
         optimizer = torch.optim.AdamW(
             [{"params": head.parameters(), "peak": self._settings.head_lr}], weight_decay=0.0
         )
@@ -583,7 +590,8 @@ class Trainer:
         for step in range(steps):
             self._set_lr(optimizer, step / steps)
             rows = torch.randint(len(data.inputs), (FROZEN_BATCH,), generator=generator)
-            loss = data.task.head_loss(head, read[rows], data.targets[rows])
+            seen = read[rows].to(self._lmm.device)
+            loss = data.task.head_loss(head, seen, data.targets[rows])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
@@ -599,6 +607,17 @@ class Trainer:
             on_figures(step + 1, figures)
             on_step(step + 1, steps, float(loss.detach()))
         return head
+
+    def _read(self, inputs: Sequence[Encoded]) -> HeadInputs:
+        """What a head reads of samples; on the host if it would fill much of the GPU."""
+        parts: list[HeadInputs] = []
+        for states in self._states(inputs):
+            part = states.head_inputs()
+            whole = part.bytes / len(part.last) * len(inputs)
+            if whole > head_inputs_bytes(self._lmm.device):
+                part = part.to("cpu")
+            parts.append(part)
+        return HeadInputs.cat(parts)
 
     def _states(self, inputs: Sequence[Encoded]) -> Iterator[HiddenStates]:
         for start in range(0, len(inputs), FROZEN_BATCH):

@@ -32,11 +32,13 @@ class Encoder:
         model: The base model.
         batch_size: Most images that are processed together.
         keep_features: Whether images are encoded here, once, and their features kept instead of
-            their pixels.
+            their pixels. Pixels stay on the host until they are encoded: those of some thousand
+            images would fill a GPU.
     """
 
     def __init__(self, model: BaseModel, batch_size: int, *, keep_features: bool) -> None:
         self._model, self._batch_size, self._keep = model, batch_size, keep_features
+        self._place = model.device if keep_features else torch.device("cpu")
         self._prompts: dict[tuple[str, int], Tensor] = {}
         self._answers: dict[str, Tensor] = {}
 
@@ -78,7 +80,7 @@ class Encoder:
         model = self._model
         images = [image for example in batch for image in example.images]
         pixels = model.processor.image_processor(images, return_tensors="pt")[PIXELS[IMAGE]]
-        pixels = pixels.to(model.device, model.dtype)
+        pixels = pixels.to(self._place, model.dtype)
         found = []
         for example, part in zip(
             batch, pixels.split([len(example.images) for example in batch]), strict=True
@@ -152,7 +154,7 @@ class Encoder:
             grids[0][1:],
             torch.cat([places_of(rows, columns, times) for times, rows, columns in grids]),
             {
-                name: torch.cat([part.tensors[name] for part in parts]).to(model.device)
+                name: torch.cat([part.tensors[name] for part in parts]).to(self._place)
                 for name in parts[0].tensors
             },
             positions=None if found is None else found[0],

@@ -121,6 +121,17 @@ class HeadInputs:
     def __getitem__(self, rows: Tensor) -> HeadInputs:
         return HeadInputs(self.last[rows], self.visual[rows], self.real[rows], self.places[rows])
 
+    def to(self, device: torch.device | str) -> HeadInputs:
+        """Return the same on a device."""
+        parts = (self.last, self.visual, self.real, self.places)
+        return HeadInputs(*(part.to(device) for part in parts))
+
+    @property
+    def bytes(self) -> int:
+        """Size in memory."""
+        parts = (self.last, self.visual, self.real, self.places)
+        return sum(part.nelement() * part.element_size() for part in parts)
+
 
 @dataclass(frozen=True)
 class HiddenStates:

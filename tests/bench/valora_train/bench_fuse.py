@@ -101,7 +101,9 @@ def settings_of(given: argparse.Namespace, base: Path, folder: Path) -> Settings
         domains=domains,
         teacher=TeacherSettings(kind="function"),
         model=model,
-        fusion=FusionSettings(margin=0.0, head_only=False, unreachable="keep"),
+        fusion=FusionSettings(
+            strategy="rehearsal", margin=0.0, head_only=False, unreachable="keep"
+        ),
         train=train,
         paths=PathSettings(str(folder / "work"), str(folder / "bundles"),
                            f"sqlite:///{folder}/mlflow.db"),
@@ -244,7 +246,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     return {
         "stages": seconds,
         "attempts": [
-            {"name": f"{one['domain']} → {one['adapter']}", "verdict": one["verdict"],
+            {"name": f"{' + '.join(one['new'])} → {one['adapter']}", "verdict": one["verdict"],
              "held": len(one["held"]), "seconds": took}
             for one, took in zip(result["attempts"], result["seconds"], strict=True)
         ],

@@ -58,8 +58,8 @@ def calibration() -> Calibration:
     return Calibration(
         domains={"a": costs("a", True), "b": costs("b", False)},
         model={
-            "a": ModelCosts(0.03, 2000.0, 300.0, 0.04, 0.05, 1.0, line, 0.25),
-            "b": ModelCosts(0.03, 4000.0, 300.0, 0.04, 0.05, 3.0, line, 0.25),
+            "a": ModelCosts(0.03, 2000.0, True, 300.0, 0.04, 0.05, 1.0, line, 0.25),
+            "b": ModelCosts(0.03, 4000.0, True, 300.0, 0.04, 0.05, 3.0, line, 0.25),
         },
         machine=MachineCosts(
             load=5.0, hashing=1.0, program=4.0, adapter=900, weights=300, snapshot=0.1,
@@ -132,6 +132,20 @@ def test_memory():
     assert said["export"].gpu == 16_000
 
 
+def test_what_would_fill_the_gpu_lies_on_the_host():
+    large = calibration()
+    large.machine.head_inputs = 300 * 200  # only what the head of `b` reads fits
+    for one in large.model.values():
+        one.on_device = False
+    gpu = Settings(train=TRAIN, model=ModelSettings(device="cuda"))
+    found = predict(gpu, large, COURSES)
+    encoded = 2000 * (300 + 70) + 4000 * (150 + 70)
+    read = 2 * 300 * 300
+    assert found.memory == 50_000 + 2 * 1000 * 70 + encoded + read + 2 * 900
+    assert rows(found)["fuse: without LoRA"].gpu == 10_000 + 6_000 + 2 * 300 * 150
+    assert rows(found)["attempts"].gpu == 10_000 + 0.5 * 900 + 7_000
+
+
 def test_views_are_samples():
     views = replace(TRAIN, augment=AugmentSettings(views=2, color=0.1))
     plain = rows(predict(Settings(train=TRAIN), calibration(), COURSES))
@@ -148,6 +162,24 @@ def test_stages_that_are_up_to_date_take_nothing(tmp_path):
     assert [row.stage for row in found.rows][:3] == ["start", "data", "fuse: without LoRA"]
     assert rows(found)["data"].seconds == 0
     assert rows(found)["data"].note == "up to date"
+
+
+def test_a_fusion_that_is_up_to_date_takes_nothing():
+    done = calibration()
+    done.fused = True
+    found = predict(Settings(train=TRAIN), done, COURSES)
+    for stage in ("fuse: without LoRA", "attempts", "fuse: on test"):
+        assert (rows(found)[stage].seconds, rows(found)[stage].note) == (0, "up to date")
+    assert rows(found)["export"].seconds > 0
+    assert {case.seconds for case in found.cases} == {found.seconds}
+
+
+def test_comparing_steps_takes_time():
+    plain = predict(Settings(train=TRAIN), calibration(), COURSES)
+    compared = replace(TRAIN, best_of=3)  # the last step and two before it
+    found = predict(Settings(train=compared), calibration(), COURSES)
+    more = 3 * (0.5 + 0.02 * 30 + 0.1)
+    assert found.attempt[0] == pytest.approx(plain.attempt[0] + more)
 
 
 def test_lines_never_fall():

@@ -9,8 +9,10 @@ from safetensors.torch import load_file, save_file
 from tests.support.helpers import coloured_squares
 from valora_data.checkpoint import Checkpoint
 from valora_data.schema import Domain, Split, Task
+from valora_train.fusion import trainer as trainer_module
 from valora_train.fusion.trainer import DomainData, Trainer, _Watch
 from valora_train.model.lmm import Lmm
+from valora_train.model.prompts import HeadInputs
 from valora_train.settings import (
     AugmentSettings,
     HeadSettings,
@@ -263,6 +265,21 @@ def test_views_are_trained_on_besides_the_images_and_their_mirrors(random_llava,
     few = data(views=4, memory_gb=2.5 * one / 1e9)
     assert len(few.inputs) == 20
     assert "gets 2 of 4 augmented views" in caplog.text
+
+
+def test_what_heads_read_may_lie_on_the_host(random_llava, monkeypatch):
+    moved = []
+    plain = make(random_llava)[0].train_head_only("apple", 2).state_dict()
+    monkeypatch.setattr(trainer_module, "head_inputs_bytes", lambda device: 0.0)
+    to = HeadInputs.to
+
+    def spied(self, device):
+        moved.append(str(device))
+        return to(self, device)
+
+    monkeypatch.setattr(HeadInputs, "to", spied)
+    assert same(plain, make(random_llava)[0].train_head_only("apple", 2).state_dict())
+    assert len(moved) == 1 + 5  # one batch to the host, and back at each of 5 steps
 
 
 WATCHED = {"validations": 2, "validation_samples": 6, "validation_share": 1e3}

@@ -276,7 +276,8 @@ def calibrate(settings: Settings, display: Display) -> Calibration:
             _take_taught(costs, teacher, folder)
             found.memory["teach"] = found.memory["distill"] = peak_memory()
         found.fused = _is_fused(settings, found, work)
-        with display.work("estimate", "MLflow"):
+        # A new store keeps its artifacts below the working directory.
+        with display.work("estimate", "MLflow"), contextlib.chdir(scratch):
             _measure_tracking(found.tracking, Path(scratch))
     with display.work("estimate", "steps on the base model"):
         _measure_model(settings, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -9,12 +10,13 @@ from typing import TYPE_CHECKING
 from valora_data.schema import Split
 from valora_train.estimate.courses import Course, Courses
 from valora_train.fusion.loading import TAUGHT
+from valora_train.metrics.speed import BATCH, ROUNDS, SECONDS
 from valora_train.settings import LABELS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from valora_train.estimate.calibration import Calibration, DomainCosts
+    from valora_train.estimate.calibration import Calibration, DomainCosts, ModelCosts
     from valora_train.fusion.decision import Attempt
     from valora_train.settings import Settings
 
@@ -198,6 +200,13 @@ def _count(costs: DomainCosts, *splits: str) -> int:
     return sum(costs.counts[split] for split in splits)
 
 
+def _pace(costs: ModelCosts) -> float:
+    """Seconds in which the speed of a domain is measured, see `measure_speed`."""
+    each = costs.encode + costs.evaluate.each
+    batch = each * max(1, min(BATCH, int(SECONDS / max(each, 1e-9))))
+    return each + batch * min(ROUNDS, math.ceil(SECONDS / max(batch, 1e-9)))
+
+
 class _Costs:
     """Costs of the fusion and the export.
 
@@ -327,7 +336,7 @@ class _Costs:
     def measuring(self) -> Row:
         """What measuring the finished adapters on the test split takes."""
         seconds = sum(
-            self._evaluation(name, Split.VAL, Split.TEST) + costs.sheet
+            self._evaluation(name, Split.VAL, Split.TEST) + costs.sheet + _pace(costs)
             for name, costs in self._model.items()
         )
         return Row("fuse: on test", seconds, self.memory, self.gpu_of_attempts(1), 0)

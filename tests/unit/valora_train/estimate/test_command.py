@@ -53,7 +53,8 @@ def settings(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def quick(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(calibration, "STEPS", (2, 3))
     monkeypatch.setattr(calibration, "_program", lambda: 1.0)
 

@@ -411,6 +411,8 @@ def _end(error: BaseException) -> None:
     Raises:
         BaseException: The error itself, if it is a fault of the code.
     """
+    if (tracking := sys.modules.get("valora_train.reporting.tracking")) is not None:
+        tracking.end_open_runs()
     if isinstance(error, KeyboardInterrupt):
         _end_children()
         number = error.number if isinstance(error, Stopped) else signal.SIGINT

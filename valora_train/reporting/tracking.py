@@ -11,6 +11,8 @@ import getpass
 import json
 import logging
 import re
+import signal
+import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -791,6 +793,28 @@ class _Store:
         with _explained(uri):
             self._client = MlflowClient(uri)
 
+    def create_run(self, *arguments: Any, **options: Any) -> Any:
+        """Create a run, which `end_open_runs` ends unless it is ended before."""
+        with _signals_later():
+            run = self._call("create_run", *arguments, **options)
+            _OPEN[run.info.run_id] = self
+        return run
+
+    def update_run(self, run_id: str, **changes: Any) -> None:
+        """Change a run; one that runs again is ended by `end_open_runs`, too."""
+        with _signals_later():
+            self._call("update_run", run_id, **changes)
+            if changes.get("status") == "RUNNING":
+                _OPEN[run_id] = self
+
+    def set_terminated(self, run_id: str, status: str) -> None:
+        """End a run."""
+        self._call("set_terminated", run_id, status)
+        _OPEN.pop(run_id, None)
+
+    def _call(self, name: str, /, *arguments: Any, **options: Any) -> Any:
+        return self.__getattr__(name)(*arguments, **options)
+
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._client, name)
 
@@ -799,6 +823,38 @@ class _Store:
                 return found(*arguments, **options)
 
         return call
+
+
+_OPEN: dict[str, _Store] = {}
+"""Runs that this process has begun and not ended, with their stores."""
+
+
+def end_open_runs() -> None:
+    """End what this process has begun and not ended, because it is about to end itself."""
+    for run_id, store in list(_OPEN.items()):
+        with suppress(TrackingError):  # what ends the process counts
+            store.set_terminated(run_id, "KILLED")
+    _OPEN.clear()
+
+
+@contextmanager
+def _signals_later() -> Iterator[None]:
+    """Hold back signals until a run that is begun is known: it could not be ended otherwise."""
+    kept: dict[int, Any] = {}
+    arrived: list[tuple[int, Any]] = []
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            if number is not None and callable(handler := signal.getsignal(number)):
+                kept[number] = handler
+                signal.signal(number, lambda *signalled: arrived.append(signalled))
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+        for number, frame in arrived[:1]:
+            kept[number](number, frame)
 
 
 _TROUBLES = {

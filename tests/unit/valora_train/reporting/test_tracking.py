@@ -1,6 +1,7 @@
 """What MLflow is told: where a run is, how the experiment opens, what a run reads."""
 
 import json
+import signal
 import sqlite3
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from valora_train.reporting.tracking import (
     DataSet,
     TeacherRun,
     Tracker,
+    end_open_runs,
     end_stale_runs,
     find_run,
     latest_fusions,
@@ -59,6 +61,40 @@ def test_runs_of_killed_stages_are_ended_whatever_stage_they_are_of(
         taught["taught"]: "KILLED", taught["teaching"]: "RUNNING",
     }  # fmt: skip
     assert client.get_run(foreign).info.status == "RUNNING"
+
+
+def test_a_signal_while_a_run_is_begun_is_heard_once_the_run_is_known(
+    uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = MlflowClient.create_run
+
+    def interrupted(self: MlflowClient, *arguments: object, **options: object) -> object:
+        signal.raise_signal(signal.SIGINT)
+        return create(self, *arguments, **options)
+
+    monkeypatch.setattr(MlflowClient, "create_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        TeacherRun(uri, "cat", "a", {})
+    (run,) = MlflowClient(uri).search_runs(["1"])
+    assert run.info.status == "RUNNING"
+    end_open_runs()
+    assert MlflowClient(uri).get_run(run.info.run_id).info.status == "KILLED"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_has_ended_is_not_ended_again(uri: str) -> None:
+    with TeacherRun(uri, "cat", "a", {}):
+        pass
+    kept = started(uri)
+    kept.finish("FAILED")
+    begun = started(uri, key="b2")
+    end_open_runs()
+    end_open_runs()
+    client = MlflowClient(uri)
+    assert client.get_run(kept.run_id).info.status == "FAILED"
+    assert client.get_run(begun.run_id).info.status == "KILLED"
+    (taught,) = client.search_runs([client.get_experiment_by_name(TEACHERS).experiment_id])
+    assert taught.info.status == "FINISHED"
 
 
 def test_the_link_lands_on_the_run_under_model_training(uri: str) -> None:

@@ -1,0 +1,164 @@
+"""Runs that are ended in the middle: by SIGTERM, and by a disk that is really full.
+
+Each ends with one sentence, leaves no MLflow run running, and the same command continues.
+"""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from valora_data.contract.bundle import read_bundle
+
+pytestmark = pytest.mark.slow
+
+LABELS = "domains.sign_type.teacher=labels"
+COUNTS = "{train:64,unlabelled:32,val:50,test:16}"
+
+
+def start(cwd: Path, base: Path, *more: str) -> subprocess.Popen[str]:
+    command = [
+        sys.executable, "-m", "valora_train.cli", f"model.id={base}", "task=classification",
+        "task.only=[sign_type]", f"domains.sign_type.source.counts={COUNTS}",
+        "domains.sign_type.required=0.01", "fusion.head_only=false", "fusion.margin=0",
+        "train.steps=4", "train.probe_steps=4", "train.lora.rank=4", "train.threads=1", *more,
+    ]  # fmt: skip
+    return subprocess.Popen(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def said(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit status, and all that it said, in one line."""
+    text = process.communicate(timeout=300)[0]
+    return process.returncode, " ".join(text.split())
+
+
+def wait_for(process: subprocess.Popen[str], happened: Callable[[], object]) -> None:
+    end = time.monotonic() + 120
+    while not happened():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def runs(cwd: Path) -> dict[str, str]:
+    """Status of every MLflow run by its id, read beside a process that writes them."""
+    if not (cwd / "mlflow.db").is_file():
+        return {}
+    with closing(sqlite3.connect(f"file:{cwd}/mlflow.db?mode=ro", uri=True)) as store:
+        try:
+            return dict(store.execute("select run_uuid, status from runs"))
+        except sqlite3.OperationalError:  # the tables are being made
+            return {}
+
+
+def ended_by_sigterm(process: subprocess.Popen[str]) -> None:
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    status, text = said(process)
+    assert status == 128 + signal.SIGTERM
+    assert text.endswith("interrupted: run the same command again to continue")
+    assert "Traceback" not in text
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+def test_sigterm_while_a_teacher_is_trained(tmp_path: Path, random_llava: Path) -> None:
+    arguments = [
+        "command=teach", "+teacher.options.epochs=300", "+teacher.options.size=32",
+        "+teacher.options.width=8",
+    ]  # fmt: skip
+
+    def training() -> bool:
+        return "RUNNING" in runs(tmp_path).values()
+
+    process = start(tmp_path, random_llava, *arguments)
+    wait_for(process, training)
+    ended_by_sigterm(process)
+    ((run, status),) = runs(tmp_path).items()
+    assert status == "KILLED"
+    # Killed outright, it stays running until the next command, of any stage.
+    process = start(tmp_path, random_llava, *arguments)
+    wait_for(process, training)
+    process.send_signal(signal.SIGKILL)
+    said(process)
+    assert runs(tmp_path) == {run: "RUNNING"}
+    status, text = said(start(tmp_path, random_llava, "command=fuse", LABELS))
+    assert status == 0, text
+    assert runs(tmp_path)[run] == "KILLED"
+    status, text = said(start(tmp_path, random_llava, *arguments))
+    assert status == 0, text
+    after = runs(tmp_path)
+    assert after[run] == "FINISHED"
+    assert set(after.values()) == {"FINISHED"}
+
+
+@contextmanager
+def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
+    """A disk of its own."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        pytest.skip(f"no disk can be mounted: {error}")
+    if done.returncode:
+        pytest.skip(f"no disk can be mounted: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(disk: Path, left: int) -> None:
+    """Leave some bytes of a disk."""
+    status = os.statvfs(disk)
+    with (disk / "filler").open("wb") as file:
+        file.write(bytes(max(0, status.f_bavail * status.f_frsize - left)))
+
+
+def test_a_full_disk_in_every_stage_and_sigterm_in_the_gate(
+    tmp_path: Path, random_llava: Path
+) -> None:
+    small = ["+teacher.options.epochs=2", "+teacher.options.size=32", "+teacher.options.width=8"]
+    stages = [
+        (["command=teach", LABELS], 20_000),  # the data stage alone
+        (["command=teach"], 60_000),
+        (["command=fuse"], 100_000),
+        (["command=export"], 50_000),
+    ]
+    with small_disk(tmp_path / "disk", 96) as disk:
+        for arguments, left in stages:
+            fill(disk, left)
+            status, text = said(start(disk, random_llava, *small, *arguments))
+            assert status == 1, (arguments, text)
+            assert "Traceback" not in text
+            sentence = text[text.rindex("error: ") :]
+            assert "space" in sentence
+            assert sentence.endswith(("run the same command again", "what is trained is kept"))
+            assert not list((disk / "bundles").glob("*"))
+            (disk / "filler").unlink()
+            if arguments == ["command=export"]:
+                break
+            status, text = said(start(disk, random_llava, *small, *arguments))
+            assert status == 0, (arguments, text)
+            assert set(runs(disk).values()) <= {"FINISHED"}
+
+        process = start(disk, random_llava, *small, *arguments)
+        checked = psutil.Process(process.pid)
+        wait_for(process, lambda: [c for c in checked.children() if "gate" in str(c.cmdline())])
+        ended_by_sigterm(process)
+        assert list((disk / "bundles").glob("**/*")) == []
+        assert set(runs(disk).values()) == {"FINISHED"}
+        status, text = said(start(disk, random_llava, *small, *arguments))
+        assert status == 0, text
+        assert read_bundle(disk / "bundles" / "classification").domains["sign_type"]["head"]

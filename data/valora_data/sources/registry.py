@@ -10,7 +10,6 @@ from valora_data.errors import DataError
 from valora_data.registry import Registry
 from valora_data.schema import Split
 from valora_data.sources.base import Location, Source, SourceFormat, Splits
-from valora_data.sources.formats.images import image_files, read_images
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +18,7 @@ FORMATS: Registry[type[SourceFormat]] = Registry(
     "valora.sources",
     "source kind",
     {  # in the order in which `detect_kind` asks: the first that recognises a path is taken
-        "scenes": "valora_data.sources.scenes.builtin:ScenesFormat",
+        "scenes": "valora_data.sources.formats.scenes:ScenesFormat",
         "shards": "valora_data.sources.formats.shards:ShardsFormat",
         "hub": "valora_data.sources.formats.hub:HubFormat",
         "roboflow": "valora_data.sources.formats.roboflow:RoboflowFormat",
@@ -59,6 +58,8 @@ def open_source(source: Source) -> Splits:
         )
     splits = found.open(source)
     if source.unlabelled is not None:
+        from valora_data.sources.formats.images import read_images
+
         if Split.UNLABELLED in splits:
             raise DataError(
                 f"the source has an unlabelled split, and {source.unlabelled} would be another: "
@@ -76,6 +77,8 @@ def files_of(source: Source) -> Iterator[Path]:
     """
     yield from FORMATS[source.kind]().reads(source)
     if source.unlabelled is not None:
+        from valora_data.sources.formats.images import image_files
+
         yield from image_files(Path(source.unlabelled))
 
 

@@ -47,19 +47,24 @@ def bundle_with_golden(folder, **options):
 
 
 def detect(bundle, facts, image):
-    """Boxes of a detection domain, by docs/bundle.md: PEFT, one linear layer, the box code."""
+    """Boxes of a detection domain, by docs/bundle.md: PEFT, one linear layer, the box code.
+
+    A domain without an adapter is one of the base model as transformers loads it.
+    """
     source = base_folder("tiny")
     processor = AutoProcessor.from_pretrained(source)
     base = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32)
-    adapter = bundle.folder / bundle.adapters[facts["adapter"]]["path"]
-    model = PeftModel.from_pretrained(base, adapter).eval()
+    model = base.eval()
+    if facts["adapter"] is not None:
+        adapter = bundle.folder / bundle.adapters[facts["adapter"]]["path"]
+        model = PeftModel.from_pretrained(base, adapter).eval().get_base_model()
     turn = [{"type": "text", "text": facts["prompt"]}, {"type": "image"}]
     text = processor.apply_chat_template(
         [{"role": "user", "content": turn}], add_generation_prompt=True
     )
     inputs = processor(text=[text], images=[image], add_special_tokens=False, return_tensors="pt")
     with torch.no_grad():
-        hidden = model.get_base_model().model(**inputs).last_hidden_state[0]
+        hidden = model.model(**inputs).last_hidden_state[0]
     visual = hidden[inputs["input_ids"][0] == base.config.image_token_id]
     file = bundle.folder / facts["head"]
     head = load_file(file)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -18,7 +19,7 @@ from PIL import Image
 
 from tests.e2e.valora_serve.serving import ROOT, Process, bundle_with_golden
 from tests.support.http_helpers import until
-from tests.support.serve_helpers import DomainSpec, make_adapter, make_bundle
+from tests.support.serve_helpers import DOMAINS, DomainSpec, make_adapter, make_bundle
 from valora_data.contract.bundle import GOLDEN, read_bundle
 
 pytestmark = pytest.mark.slow
@@ -67,6 +68,29 @@ def test_every_kind_of_domain_answers(served, picture):
     assert sum(ask("scene")["confidences"].values()) == pytest.approx(1, abs=1e-4)
     assert ask("crowd")["label"].isdigit()
     assert ask("caption")["text"]
+
+
+def test_a_bundle_without_any_adapter_answers(tmp_path, picture):
+    domains = {name: replace(spec, adapter=None) for name, spec in DOMAINS.items()}
+    bare = bundle_with_golden(tmp_path / "bare", name="bare", domains=domains, adapters={})
+    served = Process(bare, cwd=tmp_path).ready()
+    try:
+        assert served.said(r"2 golden examples reproduced; ready after \d+\.\d s")
+        for name, spec in domains.items():
+            with picture.open("rb") as file:
+                answer = httpx.post(
+                    f"{served.url}/v1/vision/{name}", files={"image": file}, timeout=60
+                )
+            assert answer.status_code == 200, answer.text
+            (result,) = answer.json()["results"]
+            if spec.kind == "detection":
+                assert {item["label"] for item in result["detections"]} <= set(spec.labels)
+            else:
+                assert result["text"] if spec.kind is None else result["label"] in spec.labels
+        listed = httpx.get(f"{served.url}/v1/models", timeout=60).json()["data"]
+        assert {item["id"] for item in listed} == {"tiny", *domains}
+    finally:
+        assert served.end() == 0
 
 
 def test_head_and_text_in_one_client(client, picture):

@@ -5,12 +5,10 @@ Every sample is a function of (seed, domain, split, index) alone.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from valora_data.errors import DataError
 from valora_data.schema import Sample, Split, Task
-from valora_data.sources.base import Source, SourceFormat, Splits
 from valora_data.sources.scenes import detection as detection_scenes
 from valora_data.sources.scenes import digits
 from valora_data.sources.scenes.boards import scene_rng
@@ -36,26 +34,6 @@ SCENES: Mapping[Task, Mapping[str, SceneDomain]] = {
     Task.COUNTING: COUNTING,
 }
 """Drawn domains of every task except detection, by task and name."""
-
-
-class ScenesFormat(SourceFormat):
-    """The built-in domains: `Source.name` names one, `Source.counts` says how many samples."""
-
-    drawn = True
-
-    def supports(self, task: Task) -> bool:
-        """Tasks with built-in domains."""
-        return task is Task.DETECTION or task in SCENES
-
-    def open(self, source: Source) -> Splits:
-        """The splits that `Source.counts` asks for."""
-        return {
-            split: partial(
-                builtin_samples, source.task, source.name, split, source.counts[split], source.seed
-            )
-            for split in Split
-            if source.counts.get(split)
-        }
 
 
 def builtin_names(task: Task) -> tuple[str, ...]:

@@ -72,12 +72,15 @@ class TeacherKind(ABC):
         trainable: Whether `train` is implemented.
         reads_prompt: Whether answers depend on the domain's prompt.
         without_effect: Options that answers do not depend on, such as a device.
+        validation: Labelled samples that `train` may measure a curve on; nothing that is trained
+            depends on them.
     """
 
     artefact: ClassVar[str | None] = None
     trainable: ClassVar[bool] = False
     reads_prompt: ClassVar[bool] = True
     without_effect: ClassVar[frozenset[str]] = frozenset()
+    validation: Sequence[Sample] = ()
 
     def options(self) -> Sequence[str]:
         """Names of the options that `load` and `train` accept."""

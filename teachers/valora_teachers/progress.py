@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,16 @@ from torch import Tensor
 from valora_data.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from valora_teachers.base import OnEpoch
 
 CHECKPOINT = "checkpoint"
+LOOK_SHARE = 0.05
+"""Largest share of a training's time for looks at the validation split."""
+LOOK_SAMPLES = 64
+"""Largest number of samples that a look reads."""
 
 
 @dataclass(slots=True)
@@ -48,6 +53,8 @@ class Progress:
             `load_state_dict`.
         rng: Generator of the batches and of whatever else is drawn.
         on_epoch: Called after each epoch, see `base.OnEpoch`.
+        look: Returns figures of the validation split, which `on_epoch` gets, too. It is called
+            after an epoch as long as it takes a twentieth of the time at most, and changes nothing.
 
     Attributes:
         mean: Mean loss of the last epoch.
@@ -60,12 +67,16 @@ class Progress:
         parts: Mapping[str, Any],
         rng: torch.Generator,
         on_epoch: OnEpoch | None,
+        look: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
         self._checkpoint = Checkpoint(folder / CHECKPOINT)
         self._training = training
         self._parts = parts
         self._rng = rng
         self._on_epoch = on_epoch
+        self._look = look
+        self._looked = self._last_look = 0.0  # seconds
+        self._start = time.monotonic()
         self._losses: list[float] = []
         self.mean = math.nan
 
@@ -99,12 +110,24 @@ class Progress:
             if done % per_epoch == 0:
                 self.mean = sum(self._losses) / per_epoch
                 if self._on_epoch is not None:
-                    self._on_epoch(done // per_epoch, epochs, self.mean, self._figures())
+                    figures = self._figures() | self._validated()
+                    self._on_epoch(done // per_epoch, epochs, self.mean, figures)
             self._checkpoint.save(training, partial(self._state, done, order))
 
     def _figures(self) -> dict[str, float]:
         schedule = self._parts.get("schedule")
         return {} if schedule is None else {"lr": float(schedule.get_last_lr()[0])}
+
+    def _validated(self) -> dict[str, float]:
+        now = time.monotonic()
+        if self._look is None or (
+            self._looked + self._last_look > LOOK_SHARE * (now - self._start)
+        ):
+            return {}
+        found = dict(self._look())
+        self._last_look = time.monotonic() - now
+        self._looked += self._last_look
+        return found
 
     def finish(self) -> None:
         """Delete the checkpoint."""

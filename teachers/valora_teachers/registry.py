@@ -123,6 +123,7 @@ def train_teacher(
     options: Mapping[str, Any] | None = None,
     on_epoch: OnEpoch | None = None,
     task: Task = Task.DETECTION,
+    validation: Sequence[Sample] = (),
 ) -> dict[str, Any]:
     """Train a teacher and save it in a folder, under the name `TeacherKind.artefact`.
 
@@ -134,6 +135,8 @@ def train_teacher(
         options: Settings of the kind's training.
         on_epoch: Called after each epoch, see `base.OnEpoch`.
         task: Task of the domain.
+        validation: Labelled samples for a curve of the training; nothing that is trained depends on
+            them.
 
     Returns:
         A report of the training, ready for JSON.
@@ -151,6 +154,7 @@ def train_teacher(
         )
     chosen = {key: value for key, value in (options or {}).items() if key != NAMES}
     _check_options(kind, found, chosen)
+    found.validation = validation
     return found.train(train, task, labels, folder, chosen, on_epoch)
 
 

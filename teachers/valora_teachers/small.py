@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from valora_data.schema import Answer, Task
 from valora_data.sources.formats.videos import frame_places
 from valora_teachers.base import BatchTeacher, TeacherError, choice_answer, map_classes
-from valora_teachers.progress import Progress
+from valora_teachers.progress import LOOK_SAMPLES, Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from valora_data.schema import Sample
@@ -150,6 +150,7 @@ def train_small(
     *,
     settings: SmallSettings | None = None,
     on_epoch: OnEpoch | None = None,
+    validation: Sequence[Sample] = (),
 ) -> SmallReport:
     """Train a small classifier from scratch and save it as `out`/teacher.
 
@@ -162,6 +163,7 @@ def train_small(
         out: Folder to write to; created if missing.
         settings: Training settings; the defaults if None.
         on_epoch: Called after each epoch, see `base.OnEpoch`.
+        validation: Samples whose loss and accuracy `on_epoch` gets.
 
     Raises:
         TeacherError: If the task is another one, there are too few samples, or a sample
@@ -189,6 +191,7 @@ def train_small(
         {"model": model, "optimiser": optimiser, "schedule": schedule},
         rng,
         on_epoch,
+        _look(model, validation, task, labels, settings.size, frames),
     )
     model.train()
     for step in progress.steps(settings.epochs, len(pixels), batch):
@@ -204,6 +207,35 @@ def train_small(
     progress.finish()
     seconds = progress.spent + time.perf_counter() - started
     return SmallReport(mean, settings.epochs, len(train_samples), seconds)
+
+
+def _look(
+    model: Any,
+    validation: Sequence[Sample],
+    task: Task,
+    labels: Sequence[str],
+    size: int,
+    frames: int,
+) -> Callable[[], dict[str, float]] | None:
+    """Measures a model in training on validation samples; None if there are none."""
+    known = [sample for sample in validation if sample.answer.choice in labels][:LOOK_SAMPLES]
+    if len(known) < 2:
+        return None
+    pixels = _pixels(known, size, frames).float() / 127.5 - 1
+    targets = _targets(known, task, labels)
+
+    def look() -> dict[str, float]:
+        model.eval()
+        with torch.inference_mode():
+            logits = model(pixels).logits
+        model.train()
+        right = logits.argmax(-1) == targets.argmax(-1)
+        return {
+            "validation loss": float(F.cross_entropy(logits, targets)),
+            "validation accuracy": float(right.float().mean()),
+        }
+
+    return look
 
 
 def _targets(samples: Sequence[Sample], task: Task, labels: Sequence[str]) -> Tensor:

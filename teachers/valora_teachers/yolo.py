@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,11 +23,11 @@ from torch.nn import functional
 
 from valora_data.schema import Answer, Box, Task
 from valora_teachers.base import BatchTeacher, TeacherError, map_classes
-from valora_teachers.progress import Progress
+from valora_teachers.progress import LOOK_SAMPLES, Progress
 from valora_teachers.ultralytics_plugin import load_ultralytics, open_weights, threads_kept
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from PIL.Image import Image
@@ -194,6 +194,7 @@ def train_yolo(
     *,
     settings: YoloSettings | None = None,
     on_epoch: OnEpoch | None = None,
+    validation: Sequence[Sample] = (),
 ) -> YoloReport:
     """Train a small YOLO from scratch and save it as `out`/teacher.pt.
 
@@ -207,6 +208,7 @@ def train_yolo(
         out: Folder to write to; created if missing.
         settings: Training settings; the defaults if None.
         on_epoch: Called after each epoch, see `base.OnEpoch`.
+        validation: Samples whose loss `on_epoch` gets.
 
     Raises:
         TeacherError: If Ultralytics is missing, there are too few samples, or a box has
@@ -237,7 +239,8 @@ def train_yolo(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _lr_share(step, steps))
     out.mkdir(parents=True, exist_ok=True)
     parts = {"model": model, "average": average, "optimiser": optimiser, "schedule": schedule}
-    progress = Progress(out, "a YOLO", parts, rng, on_epoch)
+    look = _look(average, validation, labels, settings)
+    progress = Progress(out, "a YOLO", parts, rng, on_epoch, look)
     model.train()
     for step in progress.steps(settings.epochs, len(train_samples), batch_size):
         batch = data.augmented(step.chosen, settings, rng)
@@ -257,6 +260,28 @@ def train_yolo(
         images=len(train_samples),
         seconds=progress.spent + time.perf_counter() - started,
     )
+
+
+def _look(
+    model: nn.Module, validation: Sequence[Sample], labels: Sequence[str], settings: YoloSettings
+) -> Callable[[], dict[str, float]] | None:
+    """Measures a model in training on validation samples; None if there are none."""
+    known = [
+        sample
+        for sample in validation[:LOOK_SAMPLES]
+        if all(box.label in labels for box in sample.answer.boxes)
+    ]
+    if not any(sample.answer.boxes for sample in known):
+        return None
+    data = _TrainingImages.of(known, labels, settings.size)
+    still = replace(settings, scale=0.0, shift=0.0, jitter=0.0)
+    batch = data.augmented(torch.arange(len(known)), still, torch.Generator().manual_seed(0))
+
+    def look() -> dict[str, float]:
+        with torch.no_grad():
+            return {"validation loss": float(model(batch)[0].sum()) / len(known)}
+
+    return look
 
 
 def _check(train_samples: Sequence[Sample], labels: Sequence[str]) -> None:

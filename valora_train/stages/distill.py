@@ -115,8 +115,17 @@ def build_teacher(
         teacher.options,
         on_epoch,
         domain.task,
+        _looked_at(data / Split.VAL),
     )
     write_json(folder / REPORT, report)
+
+
+def _looked_at(split: Path) -> list[Sample]:
+    """Samples for the validation curve of a teacher's training, which depends on none of them."""
+    from valora_teachers.progress import LOOK_SAMPLES
+
+    shard = shards.open_shard(split)
+    return [shard[number] for number in range(min(len(shard), LOOK_SAMPLES))]
 
 
 def _artefact(teacher: TeacherSettings) -> str | None:

@@ -62,5 +62,13 @@ class Small(TeacherKind):
         from valora_teachers.small import SmallSettings, train_small
 
         settings = SmallSettings(**options)
-        report = train_small(samples, task, labels, folder, settings=settings, on_epoch=on_epoch)
+        report = train_small(
+            samples,
+            task,
+            labels,
+            folder,
+            settings=settings,
+            on_epoch=on_epoch,
+            validation=self.validation,
+        )
         return asdict(report)

@@ -77,4 +77,12 @@ class Yolo(TeacherKind):
         from valora_teachers.yolo import YoloSettings, train_yolo
 
         settings = YoloSettings(**options)
-        return asdict(train_yolo(samples, labels, folder, settings=settings, on_epoch=on_epoch))
+        report = train_yolo(
+            samples,
+            labels,
+            folder,
+            settings=settings,
+            on_epoch=on_epoch,
+            validation=self.validation,
+        )
+        return asdict(report)

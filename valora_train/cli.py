@@ -11,7 +11,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
@@ -47,13 +47,16 @@ class Stopped(KeyboardInterrupt):
         self.number = number
 
 
-def run(settings: Settings, display: Display, wait: bool = False) -> None:
+def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, Any]:
     """Run the stages up to `settings.command`.
 
     Args:
         settings: All settings.
         display: The terminal.
         wait: Whether to wait for a stage that another process is running, instead of raising.
+
+    Returns:
+        Figures of the fusion (see `figures_of`), for sweeps; none if there was none.
     """
     from valora_train.checks import check, check_with_libraries
 
@@ -68,7 +71,7 @@ def run(settings: Settings, display: Display, wait: bool = False) -> None:
         with display():
             found = estimate(settings, display)
         print_prediction(found, display.console)
-        return
+        return {}
     fuses = settings.command in ("fuse", "export")
     team = Team(settings.model.device)
     if not team.leads:
@@ -83,13 +86,12 @@ def run(settings: Settings, display: Display, wait: bool = False) -> None:
         if settings.command == "compare":
             pipeline.compare(domains)
         if not fuses:
-            return
+            return {}
         domains = pipeline.measure_dedicated(domains)
         fused = pipeline.fuse(domains)
-        if settings.command == "fuse":
-            return
-        if team.leads:
+        if team.leads and settings.command == "export":
             pipeline.export(domains, fused, seconds)
+        return pipeline.figures(fused)
 
 
 class _Pipeline:
@@ -219,6 +221,12 @@ class _Pipeline:
                 build(Path(folder))
         self._team.wait()
         return stage.folder(work)
+
+    def figures(self, fused: Path) -> dict[str, Any]:
+        """Figures of a fusion, for sweeps."""
+        from valora_train.reporting.sweep import figures_of
+
+        return figures_of(fused) if self._team.leads else {}
 
     def oracle(self, domains: list[DomainInputs]) -> None:
         """Train every group of the domains, and say how few adapters they take."""
@@ -367,7 +375,7 @@ def _prepare(settings: Settings, name: str) -> None:
     pipeline.prepare_domain(domain)
 
 
-def _hydra_main(config: DictConfig) -> None:
+def _hydra_main(config: DictConfig) -> dict[str, Any]:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -381,10 +389,13 @@ def _hydra_main(config: DictConfig) -> None:
         check_contracts_asked(settings, list(hydra.overrides.task))
         if hydra.mode is RunMode.MULTIRUN:
             # A launcher may run jobs in parallel; a job waits for stages that another runs.
+            from valora_train.reporting.sweep import record_job
+
             number = hydra.job.num
-            run(settings, Display(job=f"{settings.task.name} {number}"), wait=True)
-        else:
-            run(settings, Display())
+            figures = run(settings, Display(job=f"{settings.task.name} {number}"), wait=True)
+            record_job(settings, number, list(hydra.overrides.task), figures)
+            return figures
+        return run(settings, Display())
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (raised unless it is told)
         _end(error)
 
@@ -405,7 +416,7 @@ def _end_on_signals() -> None:
             signal.signal(number, stop)
 
 
-def _end(error: BaseException) -> None:
+def _end(error: BaseException) -> NoReturn:
     """End the process with one sentence on an error, if there is one for it.
 
     Raises:
@@ -453,10 +464,15 @@ def main() -> None:
     # Makes Hydra raise errors instead of printing them.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     _silence_libraries()
+    from valora_train.sweeps import register
+
+    register(sys.argv[1:])
     try:
         hydra.main(config_path=str(config_folder()), config_name="config", version_base="1.3")(
             _hydra_main
         )()
+    except ValoraError as error:  # of a sweep; those of a run end it
+        _stop(f"error: {error}")
     except (HydraException, OmegaConfBaseException) as error:
         _stop(f"error: {_one_sentence(error)}")
     except YAMLError as error:
@@ -492,7 +508,7 @@ def _silence_libraries() -> None:
         os.environ.setdefault(key, value)
 
 
-def _stop(message: str, status: int = 1) -> None:
+def _stop(message: str, status: int = 1) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":  # only the leader of a team prints
         print(message, file=sys.stderr)
     sys.exit(status)

@@ -34,8 +34,8 @@ KERNELS_MAY = {"torch", "triton", "numpy", "rich", *sys.stdlib_module_names}
 
 # Parts of a package, the lowest first; a part imports parts below it only.
 SERVE = ["errors", "types", "catalogue", "orchestrator", "workloads", "memory", "model", "engine"]
-TRAIN = ["errors", "processes", "settings", "stage", "metrics", "model", "tasks", "fusion",
-         "trials", "checks", "reporting", "stages", "estimate", "cli"]  # fmt: skip
+TRAIN = ["errors", "processes", "sweeps", "settings", "stage", "metrics", "model", "tasks",
+         "fusion", "trials", "checks", "reporting", "stages", "estimate", "cli"]  # fmt: skip
 SERVER_MAY = {"server", "types", "errors", "options"}
 
 

@@ -104,6 +104,10 @@ class StudyRun:
         """Log metrics."""
         _log_metrics(self._client, self.run_id, {key: [(step, v)] for key, v in values.items()})
 
+    def adopt(self, run_id: str) -> None:
+        """Put another run below this one."""
+        self._client.set_tag(run_id, PARENT, self.run_id)
+
     def note(self, text: str) -> None:
         """Set the description of the run, in markdown."""
         self._client.set_tag(self.run_id, NOTE, text)

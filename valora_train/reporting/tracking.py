@@ -112,8 +112,7 @@ class Tracker:
         interrupted = [
             run.info.run_id
             for run in self._runs(f"tags.`{FUSION}` = '{self._fusion}'")
-            if PARENT not in run.data.tags
-            and (run.info.run_id == earlier or run.info.status != "FINISHED")
+            if _is_fusion(run) and (run.info.run_id == earlier or run.info.status != "FINISHED")
         ]
         if interrupted:
             self.run_id = interrupted[0]
@@ -152,7 +151,7 @@ class Tracker:
         found = [
             run.info.run_id
             for run in self._runs(f"tags.`{FUSION}` = '{self._fusion}'")
-            if PARENT not in run.data.tags and run.info.status == "FINISHED"
+            if _is_fusion(run) and run.info.status == "FINISHED"
         ]
         return run_id if run_id in found else next(iter(found), None)
 
@@ -603,6 +602,11 @@ def end_stale_runs(uri: str | None, work: str) -> None:
             client.set_terminated(run.info.run_id, "KILLED")
 
 
+def _is_fusion(run: Any) -> bool:
+    """Whether a run is that of a whole fusion, which may lie below that of a sweep."""
+    return not {ATTEMPT, HEAD_ONLY} & set(run.data.tags)
+
+
 def _open_experiment(client: Any, name: str) -> str:
     """Id of an experiment, which is created, or restored from the trash, if needed."""
     found = client.get_experiment_by_name(name)
@@ -711,7 +715,7 @@ def latest_fusions(uri: str | None) -> list[tuple[str, str, str]]:
             f"tags.`{FUSION}` LIKE '%'",
             order_by=["attributes.start_time DESC"],
         )
-        latest = next((run for run in runs if PARENT not in run.data.tags), None)
+        latest = next((run for run in runs if _is_fusion(run)), None)
         if latest is not None:
             address = run_address(uri, experiment.experiment_id, latest.info.run_id)
             found.append((latest.info.start_time, experiment.name, latest.info.run_name, address))

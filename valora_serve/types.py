@@ -310,6 +310,7 @@ class ServedModel:
         metric: Metric of the domain, e.g. ``f1@0.5``.
         accuracy: Accuracy of the domain on the test split, as measured for its bundle.
         required: Accuracy that the domain required.
+        teacher: Accuracy of its teacher on the same samples.
         prompt: Prompt of the domain; ``{}`` in it stands for the request's own words.
         prompted: Whether requests to the domain have words of their own, such as a question.
         media: ``images`` or ``video``, what the domain was measured with; None if not known.
@@ -334,6 +335,7 @@ class ServedModel:
     metric: str | None = None
     accuracy: float | None = None
     required: float | None = None
+    teacher: float | None = None
     prompt: str | None = None
     prompted: bool = False
     media: str | None = None

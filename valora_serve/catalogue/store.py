@@ -229,6 +229,7 @@ class Store:
         counts = {1 + len(rest) if isinstance(rest, list) else 1 for rest in rests}
         accuracy = facts.get("accuracy") or {}
         test, required = accuracy.get("test"), facts.get("required")
+        teacher = accuracy.get("teacher")
         model = ServedModel(
             name=name,
             kind="domain",
@@ -242,6 +243,7 @@ class Store:
             metric=facts.get("metric"),
             accuracy=None if test is None else float(test),
             required=None if required is None else float(required),
+            teacher=None if teacher is None else float(teacher),
             prompt=facts.get("prompt"),
             prompted="{}" in str(facts.get("prompt")) or any("question" in one for one in golden),
             media=facts.get("media"),

@@ -19,7 +19,7 @@ def attempt_page(told: Told) -> str:
     lines = [
         f"**{verdict_of(told).capitalize()}**: {tried(told)}.",
         "",
-        f"{outcome_of(told)}.",
+        f"{_sentence(outcome_of(told), told)}.",
         *(["", f"{sentence}."] if (sentence := went(told)) else []),
         "",
         *markdown_table(
@@ -28,6 +28,11 @@ def attempt_page(told: Told) -> str:
         ),
     ]
     return "\n".join(lines)
+
+
+def _sentence(text: str, told: Told) -> str:
+    """Text that begins a sentence; names of domains stay as they are."""
+    return text if told["below"] else text[:1].upper() + text[1:]
 
 
 def verdict_of(told: Told) -> str:

@@ -219,7 +219,8 @@ def _bars_of_domain(axes: Any, row: int, facts: Mapping[str, Any]) -> None:
         room = value > 0.3 * axes.get_xlim()[1]
         axes.text(
             0.0 if room else value, y, text, va="center", fontsize=7,
-            color="white" if room else "black",
+            color="white" if room else "black", zorder=4,
+            bbox=None if room else {"facecolor": "white", "alpha": 0.8, "pad": 0.5, "lw": 0},
         )  # fmt: skip
     axes.vlines(facts["required"], row - 0.42, row + 0.42, color="black", linewidth=2)
     if facts.get("bar") is not None:

@@ -193,6 +193,7 @@ def _check_domain(facts: dict[str, Any], place: str) -> None:
     accuracy = facts.get("accuracy") or {}
     for name, value in (
         ("accuracy.test", accuracy.get("test")),
+        ("accuracy.teacher", accuracy.get("teacher")),
         ("required", facts.get("required")),
         ("threshold", facts.get("threshold")),
     ):

@@ -57,6 +57,7 @@ def card(model: ServedModel, context_length: int, quarantined: str | None = None
         metric=model.metric,
         accuracy=model.accuracy,
         required=model.required,
+        teacher=model.teacher,
         prompt=model.prompt,
         media=model.media,
         bundle=model.bundle,

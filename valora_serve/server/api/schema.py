@@ -762,6 +762,7 @@ class ModelCard(_ResponseBody):
     metric: str | None = None
     accuracy: float | None = None
     required: float | None = None
+    teacher: float | None = None
     prompt: str | None = None
     media: str | None = None
     bundle: str | None = None

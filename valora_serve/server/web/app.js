@@ -73,6 +73,7 @@ function describe() {
   parts.push(model.head ? `${model.head} head` : "language model");
   if (model.kind === "domain") parts.push(model.adapter || "no adapter");
   if (model.accuracy !== null) parts.push(`${model.metric} ${model.accuracy.toFixed(3)} promised`);
+  if (model.teacher) parts.push(`teacher ${model.teacher.toFixed(3)}`);
   if (model.labels.length) parts.push(model.labels.slice(0, 12).join(", "));
   el("about").textContent = parts.join(" · ");
   el("prompt").placeholder = model.prompt || (model.kind === "domain" ? "the domain's own prompt" : "write a prompt");

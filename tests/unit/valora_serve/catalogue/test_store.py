@@ -314,6 +314,7 @@ def entry(value, *way):
         ),
         (entry(float("nan"), "domains", "scene", "required"), "required: expected a number"),
         (entry("high", "domains", "scene", "accuracy", "test"), "test: expected a number"),
+        (entry("high", "domains", "scene", "accuracy", "teacher"), "teacher: expected a number"),
         (entry("forest", "domains", "scene", "labels"), "labels: expected a list"),
         (entry([1, 2, 3], "domains", "scene", "labels"), "labels: expected texts"),
         (entry("x" * 40_000, "domains", "scene", "prompt"), "prompt: expected at most"),

@@ -42,7 +42,7 @@ def first_lines(page: str) -> list[str]:
 def test_the_first_lines_say_all_that_was_decided(pages):
     assert first_lines(pages[0]) == [
         "**Committed**: tried person in adapter-1, a new adapter of its own.",
-        "every domain keeps what it must; closest is person, which rose from 0.500 without LoRA to "
+        "Every domain keeps what it must; closest is person, which rose from 0.500 without LoRA to "
         "0.950, 0.030 above its bar of 0.920 (required 0.900 + margin 0.020).",
     ]
     assert first_lines(pages[1]) == [

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import ValoraError
+from valora_data.wording import plural
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import StorageError
 from valora_serve.server.access.keys import ROLES, new_key
@@ -158,7 +159,7 @@ async def _serve_at(
         console.print(f"not served: {problem}", style="yellow", markup=False)
     scheme = "https" if settings.tls_cert else "http"
     console.print(
-        f"{found.examples} golden examples reproduced; ready after "
+        f"{plural(found.examples, 'golden example')} reproduced; ready after "
         f"{time.monotonic() - began:.1f} s "
         f"at {scheme}://{settings.host}:{sockets[0].getsockname()[1]}/ (API: /docs)",
         markup=False,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from valora_data.errors import DataError
 from valora_data.schema import Sample, Task
 from valora_data.tasks import task_names
+from valora_data.wording import plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -129,7 +130,7 @@ def _check(source: Source, out: Path, console: Console) -> int:
         for sentence in sentences:
             console.print(f"{sign} {escape(sentence)}", highlight=False, soft_wrap=True)
     if not found.problems:
-        noted = f"; {len(found.notes)} notes above" if found.notes else ""
+        noted = f"; {plural(len(found.notes), 'note')} above" if found.notes else ""
         console.print(f"[green]✓[/] no faults{noted}" if noted else "[green]✓[/] nothing is wrong")
     return 1 if found.problems else 0
 
@@ -161,7 +162,7 @@ def _histogram(found: Inspection, console: Console) -> None:
     total: Counter[str] = sum((facts.labels for facts in found.splits.values()), start=Counter())
     if not total:
         return
-    table = Table(title=f"{len(total)} labels" if len(total) > 1 else "1 label",
+    table = Table(title=plural(len(total), "label"),
                   title_justify="left")  # fmt: skip
     table.add_column("label")
     for split in found.splits:
@@ -199,7 +200,7 @@ def _preview(source: Source, options: argparse.Namespace, console: Console) -> i
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     contact_sheet(kept.samples).save(out)
-    console.print(f"{len(kept.samples)} of {looked} samples in {out}", highlight=False)
+    console.print(f"{len(kept.samples)} of {plural(looked, 'sample')} in {out}", highlight=False)
     return 0
 
 

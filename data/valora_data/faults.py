@@ -10,6 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from valora_data.errors import DataError
+from valora_data.wording import agreeing, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -23,10 +24,10 @@ EXAMPLES = 3
 
 
 class FaultKind(Enum):
-    """A kind of fault: what it is (after a number), the remedy, and whether something is skipped.
+    """A kind of fault: what it is, the remedy, and whether something is skipped.
 
     Attributes:
-        what: What is counted, after a number.
+        what: What is counted, in the words of `wording.plural`.
         remedy: What to do.
         skips: Whether the image or a part of its answer is left out. Other kinds are notes: the
             data can be used as it is.
@@ -37,63 +38,73 @@ class FaultKind(Enum):
         self.remedy = remedy
         self.skips = skips
 
-    IMAGE_MISSING = ("images are listed but missing", "add the files or remove the entries")
-    IMAGE_UNREADABLE = ("images cannot be decoded", "repair or remove them")
-    VIDEO_UNREADABLE = ("videos cannot be decoded", "repair or remove them")
-    IMAGE_TWICE = ("images are listed twice", "keep one entry for each")
+    IMAGE_MISSING = (
+        "image|images is|are listed but missing",
+        "add the files or remove the entries",
+    )
+    IMAGE_UNREADABLE = ("image|images cannot be decoded", "repair or remove them")
+    VIDEO_UNREADABLE = ("video|videos cannot be decoded", "repair or remove them")
+    IMAGE_TWICE = ("image|images is|are listed twice", "keep one entry for each")
     IMAGE_UNCLASSED = (
-        "images lie beside the folders of the classes", "move them into one of them",
+        "image|images lies|lie beside the folders of the classes", "move them into one of them",
     )  # fmt: skip
-    IMAGE_OUTSIDE = ("files lie outside the data set's folder", "move them inside")
+    IMAGE_OUTSIDE = ("file|files lies|lie outside the data set's folder", "move them inside")
     SIZE_DIFFERS = (
-        "images differ in size from what their annotation says",
+        "image|images differs|differ in size from what its|their annotation says",
         "export the annotations for these images again",
     )
-    BOX_EMPTY = ("boxes have no area", "give them a width and a height, or remove them")
+    BOX_EMPTY = ("box|boxes has|have no area", "give them a width and a height, or remove them")
     BOX_INVERTED = (
-        "boxes have no area, as their edges are the wrong way round", "exchange the edges",
-    )  # fmt: skip
+        "box|boxes has|have no area, as its|their edges are the wrong way round",
+        "exchange the edges",
+    )
     BOX_NOT_FINITE = (
-        "boxes have no area, as their edges are not finite numbers", "correct or remove them",
-    )  # fmt: skip
+        "box|boxes has|have no area, as its|their edges are not finite numbers",
+        "correct or remove them",
+    )
     BOX_OUTSIDE = (
-        "boxes lie outside their image",
+        "box|boxes lies|lie outside its|their image",
         "check the unit of the coordinates and the size of the image",
     )
-    BOX_MALFORMED = ("boxes are malformed", "fix or remove them")
-    CLASS_UNKNOWN = ("boxes have an unknown class", "make the ids and names match")
+    BOX_MALFORMED = ("box|boxes is|are malformed", "fix or remove them")
+    CLASS_UNKNOWN = ("box|boxes has|have an unknown class", "make the ids and names match")
     LABEL_STRAY = (
-        "labels are none of the domain's",
+        "label|labels is|are none of the domain's",
         "correct them, or add them to the domain's labels",
     )
-    LABEL_MALFORMED = ("labels are malformed", "correct them")
-    ROW_MALFORMED = ("rows are malformed", "fix or remove them")
-    ROW_INCOMPLETE = ("rows lack a value", "add it or remove the row")
-    FILE_MALFORMED = ("annotation files cannot be read", "export them again")
+    LABEL_MALFORMED = ("label|labels is|are malformed", "correct them")
+    ROW_MALFORMED = ("row|rows is|are malformed", "fix or remove them")
+    ROW_INCOMPLETE = ("row|rows lacks|lack a value", "add it or remove the row")
+    FILE_MALFORMED = ("annotation file|files cannot be read", "export them again")
     ANNOTATION_STRAY = (
-        "annotations belong to no listed image", "add the images or remove the annotations",
-    )  # fmt: skip
-    ID_TWICE = ("ids occur more than once", "number them anew")
+        "annotation|annotations belongs|belong to no listed image",
+        "add the images or remove the annotations",
+    )
+    ID_TWICE = ("id|ids occurs|occur more than once", "number them anew")
 
-    ROW_REPEATED = ("rows are repeated, of which one is used", "keep one of each", False)
+    ROW_REPEATED = ("row|rows is|are repeated, of which one is used", "keep one of each", False)
     IMAGE_UNLABELLED = (
-        "images have no label file or entry, which counts as no objects",
+        "image|images has|have no label file or entry, which counts as no objects",
         "add labels, or leave it if they show none",
         False,
     )
     LABELS_EMPTY = (
-        "images have empty labels, which counts as no objects",
+        "image|images has|have empty labels, which counts as no objects",
         "add labels, or leave it if they show none",
         False,
     )
     LABELS_ORPHANED = (
-        "label files belong to no image", "add the images or remove the files", False,
+        "label file|files belongs|belong to no image", "add the images or remove the files", False,
     )  # fmt: skip
     IMAGE_UNLISTED = (
-        "image files are not listed and not used", "list them or remove them", False,
+        "image file|files is|are not listed and not used", "list them or remove them", False,
     )  # fmt: skip
-    NOT_LABELLED = ("entries are not labelled yet and not used", "label or remove them", False)
-    CLASS_UNUSED = ("classes have no samples", "add samples or remove the class", False)
+    NOT_LABELLED = (
+        "entry|entries is|are not labelled yet and not used",
+        "label or remove them",
+        False,
+    )
+    CLASS_UNUSED = ("class|classes has|have no samples", "add samples or remove the class", False)
 
 
 class FaultError(DataError):
@@ -166,7 +177,8 @@ class Faults:
         if len(self._items) > self.tolerance * self.total:
             first = next(fault for fault in self.found if fault.kind.skips)
             raise DataError(
-                f"{self.source}: {len(self._items)} of {self.total} images have faults, more than "
+                f"{self.source}: {len(self._items)} of {plural(self.total, 'image')} "
+                f"{agreeing(len(self._items), 'has|have')} faults, more than "
                 f"{self.tolerance:.0%}: {first.text}: {first.kind.remedy}; "
                 "`valora-data check` lists all faults"
             )
@@ -202,12 +214,13 @@ class Faults:
         if not self._items:
             return None
         kinds = [
-            f"{len(faults)} {kind.what} (such as {faults[0].text})"
+            f"{plural(len(faults), kind.what)} (such as {faults[0].text})"
             for kind, faults in self.by_kind().items()
             if kind.skips
         ]
         return (
-            f"{self.source}: {len(self._items)} of {self.total} images skipped in whole or in "
+            f"{self.source}: {len(self._items)} of {plural(self.total, 'image')} skipped in "
+            "whole or in "
             f"part: {'; '.join(kinds)}; `valora-data check` lists all faults"
         )
 

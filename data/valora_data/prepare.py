@@ -13,6 +13,7 @@ from valora_data.errors import DataError
 from valora_data.schema import Answer, Sample, Split
 from valora_data.shards import ShardWriter, open_shard
 from valora_data.splits import split_of
+from valora_data.wording import plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -265,10 +266,11 @@ def check_leaks(pairs: Sequence[Pair]) -> None:
             "other copy out; `valora-data check` draws the pairs"
         )
         if equal:
-            raise DataError(f"{len(found)} samples leak between splits ({shown}{more}): {remedy}")
+            leak = plural(len(found), "sample|samples leaks|leak between splits")
+            raise DataError(f"{leak} ({shown}{more}): {remedy}")
         log.warning(
-            "%d samples look like one of another split (%s%s): if they are the same, %s",
-            len(found), shown, more, remedy,
+            "%s like one of another split (%s%s): if they are the same, %s",
+            plural(len(found), "sample|samples looks|look"), shown, more, remedy,
         )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from valora_data.errors import DataError
 from valora_data.hashing import hash_path
 from valora_data.images import decode_image, encoded_file
 from valora_data.schema import Answer, Box, Sample
+from valora_data.wording import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -141,8 +142,8 @@ class ShardWriter:
                     )
         if answer.soft and len(answer.soft) != len(labels):
             raise DataError(
-                f"sample {sample.id} has {len(answer.soft)} soft labels, expected {len(labels)}: "
-                "give one probability for each label of the domain"
+                f"sample {sample.id} has {plural(len(answer.soft), 'soft label')}, expected "
+                f"{len(labels)}: give one probability for each label of the domain"
             )
 
     def __enter__(self) -> Self:

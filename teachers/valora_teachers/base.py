@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from valora_data.errors import ValoraError
 from valora_data.identity import code_hash, place_hash
 from valora_data.schema import Answer
+from valora_data.wording import plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -327,6 +328,7 @@ def check_answers(who: str, task: Task, answers: Sequence[Answer]) -> None:
     if not any(a.boxes or a.choice is not None or a.captions for a in answers):
         what = "finds nothing" if task.spec.answer == "boxes" else "answers nothing"
         raise TeacherError(
-            f"{who} {what} on {len(answers)} samples: check that it fits the domain, or lower its "
+            f"{who} {what} on {plural(len(answers), 'sample')}: check that it fits the domain, "
+            "or lower its "
             "threshold"
         )

@@ -13,6 +13,7 @@ from typing import Any
 
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Sample, Task
+from valora_data.wording import plural
 from valora_teachers.base import BATCH, BatchTeacher, TeacherError, choice_answer, with_choice
 
 Function = Callable[[list[Sample]], Sequence[Any]]
@@ -51,7 +52,8 @@ class FunctionTeacher(BatchTeacher):
         said = list(self._function(list(samples)))
         if len(said) != len(samples):
             raise TeacherError(
-                f"{self._name} gave {len(said)} answers for {len(samples)} samples: return one for "
+                f"{self._name} gave {plural(len(said), 'answer')} for "
+                f"{plural(len(samples), 'sample')}: return one for "
                 "each, in order"
             )
         return [self._read(sample, value) for sample, value in zip(samples, said, strict=True)]
@@ -113,7 +115,8 @@ class FunctionTeacher(BatchTeacher):
                 raise TeacherError(f"{self._stray(word)} (sample {sample.id})")
         if named.soft and len(named.soft) != len(self.labels):
             raise TeacherError(
-                f"{self._name} gave {len(named.soft)} soft labels for sample {sample.id}, expected "
+                f"{self._name} gave {plural(len(named.soft), 'soft label')} for sample "
+                f"{sample.id}, expected "
                 f"{len(self.labels)}: give one for each label"
             )
         return named

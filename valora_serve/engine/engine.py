@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from valora_data.contract.bundle import NF4
+from valora_data.wording import plural
 from valora_serve.catalogue.store import Store
 from valora_serve.engine import sizing
 from valora_serve.engine.answers import Answers
@@ -308,7 +309,7 @@ class Engine:
         needed = -(-(len(ids) + max(most, 1)) // size) + adapter_pages
         if needed > self.memory.pages - 1:
             raise TooLongError(
-                f"prompt, answer and adapter need {needed} pages, the memory has "
+                f"prompt, answer and adapter need {plural(needed, 'page')}, the memory has "
                 f"{self.memory.pages - 1}: ask for fewer tokens"
             )
         now = time.monotonic()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from valora_data.wording import plural
 from valora_kernels.weights import LoraWeights
 from valora_serve.errors import AdapterError
 
@@ -227,7 +228,8 @@ class UnifiedMemory:
         layout = self.layout({module: len(pair.a) for module, pair in adapter.modules.items()})
         if layout.pages > self.pages:
             raise AdapterError(
-                f"adapter {adapter.folder} needs {layout.pages} pages, there are {self.pages}: "
+                f"adapter {adapter.folder} needs {plural(layout.pages, 'page')}, there are "
+                f"{self.pages}: "
                 "start the engine with more memory"
             )
         buffer = _host_memory(layout.elements, self.storage.dtype)

@@ -140,7 +140,8 @@ class DLoraPolicy(BasePolicy):
             adapter,
             with_adapter(view.running, adapter),
             with_adapter(waiting, adapter),
-            f"{counts[adapter]} of {len(first_come)} requests use it; {paused.total()} are paused",
+            f"requests that use it: {counts[adapter]} of {len(first_come)}; "
+            f"paused: {paused.total()}",
             until=FOREVER if not paused else 0.0,
         )
 

@@ -480,7 +480,7 @@ class CostPolicy(BasePolicy):
         return (
             best,
             rank,
-            f"{own} of {rows} rows use the merged adapter; predicted {least * 1e3:.1f} ms",
+            f"rows of the merged adapter: {own} of {rows}; predicted {least * 1e3:.1f} ms",
         )
 
     # -- prompts --------------------------------------------------------------------------------

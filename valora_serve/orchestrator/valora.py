@@ -83,10 +83,10 @@ class ValoraPolicy(BasePolicy):
                     kept_back = min(kept_back, request.arrival)
         share = counts[adapter] / size
         if starving > size * 0.5:
-            reason = f"{starving} of {size} requests starve"
+            reason = f"starving: {starving} of the {size} in the queue"
             return BatchPlan(Mode.UNMERGED, None, view.running, waiting, reason)
         if starving and not self._mixture_pays(view, waiting, adapter):
-            reason = f"{starving} others must not wait, and mixture mode would cost more"
+            reason = f"others that must not wait: {starving}; mixture mode would cost more"
             return BatchPlan(Mode.UNMERGED, None, view.running, waiting, reason)
         if starving:
             return BatchPlan(
@@ -94,7 +94,7 @@ class ValoraPolicy(BasePolicy):
                 adapter,
                 view.running,
                 waiting,
-                f"{share:.0%} of the requests use it; {starving} others must not wait",
+                f"{share:.0%} of the requests use it; others that must not wait: {starving}",
             )
         return BatchPlan(
             Mode.MERGED,

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
+from valora_data.wording import plural
 from valora_serve.errors import ServeError, SettingsError, StorageError
 from valora_serve.workloads import traces
 
@@ -348,7 +349,8 @@ def sentences(figures: dict[str, Any], wall: float) -> list[str]:
     """
     tokens = figures["prompt_tokens"] + figures["output_tokens"]
     lines = [
-        f"{figures['answered']} of {figures['requests']} requests answered in {wall:.1f} s: "
+        f"{figures['answered']} of {plural(figures['requests'], 'request')} answered in "
+        f"{wall:.1f} s: "
         f"{figures['answered'] / wall:.2f} requests/s, "
         f"{figures['output_tokens'] / wall:.1f} output tokens/s, {tokens / wall:.1f} tokens/s"
     ]
@@ -446,10 +448,11 @@ def main(arguments: Sequence[str]) -> int:
     console = Console()
     models = Counter(request.model for request in requests)
     counts = ", ".join(f"{name} {count}" for name, count in models.most_common(8))
-    console.print(f"{len(requests)} requests: {counts}", markup=False, highlight=False)
+    console.print(f"{plural(len(requests), 'request')}: {counts}", markup=False, highlight=False)
     if cut:
         console.print(
-            f"{cut} prompts were cut to the context length of {target.context_length} tokens"
+            f"{plural(cut, 'prompt|prompts was|were')} cut to the context length of "
+            f"{target.context_length} tokens"
         )
     began = time.perf_counter()
     results = asyncio.run(replay(url, requests, options.key, options.timeout))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from valora_data.wording import plural
 from valora_train.reporting.domain_table import (
     BESIDE_TEACHER,
     EXPLANATION,
     PROMISES,
     domain_table,
 )
-from valora_train.reporting.text import accuracy_text, bytes_text, markdown_table, plural
+from valora_train.reporting.text import accuracy_text, bytes_text, markdown_table
 
 BARS = "pictures/accuracy-of-all-domains.png"
 """Picture of `pictures.accuracy_bars` in a bundle; no domain has a name with hyphens."""

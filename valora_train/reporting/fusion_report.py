@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from valora_data.schema import Split
+from valora_data.wording import plural
 from valora_train.errors import TrackingError, UnreachableError
 from valora_train.fusion.decision import Verdict
 from valora_train.fusion.history import attempt_as_json
@@ -24,7 +25,7 @@ from valora_train.reporting.domain_table import (
     by_adapter,
     domain_table,
 )
-from valora_train.reporting.text import fitting, markdown_table, plural
+from valora_train.reporting.text import fitting, markdown_table
 from valora_train.reporting.tracking import NOTE_LENGTH, DataSet
 from valora_train.stage import digest
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from valora_data.wording import plural
 from valora_train.fusion.exact import exact_packing
 from valora_train.fusion.replay import compare, random_requirements
 from valora_train.fusion.strategies.registry import STRATEGIES, make_strategy
-from valora_train.reporting.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
+from valora_data.wording import plural
 from valora_train.reporting.domain_table import BESIDE_TEACHER, PROMISES, domain_table
-from valora_train.reporting.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Words for people: counts with their nouns, and tables in markdown."""
+"""Words for people: shares, sizes and sentences, and tables in markdown."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-
-def plural(number: int, noun: str) -> str:
-    """A number with its noun, e.g. ``1 adapter`` or ``2 adapters``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def joined(names: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from valora_data import shards
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Sample, Split
+from valora_data.wording import plural
 from valora_train.metrics.evaluate import Matches, match
 from valora_train.metrics.measures import calibration_error
 from valora_train.metrics.speed import Pace
@@ -274,7 +275,8 @@ def _keep_boxes(
     boxes = sum(len(sample.answer.boxes) for sample in kept)
     if not boxes:
         raise DataError(
-            f"the teacher of domain {domain.name} finds nothing on {len(kept)} unlabelled images "
+            f"the teacher of domain {domain.name} finds nothing on "
+            f"{plural(len(kept), 'unlabelled image')} "
             f"at confidence {threshold:.2f}: check its labels, or lower teacher.threshold"
         )
     report = {
@@ -303,7 +305,8 @@ def _keep_answers(
     if not kept:
         raise DataError(
             f"the teacher of domain {domain.name} is sure enough of none of "
-            f"{len(found[Split.UNLABELLED])} unlabelled samples: check its labels, or lower "
+            f"{plural(len(found[Split.UNLABELLED]), 'unlabelled sample')}: check its labels, or "
+            "lower "
             "teacher.threshold"
         )
     accuracy = {}
@@ -346,15 +349,16 @@ def describe_distilled(distilled: Path) -> str:
     """What the teacher labelled, and how well it agrees with the truth, for the terminal."""
     report = read_json(intact(distilled / REPORT))
     if "accuracy" not in report:
-        return f": {report['samples']} labelled samples"
+        return f": {plural(report['samples'], 'labelled sample')}"
     split = Split.UNLABELLED if Split.UNLABELLED in report["accuracy"] else Split.VAL
     agreement = f"{report['accuracy'][split]['accuracy']:.3f} against the truth"
     if "boxes" in report:
         return (
-            f": {report['boxes']} boxes from confidence {report['threshold']:.2f} on "
-            f"{report['samples']} images, F1 {agreement}"
+            f": {plural(report['boxes'], 'box|boxes')} from confidence "
+            f"{report['threshold']:.2f} on "
+            f"{plural(report['samples'], 'image')}, F1 {agreement}"
         )
-    return f": {report['samples']} answers, {agreement}"
+    return f": {plural(report['samples'], 'answer')}, {agreement}"
 
 
 def teacher_accuracy(distilled: Path, split: Split) -> float | None:

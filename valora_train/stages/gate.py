@@ -20,6 +20,7 @@ from valora_data.contract.base_model import check_base
 from valora_data.contract.bundle import GOLDEN, Bundle, read_bundle
 from valora_data.errors import ValoraError
 from valora_data.schema import Answer, Domain, Sample, Split, Task
+from valora_data.wording import plural
 from valora_train.errors import GateError
 from valora_train.model.lmm import Lmm
 from valora_train.settings import HeadSettings, LoraSettings, ModelSettings
@@ -170,8 +171,12 @@ def main() -> int:
     except ValoraError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    measured = f" and the test accuracy of {len(arguments.data)} domains" if arguments.data else ""
-    print(f"{arguments.bundle}: {examples} golden examples{measured} reproduced")
+    measured = (
+        f" and the test accuracy of {plural(len(arguments.data), 'domain')}"
+        if arguments.data
+        else ""
+    )
+    print(f"{arguments.bundle}: {plural(examples, 'golden example')}{measured} reproduced")
     return 0
 
 

@@ -10,6 +10,7 @@ import torch
 from valora_data.contract.heads import LabelHead, LabelResult, confidences
 from valora_data.errors import DataError
 from valora_data.schema import Answer
+from valora_data.wording import plural
 from valora_train.metrics.measures import calibration_error
 from valora_train.metrics.per_class import choice_report
 from valora_train.tasks.base import Evaluation, HeadTask, Prediction
@@ -59,7 +60,7 @@ class ChoiceTask(HeadTask):
                 soft[row] = torch.tensor(sample.answer.soft)
         if len(set(indices)) == 1:
             raise DataError(
-                f"all {len(samples)} training samples of domain {self.domain.name} are "
+                f"{plural(len(samples), 'training sample')} of domain {self.domain.name}, all "
                 f"{labels[indices[0]]!r}, so that there is nothing to tell apart: add samples of "
                 "other labels, or check the teacher"
             )

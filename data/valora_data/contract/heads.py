@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from valora_data.contract.files import UnreadableError, parse_json, read_safetensors, shown
 from valora_data.errors import BundleError
 from valora_data.registry import Registry
+from valora_data.wording import plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -528,7 +529,7 @@ class LabelHead(Head):
         if outputs != len(labels) or len(labels) < 2:
             raise ValueError(
                 f"tensor weight: expected an output for each of at least 2 labels, got "
-                f"{outputs} outputs, {len(labels)} labels"
+                f"{plural(outputs, 'output')}, {plural(len(labels), 'label')}"
             )
         temperature = 1.0
         if "temperature" in tensors:
@@ -631,7 +632,7 @@ class BoxHead(Head):
         outputs, expected = tensors["weight"].shape[0], cls.outputs(labels)
         if outputs != expected:
             raise ValueError(
-                f"tensor weight: expected {expected} outputs for {len(labels)} labels, "
+                f"tensor weight: expected {expected} outputs for {plural(len(labels), 'label')}, "
                 f"got {outputs}"
             )
         if tuple(tensors["calibration"].shape) != (2,) or min(rows, columns) < 1:
@@ -687,8 +688,9 @@ class BoxHead(Head):
         rows, columns = self.grid
         if visual and visual != images * rows * columns:
             return (
-                f"a {self.kind} head of {rows} × {columns} cells cannot read {images} images of "
-                f"{visual} visual tokens in all: send images as the bundle's card says"
+                f"a {self.kind} head of {rows} × {columns} cells cannot read "
+                f"{plural(images, 'image')} of {visual} visual tokens in all: send images as "
+                "the bundle's card says"
             )
         return super().misfit(visual, images)
 

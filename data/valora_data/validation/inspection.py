@@ -11,6 +11,7 @@ from valora_data.errors import DataError
 from valora_data.schema import Sample, Split, Task
 from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.registry import open_source
+from valora_data.wording import agreeing, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -160,7 +161,8 @@ def _note(facts: SplitFacts, sample: Sample, task: Task) -> None:
 
 def _problems(found: Inspection) -> list[str]:
     problems = [
-        f"{len(faults)} {kind.what} ({_examples([fault.text for fault in faults])}): {kind.remedy}"
+        f"{plural(len(faults), kind.what)} ({_examples([fault.text for fault in faults])}): "
+        f"{kind.remedy}"
         for kind, faults in found.faults.by_kind().items()
         if kind.skips
     ]
@@ -168,7 +170,7 @@ def _problems(found: Inspection) -> list[str]:
         leaks = [pair for pair in found.leaks if pair.likeness is likeness]
         if leaks:
             problems.append(
-                f"{len(leaks)} pictures are in two splits, {likeness} "
+                f"{plural(len(leaks), 'picture|pictures is|are in two splits')}, {likeness} "
                 f"({_examples(list(map(str, leaks)))}): keep each in one split, or set "
                 "source.leaks=keep_test"
             )
@@ -204,12 +206,14 @@ def _unanswered(found: Inspection) -> list[str]:
         if facts.unanswered == facts.samples:
             what = "objects" if found.task.spec.detects else "answers"
             problems.append(
-                f"none of the {facts.samples} images of split {name} has {what}: check where the "
+                f"none of the {plural(facts.samples, 'image')} of split {name} has {what}: "
+                "check where the "
                 "labels are, or use kind `images` for images without labels"
             )
         elif not found.task.spec.detects:
             problems.append(
-                f"{facts.unanswered} of {facts.samples} samples of split {name} have no answer: "
+                f"{facts.unanswered} of {plural(facts.samples, 'sample')} of split {name} "
+                f"{agreeing(facts.unanswered, 'has|have')} no answer: "
                 "add it or remove them"
             )
     return problems
@@ -217,7 +221,8 @@ def _unanswered(found: Inspection) -> list[str]:
 
 def _notes(found: Inspection) -> list[str]:
     notes = [
-        f"{len(faults)} {kind.what} ({_examples([fault.text for fault in faults])}): {kind.remedy}"
+        f"{plural(len(faults), kind.what)} ({_examples([fault.text for fault in faults])}): "
+        f"{kind.remedy}"
         for kind, faults in found.faults.by_kind().items()
         if not kind.skips
     ]
@@ -227,7 +232,8 @@ def _notes(found: Inspection) -> list[str]:
             how = "" if likeness is Likeness.EQUAL else f", {likeness}"
             shown = [f"{pair.second[1]} is {pair.first[1]}" for pair in pairs]
             notes.append(
-                f"{len(pairs)} pictures occur again in their own split{how} ({_examples(shown)}): "
+                f"{plural(len(pairs), 'picture|pictures occurs|occur again in its|their')} own "
+                f"split{how} ({_examples(shown)}): "
                 "they go to the same split, and one of each is enough"
             )
     return notes

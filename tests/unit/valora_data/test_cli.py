@@ -60,7 +60,7 @@ def test_equal_pictures_in_two_splits(
     natural_picture(1).save(pets / "val" / "dog" / "copy.png")
     assert check(pets, tmp_path) == 1
     out = capsys.readouterr().out
-    assert "1 pictures are in two splits, equal (the image of" in out
+    assert "1 picture is in two splits, equal (the image of" in out
     assert "cat/b.png" in out
     assert "dog/copy.png" in out
     assert (tmp_path / "out" / "leaks.png").is_file()
@@ -101,7 +101,7 @@ def test_questions_about_one_image_are_no_duplicates(
     assert check(tmp_path / "set", tmp_path) == 0
     out = capsys.readouterr().out
     assert "task vqa" in out
-    assert "1 pictures occur again in their own split" in out
+    assert "1 picture occurs again in its own split" in out
 
 
 @pytest.mark.parametrize("task", Task.all())

@@ -28,7 +28,7 @@ def test_distinct_samples_pass() -> None:
 
 
 def test_same_id_in_two_splits() -> None:
-    with pytest.raises(DataError, match=r"1 samples leak .*id a is in train and test"):
+    with pytest.raises(DataError, match=r"1 sample leaks .*id a is in train and test"):
         check_no_leak({Split.TRAIN: [sample("a", 1)], Split.TEST: [sample("a", 2)]})
 
 

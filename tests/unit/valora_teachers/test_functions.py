@@ -85,7 +85,7 @@ def test_what_a_function_may_say(
         (Task.CLASSIFICATION, LABELS, "fox", r"says 'fox', which is not one of cat, dog: name"),
         (Task.CLASSIFICATION, LABELS, {"fox": 1.0}, r"says 'fox', which is not one of cat, dog"),
         (Task.CLASSIFICATION, LABELS, ["cat", "dog"], r"says \['cat', 'dog'\] of sample cat1, w"),
-        (Task.CLASSIFICATION, LABELS, Answer(label="cat", soft=(1.0,)), "gave 1 soft labels"),
+        (Task.CLASSIFICATION, LABELS, Answer(label="cat", soft=(1.0,)), "gave 1 soft label "),
         (Task.COUNTING, ("0", "1"), "many", "is no answer for task counting"),
         (Task.DETECTION, LABELS, [Box(0, 0, 1, 1, "fox")], r"'fox', which .* \(sample cat1\)"),
         (Task.DETECTION, LABELS, ["cat"], "expected boxes"),
@@ -99,7 +99,7 @@ def test_what_it_may_not_say(
 
 
 def test_one_answer_for_each_sample() -> None:
-    with pytest.raises(TeacherError, match="gave 1 answers for 3 samples: return one for each"):
+    with pytest.raises(TeacherError, match="gave 1 answer for 3 samples: return one for each"):
         FunctionTeacher(lambda _: ["cat"], Task.CLASSIFICATION, LABELS).answer(SAMPLES)
 
 

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from valora_data.wording import agreeing, plural
 from valora_serve.errors import OverloadedError, RateLimitError
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class RateLimiter:
         if not allowed:
             wait = (1 - left) * self._each
             raise RateLimitError(
-                f"This key may make {60 / self._each:g} requests a minute: try again in "
+                f"This key may make {60 / self._each:g} "
+                f"{agreeing(60 / self._each, 'request|requests')} a minute: try again in "
                 f"{math.ceil(wait)} s",
                 wait,
             )
@@ -141,7 +143,8 @@ class Admission:
         if waiting + count > self._most:
             wait = min(LONGEST_RETRY, max(1.0, waiting * self._gap.value / 2))
             raise OverloadedError(
-                f"{waiting} requests are waiting, and no more than {self._most} may: try again in "
+                f"{plural(waiting, 'request|requests is|are')} waiting, and no more than "
+                f"{self._most} may: try again in "
                 f"{math.ceil(wait)} s",
                 wait,
             )

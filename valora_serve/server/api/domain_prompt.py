@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from valora_data.contract.files import shown
+from valora_data.wording import plural
 from valora_serve.errors import ImageError, RequestError
 from valora_serve.server.api.schema import Message, RefusalPart, TextPart
 
@@ -121,7 +122,7 @@ def check_measured_media(
         wrong = f"{model.name} reads images, not videos: send images"
     elif model.media != "video" and model.images is not None and images not in (0, model.images):
         wrong = (
-            f"{model.name} reads {model.images} image{'s' * (model.images > 1)} at a time, got "
+            f"{model.name} reads {plural(model.images, 'image')} at a time, got "
             f"{images}: send {'that many' if model.images > 1 else 'one'} in a request"
         )
     if wrong is not None:
@@ -130,7 +131,8 @@ def check_measured_media(
         return [_unmeasured(model, ["other images or videos"])]
     if model.media == "video" and model.images is not None and videos[0] != model.images:
         return [
-            f"{model.name} was measured with {model.images} frames of a video, and this one has "
+            f"{model.name} was measured with {plural(model.images, 'frame')} of a video, and "
+            "this one has "
             f"{videos[0]}: its accuracy may differ"
         ]
     return []

@@ -13,6 +13,7 @@ from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import Response
 
+from valora_data.wording import plural
 from valora_serve import types
 from valora_serve.errors import RequestError, UnknownModelError
 from valora_serve.server.access.rules import JSON, Access, allow
@@ -236,9 +237,13 @@ def _check_count(images: int, video: bool, frames: int, context: ServerContext) 
     if (images > 0) + video + (frames > 0) != 1:
         raise RequestError("Send images, or one video, or a video's frames: one of these")
     if images > most:
-        raise RequestError(f"The request has {images} images, more than {most}: send fewer")
+        raise RequestError(
+            f"The request has {plural(images, 'image')}, more than {most}: send fewer"
+        )
     if frames > most_frames:
-        raise RequestError(f"The video has {frames} frames, more than {most_frames}: send fewer")
+        raise RequestError(
+            f"The video has {plural(frames, 'frame')}, more than {most_frames}: send fewer"
+        )
 
 
 def _requests(

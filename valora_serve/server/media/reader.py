@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from valora_data.wording import plural
 from valora_serve.errors import ImageError, OverloadedError
 from valora_serve.server.gather import gathered
 from valora_serve.server.media.decode import Limits
@@ -183,7 +184,9 @@ class MediaReader:
     def _check_frames(self, count: int) -> None:
         most = self._settings.max_video_frames
         if count > most:
-            raise ImageError(f"The video has {count} frames, more than {most}: send fewer")
+            raise ImageError(
+                f"The video has {plural(count, 'frame')}, more than {most}: send fewer"
+            )
 
     async def close(self) -> None:
         """Close all connections and end the threads."""

@@ -25,6 +25,7 @@ from valora_data.sources.formats.labelled import (
 )
 from valora_data.sources.formats.records import read_count
 from valora_data.sources.formats.tables import load_json, read_lines, sound_entries
+from valora_data.wording import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -195,7 +196,8 @@ def _paths(entry: dict[str, Any], turns: list[tuple[str, str]], where: str) -> l
     if places not in (0, len(paths)):
         raise FaultError(
             FaultKind.ROW_MALFORMED,
-            f"{where} has {len(paths)} images and {places} <image>, which must be equally many",
+            f"{where} has {plural(len(paths), 'image')} and {places} <image>, which must be "
+            "equally many",
         )
     return paths
 

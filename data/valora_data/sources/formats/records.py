@@ -22,6 +22,7 @@ from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Answer, Box, Task
 from valora_data.sources.formats.coco import pixel_box
 from valora_data.sources.formats.labelled import stray_label
+from valora_data.wording import plural
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -199,7 +200,8 @@ class RowReader:
         if len(edges) != len(categories):
             raise FaultError(
                 FaultKind.ROW_MALFORMED,
-                f"{where}: {len(edges)} boxes with {len(categories)} categories",
+                f"{where}: {plural(len(edges), 'box|boxes')} with "
+                f"{plural(len(categories), 'category|categories')}",
             )
         boxes: list[Box] = []
         for bbox, category in zip(edges, categories, strict=True):

@@ -28,6 +28,7 @@ from valora_data.sources.formats.labelled import (
     checked_box,
 )
 from valora_data.sources.formats.tables import read_text
+from valora_data.wording import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -346,7 +347,7 @@ def _box(row: list[str], names: Mapping[int, str], size: tuple[int, int], where:
         raise FaultError(
             FaultKind.ROW_MALFORMED,
             f"{where}: expected a class and 4 numbers (centre x, y, width, height) or a polygon, "
-            f"got {len(numbers)} numbers"
+            f"got {plural(len(numbers), 'number')}"
             + (", of which the last may be a confidence" if len(numbers) == 5 else ""),
         )
     if index not in names:

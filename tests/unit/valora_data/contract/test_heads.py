@@ -187,7 +187,7 @@ def test_label_heads_that_do_not_fit(metadata, tensors, message, tmp_path):
         ({"most": "9" * 5000}, {}, "does not fit"),
         ({"nms_iou": "much"}, {}, "does not fit"),
         ({"most": None}, {}, "lacks 'most'"),
-        ({"labels": '["a"]'}, {}, "expected 5 outputs for 1 labels, got 7"),
+        ({"labels": '["a"]'}, {}, "expected 5 outputs for 1 label, got 7"),
         ({}, {"calibration": torch.ones(3)}, "calibration"),
         ({}, {"threshold": None}, "lacks 'threshold'"),
     ],

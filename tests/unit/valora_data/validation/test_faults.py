@@ -78,14 +78,14 @@ def listed(folder: Path, **changes: object) -> None:
 
 
 YOLO: dict[str, tuple[Plant, str]] = {
-    "no area": (row("0 0.5 0.5 0 0.5"), r"1 boxes have no area \(3.txt, row 2"),
-    "no height": (row("0 0.5 0.5 0.5 0"), "1 boxes have no area (3.txt, row 2"),
+    "no area": (row("0 0.5 0.5 0 0.5"), r"1 box has no area \(3.txt, row 2"),
+    "no height": (row("0 0.5 0.5 0.5 0"), "1 box has no area (3.txt, row 2"),
     "inverted": (row("0 0.5 0.5 -0.2 0.3"), "edges are the wrong way round (3.txt, row 2"),
     "nan": (row("0 nan 0.5 0.2 0.3"), "edges are not finite numbers (3.txt, row 2"),
     "infinite": (row("1 0.5 inf 0.2 0.3"), "edges are not finite numbers (3.txt, row 2"),
-    "outside": (row("1 1.5 0.5 0.2 0.3"), "1 boxes lie outside their image (3.txt, row 2"),
-    "over the edge": (row("1 0.95 0.5 0.3 0.3"), "1 boxes lie outside their image (3.txt, row 2"),
-    "in pixels": (row("0 48 48 20 20"), "1 boxes lie outside their image (3.txt, row 2"),
+    "outside": (row("1 1.5 0.5 0.2 0.3"), "1 box lies outside its image (3.txt, row 2"),
+    "over the edge": (row("1 0.95 0.5 0.3 0.3"), "1 box lies outside its image (3.txt, row 2"),
+    "in pixels": (row("0 48 48 20 20"), "1 box lies outside its image (3.txt, row 2"),
     "unknown class": (row("7 0.5 0.5 0.2 0.3"), "row 2: class 7 is none of 0, 1"),
     "negative class": (row("-1 0.5 0.5 0.2 0.3"), "row 2: class -1 is none of 0, 1"),
     "broken class": (row("0.5 0.5 0.5 0.2 0.3"), "row 2: class 0.5 is none of 0, 1"),
@@ -101,20 +101,20 @@ YOLO: dict[str, tuple[Plant, str]] = {
         "labels/train/3.txt (Is a directory)",
     ),
     "commas": (row("0,0.5,0.5,0.2,0.2"), "'0,0.5,0.5,0.2,0.2' is not a row of numbers"),
-    "repeated row": (row("1 0.5 0.5 0.5 0.25"), "1 rows are repeated"),
-    "flat polygon": (row("0 0.1 0.2 0.3 0.2 0.5 0.2"), "1 boxes have no area"),
-    "empty labels": (write("labels/train/3.txt", b""), "1 images have empty labels"),
-    "blank labels": (write("labels/train/3.txt", b" \n\n"), "1 images have empty labels"),
+    "repeated row": (row("1 0.5 0.5 0.5 0.25"), "1 row is repeated"),
+    "flat polygon": (row("0 0.1 0.2 0.3 0.2 0.5 0.2"), "1 box has no area"),
+    "empty labels": (write("labels/train/3.txt", b""), "1 image has empty labels"),
+    "blank labels": (write("labels/train/3.txt", b" \n\n"), "1 image has empty labels"),
     "binary labels": (write("labels/train/3.txt", b"\xff\xfa0\x00"), "3.txt is no text in UTF-8"),
     "no label file": (
         lambda folder: (folder / "labels/train/3.txt").unlink(),
-        "1 images have no label file or entry, which counts as no objects (3.png",
+        "1 image has no label file or entry, which counts as no objects (3.png",
     ),
     "orphan labels": (
         write("labels/train/99.txt", b"0 0.5 0.5 0.2 0.2\n"),
-        "1 label files belong to no image (99.txt",
+        "1 label file belongs to no image (99.txt",
     ),
-    "truncated image": (cut("images/train/3.png", 900), "1 images cannot be decoded (3.png"),
+    "truncated image": (cut("images/train/3.png", 900), "1 image cannot be decoded (3.png"),
     "empty image": (
         write("images/train/3.png", b""), "3.png cannot be decoded (the file is empty)",
     ),
@@ -128,20 +128,20 @@ YOLO: dict[str, tuple[Plant, str]] = {
     ),
     "copy in another split": (
         copy(2, "images/val/60.png"),
-        "1 pictures are in two splits, equal",
+        "1 picture is in two splits, equal",
     ),
     "smaller copy in another split": (
         copy(2, "images/val/60.png", lambda image: image.resize((70, 70))),
-        "1 pictures are in two splits, resized or recompressed",
+        "1 picture is in two splits, resized or recompressed",
     ),
     "mirrored copy in another split": (
         copy(2, "images/val/60.png", ImageOps.mirror),
-        "1 pictures are in two splits, mirrored",
+        "1 picture is in two splits, mirrored",
     ),
-    "copy": (copy(2, "images/train/60.png"), "1 pictures occur again in their own split ("),
+    "copy": (copy(2, "images/train/60.png"), "1 picture occurs again in its own split ("),
     "mirrored copy": (
         copy(2, "images/train/60.png", ImageOps.mirror),
-        "1 pictures occur again in their own split, mirrored",
+        "1 picture occurs again in its own split, mirrored",
     ),
     "one folder for two splits": (
         lambda folder: listed(folder, val="images/train"), "8 pictures are in two splits",
@@ -156,14 +156,14 @@ YOLO: dict[str, tuple[Plant, str]] = {
             (folder / "some.txt").write_text("images/val/50.png\nimages/val/gone.png\n"),
             listed(folder, val="some.txt"),
         ),
-        "1 images are listed but missing (gone.png",
+        "1 image is listed but missing (gone.png",
     ),
     "listed twice": (
         lambda folder: (
             (folder / "some.txt").write_text("images/val/50.png\nimages/val/50.png\n"),
             listed(folder, val="some.txt"),
         ),
-        "1 images are listed twice",
+        "1 image is listed twice",
     ),
     "no labels at all": (
         lambda folder: (folder / "labels").rename(folder / "annotations"),
@@ -207,10 +207,10 @@ def test_all_at_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "set/labels/train/11.txt").unlink()
     found = report(path, tmp_path, capsys)
     for message in (
-        "1 boxes have no area (", "the wrong way round", "not finite", "lie outside",
-        "class 7 is none of", "3 rows are malformed", "1 label files belong to no image",
-        "1 pictures are in two splits", "2 images cannot be decoded", "1 images have empty labels",
-        "1 images have no label file",
+        "1 box has no area (", "the wrong way round", "not finite", "lies outside",
+        "class 7 is none of", "3 rows are malformed", "1 label file belongs to no image",
+        "1 picture is in two splits", "2 images cannot be decoded", "1 image has empty labels",
+        "1 image has no label file",
     ):  # fmt: skip
         assert message in found, message
     lines = (tmp_path / "out" / "faults.tsv").read_text().splitlines()
@@ -238,7 +238,7 @@ COCO: dict[str, tuple[Callable[[dict], object], str]] = {
     "three numbers": (lambda c: c["annotations"][1].update(bbox=[1, 2, 3]), "is not four numbers"),
     "negative width": (lambda c: c["annotations"][1].update(bbox=[9, 2, -3, 4]), "wrong way round"),
     "corners for sizes": (
-        lambda c: c["annotations"][1].update(bbox=[60, 60, 90, 90]), "lie outside",
+        lambda c: c["annotations"][1].update(bbox=[60, 60, 90, 90]), "lies outside",
     ),
     "image twice": (lambda c: c["images"].append(c["images"][0]), "image id 0 occurs more than"),
     "file twice": (
@@ -248,14 +248,14 @@ COCO: dict[str, tuple[Callable[[dict], object], str]] = {
     "stray annotation": (lambda c: c["annotations"][1].update(image_id=99), "which is not listed"),
     "unknown category": (lambda c: c["annotations"][1].update(category_id=9), "category id 9"),
     "repeated annotation": (
-        lambda c: c["annotations"].append(c["annotations"][0] | {"id": 90}), "rows are repeated",
+        lambda c: c["annotations"].append(c["annotations"][0] | {"id": 90}), "1 row is repeated",
     ),
     "missing image": (
         lambda c: c["images"].append({"id": 77, "file_name": "gone.png"}), "listed but missing",
     ),
     "other size": (lambda c: c["images"][1].update(width=640, height=480), "annotation says 640"),
-    "unlabelled": (lambda c: c["annotations"].pop(), "1 images have no label file or entry"),
-    "unlisted": (lambda c: c["images"].pop(), "1 image files are not listed"),
+    "unlabelled": (lambda c: c["annotations"].pop(), "1 image has no label file or entry"),
+    "unlisted": (lambda c: c["images"].pop(), "1 image file is not listed"),
     "an id that is a list": (lambda c: c["images"][1].update(id=[1]), "no number or text"),
     "an entry that is none": (lambda c: c["annotations"].append("cat"), "not a valid JSON object"),
 }  # fmt: skip
@@ -282,8 +282,8 @@ ROWS: dict[str, tuple[str, str]] = {
     "number among names": ('{"file_name": "4.png", "label": 3}', "mixes numbers and names"),
     "several labels": ('{"file_name": "4.png", "label": ["a", "b"]}', "expected one label"),
     "another label for a file": ('{"file_name": "0.png", "label": "dog"}', "lists 0.png 2 times"),
-    "repeated row": ('{"file_name": "0.png", "label": "cat"}', "1 rows are repeated"),
-    "missing file": ('{"file_name": "gone.png", "label": "cat"}', "images are listed but missing"),
+    "repeated row": ('{"file_name": "0.png", "label": "cat"}', "1 row is repeated"),
+    "missing file": ('{"file_name": "gone.png", "label": "cat"}', "image is listed but missing"),
     "outside": ('{"file_name": "../4.png", "label": "cat"}', "lies outside the folder"),
     "object for a label": ('{"file_name": "4.png", "label": {"a": 1}}', "is no name and no number"),
 }  # fmt: skip
@@ -297,7 +297,7 @@ def test_a_fault_of_a_table(fault: str, tmp_path: Path, capsys: pytest.CaptureFi
     rows = [{"file_name": f"{i}.png", "label": label} for i, label in enumerate(labels)]
     metadata(tmp_path / "set", *rows)
     found = report(tmp_path / "set", tmp_path, capsys)
-    assert "1 image files are not listed and not used (4.png is not listed)" in found
+    assert "1 image file is not listed and not used (4.png is not listed)" in found
     text, message = ROWS[fault]
     with (tmp_path / "set" / "metadata.jsonl").open("a") as file:
         file.write(text + "\n")
@@ -349,7 +349,7 @@ EXPORTS: dict[str, tuple[Callable[[Path], Path], Plant, str]] = {
         write_cvat, replaced("annotations.xml", 'xtl="2"', 'xtl="left"'), "'left' is no number",
     ),
     "CVAT, outside": (
-        write_cvat, replaced("annotations.xml", 'xbr="22"', 'xbr="222"'), "lie outside",
+        write_cvat, replaced("annotations.xml", 'xbr="22"', 'xbr="222"'), "lies outside",
     ),
     "CVAT, twice": (
         write_cvat, replaced("annotations.xml", 'name="c.jpg"', 'name="a.jpg"'),
@@ -360,19 +360,19 @@ EXPORTS: dict[str, tuple[Callable[[Path], Path], Plant, str]] = {
     ),
     "Label Studio, no image": (
         write_labelstudio, replaced("export.json", "0123abcd-a.jpg", "0123abcd-z.jpg"),
-        "1 images are listed but missing",
+        "1 image is listed but missing",
     ),
     "Label Studio, not labelled": (
         write_labelstudio,
         replaced("export.json", '"was_cancelled": false', '"was_cancelled": true'),
-        "1 entries are not labelled yet",
+        "1 entry is not labelled yet",
     ),
     "Label Studio, no width": (
         write_labelstudio, replaced("export.json", '"width": 25.0', '"width": null'),
         "has no numbers",
     ),
     "Label Studio, no area": (
-        write_labelstudio, replaced("export.json", '"width": 25.0', '"width": 0'), "have no area",
+        write_labelstudio, replaced("export.json", '"width": 25.0', '"width": 0'), "has no area",
     ),
 }  # fmt: skip
 
@@ -410,7 +410,7 @@ def test_a_run_skips_a_few_faults_with_one_warning(
     assert len(samples["3"].answer.boxes) == 1
     (record,) = caplog.records
     assert "2 of 40 images skipped in whole or in part" in record.message
-    assert "1 boxes have no area (such as 3.txt, row 2" in record.message
+    assert "1 box has no area (such as 3.txt, row 2" in record.message
     (tmp_path / "set/labels/train/9.txt").write_text("0 0 0 0 0\n")
     with pytest.raises(DataError, match=r"3 of 40 images have faults, more than 5%"):
         list(read_yolo(path, "train"))

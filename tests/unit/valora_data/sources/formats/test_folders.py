@@ -176,7 +176,7 @@ ONE = {"file_name": "a.png"}
         (Task.CLASSIFICATION, [{"label": "cat"}], "row 1 has no file_name"),
         (Task.CLASSIFICATION, [], r"metadata\.jsonl is empty"),
         (Task.CLASSIFICATION, [{"file_name": "../a.png", "label": "cat"}], "outside the folder"),
-        (Task.CLASSIFICATION, [{"file_name": "no.png", "label": "cat"}], "1 of 1 images have"),
+        (Task.CLASSIFICATION, [{"file_name": "no.png", "label": "cat"}], "1 of 1 image has"),
         (Task.VQA, [ONE | {"question": "q", "answer": " "}], "the answer is empty"),
         (Task.GROUNDING, [ONE | {"phrase": "x", "bbox": [0, 0, 0, 4]}], "has no area"),
         (Task.GROUNDING, [ONE | {"phrase": "x", "bbox": [0, 0, 99, 4]}], "outside its 12 × 8"),

@@ -86,11 +86,11 @@ def test_several_images_and_videos(tmp_path: Path) -> None:
     [
         (Task.VQA, talk("hi"), "told by human, expected human and gpt in turn"),
         (Task.VQA, talk("a", "b", "c", "d") | {"conversations": []}, "told by nobody"),
-        (Task.VQA, talk("<image><image>?", "b"), "has 1 images and 2 <image>"),
+        (Task.VQA, talk("<image><image>?", "b"), "has 1 image and 2 <image>"),
         (Task.VQA, talk("<image>?", ""), "question 0: the answer is empty"),
         (Task.VQA, {"id": 1, "conversations": []}, "no conversation has an image"),
         (Task.VQA, {"id": 1, "image": "a.png"}, "entry 0 of 'conversations' has no conversations"),
-        (Task.VQA, talk("<image>?", "b", image="gone.png"), "1 of 1 images have faults"),
+        (Task.VQA, talk("<image>?", "b", image="gone.png"), "1 of 1 image has faults"),
         (Task.CLASSIFICATION, talk("<image>?", "fox"), "label 'fox' is not one of cat, dog"),
         (Task.GROUNDING, talk("<image>?", "over there"), "'over there' holds no box"),
         (Task.GROUNDING, talk("<image>?", "[0.5, 0.5, 0.5, 0.9]"), "has no area"),

@@ -1,0 +1,26 @@
+"""Numbers with their words: ``1 class has no samples``, ``2 classes have no samples``."""
+
+from __future__ import annotations
+
+import re
+
+_CHOICE = re.compile(r"([^\s|]+)\|([^\s|]+)")
+
+
+def plural(number: int, words: str) -> str:
+    """A number with the words that agree with it.
+
+    Args:
+        number: The number.
+        words: A noun in the singular, whose last word gets an s: ``LoRA adapter``. Or words in
+            which each one that differs is given for one and for several: ``class|classes
+            has|have no samples``.
+    """
+    if "|" not in words:
+        words += f"|{words.rsplit(maxsplit=1)[-1]}s"
+    return f"{number} {agreeing(number, words)}"
+
+
+def agreeing(number: float, words: str) -> str:
+    """Words alone that agree with a number, e.g. ``has|have``."""
+    return _CHOICE.sub(lambda found: found[1 if number == 1 else 2], words)

@@ -141,7 +141,8 @@ class DomainSettings:
     def domain(self) -> Domain:
         """The domain, with its values checked."""
         assert self.task is not None, "`Settings.chosen` fills it in"
-        required = self.required or self.of_teacher  # until the teacher's accuracy is known
+        # Until the teacher's accuracy is known.
+        required = self.of_teacher if self.required is None else self.required
         return Domain(self.name, self.task, tuple(self.labels), self.prompt, required or 0.0)
 
     def resolved(self, task: TaskSettings) -> DomainSettings:
@@ -305,6 +306,7 @@ class TrainSettings:
         clip: Largest norm of the gradients.
         flip: Whether mirrored images are trained on too, in domains that allow it.
         probe_steps: Optimiser steps of a head on the frozen base model (head-only accuracy).
+        probe_samples: Largest number of training samples, evenly taken, for such a head.
         threads: Number of CPU threads, fixed because results depend on it; 0 for all cores.
         seed: Seed of weights, batches and a random order.
         checkpoint_seconds: Seconds between checkpoints within an attempt; 0 for one at every step.
@@ -332,6 +334,7 @@ class TrainSettings:
     clip: Positive = 1.0
     flip: bool = True
     probe_steps: Count = 300
+    probe_samples: Count = 2000
     threads: Whole = 2
     seed: Seed = 0
     checkpoint_seconds: Weight = 30.0
@@ -369,6 +372,9 @@ class HeadSettings:
         soft: Weight of the teacher's soft labels in the loss of label heads, in [0, 1].
         temperature: Temperature of the soft labels and of the logits compared with them.
         max_tokens: Largest number of tokens of a written answer.
+        objectness: What the objectness of box heads learns: `presence` (1 where there is an
+            object) or `iou` (how well the predicted box fits it, so that confidences put tight
+            boxes first).
         objectness_weight: Weight of the objectness loss of box heads.
         box_weight: Weight of the generalised-IoU loss.
         class_weight: Weight of the class cross-entropy.
@@ -381,6 +387,7 @@ class HeadSettings:
     objectness_weight: Weight = 1.0
     box_weight: Weight = 1.0
     class_weight: Weight = 1.0
+    objectness: Literal["presence", "iou"] = "presence"
     nms_iou: Share = 0.5
     most: Count = 32
     pooling: Literal["auto", "last", "visual_mean", "attention", "grid"] = "auto"

@@ -124,7 +124,19 @@ def test_mixed_holds_domains_of_several_tasks():
 
 @pytest.mark.parametrize("group", ["model", "heads", "train", "fusion", "paths"])
 def test_there_is_one_set_of_defaults(group):
-    assert getattr(settings(), group) == getattr(Settings(), group)
+    assert getattr(settings("task=mixed"), group) == getattr(Settings(), group)
+
+
+def test_detectors_must_keep_97_percent_of_their_teachers():
+    found = settings()
+    assert {domain.of_teacher for domain in found.chosen()} == {0.97}
+    assert (found.fusion.strategy, found.heads.objectness) == ("joint", "iou")
+    assert (found.train.lora.vision_tower, found.train.lora.projector) == (True, True)
+    assert [found.train.steps_for(count, 0) for count in (1, 6)] == [300, 900]
+    paper = settings("experiment=paper")
+    assert {domain.of_teacher for domain in paper.chosen()} == {None}
+    relative = settings("experiment=relative")
+    assert {(one.required, one.of_teacher) for one in relative.chosen()} == {(None, 0.85)}
 
 
 def test_domains_of_ones_own_are_tried_the_hardest_first():

@@ -208,9 +208,13 @@ class _Watch:
 
 def _every(split: LabelledSplit, most: int) -> LabelledSplit:
     """At most some samples of a split, evenly taken and always the same ones."""
-    count = len(split.samples)
-    rows = sorted({round(row * count / most) for row in range(most)} & set(range(count)))
+    rows = _evenly(len(split.samples), most)
     return LabelledSplit([split.inputs[row] for row in rows], [split.samples[row] for row in rows])
+
+
+def _evenly(count: int, most: int) -> list[int]:
+    """At most `most` numbers below `count`, evenly spaced and always the same ones."""
+    return sorted({round(row * count / most) for row in range(most)} & set(range(count)))
 
 
 def _accuracy_of(task: HeadTask, head: nn.Module, read: HeadInputs, part: LabelledSplit) -> float:
@@ -579,7 +583,9 @@ class Trainer:
             return None
         data = self._data[domain]
         self._lmm.adapters.activate(None)
-        read = self._read(data.inputs)
+        kept = _evenly(len(data.inputs), self._settings.probe_samples)
+        read = self._read([data.inputs[row] for row in kept])
+        targets = data.targets[torch.tensor(kept)]
         optimizer = torch.optim.AdamW(
             [{"params": head.parameters(), "peak": self._settings.head_lr}], weight_decay=0.0
         )
@@ -589,9 +595,9 @@ class Trainer:
         shown: HeadInputs | None = None
         for step in range(steps):
             self._set_lr(optimizer, step / steps)
-            rows = torch.randint(len(data.inputs), (FROZEN_BATCH,), generator=generator)
+            rows = torch.randint(len(kept), (FROZEN_BATCH,), generator=generator)
             seen = read[rows].to(self._lmm.device)
-            loss = data.task.head_loss(head, seen, data.targets[rows])
+            loss = data.task.head_loss(head, seen, targets[rows])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()

@@ -124,6 +124,8 @@ def training_facts(settings: Settings) -> dict[str, Any]:
         del values["model"]["quantize"]
     if not settings.heads.options:
         del values["heads"]["options"]
+    if settings.heads.objectness == "presence":
+        del values["heads"]["objectness"]
     if not settings.train.augment.views:
         del values["train"]["augment"]
     if settings.train.steps_per_new is None:

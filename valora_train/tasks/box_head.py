@@ -72,7 +72,8 @@ class BoxHeadModule(nn.Module):
 
         The sum of the binary cross entropy of objectness, the generalised-IoU loss of boxes
         (Rezatofighi et al. 2019) and the cross entropy of classes. Objects are weighted by the
-        teacher's confidence.
+        teacher's confidence. Objectness learns 1 where a box is assigned, or the IoU of the
+        predicted with that box (``HeadSettings.objectness``).
 
         Args:
             raw: (n, tokens, 5 + classes) from `forward`.
@@ -83,11 +84,14 @@ class BoxHeadModule(nn.Module):
 
         positive, weight = targets.positive, targets.weight
         objects = weight[positive].sum().clamp_min(1.0)
+        found = box_code.decode(raw[..., 1:5], self.grid)[positive]
+        wanted = positive.float()
+        if weights.objectness == "iou":
+            wanted[positive] = _pairwise_iou(found.detach(), targets.boxes[positive])
         objectness = F.binary_cross_entropy_with_logits(
-            raw[..., 0], positive.float(), torch.where(positive, weight, 1.0), reduction="sum"
+            raw[..., 0], wanted, torch.where(positive, weight, 1.0), reduction="sum"
         )
         total = weights.objectness_weight * objectness
-        found = box_code.decode(raw[..., 1:5], self.grid)[positive]
         overlap = generalized_box_iou_loss(found, targets.boxes[positive])
         total = total + weights.box_weight * (overlap * weight[positive]).sum()
         if len(self.labels) > 1:
@@ -165,6 +169,14 @@ class BoxHeadModule(nn.Module):
         slope, offset = float(fit.coef_[0, 0]), float(fit.intercept_[0])
         if slope > 0:  # a negative slope would reverse the order of boxes
             self.calibration.copy_(torch.tensor([slope, offset]))
+
+
+def _pairwise_iou(one: Tensor, other: Tensor) -> Tensor:
+    """IoU of each box with the one in the same row: (n, 4) and (n, 4) → (n,)."""
+    sides = torch.min(one[:, 2:], other[:, 2:]) - torch.max(one[:, :2], other[:, :2])
+    shared = sides.clamp_min(0.0).prod(-1)
+    areas = [(boxes[:, 2:] - boxes[:, :2]).clamp_min(0.0).prod(-1) for boxes in (one, other)]
+    return shared / (areas[0] + areas[1] - shared).clamp_min(1e-9)
 
 
 @dataclass(frozen=True)

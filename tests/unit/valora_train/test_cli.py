@@ -71,9 +71,9 @@ def left_behind(folder: Path):
     ("arguments", "message"),
     [
         (["task=dragons"], "unknown task 'dragons': choose from"),
-        (["fusion=best"], "unknown fusion 'best': choose from first_fit, paper, rehearsal"),
+        (["fusion=best"], "unknown fusion 'best': choose from first_fit, joint, paper, rehearsal"),
         (["fusion.strategy=best"],
-         "unknown fusion strategy 'best': choose one of first_fit, paper, rehearsal"),
+         "unknown fusion strategy 'best': choose one of affinity, best_fit, exact"),
         (["model=gpt"], "unknown model 'gpt': choose from llava-1.5-13b, llava-1.5-7b, qwen2.5"),
         (["domains.person.required=2"], "must lie in (0, 1], got 2"),
         (["domains.person.of_teacher=0.9", "experiment=paper"],

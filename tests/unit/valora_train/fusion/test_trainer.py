@@ -451,3 +451,16 @@ def test_the_best_step_survives_an_interruption(random_llava, tmp_path, monkeypa
     with pytest.raises(Interrupted):
         run(tmp_path / "stopped", stop=6)
     assert same(run(tmp_path / "stopped"), whole)
+
+
+@pytest.mark.parametrize(("most", "rows"), [(8, [0, 4, 8, 12, 16, 20, 24, 28]), (99, range(32))])
+def test_a_head_alone_reads_samples_that_are_evenly_taken(random_llava, monkeypatch, most, rows):
+    trainer, _ = make(random_llava, probe_samples=most)
+    inputs = trainer._data["sky"].inputs
+    assert len(inputs) == 32  # the mirrored ones included
+    read = []
+    monkeypatch.setattr(
+        trainer, "_read", lambda items, read_on=trainer._read: read.extend(items) or read_on(items)
+    )
+    assert trainer.train_head_only("sky", 3) is not None
+    assert [next(n for n, one in enumerate(inputs) if one is item) for item in read] == list(rows)

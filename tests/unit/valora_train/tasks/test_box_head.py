@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchvision.ops import generalized_box_iou
+from torchvision.ops import box_iou, generalized_box_iou
 
 from valora_data.contract import boxes as box_code
 from valora_data.contract.heads import read_head, write_head
@@ -83,6 +83,36 @@ def test_loss_in_closed_form():
         classes -= weight * float(raw[image, cell, 5:].log_softmax(0)[label])
     expected = (2.0 * objectness + 3.0 * box + 0.5 * classes) / (0.7 + 0.4)
     assert float(loss) == pytest.approx(expected, rel=1e-5)
+
+
+def test_objectness_learns_the_iou_where_that_is_asked_for():
+    """Against torchvision's IoU and the definition of cross entropy; gradients reach no box."""
+    torch.manual_seed(4)
+    head = BoxHeadModule(6, ("cat",), GRID)
+    raw = head(torch.randn(2, 16, 6)).detach().requires_grad_()
+    wanted = targets(
+        (Box(11, 22, 19, 38, "cat", 0.7),), (Box(8, 16, 32, 64, "cat", 0.9),), labels=("cat",)
+    )
+    settings = {"box_weight": 0.0, "class_weight": 0.0, "objectness_weight": 2.0}
+    loss = head.loss(raw, wanted, HeadSettings(objectness="iou", **settings))
+    found = box_code.decode(raw[..., 1:5], GRID)
+    expected = objects = 0.0
+    for image in range(2):
+        for token in range(16):
+            confidence = torch.sigmoid(raw[image, token, 0])
+            if wanted.positive[image, token]:
+                iou = box_iou(found[image, token][None], wanted.boxes[image, token][None])[0, 0]
+                weight = wanted.weight[image, token]
+                objects += weight
+            else:
+                iou, weight = torch.tensor(0.0), 1.0
+            iou = iou.detach()
+            expected -= weight * (iou * confidence.log() + (1 - iou) * (1 - confidence).log())
+    assert float(loss) == pytest.approx(float(2.0 * expected / objects), rel=1e-5)
+    loss.backward()
+    assert raw.grad[..., 1:].abs().max() == 0.0
+    plain = head.loss(raw, wanted, HeadSettings(**settings))
+    assert float(plain.detach()) != pytest.approx(float(loss.detach()), rel=1e-3)
 
 
 def test_a_single_class_needs_no_class_logits():

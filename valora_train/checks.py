@@ -21,7 +21,7 @@ from valora_data.identity import hub_commit
 from valora_teachers.base import TeacherError
 from valora_teachers.registry import KINDS
 from valora_train.errors import SettingsError
-from valora_train.fusion.oracle import MOST_DOMAINS
+from valora_train.fusion.oracle import MOST_DOMAINS, table_of
 from valora_train.fusion.strategies.registry import make_strategy
 from valora_train.settings import LABELS
 
@@ -69,7 +69,8 @@ def check(settings: Settings) -> None:
     if settings.command == "compare":
         _check_compare(settings)
     if fuses:
-        make_strategy(settings.fusion.strategy)
+        names = [domain.name for domain in settings.chosen()]
+        make_strategy(settings.fusion.strategy, table_of(settings.fusion.oracle, names))
         _check_lora(settings)
         _check_model(settings)
         _check_device(settings.model.device)

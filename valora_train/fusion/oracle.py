@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 from itertools import combinations
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from valora_train.errors import SettingsError
@@ -19,9 +20,9 @@ from valora_train.stage import read_json, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
 SCHEMA_VERSION = 1
+OF_DOMAIN = "domain "  # begins the keys of `made_of` that hold for one domain
 MOST_DOMAINS = 10  # 1,023 groups; each further domain doubles the trainings
 _REMEDY = "delete it and run command=oracle again, or name another table"
 
@@ -31,6 +32,24 @@ class Measured(NamedTuple):
 
     val: float
     test: float
+
+
+def table_of(file: str | None, domains: Sequence[str]) -> OracleTable | None:
+    """The complete oracle table that a setting names, if it names one.
+
+    Args:
+        file: The setting.
+        domains: Domains that the table must have.
+
+    Raises:
+        SettingsError: If there is no such table, or it is damaged, incomplete or of other domains.
+    """
+    if file is None:
+        return None
+    table = OracleTable.read(Path(file).expanduser())
+    table.require_domains(domains, f"fusion.oracle={file}")
+    table.require_complete(f"fusion.oracle={file}")
+    return table
 
 
 class OracleTable:
@@ -167,26 +186,40 @@ class OracleTable:
                         f"for seed {seed}: {remedy}"
                     )
 
-    def require_same(
-        self, made_of: Mapping[str, Any], domains: Sequence[str], name: str = "the oracle table"
-    ) -> None:
-        """Refuse a table of other data or settings.
+    def require_domains(self, domains: Sequence[str], name: str = "the oracle table") -> None:
+        """Refuse a table that lacks a domain.
 
         Args:
-            made_of: What the accuracies of this run depend on (see the class).
             domains: The domains of this run; the table may have more.
             name: The table for the message, such as its path.
 
         Raises:
-            SettingsError: If a domain is unknown to the table, or it was made of something else.
+            SettingsError: If a domain is unknown to the table.
         """
         if unknown := [domain for domain in domains if domain not in self.domains]:
             raise SettingsError(
                 f"{name} knows no domain {', '.join(unknown)}, only {', '.join(self.domains)}: run "
                 "command=oracle for these domains, or choose with task.only"
             )
+
+    def require_same(
+        self, made_of: Mapping[str, Any], domains: Sequence[str], name: str = "the oracle table"
+    ) -> None:
+        """Refuse a table of other data or settings.
+
+        Args:
+            made_of: What the accuracies of this run depend on (see the class). The table's facts of
+                other domains (``domain NAME``) do not matter.
+            domains: The domains of this run; the table may have more.
+            name: The table for the message, such as its path.
+
+        Raises:
+            SettingsError: If a domain is unknown to the table, or it was made of something else.
+        """
+        self.require_domains(domains, name)
         ours = json.loads(json.dumps(made_of))
-        names = sorted({*self.made_of, *ours})
+        others = {f"{OF_DOMAIN}{name}" for name in self.domains if name not in domains}
+        names = sorted({*self.made_of, *ours} - others)
         if changed := [key for key in names if self.made_of.get(key) != ours.get(key)]:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             raise SettingsError(

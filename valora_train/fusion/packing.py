@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from valora_data.schema import Split
 from valora_train.errors import UnreachableError
+from valora_train.fusion.oracle import table_of
 from valora_train.fusion.plan import DEFAULT_RANK, FusionPlan, order_domains
 from valora_train.fusion.state import attempt_facts, of_domains
 from valora_train.fusion.strategies.base import Probe, Probes
@@ -57,6 +58,7 @@ def make_plan(
     seed: int,
     parent: Parent | None,
     rank: int = DEFAULT_RANK,
+    affinity: Mapping[str, Mapping[str, float]] | None = None,
 ) -> FusionPlan:
     """The plan of a fusion before its first attempt.
 
@@ -67,15 +69,16 @@ def make_plan(
         seed: Seed of a random order.
         parent: The fusion to extend, if any.
         rank: Rank of new adapters (`train.lora.rank`).
+        affinity: `Probe.affinity` of each domain, as far as it is known.
     """
     probes: Probes = {
-        name: Probe(requirement.required, head_only[name]["val"])
+        name: Probe(requirement.required, head_only[name]["val"], (affinity or {}).get(name, {}))
         for name, requirement in requirements.items()
     }
     order = order_domains(list(requirements), settings.order, seed, probes)
     return FusionPlan(
         {name: requirements[name] for name in order},
-        make_strategy(settings.strategy),
+        make_strategy(settings.strategy, table_of(settings.oracle, order), seed),
         probes=probes,
         head_only=settings.head_only,
         packed=parent.kept if parent else None,
@@ -215,8 +218,10 @@ class Packing:
         if attempt.held:
             self.load(adapter)
             before = trainer.snapshot(adapter)
+            if attempt.rank is not None:
+                trainer.grow(adapter, attempt.rank, seed)
         else:
-            trainer.open(adapter, seed)
+            trainer.open(adapter, seed, attempt.rank)
         evaluations: dict[str, Evaluation] = {}
         try:
             trainer.train(

@@ -252,9 +252,15 @@ class Trainer:
 
     # --- adapters -----------------------------------------------------------------------------
 
-    def open(self, adapter: str, seed: int) -> None:
-        """Add a fresh adapter, whose weights and training batches depend on `seed` alone."""
-        self._lmm.adapters.add(adapter, seed)
+    def open(self, adapter: str, seed: int, rank: int | None = None) -> None:
+        """Add a fresh adapter, whose weights and training batches depend on `seed` alone.
+
+        Args:
+            adapter: Name of the adapter.
+            seed: Seed of its weights and of its batches.
+            rank: Its rank; None for that of the settings.
+        """
+        self._lmm.adapters.add(adapter, seed, rank)
         weights = list(self._lmm.adapters.parameters(adapter).values())
         optimizer = torch.optim.AdamW(
             [
@@ -271,6 +277,32 @@ class Trainer:
     def adapters(self) -> tuple[str, ...]:
         """Names of the open adapters."""
         return tuple(self._open)
+
+    def grow(self, adapter: str, rank: int, seed: int) -> None:
+        """Raise the rank of an open adapter, which leaves what it computes as it is.
+
+        A gets fresh rows, and B as many columns of zeros, so that the new part of B·A is zero until
+        it is trained; the scaling stays.
+
+        Args:
+            adapter: Name of the adapter.
+            rank: Its new rank.
+            seed: Seed of the new rows of A.
+        """
+        state = self.snapshot(adapter)
+        self.close(adapter)
+        self.open(adapter, seed, rank)
+        for key, fresh in self._lmm.adapters.parameters(adapter).items():
+            padded = fresh.detach().cpu().clone()
+            mine = tuple(slice(size) for size in state[f"lora/{key}"].shape)
+            padded[mine] = state[f"lora/{key}"]
+            state[f"lora/{key}"] = padded
+            for name in [name for name in state if name.endswith(f"/{key}")]:
+                if name.startswith("optimizer/") and state[name].dim():  # not the step
+                    moments = torch.zeros_like(padded, dtype=state[name].dtype)
+                    moments[mine] = state[name]
+                    state[name] = moments
+        self.restore(adapter, state)
 
     def close(self, adapter: str) -> None:
         """Remove an adapter with its heads and its optimiser."""
@@ -701,9 +733,11 @@ class Trainer:
         """Restore an adapter from a snapshot exactly, opening it if necessary."""
         if adapter in self._open:
             self.close(adapter)
-        self.open(adapter, seed=0)
-        opened = self._open[adapter]
         parts = _tree(state)
+        # Every A is (rank, inputs); one that grew has another rank than the settings say.
+        ranks = (len(value) for key, value in parts["lora"].items() if key.endswith("lora_A"))
+        self.open(adapter, 0, next(ranks, None))
+        opened = self._open[adapter]
         for domain, values in parts.get("head", {}).items():
             self._add_head(adapter, domain, seed=0)
             opened.heads[domain].load_state_dict(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -29,18 +30,22 @@ class Adapters:
         self._model, self._lora = model, lora
         self._peft: Any = None
 
-    def add(self, name: str, seed: int) -> None:
+    def add(self, name: str, seed: int, rank: int | None = None) -> None:
         """Add an adapter that changes nothing yet (B = 0), and activate it.
 
         Args:
             name: Name of the adapter.
             seed: Seed of A.
+            rank: Its rank, None for that of the settings; the scaling is that of the settings.
         """
         from peft import LoraConfig, get_peft_model
 
+        rank = rank or self._lora.rank
+        times = rank / self._lora.rank
+        alpha = self._lora.alpha * (math.sqrt(times) if self._lora.rslora else times)
         config = LoraConfig(
-            r=self._lora.rank,
-            lora_alpha=self._lora.alpha,
+            r=rank,
+            lora_alpha=int(alpha) if alpha.is_integer() else alpha,
             use_rslora=self._lora.rslora,
             target_modules=target_pattern(self._lora, self._model.architecture),
         )

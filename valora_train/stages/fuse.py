@@ -108,7 +108,10 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
     values = training_facts(settings) | {"fusion": as_dict(settings.fusion)}
     values["domains"] = [domain_facts(item.settings) | _contract_facts(item) for item in domains]
     # Where the fusion continues is an input; what becomes of its result is decided afterwards.
-    del values["fusion"]["parent"], values["fusion"]["unreachable"]
+    for key in ("parent", "unreachable", "oracle"):
+        del values["fusion"][key]
+    if settings.fusion.oracle is not None:
+        inputs["oracle"] = digest(Path(settings.fusion.oracle).expanduser())
     del values["fusion"]["of_dedicated"]  # the domains' requirements follow from it
     if settings.fusion.parent is not None:
         inputs["parent"] = find_parent(Path(settings.fusion.parent), Path(settings.paths.work)).name

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from valora_train.fusion.strategies.base import View
 
 MOST_EXACT = 10  # domains; with more, groups are merged one after the other
-ADAPTER = 6.0  # an adapter less is worth a packing that is e⁻⁶ times as likely, and the attempts
+ADAPTER = 5.0  # an adapter less is worth a packing that is e⁻⁵ times as likely, and the attempts
+HOPELESS = 0.03  # a domain that misses its bar by this share of it would miss it beside more, too
+ATTEMPTS = 4  # for each domain; then the rest is packed as `rehearsal` does
 NEVER = -1e9
 
 
@@ -36,6 +38,8 @@ class Affinity(Strategy):
 
     def propose(self, view: View) -> Proposal | None:
         """The least certain group of the best packing that no adapter holds yet."""
+        if len(view.history) >= ATTEMPTS * len(view.requirements):
+            return super().propose(view)
         packing = best_packing(view)
         if not view.waiting and len(packing) >= len(view.adapters):
             return None
@@ -64,12 +68,11 @@ def best_packing(view: View) -> dict[frozenset[str], float]:
     Best is the largest sum of these, less `ADAPTER` for each group.
     """
     mine = {name for decision in view.history for name in decision.attempt.new}
-    blocks: list[tuple[str, ...]] = [(name,) for name in view.waiting]
-    for held in view.adapters.values():  # what an earlier fusion packed stays together
-        before = tuple(name for name in held if name not in mine)
-        blocks += [before] * bool(before) + [(name,) for name in held if name in mine]
-    names = [name for block in blocks for name in block]
-    packing = _Packing(names, blocks, view)
+    free = [*view.waiting, *(n for held in view.adapters.values() for n in held if n in mine)]
+    # What an earlier fusion packed stays together.
+    fixed = [tuple(n for n in held if n not in mine) for held in view.adapters.values()]
+    packing = _Packing(free, list(filter(None, fixed)), view)
+    names = packing.names
     return packing.exact() if len(names) <= MOST_EXACT else packing.merged()
 
 
@@ -77,19 +80,32 @@ class _Packing:
     """Finds the best groups of blocks.
 
     Args:
-        names: All domains.
-        blocks: The same in blocks, which are never split; of those with several domains, no two
-            are put together.
+        free: Domains that may go anywhere.
+        fixed: Domains that stay together; no two of these groups are put together.
         view: What is known.
+
+    Attributes:
+        names: All domains.
     """
 
-    def __init__(self, names: Sequence[str], blocks: Sequence[tuple[str, ...]], view: View) -> None:
-        self._names = names
+    def __init__(self, free: Sequence[str], fixed: Sequence[tuple[str, ...]], view: View) -> None:
+        self.names = names = [*free, *chain.from_iterable(fixed)]
         place = {name: at for at, name in enumerate(names)}
-        self._blocks = [sum(1 << place[name] for name in block) for block in blocks]
-        self._fixed = [mask for mask in self._blocks if mask.bit_count() > 1]
+        self._fixed = [sum(1 << place[name] for name in block) for block in fixed]
+        self._blocks = [*(1 << place[name] for name in free), *self._fixed]
         self._expectation = Expectation(names, view)
         self._held = [sum(1 << place[name] for name in held) for held in view.adapters.values()]
+        # What is missed by more than chance can explain is missed in larger groups, too.
+        self._hopeless = [
+            sum(1 << place[name] for name in decision.accuracy)
+            for decision in view.history
+            if place.keys() >= decision.accuracy.keys()
+            and len(decision.accuracy) > 1
+            and any(
+                not value >= view.floors[name] - HOPELESS * view.requirements[name].bar
+                for name, value in decision.accuracy.items()
+            )
+        ]
         self._failed = {
             sum(1 << place[name] for name in decision.accuracy)
             for decision in view.history
@@ -107,6 +123,8 @@ class _Packing:
         """
         chances = expected.copy()
         chances[np.isin(groups, list(self._failed))] = NEVER
+        for mask in self._hopeless:
+            chances[(groups & mask) == mask] = NEVER
         for held in self._held:  # what is held inside an adapter keeps what it has
             chances[(groups & ~held) == 0] = 0.0
         chances[np.isin(groups, self._blocks)] = 0.0  # a domain alone has no choice
@@ -119,16 +137,16 @@ class _Packing:
         return chances
 
     def _named(self, mask: int) -> frozenset[str]:
-        return frozenset(name for at, name in enumerate(self._names) if mask >> at & 1)
+        return frozenset(name for at, name in enumerate(self.names) if mask >> at & 1)
 
     def exact(self) -> dict[frozenset[str], float]:
         """The best of all packings, by dynamic programming."""
-        masks = np.arange(1 << len(self._names))
+        masks = np.arange(1 << len(self.names))
         chances = self._chances(masks, self._expectation.log_chances_of_all())
         gains = chances - ADAPTER
         best = np.zeros(len(masks))
         chosen = [0] * len(masks)
-        for mask, firsts in _first_groups(len(self._names)):
+        for mask, firsts in _first_groups(len(self.names)):
             values = gains[firsts] + best[mask ^ firsts]
             at = int(values.argmax())
             best[mask], chosen[mask] = values[at], int(firsts[at])
@@ -146,7 +164,7 @@ class _Packing:
             masks = list(groups)
             pairs = [(one, two) for at, one in enumerate(masks) for two in masks[at + 1 :]]
             fresh = list(dict.fromkeys(one | two for one, two in pairs if one | two not in known))
-            places = [[at for at in range(len(self._names)) if mask >> at & 1] for mask in fresh]
+            places = [[at for at in range(len(self.names)) if mask >> at & 1] for mask in fresh]
             if fresh:
                 expected = self._expectation.log_chances(places)
                 found = self._chances(np.array(fresh), expected)

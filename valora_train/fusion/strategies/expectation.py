@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Before anything was measured, as shares of a domain's bar: mean and standard deviation.
 ALONE = (1.03, 0.05)
 LOST = (0.012, 0.010)  # to each domain beside it
-OWN, OTHERS, PAIR = 0.010, 0.010, 0.020  # deviations of one that loses, of one lost to, of a pair
+OWN, OTHERS, PAIR = 0.010, 0.010, 0.025  # deviations of one that loses, of one lost to, of a pair
 NOISE = 0.006
 FARTHEST = 0.08  # more than this from what it must keep, an accuracy says no more
 

@@ -33,7 +33,7 @@ class CountingTrainer:
     def adapters(self):
         return tuple(self.weights)
 
-    def open(self, adapter, seed):
+    def open(self, adapter, seed, rank=None):
         self.weights[adapter] = 0.0
         self.in_adapter[adapter] = []
 

@@ -1,0 +1,121 @@
+"""Strategies played on made-up tables, beside the optimum."""
+
+import pytest
+
+from tests.support.oracle_tables import conflict_table, interference_table, made_up_table
+from valora_train.fusion.oracle import Measured
+from valora_train.fusion.replay import compare, random_requirements, replay
+from valora_train.fusion.requirement import Requirement
+from valora_train.fusion.strategies.registry import make_strategy
+
+SIX = [f"d{n}" for n in range(6)]
+
+
+def made(table, *names):
+    return {name: lambda seed, name=name: make_strategy(name, table, seed) for name in names}
+
+
+def test_a_replay_is_the_fusion_of_the_table():
+    # Two of a and b fit together, and c beside neither; d needs no adapter; e is out of reach.
+    fits = [{"a", "b"}]
+    table = made_up_table(
+        "abcde", lambda name, group: 0.9 if len(group) == 1 or set(group) in fits else 0.6
+    )
+    table.put_head_only(0, "d", Measured(0.85, 0.2))
+    asked = {name: Requirement(0.95 if name == "e" else 0.8) for name in "abcde"}
+    found = replay(make_strategy("first_fit"), table, asked, 0)
+    assert found.packing == {"adapter-1": ("a", "b"), "adapter-2": ("c",), "adapter-3": ("e",)}
+    assert (found.head_only, found.unreachable, found.adapters) == (("d",), ("e",), 3)
+    tried = [(*d.attempt.held, *d.attempt.new) for d in found.decisions]
+    assert tried == [
+        ("a",),
+        ("a", "b"),
+        ("a", "b", "c"),
+        ("c",),
+        ("a", "b", "e"),
+        ("c", "e"),
+        ("e",),
+    ]
+    assert found.attempts == 7
+    # Some domains, in another order, all of them with an adapter.
+    some = {name: asked[name] for name in "cdb"}
+    found = replay(make_strategy("paper"), table, some, 0, head_only=False, order="probe")
+    assert list(found.packing.values()) == [("c",), ("b",), ("d",)]
+
+
+def test_random_requirements_are_within_what_the_domains_reach():
+    table = interference_table(SIX, 3)
+    drawn = list(random_requirements(table, 50, seed=4, margin=0.01))
+    assert drawn == list(random_requirements(table, 50, seed=4, margin=0.01))
+    assert drawn != list(random_requirements(table, 50, seed=5, margin=0.01))
+    for name in SIX:
+        reached = [table.reached(0, group)[name].val for group in table.groups() if name in group]
+        required = [asked[name].required for asked in drawn]
+        alone = table.reached(0, [name])[name].val
+        assert min(reached) <= min(required) and max(required) <= alone
+        assert max(required) - min(required) > 0.7 * (alone - min(reached))
+        assert all(asked[name].margin == 0.01 for asked in drawn)
+
+
+def test_a_comparison_counts_adapters_and_attempts():
+    table = made_up_table("abc", lambda name, group: 0.9 if set(group) != set("abc") else 0.5)
+    asked = [dict.fromkeys("abc", Requirement(0.8)), dict.fromkeys("abc", Requirement(0.4))]
+    found = compare(table, made(table, "first_fit", "exact"), asked)
+    # Two adapters and four attempts; then one adapter and three attempts.
+    one = found["first_fit"]
+    assert (one.at_optimum, one.most_above, one.adapters, one.optimum) == (1.0, 0, 1.5, 1.5)
+    assert (one.attempts, one.most_attempts, one.rolled_back) == (3.5, 4, 0.5)
+    assert (found["exact"].attempts, found["exact"].rolled_back) == (1.5, 0)
+
+
+@pytest.mark.parametrize(("seed", "strength"), [(1, 0.06), (2, 0.15)])
+def test_affinity_finds_the_optimum_where_first_fit_does_not(seed, strength):
+    table = interference_table(SIX, seed, strength)
+    asked = list(random_requirements(table, 60, seed=0))
+    names = ("paper", "first_fit", "repack:first_fit", "affinity", "exact")
+    found = compare(table, made(table, *names), asked)
+    assert found["exact"].at_optimum == 1.0 and found["exact"].attempts < 4
+    best = found["affinity"]
+    assert best.at_optimum >= 0.9 and best.most_above <= 1
+    assert best.at_optimum > found["first_fit"].at_optimum > found["paper"].at_optimum
+    assert found["repack:first_fit"].adapters < found["first_fit"].adapters
+    assert best.attempts < 16 and best.most_attempts <= 4 * 6 + 6
+
+
+def test_conflicts_of_ten_domains():
+    ten = [f"d{n}" for n in range(10)]
+    asked = [dict.fromkeys(ten, Requirement(0.8))]
+    above = {"first_fit": 0, "repack:first_fit": 0, "affinity": 0}
+    for seed in range(3):
+        table = conflict_table(ten, seed, 0.35)
+        for name, one in compare(table, made(table, *above), asked).items():
+            above[name] += one.most_above
+            assert one.most_above <= 1
+    assert above["repack:first_fit"] < above["first_fit"]
+    assert above["affinity"] <= above["first_fit"]
+
+
+def test_known_affinities_spare_attempts():
+    # Two groups of three: within each, nothing is lost; beside the other, much.
+    half = {name: at % 2 for at, name in enumerate(SIX)}
+    table = made_up_table(
+        SIX, lambda name, group: 0.9 - 0.01 * sum(half[name] != half[other] for other in group)
+    )
+    asked = {name: Requirement(0.896) for name in SIX}
+
+    def attempts(affinity):
+        from valora_train.fusion.plan import FusionPlan
+        from valora_train.fusion.strategies.base import Probe
+
+        probes = {
+            name: Probe(0.896, 0.0, {other: affinity(name, other) for other in SIX}) for name in SIX
+        }
+        plan = FusionPlan(asked, make_strategy("affinity"), probes=probes)
+        while (attempt := plan.next()) is not None:
+            reached = table.reached(0, attempt.domains)
+            plan.tell({name: reached[name].val for name in attempt.domains})
+        assert sorted(map(sorted, plan.packing.values())) == [SIX[::2], SIX[1::2]]
+        return len(plan.decisions)
+
+    known = attempts(lambda name, other: 1.0 if half[name] == half[other] else -1.0)
+    assert known < attempts(lambda name, other: 0.0)

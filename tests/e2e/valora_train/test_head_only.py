@@ -1,7 +1,7 @@
 """Domains without an adapter, and fusions that continue after a domain was out of reach."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -33,9 +33,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     names: list[str] = []
     train = Trainer.train
 
-    def counted(self: Trainer, adapter: str, domain: str, **options: object) -> None:
-        names.append(domain)
-        train(self, adapter, domain, **options)  # type: ignore[arg-type]
+    def counted(self: Trainer, adapter: str, new: Sequence[str], **options: object) -> None:
+        names.extend(new)
+        train(self, adapter, new, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Trainer, "train", counted)
     yield names

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from valora_train.model.team import Team
     from valora_train.reporting.progress import Step
+    from valora_train.reporting.study import StudyRun
     from valora_train.settings import DomainSettings, Settings, TeacherSettings
     from valora_train.stage import Stage
     from valora_train.stages.fuse import DomainInputs
@@ -246,9 +247,6 @@ class _Pipeline:
             report_strategies,
             report_table,
         )
-        from valora_train.reporting.study import StudyRun
-        from valora_train.reporting.tracking import store_lock
-        from valora_train.settings import as_dict
         from valora_train.stages import oracle
 
         settings, display = self._settings, self._display
@@ -259,13 +257,7 @@ class _Pipeline:
             display.note("oracle", told)
             return
         stage = oracle.oracle_stage(settings, inputs)
-        name = f"oracle · {settings.task.name}"
-        with store_lock(settings.paths.work):
-            run = StudyRun(
-                settings.paths.tracking, f"valora/{settings.task.name}", f"oracle {stage.key}",
-                name, as_dict(settings.oracle),
-            )  # fmt: skip
-        with run:
+        with self._study("oracle", "oracle", stage.key, settings.oracle) as run:
             folder = self._run_stage(
                 stage,
                 lambda folder, _: oracle.build_oracle(settings, inputs, folder, display),
@@ -288,22 +280,13 @@ class _Pipeline:
         """Train other ways to serve the domains, and show them side by side."""
         from valora_train.reporting.comparison import COLUMNS, comparison_rows
         from valora_train.reporting.oracle_report import print_table
-        from valora_train.reporting.study import StudyRun
-        from valora_train.reporting.tracking import store_lock
-        from valora_train.settings import as_dict
         from valora_train.stages import compare
         from valora_train.stages.oracle import trial_inputs
 
         settings, display = self._settings, self._display
         inputs = trial_inputs(settings, domains)
         stage = compare.compare_stage(settings, inputs)
-        name = f"comparison · {settings.task.name}"
-        with store_lock(settings.paths.work):
-            run = StudyRun(
-                settings.paths.tracking, f"valora/{settings.task.name}", f"compare {stage.key}",
-                name, as_dict(settings.compare),
-            )  # fmt: skip
-        with run:
+        with self._study("compare", "comparison", stage.key, settings.compare) as run:
             folder = self._run_stage(
                 stage,
                 lambda folder, _: compare.build_comparison(settings, inputs, folder, display),
@@ -314,6 +297,26 @@ class _Pipeline:
             run.log_file(str(folder / compare.PICTURE))
             run.log_file(str(folder / compare.COMPARISON))
         display.note("compare", f"{folder}/{compare.TABLE}, in MLflow: {run.link}")
+
+    def _study(self, command: str, name: str, key: str, asked: object) -> StudyRun:
+        """The MLflow run of a command that compares trainings.
+
+        Args:
+            command: The command.
+            name: What people call its result.
+            key: Hash of its stage.
+            asked: Settings of the command.
+        """
+        from valora_train.reporting.study import StudyRun
+        from valora_train.reporting.tracking import store_lock
+        from valora_train.settings import as_dict
+
+        task, paths = self._settings.task.name, self._settings.paths
+        with store_lock(paths.work):
+            return StudyRun(
+                paths.tracking, f"valora/{task}", f"{command} {key}", f"{name} · {task}",
+                as_dict(asked),
+            )  # fmt: skip
 
     def export(
         self, domains: list[DomainInputs], fused: Path, seconds: Callable[[], float]

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 TARGET = "hydra_plugins.valora.OptunaSweeper"
 """Name of the sweeper in Hydra's configuration; it takes plug-ins from that package only."""
-SWEEP = "VALORA_SWEEP"
-"""Environment variable that names the sweep; the processes of a launcher inherit it."""
+SWEEP = "_VALORA_SWEEP"
+"""Environment variable that names the sweep; the processes of a launcher inherit it. (Names that
+begin with VALORA_ are options of valora-serve.)"""
 FIGURES = ("worst_margin", "accuracy", "adapters", "attempts", "met", "minutes")
 """What a job returns, see `valora_train.reporting.sweep.figures_of`."""
 

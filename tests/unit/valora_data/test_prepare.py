@@ -152,7 +152,7 @@ def test_pictures_that_are_only_alike_are_a_warning(
     splits = leaking() | {Split.TEST: scenes(40, 41)}
     prepare(splits, LABELS, SHARES, tmp_path / "set")
     (record,) = caplog.records
-    assert "1 samples look like one of another split (2-96-<lambda> in train is" in record.message
+    assert "1 sample looks like one of another split (2-96-<lambda> in train is" in record.message
     caplog.clear()
     prepare(splits, LABELS, SHARES, tmp_path / "drawn", near=False)
     assert not caplog.records

@@ -63,5 +63,5 @@ def test_questions_of_no_use(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"empty\.json: question 72 has no answers"):
         list(read_vqa(questions, empty, tmp_path))
     (tmp_path / "own.png").unlink()
-    with pytest.raises(DataError, match=r"1 of 3 images have faults.*own\.png"):
+    with pytest.raises(DataError, match=r"1 of 3 images has faults.*own\.png"):
         list(read_vqa(questions, annotations, tmp_path))

@@ -26,7 +26,7 @@ def test_two_fusions_side_by_side(random_llava, tmp_path):
         # Every line says whose it is.
         assert len(re.findall(rf"(?m)^ +{name} {number} +\w+ ", said)) > 5
     # Both wanted the same samples: one made them, the other waited.
-    made = [line for line in said.splitlines() if " data apple" in line]
+    made = [line for line in said.splitlines() if " data apple " in line]
     assert len(made) == 2 and sum("up to date" in line for line in made) == 1
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     for name in ("one", "two"):

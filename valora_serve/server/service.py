@@ -155,8 +155,11 @@ class Service:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(whole(request)) for request in requests]
-        except* ServeError as errors:
-            raise _first(errors) from errors
+        except BaseExceptionGroup as errors:  # what `except*` raises is a group again
+            known = errors.subgroup(ServeError)
+            if known is None:
+                raise
+            raise _first(known) from errors
         return [task.result() for task in tasks]
 
     @staticmethod

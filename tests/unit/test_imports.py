@@ -33,7 +33,8 @@ NOT_WHEN_SERVING = {"hydra", "omegaconf", "mlflow", "ultralytics"}
 KERNELS_MAY = {"torch", "triton", "numpy", "rich", *sys.stdlib_module_names}
 
 # Parts of a package, the lowest first; a part imports parts below it only.
-SERVE = ["errors", "types", "catalogue", "orchestrator", "workloads", "memory", "model", "engine"]
+SERVE = ["errors", "types", "routing", "catalogue", "orchestrator", "workloads", "memory", "model",
+         "engine"]  # fmt: skip
 TRAIN = ["errors", "processes", "sweeps", "settings", "stage", "metrics", "model", "tasks",
          "fusion", "trials", "checks", "reporting", "stages", "estimate", "cli"]  # fmt: skip
 SERVER_MAY = {"server", "types", "errors", "options"}
@@ -137,8 +138,8 @@ def test_nothing_imports_how_the_base_model_was_made():
 @pytest.mark.parametrize(
     "start",
     [
-        "valora_serve.orchestrator", "valora_train.fusion.plan", "valora_train.fusion.strategies",
-        "valora_train.fusion.oracle", "valora_train.fusion.exact",
+        "valora_serve.orchestrator", "valora_serve.routing", "valora_train.fusion.plan",
+        "valora_train.fusion.strategies", "valora_train.fusion.oracle", "valora_train.fusion.exact",
     ],
 )  # fmt: skip
 def test_decisions_need_no_torch(start):

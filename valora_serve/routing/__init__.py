@@ -1,0 +1,1 @@
+"""Decides which replica answers a request; imports no torch."""

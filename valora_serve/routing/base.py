@@ -1,0 +1,162 @@
+"""What a router sees and answers. The request router of the replicas and the simulator call it."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING
+
+from valora_serve.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """What a router sees of a replica.
+
+    Attributes:
+        id: The replica's name, the same in every process that routes.
+        load: Requests that are sent to it and not answered yet.
+        resident: Adapters on its device.
+        recent: Adapters of the last requests that were sent to it, which are resident or will be
+            soon (`RecentAdapters`).
+        healthy: Whether it answers.
+        draining: Whether it only ends the requests that it has.
+    """
+
+    id: str
+    load: float
+    resident: Collection[str] = frozenset()
+    recent: Collection[str] = frozenset()
+    healthy: bool = True
+    draining: bool = False
+
+    @property
+    def available(self) -> bool:
+        """Whether it takes requests."""
+        return self.healthy and not self.draining
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """Settings of all routers.
+
+    Attributes:
+        bound: `affinity` sends no request to a replica whose load is at least this many times the
+            mean load of all replicas, counting the request.
+        slack: Load below which `affinity` never turns away from a replica, so that few requests at
+            a time are not spread for nothing.
+        choices: Replicas that `least` draws for a request, of which it takes the one with the least
+            load.
+        seed: Seed of random choices.
+
+    Raises:
+        SettingsError: A value is out of range.
+    """
+
+    bound: float = 1.25
+    slack: float = 8.0
+    choices: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.bound) and self.bound > 1):
+            raise SettingsError(
+                f"The load bound of the router is {self.bound:g}: choose a number above 1."
+            )
+        if not (math.isfinite(self.slack) and self.slack >= 0):
+            raise SettingsError(
+                f"The slack of the router is {self.slack:g}: choose a number of at least 0."
+            )
+        if self.choices < 1:
+            raise SettingsError(
+                f"The router draws {self.choices} replicas: choose a number of at least 1."
+            )
+
+
+class Router(ABC):
+    """Ranks the replicas for a request.
+
+    Routers of several processes answer alike as far as they see the same states: nothing but
+    random draws depends on what a router answered before.
+
+    Args:
+        settings: Settings; the defaults if None.
+    """
+
+    def __init__(self, settings: RouterSettings | None = None) -> None:
+        self.settings = settings or RouterSettings()
+        self.random = Random(self.settings.seed)
+
+    def rank(self, adapter: str | None, replicas: Sequence[ReplicaState]) -> list[str]:
+        """Rank the replicas that may answer a request.
+
+        Args:
+            adapter: Adapter that the request needs, None for the base model.
+            replicas: All replicas, with different ids, in any order.
+
+        Returns:
+            Ids of the available replicas, the best first; empty if none is available.
+        """
+        available = sorted((r for r in replicas if r.available), key=lambda r: r.id)
+        return [replica.id for replica in self.order(adapter, available)]
+
+    @abstractmethod
+    def order(
+        self, adapter: str | None, replicas: Sequence[ReplicaState]
+    ) -> Iterable[ReplicaState]:
+        """Order the available replicas, the best first.
+
+        Args:
+            adapter: Adapter that the request needs, None for the base model.
+            replicas: Available replicas, sorted by id; may be empty.
+        """
+
+    def least_loaded(self, replicas: Sequence[ReplicaState]) -> list[ReplicaState]:
+        """Order replicas by the power of two choices.
+
+        `RouterSettings.choices` replicas are drawn at random and come first, the least load before
+        the others; the replicas that were not drawn follow in the same order. The load that a
+        router sees is a little old, and the one replica with the least load would get the requests
+        of all routers at once (Mitzenmacher, "The Power of Two Choices in Randomized Load
+        Balancing", 2001).
+        """
+        shuffled = self.random.sample(replicas, len(replicas))
+        drawn = self.settings.choices
+        return [
+            *sorted(shuffled[:drawn], key=lambda r: r.load),
+            *sorted(shuffled[drawn:], key=lambda r: r.load),
+        ]
+
+
+class RecentAdapters:
+    """The adapters of the last requests that were sent to a replica.
+
+    A replica tells its resident adapters now and then; between two reports this is what is known.
+
+    Args:
+        most: Most adapters to remember, e.g. those that fit on the device.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._adapters: OrderedDict[str, None] = OrderedDict()
+
+    def add(self, adapter: str | None) -> None:
+        """Note that a request was sent; None stands for the base model."""
+        if adapter is None:
+            return
+        self._adapters[adapter] = None
+        self._adapters.move_to_end(adapter)
+        if len(self._adapters) > self._most:
+            self._adapters.popitem(last=False)
+
+    @property
+    def names(self) -> Collection[str]:
+        """Adapters that are remembered; a view that changes with them."""
+        return self._adapters.keys()

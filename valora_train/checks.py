@@ -37,7 +37,6 @@ RANKS = (4, 8, 16, 32, 64, 128, 256)
 NAME = re.compile(r"[\w][\w.@+-]{0,99}")
 DEVICE = re.compile(r"(cpu|mps|(?:cuda|xpu)(?::\d+)?)")
 STORES = ("sqlite", "file", "http", "https", "postgresql", "mysql", "mssql", "databricks")
-CONTRACT_SETTING = re.compile(r"domains\.\w+\.(required|of_teacher|relative)|task\.of_teacher")
 SQLITE = b"SQLite format 3\0"
 
 
@@ -79,22 +78,17 @@ def check(settings: Settings) -> None:
 
 
 def check_contracts_asked(settings: Settings, overrides: Sequence[str]) -> None:
-    """Check that the command line asks for one contract of each domain.
+    """Check that an experiment's contract and the other settings do not contradict each other.
 
     Args:
         settings: All settings.
         overrides: The command line's overrides, in Hydra's grammar.
 
     Raises:
-        SettingsError: If it asks for two that contradict each other.
+        SettingsError: If they do.
     """
-    given: dict[str, str] = {}
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
-        if CONTRACT_SETTING.fullmatch(key) and given.setdefault(key, value) != value:
-            raise SettingsError(
-                f"the command line sets {key} twice, to {given[key]} and to {value}: set it once"
-            )
         if key == "experiment" and "paper" in re.findall(r"\w+", value):
             _check_papers_figures(settings)
 

@@ -156,7 +156,8 @@ class _Pipeline:
         step: Step,
     ) -> None:
         """Train a small model, or copy a given one; its curves go to MLflow."""
-        from valora_train.reporting.tracking import TeacherRun, end_stale_runs, store_lock
+        from valora_train.reporting.mlflow_store import store_lock
+        from valora_train.reporting.tracking import TeacherRun, end_stale_runs
         from valora_train.settings import as_dict
         from valora_train.stages import distill
 
@@ -307,8 +308,8 @@ class _Pipeline:
             key: Hash of its stage.
             asked: Settings of the command.
         """
+        from valora_train.reporting.mlflow_store import store_lock
         from valora_train.reporting.study import StudyRun
-        from valora_train.reporting.tracking import store_lock
         from valora_train.settings import as_dict
 
         task, paths = self._settings.task.name, self._settings.paths
@@ -436,8 +437,8 @@ def _end(error: BaseException) -> NoReturn:
     Raises:
         BaseException: The error itself, if it is a fault of the code.
     """
-    if (tracking := sys.modules.get("valora_train.reporting.tracking")) is not None:
-        tracking.end_open_runs()
+    if (store := sys.modules.get("valora_train.reporting.mlflow_store")) is not None:
+        store.end_open_runs()
     if isinstance(error, KeyboardInterrupt):
         _end_children()
         number = error.number if isinstance(error, Stopped) else signal.SIGINT

@@ -377,6 +377,7 @@ class Trainer:
         steps = self._settings.steps_for(len(new), len(rehearsed))
         slowness = max(self._slowness(name, opened.heads) for name in new)
         watch = _Watch(self._settings, steps, len(losses), [*held, *new], slowness)
+        candidates = self._settings.candidates(steps)
         for step, loss in enumerate(losses):
             on_figures(step + 1, self._rates(step / steps) | curve.get(str(step + 1), {}))
             on_step(step + 1, steps, loss)
@@ -390,13 +391,15 @@ class Trainer:
             nn.utils.clip_grad_norm_(parameters, self._settings.clip)
             opened.optimizer.step()
             losses.append(loss)
-            look = step + 1 in watch.points and all(p.isfinite().all() for p in parameters)
-            if look and self._team.agree(watch.due(step + 1)):
-                with watch.measuring():
-                    curve[str(step + 1)] = self._glance(adapter, watch)
             ended = step + 1 == steps
-            if step + 1 in self._settings.candidates(steps):
-                ended |= self._compare(best, adapter, [*held, *new], step + 1)
+            looks = step + 1 in watch.points | candidates
+            if looks and all(p.isfinite().all() for p in parameters):
+                if step + 1 in watch.points and self._team.agree(watch.due(step + 1)):
+                    with watch.measuring():
+                        found = self._validated(adapter, watch.domains, watch.samples)
+                    curve[str(step + 1)] = {f"validation/{name}": v for name, v in found.items()}
+                if step + 1 in candidates:
+                    ended |= self._compare(best, adapter, watch.domains, step + 1)
             if checkpoint is not None and self._team.leads and not ended:
                 checkpoint.save(
                     training,
@@ -417,13 +420,9 @@ class Trainer:
 
         Requirements do not matter, so that another fusion can take the attempt over.
         """
-        reached = 0.0
-        with torch.random.fork_rng(devices=[]):
-            for name in domains:
-                # Calibration changes the head.
-                head = copy.deepcopy(self._open[adapter].heads.get(name))
-                found = self.evaluate(adapter, name, Split.VAL, head).accuracy
-                reached += found / self.task(name).spec.largest / len(domains)
+        found = self._validated(adapter, domains)
+        largest = {name: self.task(name).spec.largest for name in domains}
+        reached = sum(found[name] / largest[name] for name in domains) / len(domains)
         reached = self._team.agree(reached)
         if best.step and not reached > best.reached:
             best.worse += 1
@@ -437,16 +436,18 @@ class Trainer:
         written = domain not in heads
         return max(1, self._data[domain].task.settings.max_tokens // 8) if written else 1
 
-    def _glance(self, adapter: str, watch: _Watch) -> dict[str, float]:
-        """Accuracy on a part of the validation split; nothing that training reads changes."""
+    def _validated(
+        self, adapter: str, domains: Sequence[str], most: int | None = None
+    ) -> dict[str, float]:
+        """Accuracy on at most `most` samples of the validation split.
+
+        Nothing that training reads changes: calibration, which changes heads, gets copies.
+        """
         found = {}
         with torch.random.fork_rng(devices=[]):
-            for name in watch.domains:
-                # Calibration changes the head.
+            for name in domains:
                 head = copy.deepcopy(self._open[adapter].heads.get(name))
-                found[f"validation/{name}"] = self.evaluate(
-                    adapter, name, Split.VAL, head, watch.samples
-                ).accuracy
+                found[name] = self.evaluate(adapter, name, Split.VAL, head, most).accuracy
         return found
 
     def _rates(self, progress: float) -> dict[str, float]:

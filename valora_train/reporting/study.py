@@ -6,18 +6,18 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from valora_train.errors import TrackingError
-from valora_train.reporting.text import markdown_table
-from valora_train.reporting.tracking import (
+from valora_train.reporting.mlflow_store import (
     NOTE,
     PARENT,
-    _log_metrics,
-    _log_params,
-    _open_experiment,
-    _show_table,
-    _Store,
-    _user,
+    Store,
+    log_metrics,
+    log_params,
+    open_experiment,
     run_address,
+    show_table,
+    user_name,
 )
+from valora_train.reporting.text import markdown_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,8 +55,8 @@ class StudyRun:
         import mlflow
 
         self._uri = uri or mlflow.get_tracking_uri()
-        self._client: Any = _Store(self._uri)
-        self._experiment = _open_experiment(self._client, experiment)
+        self._client: Any = Store(self._uri)
+        self._experiment = open_experiment(self._client, experiment)
         known = self._client.search_runs([self._experiment], f"tags.`{STUDY}` = '{key}'")
         if known:
             self.run_id = str(known[0].info.run_id)
@@ -64,14 +64,14 @@ class StudyRun:
         else:
             tags = {
                 STUDY: key,
-                "mlflow.user": _user(),
+                "mlflow.user": user_name(),
                 "mlflow.source.name": "valora-train",
                 "mlflow.source.type": "LOCAL",
             }
             tags |= {} if parent is None else {PARENT: parent}
             run = self._client.create_run(self._experiment, tags=tags, run_name=name)
             self.run_id = str(run.info.run_id)
-            _log_params(self._client, self.run_id, config)
+            log_params(self._client, self.run_id, config)
 
     @property
     def link(self) -> str:
@@ -88,7 +88,7 @@ class StudyRun:
         """
         table = {"columns": list(columns), "data": [list(row) for row in rows]}
         self._client.log_dict(self.run_id, table, f"{name}.json")
-        _show_table(self._client, self.run_id, f"{name}.json")
+        show_table(self._client, self.run_id, f"{name}.json")
         text = "\n".join(markdown_table(columns, [[str(cell) for cell in row] for row in rows]))
         self._client.log_text(self.run_id, text + "\n", f"{name}.md")
 
@@ -102,7 +102,7 @@ class StudyRun:
 
     def log_metrics(self, values: Mapping[str, float], step: int = 0) -> None:
         """Log metrics."""
-        _log_metrics(self._client, self.run_id, {key: [(step, v)] for key, v in values.items()})
+        log_metrics(self._client, self.run_id, {key: [(step, v)] for key, v in values.items()})
 
     def adopt(self, run_id: str) -> None:
         """Put another run below this one."""

@@ -8,8 +8,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from valora_train.reporting.mlflow_store import store_lock
 from valora_train.reporting.study import StudyRun
-from valora_train.reporting.tracking import find_run, store_lock
+from valora_train.reporting.tracking import find_run
 from valora_train.stage import read_json, write_json
 from valora_train.sweeps import SWEEP
 

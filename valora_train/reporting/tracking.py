@@ -1,34 +1,40 @@
 """A fusion in MLflow: a parent run for the fusion, a nested run for every attempt.
 
 Runs are found by their tags, not by what this process remembers: after a kill, the parent run is
-continued and the run of the interrupted attempt is replaced. Only `MlflowClient` with explicit run
-ids is used, so that libraries that log into "the active run" cannot write into these runs.
+continued and the run of the interrupted attempt is replaced.
 """
 
 from __future__ import annotations
 
-import getpass
 import json
-import logging
 import re
-import signal
-import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock
-
-from valora_train.errors import TrackingError, describe_fault
+from valora_train.errors import TrackingError
 from valora_train.fusion.decision import Verdict
 from valora_train.reporting import pictures
 from valora_train.reporting.attempt_text import outcome_of, verdict_of, went
+from valora_train.reporting.mlflow_store import (
+    METRICS_PER_REQUEST,
+    NOTE,
+    PARENT,
+    Store,
+    explained,
+    log_metrics,
+    log_params,
+    open_experiment,
+    run_address,
+    show_table,
+    user_name,
+)
 from valora_train.stage import was_killed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from matplotlib.figure import Figure
     from PIL.Image import Image
@@ -42,18 +48,8 @@ HEAD_ONLY = "valora.head_only"
 TEACHER = "valora.teacher"
 TEACHERS = "valora/teachers"
 """Experiment of the small models: fusions of all tasks share them."""
-PARENT = "mlflow.parentRunId"
-NOTE = "mlflow.note.content"
-KIND = "mlflow.experimentKind"
-TABLES = "mlflow.loggedArtifacts"
-MODEL_TRAINING = "custom_model_development"
-"""Value of `KIND` for experiments with runs and metrics instead of chat traces."""
-LOCAL_SERVER = "http://127.0.0.1:5000"
-"""Where `make ui` and `mlflow ui` listen."""
 NOTE_LENGTH = 8000
 """Most characters of a description."""
-MAX_PARAM_LENGTH = 500  # characters; longer values are cut, config.yaml has them in full
-METRICS_PER_REQUEST = 500
 CURVE_SECONDS = 2.0  # between two requests of a curve
 
 
@@ -90,8 +86,8 @@ class Tracker:
         import mlflow
 
         self._uri = uri or mlflow.get_tracking_uri()
-        self._client: Any = _Store(self._uri)
-        self._experiment = _open_experiment(self._client, experiment)
+        self._client: Any = Store(self._uri)
+        self._experiment = open_experiment(self._client, experiment)
         self._fusion = fusion
         self.run_id = ""
         self._monitor: Any = None
@@ -121,7 +117,7 @@ class Tracker:
             tags = {
                 FUSION: self._fusion,
                 NOTE: note,
-                "mlflow.user": _user(),
+                "mlflow.user": user_name(),
                 "mlflow.source.name": "valora-train",
                 "mlflow.source.type": "LOCAL",
             }
@@ -158,7 +154,7 @@ class Tracker:
     def _log_config(self, config: Mapping[str, Any]) -> None:
         from omegaconf import OmegaConf
 
-        _log_params(self._client, self.run_id, config)
+        log_params(self._client, self.run_id, config)
         self._client.log_text(
             self.run_id, OmegaConf.to_yaml(OmegaConf.create(dict(config))), "config.yaml"
         )
@@ -227,9 +223,7 @@ class Tracker:
             self._experiment, tags=tags, run_name=f"{decision.domain} (no adapter)"
         )
         run_id = made.info.run_id
-        _log_metrics(
-            self._client, run_id, {f"accuracy/{decision.domain}": [(0, decision.accuracy)]}
-        )
+        log_metrics(self._client, run_id, {f"accuracy/{decision.domain}": [(0, decision.accuracy)]})
         self._client.log_artifact(run_id, str(picture), "pictures")
         self._client.set_terminated(run_id, "FINISHED" if decision.met else "FAILED")
 
@@ -276,7 +270,7 @@ class Tracker:
         self._client.log_figure(self.run_id, heat, "accuracy_heat_map.png")
         timeline = pictures.packing_timeline(decisions, seconds)
         self._client.log_figure(self.run_id, timeline, "packing_timeline.png")
-        _show_table(self._client, self.run_id, "steps.json")
+        show_table(self._client, self.run_id, "steps.json")
 
     def describe_attempts(self, notes: Mapping[int, str]) -> None:
         """Set the descriptions of attempts; those that are as they were are left alone.
@@ -299,7 +293,7 @@ class Tracker:
 
     def log_metrics(self, values: Mapping[str, float], step: int = 0) -> None:
         """Log metrics of the parent run."""
-        _log_metrics(self._client, self.run_id, {key: [(step, v)] for key, v in values.items()})
+        log_metrics(self._client, self.run_id, {key: [(step, v)] for key, v in values.items()})
 
     def log_classes(self, domain: str, facts: Mapping[str, Any]) -> None:
         """Log the metrics of a domain's classes, measured on the test split.
@@ -435,8 +429,8 @@ class TeacherRun:
     ) -> None:
         import mlflow
 
-        self._client: Any = _Store(uri or mlflow.get_tracking_uri())
-        experiment = _open_experiment(self._client, TEACHERS)
+        self._client: Any = Store(uri or mlflow.get_tracking_uri())
+        experiment = open_experiment(self._client, TEACHERS)
         earlier = self._client.search_runs(
             [experiment], f"tags.`{TEACHER}` = '{stage}' and attributes.status != 'FINISHED'"
         )
@@ -444,10 +438,10 @@ class TeacherRun:
             self._id = earlier[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
         else:
-            tags = {TEACHER: stage, "valora.domain": domain, "mlflow.user": _user()}
+            tags = {TEACHER: stage, "valora.domain": domain, "mlflow.user": user_name()}
             run = self._client.create_run(experiment, tags=tags, run_name=f"teach {domain}")
             self._id = run.info.run_id
-            _log_params(self._client, self._id, options)
+            log_params(self._client, self._id, options)
         self._curve = Curve(self._client, self._id)
 
     def add(self, epoch: int, figures: Mapping[str, float]) -> None:
@@ -538,7 +532,7 @@ class AttemptRun:
             values[f"required/{name}"] = [(0, self._required[name])]
         values |= {key: [(0, value)] for key, value in details.items()}
         values["seconds"] = [(0, seconds)]
-        _log_metrics(self._client, self._id, values)
+        log_metrics(self._client, self._id, values)
         for name, sheet in sheets.items():
             self._client.log_image(self._id, sheet, f"pictures/{name}.png")
         for name, report in classes.items():
@@ -566,15 +560,6 @@ class NoAttemptRun(AttemptRun):
     log_data_sets = finish = abandon = _ignore
 
 
-def store_lock(work: str) -> FileLock:
-    """Lock to hold while an experiment is opened: two processes would both make the database.
-
-    Args:
-        work: Folder of all stages.
-    """
-    return FileLock(Path(work) / "mlflow.lock")
-
-
 def end_stale_runs(uri: str | None, work: str) -> None:
     """End the runs of all stages of this folder whose processes were killed.
 
@@ -589,7 +574,7 @@ def end_stale_runs(uri: str | None, work: str) -> None:
     """
     import mlflow
 
-    client: Any = _Store(uri or mlflow.get_tracking_uri())
+    client: Any = Store(uri or mlflow.get_tracking_uri())
     experiments = client.search_experiments(filter_string="name LIKE 'valora/%'")
     if not experiments:
         return
@@ -605,18 +590,6 @@ def end_stale_runs(uri: str | None, work: str) -> None:
 def _is_fusion(run: Any) -> bool:
     """Whether a run is that of a whole fusion, which may lie below that of a sweep."""
     return not {ATTEMPT, HEAD_ONLY} & set(run.data.tags)
-
-
-def _open_experiment(client: Any, name: str) -> str:
-    """Id of an experiment, which is created, or restored from the trash, if needed."""
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        return str(client.create_experiment(name, tags={KIND: MODEL_TRAINING}))
-    if found.lifecycle_stage == "deleted":
-        client.restore_experiment(found.experiment_id)
-    if found.tags.get(KIND) != MODEL_TRAINING:
-        client.set_experiment_tag(found.experiment_id, KIND, MODEL_TRAINING)
-    return str(found.experiment_id)
 
 
 def register_bundle(
@@ -637,7 +610,7 @@ def register_bundle(
     import mlflow
 
     uri = uri or mlflow.get_tracking_uri()
-    with _explained(uri):
+    with explained(uri):
         return _register(uri, run_id, name, bundle, tags)
 
 
@@ -659,20 +632,6 @@ def _register(uri: str, run_id: str, name: str, bundle: Path, tags: Mapping[str,
     version = client.create_model_version(name, source, run_id, tags=dict(tags))
     client.set_registered_model_alias(name, "latest-fused", version.version)
     return int(version.version)
-
-
-def run_address(uri: str, experiment: str, run_id: str) -> str:
-    """Address of a run in MLflow's pages.
-
-    Args:
-        uri: Tracking URI; stores that are files or databases are shown by a local server.
-        experiment: Id of the experiment.
-        run_id: Id of the run.
-    """
-    server = uri.rstrip("/") if uri.startswith(("http://", "https://")) else LOCAL_SERVER
-    # Without the parameter, MLflow 3 opens in its section for chat traces, whatever the kind of
-    # the experiment: it shows no metrics there.
-    return f"{server}/#/experiments/{experiment}/runs/{run_id}?workflowType=machine_learning"
 
 
 def find_run(uri: str | None, run_id: str) -> str | None:
@@ -745,13 +704,13 @@ def _log_classes(client: Any, run_id: str, domain: str, facts: Mapping[str, Any]
     ]
     table = f"classes/{domain}.json"
     client.log_dict(run_id, {"columns": list(columns), "data": rows}, table)
-    _show_table(client, run_id, table)
+    show_table(client, run_id, table)
     if "confusion" not in facts:  # too many classes to be drawn
         return
     counts, title = facts["confusion"], f"{domain}: truth and prediction"
     matrix = pictures.confusion_matrix(counts["names"], counts["counts"], title)
     client.log_figure(run_id, matrix, f"pictures/{domain}-confusion.png")
-    _log_metrics(
+    log_metrics(
         client,
         run_id,
         {
@@ -770,166 +729,3 @@ def _rounded(value: float | None) -> float | str:
 def _metric_name(label: str) -> str:
     """A label as a part of a metric's name, in the characters that MLflow allows."""
     return re.sub(r"[^\w\-. :]", "_", label).strip(".") or "_"
-
-
-def _show_table(client: Any, run_id: str, path: str) -> None:
-    """Tell MLflow's pages that an artifact is a table."""
-    known = json.loads(client.get_run(run_id).data.tags.get(TABLES, "[]"))
-    entry = {"path": path, "type": "table"}
-    if entry not in known:
-        client.set_tag(run_id, TABLES, json.dumps([*known, entry]))
-
-
-class _Store:
-    """MLflow's client, whose errors say what to do.
-
-    Args:
-        uri: Tracking URI.
-    """
-
-    def __init__(self, uri: str) -> None:
-        from mlflow import MlflowClient
-
-        # Creating the database logs every one of its migrations.
-        logging.getLogger("alembic").setLevel(logging.WARNING)
-        logging.getLogger("mlflow").setLevel(logging.WARNING)
-        self._uri = uri
-        with _explained(uri):
-            self._client = MlflowClient(uri)
-
-    def create_run(self, *arguments: Any, **options: Any) -> Any:
-        """Create a run, which `end_open_runs` ends unless it is ended before."""
-        with _signals_later():
-            run = self._call("create_run", *arguments, **options)
-            _OPEN[run.info.run_id] = self
-        return run
-
-    def update_run(self, run_id: str, **changes: Any) -> None:
-        """Change a run; one that runs again is ended by `end_open_runs`, too."""
-        with _signals_later():
-            self._call("update_run", run_id, **changes)
-            if changes.get("status") == "RUNNING":
-                _OPEN[run_id] = self
-
-    def set_terminated(self, run_id: str, status: str) -> None:
-        """End a run."""
-        self._call("set_terminated", run_id, status)
-        _OPEN.pop(run_id, None)
-
-    def _call(self, name: str, /, *arguments: Any, **options: Any) -> Any:
-        return self.__getattr__(name)(*arguments, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._client, name)
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            with _explained(self._uri):
-                return found(*arguments, **options)
-
-        return call
-
-
-_OPEN: dict[str, _Store] = {}
-"""Runs that this process has begun and not ended, with their stores."""
-
-
-def end_open_runs() -> None:
-    """End what this process has begun and not ended, because it is about to end itself."""
-    for run_id, store in list(_OPEN.items()):
-        with suppress(TrackingError):  # what ends the process counts
-            store.set_terminated(run_id, "KILLED")
-    _OPEN.clear()
-
-
-@contextmanager
-def _signals_later() -> Iterator[None]:
-    """Hold back signals until a run that is begun is known: it could not be ended otherwise."""
-    kept: dict[int, Any] = {}
-    arrived: list[tuple[int, Any]] = []
-    if threading.current_thread() is threading.main_thread():
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)
-            if number is not None and callable(handler := signal.getsignal(number)):
-                kept[number] = handler
-                signal.signal(number, lambda *signalled: arrived.append(signalled))
-    try:
-        yield
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
-        for number, frame in arrived[:1]:
-            kept[number](number, frame)
-
-
-_TROUBLES = {
-    r"locked": "stop the other program that uses it",
-    r"out-of-date|can't locate revision|no such (table|column)|schema": (
-        "it was made by another version of MLflow: back it up and run `mlflow db upgrade`, or use "
-        "that version, or move it away"
-    ),
-    r"malformed|not a database|corrupt|disk image": "it is damaged: move it away",
-}
-
-
-@contextmanager
-def _explained(uri: str) -> Iterator[None]:
-    """Turn errors of MLflow's store into a sentence.
-
-    Raises:
-        TrackingError: Instead of such an error.
-    """
-    from alembic.util import CommandError
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
-
-    try:
-        yield
-    except (MlflowException, SQLAlchemyError, CommandError, OSError) as error:
-        fault = describe_fault(error)
-        lines = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
-        reason = " ".join(str(error).split())
-        remedy = fault.remedy if fault is not None else "mend it"
-        for trouble, advice in _TROUBLES.items():
-            if re.search(trouble, reason, re.IGNORECASE):
-                remedy = advice
-                break
-        raise TrackingError(
-            f"MLflow's store {uri} cannot be used ({lines[0][:200]}): {remedy}, or set "
-            "paths.tracking to another store, and run the same command again; what is trained is "
-            "kept"
-        ) from error
-
-
-def _user() -> str:
-    """Name of the user; some containers have none."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "unknown"
-
-
-def _log_metrics(client: Any, run_id: str, values: Mapping[str, list[tuple[int, float]]]) -> None:
-    from mlflow.entities import Metric
-
-    now = int(time.time() * 1000)
-    rows = [Metric(key, value, now, step) for key, pairs in values.items() for step, value in pairs]
-    for start in range(0, len(rows), METRICS_PER_REQUEST):
-        client.log_batch(run_id, metrics=rows[start : start + METRICS_PER_REQUEST])
-
-
-def _log_params(client: Any, run_id: str, config: Mapping[str, Any]) -> None:
-    from mlflow.entities import Param
-
-    flat = _flatten(config)
-    params = [Param(key, str(value)[:MAX_PARAM_LENGTH]) for key, value in flat.items()]
-    client.log_batch(run_id, params=params)
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

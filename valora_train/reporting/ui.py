@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from valora_train.reporting.tracking import LOCAL_SERVER, latest_fusions
+from valora_train.reporting.mlflow_store import LOCAL_SERVER
+from valora_train.reporting.tracking import latest_fusions
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, MutableMapping, Sequence

@@ -29,8 +29,9 @@ from valora_train.fusion.state import FUSION
 from valora_train.reporting.attempt_text import rejected_lines
 from valora_train.reporting.bundle_card import BARS, bundle_card, confusion_file
 from valora_train.reporting.fusion_report import log_result
+from valora_train.reporting.mlflow_store import store_lock
 from valora_train.reporting.pictures import accuracy_bars, confusion_matrix
-from valora_train.reporting.tracking import Tracker, register_bundle, store_lock
+from valora_train.reporting.tracking import Tracker, register_bundle
 from valora_train.settings import as_dict
 from valora_train.stage import intact, read_json, versions, write_json
 from valora_train.stages.gate import BundleModel

@@ -29,8 +29,9 @@ from valora_train.fusion.trainer import Trainer
 from valora_train.fusion.validation import weak_teacher
 from valora_train.model.lmm import Lmm
 from valora_train.reporting.fusion_report import FusionReport
+from valora_train.reporting.mlflow_store import store_lock
 from valora_train.reporting.progress import stopwatch
-from valora_train.reporting.tracking import NoTracker, Tracker, end_stale_runs, store_lock
+from valora_train.reporting.tracking import NoTracker, Tracker, end_stale_runs
 from valora_train.settings import as_dict
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import (

@@ -252,9 +252,7 @@ def test_something_else_in_its_place_is_not_touched(done, data, tmp_path):
 
 
 def test_what_is_out_of_reach_is_reported_with_what_was_reached(data, tmp_path):
-    required = "domains.apple.required="
-    arguments = [f"{required}1" if given.startswith(required) else given for given in data]
-    arguments += ["task.only=[apple]", "train.steps=5"]
+    arguments = [*data, "task.only=[apple]", "domains.apple.required=1", "train.steps=5"]
     process = valora_train(tmp_path, arguments)
     said = process.communicate(timeout=300)[0].replace("\n", " ")
     assert process.returncode == 1

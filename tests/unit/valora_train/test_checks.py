@@ -101,14 +101,6 @@ def test_experiment_paper_asks_for_the_papers_figures_alone(said: str, experimen
     check_contracts_asked(asked, ["fusion=paper", said])
 
 
-def test_a_contract_is_set_once() -> None:
-    made = from_config(configured())
-    once = ["domains.a.required=0.8", "domains.b.required=0.9", "++domains.a.required=0.8"]
-    check_contracts_asked(made, [*once, "train.seed=1", "train.seed=2"])
-    with pytest.raises(SettingsError, match=r"domains\.a\.required twice, to 0\.8 and to 0\.7:"):
-        check_contracts_asked(made, [*once, "domains.a.required=0.7"])
-
-
 def numbers(kind: type, prefix: str) -> list[str]:
     """Places of all settings that are numbers."""
     places = []

@@ -120,7 +120,8 @@ def test_jobs_lie_below_a_parent_with_a_table(how, tmp_path, monkeypatch, capfd,
     assert coloured_squares(1, 1, "cat")
     given = write_coco(tmp_path / "cats", count=60)
     more = ["command=fuse", "domains.cat.teacher=labels", "train.steps=2", "train.probe_steps=2",
-            "fusion.unreachable=keep", "fusion.head_only=false", "train.threads=1"]  # fmt: skip
+            "fusion.unreachable=keep", "fusion.head_only=false", "train.threads=1",
+            f"paths.tracking=sqlite:///{tmp_path}/mlflow.db"]  # fmt: skip
     swept = ["train.seed=3,5"] if how == "basic" else [
         "hydra/sweeper=optuna", "hydra.sweeper.trials=2", "train.seed=int(interval(3,4))",
     ]  # fmt: skip

@@ -206,6 +206,25 @@ class Strategy:
         return list(adapters)
 
 
+class BuildsOn(Strategy):
+    """A strategy that changes what another one proposes: that after the colon in ``repack:joint``.
+
+    Args:
+        inner: The other strategy.
+    """
+
+    builds_on = True
+
+    def __init__(self, inner: Strategy) -> None:
+        self.inner = inner
+        self.rehearse = inner.rehearse
+
+    @classmethod
+    def create(cls, options: Options) -> Self:
+        """Build on the strategy of `options`, by default on `best_fit`."""
+        return cls(options.make_inner("best_fit"))
+
+
 def slack(view: View, adapter: str) -> float:
     """The least that any domain of an adapter reaches above what it must keep.
 

@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from valora_train.fusion.strategies.base import Options, Proposal, Strategy, View
-
-if TYPE_CHECKING:
-    from typing import Self
+from valora_train.fusion.strategies.base import BuildsOn, Proposal, View
 
 LARGEST = 256
 
 
-class Grow(Strategy):
+class Grow(BuildsOn):
     """Packs with another strategy (`grow:NAME`); where it opens one more adapter, one grows first.
 
     The adapter in which the domains came closest to what all must keep gets twice its rank, which
     leaves what it computes as it is, and the attempt is repeated. Bytes count: an adapter grows
     only by as much as a new one would take.
-
-    Args:
-        inner: Packs.
     """
-
-    builds_on = True
-
-    def __init__(self, inner: Strategy) -> None:
-        self._inner = inner
-        self.rehearse = inner.rehearse
-
-    @classmethod
-    def create(cls, options: Options) -> Self:
-        """Build on the strategy of `options`, by default on `best_fit`."""
-        return cls(options.make_inner("best_fit"))
 
     def propose(self, view: View) -> Proposal | None:
         """What the inner strategy proposes, or the same in an adapter that grows."""
-        proposal = self._inner.propose(view)
+        proposal = self.inner.propose(view)
         if proposal is None or proposal.adapter is not None or not view.adapters:
             return proposal
         larger = [

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from valora_train.fusion.strategies.base import Options, Proposal, Strategy, View, slack
-
-if TYPE_CHECKING:
-    from typing import Self
+from valora_train.fusion.strategies.base import BuildsOn, Proposal, View, slack
 
 
-class Repack(Strategy):
+class Repack(BuildsOn):
     """Packs with another strategy (`repack:NAME`), then empties adapters, the emptiest first.
 
     The domains of an adapter move into the others one by one; every move that is committed keeps
     all bars, so that nothing has to be undone if the adapter cannot be emptied in the end. It is
     left alone if one of its domains has nowhere to go: a group around one that failed is not tried,
     and no domain moves twice. What an earlier fusion has packed stays where it is.
-
-    Args:
-        inner: Packs first.
     """
-
-    builds_on = True
-
-    def __init__(self, inner: Strategy) -> None:
-        self._inner = inner
-        self.rehearse = inner.rehearse
-
-    @classmethod
-    def create(cls, options: Options) -> Self:
-        """Build on the strategy of `options`, by default on `best_fit`."""
-        return cls(options.make_inner("best_fit"))
 
     def propose(self, view: View) -> Proposal | None:
         """What the inner strategy proposes; when it has packed all, the next move."""
-        if (proposal := self._inner.propose(view)) is not None:
+        if (proposal := self.inner.propose(view)) is not None:
             return proposal
         if view.waiting or len(view.adapters) < 2:
             return None

@@ -15,17 +15,16 @@ from valora_train.errors import TrackingError
 from valora_train.fusion.decision import Attempt
 from valora_train.fusion.history import History
 from valora_train.metrics.per_class import choice_report
+from valora_train.reporting.mlflow_store import end_open_runs, run_address
 from valora_train.reporting.tracking import (
     TEACHERS,
     DataSet,
     TeacherRun,
     Tracker,
-    end_open_runs,
     end_stale_runs,
     find_run,
     latest_fusions,
     register_bundle,
-    run_address,
 )
 
 

@@ -20,12 +20,13 @@ def test_bundles_are_found_by_folder_and_folder_of_folders(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_bundle_from_mlflows_registry(tmp_path):
+def test_a_bundle_from_mlflows_registry(tmp_path, request):
     mlflow = pytest.importorskip("mlflow")
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"
     folder = tmp_path / "made"
     folder.mkdir()
     (folder / "bundle.json").write_text('{"name": "made"}')
+    request.addfinalizer(lambda: mlflow.set_tracking_uri(None))  # it holds for the whole process
     mlflow.set_tracking_uri(store)
     experiment = mlflow.create_experiment("x", artifact_location=(tmp_path / "artifacts").as_uri())
     with mlflow.start_run(experiment_id=experiment) as run:

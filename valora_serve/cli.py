@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Sequence
 
-    from valora_serve.engine.async_engine import AsyncEngine
-
 _ABOUT = """\
 Serve bundles over HTTP: OpenAI's chat and completions endpoints, /v1/vision/DOMAIN, and a web
 console at /. Options can also be set in a file (--config) and in environment variables
@@ -129,6 +127,7 @@ async def _serve_at(
 
     from rich.console import Console
 
+    from valora_serve.engine.start import start_engine
     from valora_serve.server.app import create_app, make_server
     from valora_serve.server.loading import golden, startup
     from valora_serve.server.loading.served_set import ServedSet
@@ -139,7 +138,7 @@ async def _serve_at(
     folders = startup.find_bundles(bundles, state.parent / "downloads")
     if engine_settings.quantize == "auto":
         engine_settings = replace(engine_settings, quantize=startup.find_rounding(folders))
-    engine = await make_engine(engine_settings)
+    engine = await start_engine(engine_settings)
     try:
         replay = partial(golden.replay, engine) if settings.golden else None
         folder = Path(settings.adapter_folder) if settings.adapter_folder else None
@@ -167,18 +166,6 @@ async def _serve_at(
     )
     await server.serve()
     return 0
-
-
-async def make_engine(settings: EngineSettings) -> AsyncEngine:
-    """Start the engine."""
-    from transformers.utils import logging
-
-    from valora_serve.engine.async_engine import AsyncEngine
-    from valora_serve.engine.engine import Engine
-
-    logging.disable_progress_bar()
-
-    return AsyncEngine(await asyncio.to_thread(Engine, settings))
 
 
 def make_key(arguments: Sequence[str]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from valora_data.errors import ValoraError
 
 
@@ -17,6 +19,19 @@ class ServeError(ValoraError):
 
     status = 500
     code = "internal_error"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Python's own way calls the class with `args`, which lack what a subclass keeps for itself.
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(
+    kind: type[ServeError], arguments: tuple[object, ...], state: dict[str, Any]
+) -> ServeError:
+    """Return an error that was pickled, e.g. for another process."""
+    error = kind.__new__(kind, *arguments)
+    error.__dict__.update(state)
+    return error
 
 
 class RequestError(ServeError):

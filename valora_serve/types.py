@@ -370,6 +370,7 @@ class EngineStats:
         image_hits: Images found in the image cache.
         image_queries: Images looked up in the image cache.
         preemptions: How often a request was preempted.
+        adapter_loads: How often an adapter was copied to the device.
         finished: Requests that ended, by the value of `Finish`.
         prompt_tokens: Prompt tokens computed.
         generated_tokens: Tokens generated.
@@ -395,6 +396,7 @@ class EngineStats:
     image_hits: int = 0
     image_queries: int = 0
     preemptions: int = 0
+    adapter_loads: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -421,6 +423,12 @@ class EngineClient(Protocol):
 
     def stats(self) -> EngineStats:
         """Return the state and counters of the engine as of its last step, without waiting."""
+
+    def replicas(self) -> dict[str, EngineStats] | None:
+        """Return the state of every replica by its name, without waiting; `stats` is their sum.
+
+        None if there is one engine, in this process.
+        """
 
     async def load_adapter(self, name: str, folder: Path) -> ServedModel:
         """Load a PEFT folder under a name; an adapter of this name is replaced.

@@ -271,6 +271,9 @@ class FakeEngine:
             generated_tokens=100,
         )
 
+    def replicas(self):
+        return None
+
     async def load_adapter(self, name, folder):
         config = json.loads((folder / "adapter_config.json").read_text())
         if config.get("base_model_name_or_path", "tiny") != "tiny":

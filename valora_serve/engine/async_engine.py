@@ -215,6 +215,9 @@ class AsyncEngine:
         """Return the state and counters of the engine as of its last step."""
         return self._stats
 
+    def replicas(self) -> None:
+        """Return None: this is one engine."""
+
     async def load_adapter(self, name: str, folder: Path) -> ServedModel:
         """Load a PEFT folder under a name; see `types.EngineClient`."""
         await self._load(folder, name)

@@ -580,6 +580,7 @@ class Engine:
             image_hits=self.images.hits,
             image_queries=self.images.queries,
             preemptions=requests.preemptions,
+            adapter_loads=self.adapters.loads,
             finished=dict(self._answers.finished),
             prompt_tokens=self._launcher.prompt_tokens,
             generated_tokens=self._answers.generated_tokens,

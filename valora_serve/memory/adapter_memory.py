@@ -96,6 +96,7 @@ class AdapterMemory:
         unmergeable: Adapters that must not be merged into the base weights, each with the reason.
         quarantined: Those of them that requests must not use either; loading them again lifts that.
         proven: Keys of the adapters that were merged once, with finite weights.
+        loads: How often an adapter was copied to the device.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class AdapterMemory:
         self.unmergeable: dict[str, str] = {}
         self.quarantined: dict[str, str] = {}
         self.proven: set[str] = set()
+        self.loads = 0
         self._memory, self._pool = memory, pool
         self._host_bytes = host_bytes
         self._held_bytes = 0
@@ -368,6 +370,7 @@ class AdapterMemory:
         entry.copied = None
         self.loading.discard(key)
         self.resident.add(key)
+        self.loads += 1
         self.ranks[entry.slot] = entry.packed.rank
         self.scalings[entry.slot] = entry.packed.scaling
         self._idle[key] = None

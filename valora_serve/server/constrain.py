@@ -83,7 +83,7 @@ class Grammars:
         """
         loop = asyncio.get_running_loop()
         matcher = await loop.run_in_executor(self._compiling, self._matcher, schema)
-        return [JsonConstraint(matcher.deep_copy()) for _ in range(count)]
+        return [JsonConstraint(matcher.deep_copy(), schema) for _ in range(count)]
 
     def _matcher(self, schema: Mapping[str, Any] | bool | None) -> Any:
         """Return the compiled schema, from the cache if it is there."""
@@ -160,9 +160,18 @@ class Grammars:
 
 
 class JsonConstraint:
-    """A JSON constraint on the tokens of one answer, as `valora_serve.types.Constraint`."""
+    """A JSON constraint on the tokens of one answer, as `valora_serve.types.Constraint`.
 
-    def __init__(self, matcher: Any) -> None:
+    Args:
+        matcher: Compiled schema at its start.
+        schema: The JSON schema; None for any JSON object.
+
+    Attributes:
+        schema: The JSON schema, from which another process makes the same constraint.
+    """
+
+    def __init__(self, matcher: Any, schema: Mapping[str, Any] | bool | None = None) -> None:
+        self.schema = schema
         self._matcher = matcher
 
     def mask(self, allowed: NDArray[np.bool_]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from valora_serve.types import Mode
+from valora_serve.types import EngineStats, Mode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -166,46 +167,67 @@ class _EngineState(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats()
-        pages = max(1, stats.pages_total)
-        for name, text, value in (
-            ("num_requests_running", "Requests that hold pages.", stats.running),
-            ("num_requests_waiting", "Requests in the engine's queue.", stats.waiting),
-            ("kv_cache_usage_ratio", "Share of the pages that holds keys and values.",
-             stats.pages_kv / pages),
-            ("adapter_cache_usage_ratio", "Share of the pages that holds adapters.",
-             stats.pages_adapters / pages),
-            ("pages", "Pages of the unified memory.", stats.pages_total),
-            ("pages_free", "Free pages, cached ones included.", stats.pages_free),
-            ("adapters_resident", "Adapters on the device.", len(stats.adapters_resident)),
-            ("adapters_known", "Adapters that requests can name.", stats.adapters_known),
-            ("models_unmergeable", "Adapters and domains whose weights are never merged.",
-             len(stats.unmergeable)),
-            ("models_quarantined", "Adapters and domains that requests cannot use any more.",
-             len(stats.quarantined)),
-        ):  # fmt: skip
-            yield GaugeMetricFamily(f"valora_{name}", text, value=value)
-        mode = GaugeMetricFamily("valora_mode", "1 for the mode of the last step.", labels=["mode"])
-        for item in Mode:
-            mode.add_metric([str(item)], float(item == stats.mode))
-        yield mode
-        yield InfoMetricFamily(
+        replicas = self._engine.replicas()
+        named = ["replica"] if replicas is not None else []
+        states: dict[tuple[str, ...], EngineStats]
+        if replicas is None:
+            states = {(): self._engine.stats()}
+        else:
+            states = {(name,): stats for name, stats in replicas.items()}
+            yield GaugeMetricFamily("valora_replicas", "Replicas that run.", value=len(replicas))
+        for name, text, gauge in _GAUGES:
+            family = GaugeMetricFamily(f"valora_{name}", text, labels=named)
+            for labels, stats in states.items():
+                family.add_metric(labels, gauge(stats))
+            yield family
+        mode = GaugeMetricFamily(
+            "valora_mode", "1 for the mode of the last step.", labels=[*named, "mode"]
+        )
+        merged = InfoMetricFamily(
             "valora_merged_adapter", "The adapter that is merged into the base weights.",
-            value={"adapter": stats.merged_adapter or ""},
+            labels=named,
         )  # fmt: skip
-        for name, text, count in (
-            ("mode_switches", "Mode switches.", stats.switches),
-            ("engine_steps", "Engine steps.", stats.steps),
-            ("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
-            ("generation_tokens", "Tokens generated.", stats.generated_tokens),
-            ("non_finite_outputs", "Requests that failed on NaN or infinity.", stats.non_finite),
-            ("num_preemptions", "Requests that were preempted and recomputed.",
-             stats.preemptions),
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
-             stats.prefix_queries),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
-            ("image_cache_queries", "Images looked up in the cache of encoded images.",
-             stats.image_queries),
-            ("image_cache_hits", "Images found in the cache of encoded images.", stats.image_hits),
-        ):  # fmt: skip
-            yield CounterMetricFamily(f"valora_{name}", text, value=count)
+        for labels, stats in states.items():
+            for item in Mode:
+                mode.add_metric([*labels, str(item)], float(item == stats.mode))
+            merged.add_metric(labels, {"adapter": stats.merged_adapter or ""})
+        yield mode
+        yield merged
+        for name, text, counter in _COUNTERS:
+            counted = CounterMetricFamily(f"valora_{name}", text, labels=named)
+            for labels, stats in states.items():
+                counted.add_metric(labels, counter(stats))
+            yield counted
+
+
+_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("num_requests_running", "Requests that hold pages.", lambda s: s.running),
+    ("num_requests_waiting", "Requests in the engine's queue.", lambda s: s.waiting),
+    ("kv_cache_usage_ratio", "Share of the pages that holds keys and values.",
+     lambda s: s.pages_kv / max(1, s.pages_total)),
+    ("adapter_cache_usage_ratio", "Share of the pages that holds adapters.",
+     lambda s: s.pages_adapters / max(1, s.pages_total)),
+    ("pages", "Pages of the unified memory.", lambda s: s.pages_total),
+    ("pages_free", "Free pages, cached ones included.", lambda s: s.pages_free),
+    ("adapters_resident", "Adapters on the device.", lambda s: len(s.adapters_resident)),
+    ("adapters_known", "Adapters that requests can name.", lambda s: s.adapters_known),
+    ("models_unmergeable", "Adapters and domains whose weights are never merged.",
+     lambda s: len(s.unmergeable)),
+    ("models_quarantined", "Adapters and domains that requests cannot use any more.",
+     lambda s: len(s.quarantined)),
+)  # fmt: skip
+_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("mode_switches", "Mode switches.", lambda s: s.switches),
+    ("engine_steps", "Engine steps.", lambda s: s.steps),
+    ("prompt_tokens", "Prompt tokens computed.", lambda s: s.prompt_tokens),
+    ("generation_tokens", "Tokens generated.", lambda s: s.generated_tokens),
+    ("non_finite_outputs", "Requests that failed on NaN or infinity.", lambda s: s.non_finite),
+    ("num_preemptions", "Requests that were preempted and recomputed.", lambda s: s.preemptions),
+    ("adapter_loads", "Adapters that were copied to the device.", lambda s: s.adapter_loads),
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
+     lambda s: s.prefix_queries),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hits),
+    ("image_cache_queries", "Images looked up in the cache of encoded images.",
+     lambda s: s.image_queries),
+    ("image_cache_hits", "Images found in the cache of encoded images.", lambda s: s.image_hits),
+)  # fmt: skip

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import chat, encoded, picture, serving
 from valora_serve.server.telemetry.metrics import MOST_LABELS, Metrics
-from valora_serve.types import Finish, Output, Times, Usage
+from valora_serve.types import EngineStats, Finish, Mode, Output, Times, Usage
 
 
 def samples(text):
@@ -48,9 +48,33 @@ def test_metrics_say_what_happened():
     assert found["valora_mode", (("mode", "mixture"),)] == 1
     assert found["valora_mode", (("mode", "merged"),)] == 0
     assert found["valora_mode_switches_total", ()] == 3
+    assert ("valora_replicas", ()) not in found
     assert found["valora_merged_adapter_info", (("adapter", "adapter-1"),)] == 1
     assert found["valora_prefix_cache_hits_total", ()] == 5
     assert found["process_resident_memory_bytes", ()] > 10**7
+
+
+def test_states_of_replicas_are_labelled():
+    engine = FakeEngine()
+    busy = EngineStats(
+        running=7, mode=Mode.MERGED, merged_adapter="b", adapter_loads=3, pages_total=8, pages_kv=2
+    )
+    engine.replicas = lambda: {"x1": engine.stats(), "y2": busy}
+    found = samples(Metrics(engine).text().decode())
+    first, second = (("replica", "x1"),), (("replica", "y2"),)
+    assert found["valora_replicas", ()] == 2
+    assert found["valora_num_requests_running", first] == 0
+    assert found["valora_num_requests_running", second] == 7
+    assert found["valora_kv_cache_usage_ratio", first] == 0.2
+    assert found["valora_kv_cache_usage_ratio", second] == 0.25
+    assert found["valora_adapter_loads_total", second] == 3
+    assert found["valora_mode", (("mode", "mixture"), *first)] == 1
+    assert found["valora_mode", (("mode", "merged"), *second)] == 1
+    assert found["valora_merged_adapter_info", (("adapter", "b"), *second)] == 1
+    engine.replicas = dict  # all have died
+    found = samples(Metrics(engine).text().decode())
+    assert found["valora_replicas", ()] == 0
+    assert not [key for key in found if key[0] == "valora_num_requests_running"]
 
 
 def test_label_sets_are_bounded():

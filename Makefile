@@ -68,9 +68,9 @@ base: $(READY) ## Train the base model valora-tiny from scratch (25 minutes on a
 .PHONY: test test-fast test-slow test-gpu lint format
 test: lint test-fast ## Check style and types, and run the fast tests
 test-fast: $(READY) ## Run all tests but the slow ones and those that need a GPU
-	@$(BIN)/python -m pytest -m 'not slow and not gpu' -n auto --maxprocesses 8 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -m 'not slow and not gpu' -n auto --maxprocesses 8 --dist loadfile --durations 10 $(ARGS)
 test-slow: $(READY) ## Run the slow end-to-end tests
-	@$(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --durations 20 $(ARGS)
 test-gpu: $(READY) ## Run the tests that need a CUDA GPU
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
 lint: $(READY) ## Check style (ruff) and types (mypy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,28 @@ if TYPE_CHECKING:
     from valora_data.contract.architectures.base import Architecture
     from valora_data.contract.base_model import BaseModel
     from valora_train.settings import LoraSettings
+
+
+def _peft() -> Any:
+    """PEFT, without the libraries for quantised models if the model is not quantised.
+
+    Where bitsandbytes is installed, PEFT imports it, and torch's compiler with it, which takes
+    seconds; a quantised base model was loaded with it before any adapter is added.
+    """
+    unused = "bitsandbytes" not in sys.modules
+    if unused:
+        sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
+    try:
+        import peft
+        from peft.import_utils import is_bnb_4bit_available, is_bnb_available
+
+        for is_available in (is_bnb_available, is_bnb_4bit_available):
+            is_available.cache_clear()
+            is_available()
+    finally:
+        if unused:
+            del sys.modules["bitsandbytes"]
+    return peft
 
 
 class Adapters:
@@ -38,12 +61,11 @@ class Adapters:
             seed: Seed of A.
             rank: Its rank, None for that of the settings; the scaling is that of the settings.
         """
-        from peft import LoraConfig, get_peft_model
-
+        peft = _peft()
         rank = rank or self._lora.rank
         times = rank / self._lora.rank
         alpha = self._lora.alpha * (math.sqrt(times) if self._lora.rslora else times)
-        config = LoraConfig(
+        config = peft.LoraConfig(
             r=rank,
             lora_alpha=int(alpha) if alpha.is_integer() else alpha,
             use_rslora=self._lora.rslora,
@@ -52,7 +74,7 @@ class Adapters:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             if self._peft is None:
-                self._peft = get_peft_model(self._model.model, config, adapter_name=name)
+                self._peft = peft.get_peft_model(self._model.model, config, adapter_name=name)
             else:
                 self._peft.add_adapter(name, config)
         self._keep_precision()
@@ -60,10 +82,11 @@ class Adapters:
 
     def load(self, name: str, folder: Path) -> None:
         """Load an adapter from a PEFT folder."""
-        from peft import PeftModel
-
+        peft = _peft()
         if self._peft is None:
-            self._peft = PeftModel.from_pretrained(self._model.model, folder, adapter_name=name)
+            self._peft = peft.PeftModel.from_pretrained(
+                self._model.model, folder, adapter_name=name
+            )
         else:
             self._peft.load_adapter(folder, adapter_name=name)
         self._keep_precision()

@@ -9,6 +9,7 @@ from mlflow import MlflowClient
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from tests.support.helpers import coloured_squares
+from tests.support.stores import new_store
 from tests.unit.valora_train.test_cli import write_coco
 from valora_train import cli
 from valora_train.errors import SettingsError
@@ -121,7 +122,7 @@ def test_jobs_lie_below_a_parent_with_a_table(how, tmp_path, monkeypatch, capfd,
     given = write_coco(tmp_path / "cats", count=60)
     more = ["command=fuse", "domains.cat.teacher=labels", "train.steps=2", "train.probe_steps=2",
             "fusion.unreachable=keep", "fusion.head_only=false", "train.threads=1",
-            f"paths.tracking=sqlite:///{tmp_path}/mlflow.db"]  # fmt: skip
+            f"paths.tracking={new_store(tmp_path)}"]  # fmt: skip
     swept = ["train.seed=3,5"] if how == "basic" else [
         "hydra/sweeper=optuna", "hydra.sweeper.trials=2", "train.seed=int(interval(3,4))",
     ]  # fmt: skip

@@ -77,7 +77,7 @@ def test_a_running_request_holds_no_copy_of_its_body(name):
             thread.join()
 
 
-def test_what_fails_leaves_nothing_to_the_garbage_collector():
+def test_what_fails_leaves_nothing_to_the_garbage_collector(request):
     """Its frames hold images and files of megabytes, and the collector may run much later."""
     slow = scans(encoded(Image.new("RGB", (1500, 1500)), "JPEG", progressive=True), 2000)
     cut = NOISE[:-9000]
@@ -91,6 +91,9 @@ def test_what_fails_leaves_nothing_to_the_garbage_collector():
             (CHAT, {"content": json.dumps(chat(url=data_url(NOISE)))[:-1] + ', "x": 1}',
                     "headers": {"content-type": "application/json"}}),
         ]  # fmt: skip
+        # What other tests have left is not looked through again and again.
+        gc.freeze()
+        request.addfinalizer(gc.unfreeze)
         for path, arguments in sent:
             gc.collect()
             gc.disable()

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from tests.support.oracle_tables import conflict_table, interference_table
+from tests.support.stores import new_store
 from valora_train.fusion.exact import exact_packing
 from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.strategies.registry import STRATEGIES
@@ -20,7 +21,7 @@ NAMES = ["a", "b", "c", "d", "e"]
 
 @pytest.fixture
 def run(tmp_path):
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uri = new_store(tmp_path)
     return StudyRun(uri, "valora/x", "oracle 1", "oracle · x", {"seeds": [0]})
 
 
@@ -64,7 +65,7 @@ def test_the_packing_of_every_seed_is_shown(run, tmp_path):
 
 
 def test_a_run_is_continued_by_its_key_and_ended_by_an_error(tmp_path):
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uri = new_store(tmp_path)
     first = StudyRun(uri, "valora/x", "sweep 7", "one", {})
     with pytest.raises(KeyboardInterrupt), first:
         raise KeyboardInterrupt

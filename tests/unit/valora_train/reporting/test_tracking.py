@@ -10,6 +10,7 @@ from filelock import FileLock
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
+from tests.support.stores import new_store
 from tests.unit.valora_train.fusion.test_history import DECISIONS, PACKING, REQUIREMENTS, START
 from valora_train.errors import TrackingError
 from valora_train.fusion.decision import Attempt
@@ -31,7 +32,7 @@ from valora_train.reporting.tracking import (
 @pytest.fixture
 def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)  # where artifacts go
-    return f"sqlite:///{tmp_path}/mlflow.db"
+    return new_store(tmp_path)
 
 
 def started(uri: str, task: str = "detection", key: str = "a1") -> Tracker:
@@ -63,9 +64,12 @@ def test_runs_of_killed_stages_are_ended_whatever_stage_they_are_of(
 
 
 def test_a_signal_while_a_run_is_begun_is_heard_once_the_run_is_known(
-    uri: str, monkeypatch: pytest.MonkeyPatch
+    uri: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     create = MlflowClient.create_run
+    # A shell starts what runs in its background with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
     def interrupted(self: MlflowClient, *arguments: object, **options: object) -> object:
         signal.raise_signal(signal.SIGINT)

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from rich.console import Console
 
+from tests.support.stores import new_store
 from tests.unit.valora_train.reporting.test_tracking import started
 from valora_train.reporting.ui import CHOOSE, choosing_model_training, print_links
 
@@ -54,7 +55,7 @@ def test_links_name_the_server_that_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uri = new_store(tmp_path)
     console = Console(file=io.StringIO(), width=40)
     print_links(uri, "http://127.0.0.1:5055", console)
     assert "no fusion has run" in console.file.getvalue()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.stores import new_store
 from tests.support.trial_inputs import trial_inputs as made_inputs
 from tests.unit.valora_train.test_cli import LABELLED, write_coco
 from valora_train import cli
@@ -79,6 +80,7 @@ def test_only_training_and_data_are_the_identity(tmp_path, inputs):
 def prepared(tmp_path, monkeypatch, capfd):
     """Runs `valora-train` on two domains that take their labels instead of a teacher."""
     monkeypatch.chdir(tmp_path)
+    new_store(tmp_path)
     first = write_coco(tmp_path / "cats")
     write_coco(tmp_path / "dogs", colour="blue", name="dog")
     more = [
@@ -107,7 +109,7 @@ def table_of(folder: Path) -> OracleTable:
 
 
 def test_the_command_makes_a_complete_table(prepared, tmp_path, one_thread):
-    asked = ["command=oracle", "oracle.seeds=[2]", "oracle.processes=1"]
+    asked = ["command=oracle", "oracle.seeds=[2]", "oracle.processes=1", "oracle.requirements=40"]
     status, out, err = prepared(*asked)
     assert status == 0, err
     assert "5 of 5 trainings" in out

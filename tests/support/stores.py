@@ -1,0 +1,30 @@
+"""MLflow stores for tests: the migrations of a new one take seconds, a copy takes none."""
+
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def _migrated() -> Path:
+    from mlflow import MlflowClient
+
+    folder = tempfile.TemporaryDirectory()
+    _KEPT.append(folder)
+    file = Path(folder.name, "mlflow.db")
+    MlflowClient(f"sqlite:///{file}").search_experiments()
+    return file
+
+
+_KEPT: list[tempfile.TemporaryDirectory[str]] = []
+"""Deleted when the process ends."""
+
+
+def new_store(folder: Path) -> str:
+    """Put an empty store into a folder, where `valora-train` looks for one.
+
+    Returns:
+        Its tracking URI.
+    """
+    return f"sqlite:///{shutil.copy(_migrated(), folder / 'mlflow.db')}"

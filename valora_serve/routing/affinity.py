@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 class AffinityRouter(Router):
     """Bounded load, then resident adapters, then rendezvous hashing.
 
-    Replicas below the bound come before those that reach it. Below the bound, those come first that
-    hold the adapter, then those to which it was sent lately, then the others; among equals the
-    adapter's own order decides. Replicas that reach the bound are ordered by load. Requests of the
-    base model are spread by load (`Router.least_loaded`).
+    Replicas below the bound come before those that reach it, which are ordered by load. Below the
+    bound, those come first that hold the adapter, then those to which it was sent lately. An
+    adapter that is nowhere goes to the less loaded of the first `RouterSettings.choices` replicas
+    of its own order, which spreads adapters more evenly than the first alone; otherwise that order
+    decides among equals. Requests of the base model are spread by load (`Router.least_loaded`).
     """
 
     def order(self, adapter: str | None, replicas: Sequence[ReplicaState]) -> list[ReplicaState]:
@@ -36,22 +37,27 @@ class AffinityRouter(Router):
         if adapter is None:
             return self.least_loaded(replicas)
         cap = self.cap(replicas)
+        ranked = sorted(replicas, key=lambda r: weight(adapter, r.id), reverse=True)
+        homes = ranked[: self.settings.choices]
 
         def place(replica: ReplicaState) -> tuple[float, int, float]:
-            over = max(0.0, replica.load - cap + 1) if replica.load >= cap else 0.0
-            cold = 0 if adapter in replica.resident else 1 if adapter in replica.recent else 2
-            return over, cold, -weight(adapter, replica.id)
+            over = replica.load if replica.load >= cap else -1.0
+            if adapter in replica.resident:
+                return over, 0, 0.0
+            if adapter in replica.recent:
+                return over, 1, 0.0
+            return (over, 2, replica.load) if replica in homes else (over, 3, 0.0)
 
-        return sorted(replicas, key=place)
+        return sorted(ranked, key=place)  # stable: the adapter's own order decides among equals
 
     def cap(self, replicas: Sequence[ReplicaState]) -> float:
         """Load that a replica must be below to take one more request.
 
-        There is always such a replica: the least loaded has at most the mean, and the bound is
-        above 1.
+        There is always such a replica, as the least loaded has at most the mean.
         """
         mean = (sum(replica.load for replica in replicas) + 1) / max(1, len(replicas))
-        return max(self.settings.slack, self.settings.bound * mean)
+        s = self.settings
+        return max(s.slack, min(s.bound * mean, mean + s.excess))
 
 
 @lru_cache(maxsize=1 << 16)

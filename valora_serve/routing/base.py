@@ -48,11 +48,13 @@ class RouterSettings:
 
     Attributes:
         bound: `affinity` sends no request to a replica whose load is at least this many times the
-            mean load of all replicas, counting the request.
+            mean load of all replicas, counting the request, or `excess` above that mean.
+        excess: See `bound`. Where very many requests wait, a share of the mean is more than an
+            adapter is worth.
         slack: Load below which `affinity` never turns away from a replica, so that few requests at
             a time are not spread for nothing.
-        choices: Replicas that `least` draws for a request, of which it takes the one with the least
-            load.
+        choices: Replicas of which the one with the least load is taken: `least` draws them for each
+            request, `affinity` has them for each adapter.
         seed: Seed of random choices.
 
     Raises:
@@ -60,6 +62,7 @@ class RouterSettings:
     """
 
     bound: float = 1.25
+    excess: float = 16.0
     slack: float = 8.0
     choices: int = 2
     seed: int = 0
@@ -68,6 +71,10 @@ class RouterSettings:
         if not (math.isfinite(self.bound) and self.bound > 1):
             raise SettingsError(
                 f"The load bound of the router is {self.bound:g}: choose a number above 1."
+            )
+        if not self.excess > 0:
+            raise SettingsError(
+                f"The excess load of the router is {self.excess:g}: choose a number above 0."
             )
         if not (math.isfinite(self.slack) and self.slack >= 0):
             raise SettingsError(

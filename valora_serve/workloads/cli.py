@@ -1,4 +1,4 @@
-"""``valora-sim``: compares policies on a simulated workload, as a table, JSON and a plot."""
+"""``valora-sim``: compares policies, and routers of replicas, on a simulated workload."""
 
 from __future__ import annotations
 
@@ -17,14 +17,22 @@ from valora_serve.orchestrator.cost_model import H200_7B, CostModel
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import POLICIES, make_policy
 from valora_serve.orchestrator.trace import DecisionTrace
+from valora_serve.routing.base import RouterSettings
+from valora_serve.routing.registry import ROUTERS, make_router
 from valora_serve.workloads import traces
+from valora_serve.workloads.cluster import simulate_cluster
+from valora_serve.workloads.cluster_table import NOTE, cluster_row, tables
+from valora_serve.workloads.dispatch import RouterDispatch
+from valora_serve.workloads.migration import DLoraDispatch
 from valora_serve.workloads.simulator import SimSettings, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from rich.console import Console
     from rich.table import Table as RichTable
 
+    from valora_serve.workloads.dispatch import Dispatch
     from valora_serve.workloads.simulator import Report
     from valora_serve.workloads.traces import Workload
 
@@ -40,8 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        rows = list(_runs(options))
-        _print(rows, options)
+        if _has_replicas(options):
+            rows = list(_cluster_runs(options))
+            _print_cluster(rows, options)
+        else:
+            rows = list(_runs(options))
+            _print(rows, options)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         if options.plot:
@@ -56,8 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    except ImportError:
-        print("valora-sim: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+    except ImportError as error:
+        name = str(error.name or "").partition(".")[0]
+        needs = "--migration dlora" if name == "scipy" else "--plot"
+        print(f"valora-sim: {needs} needs {name}: pip install {name}", file=sys.stderr)
         return 1
     return 0
 
@@ -65,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="valora-sim",
-        description="Simulate a workload under several policies, with predicted step times.",
+        description="Simulate a workload under several policies, with predicted step times, on one "
+        "machine or on replicas behind a router.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     policy, machine = PolicySettings(), SimSettings()
@@ -92,7 +107,12 @@ def _parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("policies").add_argument
     names = ", ".join(POLICIES)
-    add("--policies", nargs="+", metavar="NAME", default=list(POLICIES), help=f"some of {names}")
+    add(
+        "--policies",
+        nargs="+",
+        metavar="NAME",
+        help=f"some of {names} (default: all, with replicas: cost)",
+    )
     add("--theta", type=float, default=policy.theta, help="valora: starvation threshold in seconds")
     add("--clusters", type=int, default=policy.clusters, help="S-LoRA's adapter clustering")
     optional = argparse.BooleanOptionalAction
@@ -110,6 +130,27 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-requests", type=int, default=machine.max_requests, help="most running requests")
     add("--pages", type=int, default=machine.pages, help="pages of unified memory, 16 tokens each")
 
+    add("--slots", type=int, default=machine.slots, help="most adapters on the device")
+
+    router = RouterSettings()
+    add = parser.add_argument_group("replicas, each a machine as above").add_argument
+    add("--replicas", nargs="+", type=int, metavar="N", default=[1], help="numbers to compare")
+    routers = ", ".join(ROUTERS)
+    add("--router", nargs="+", metavar="NAME", help=f"some of {routers} (default: affinity)")
+    add("--load-bound", type=float, default=router.bound, help="affinity: most load over the mean")
+    add("--slack", type=float, default=router.slack, help="affinity: load that is never too much")
+    add(
+        "--migration",
+        choices=["none", "dlora"],
+        default="none",
+        help="dlora: also dLoRA's placement, dispatch and migration, as a router of its own",
+    )
+    add(
+        "--per-replica",
+        action="store_true",
+        help="rates and numbers of requests are those of a replica",
+    )
+
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, help="write the results to this file")
     add("--plot", type=Path, help="plot the average token latency to this file")
@@ -117,10 +158,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Simulate each workload under each policy; yields the rows of the table."""
+def _has_replicas(options: argparse.Namespace) -> bool:
+    """Whether replicas are simulated; checks the options that go with them."""
+    asked = options.replicas != [1] or options.router is not None or options.migration != "none"
+    if not asked:
+        return False
+    for name, given in (("plot", options.plot), ("decision-trace", options.decision_trace)):
+        if given:
+            raise traces.TraceError(
+                f"--{name} is for one machine: leave out --replicas, --router and --migration."
+            )
+    return True
+
+
+def _machine(options: argparse.Namespace) -> tuple[CostModel, PolicySettings, SimSettings]:
+    """Return costs, settings of the policies and the simulated machine."""
     costs = CostModel.read(options.costs) if options.costs else H200_7B
-    costs = costs.with_lora(options.lora_cost)
     settings = PolicySettings(
         theta=options.theta,
         clusters=options.clusters,
@@ -128,12 +181,24 @@ def _runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         groups=options.groups,
         slo=options.slo,
     )
-    machine = SimSettings(max_requests=options.max_requests, pages=options.pages, slo=options.slo)
+    machine = SimSettings(
+        max_requests=options.max_requests,
+        pages=options.pages,
+        slots=options.slots,
+        slo=options.slo,
+    )
+    return costs.with_lora(options.lora_cost), settings, machine
+
+
+def _runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Simulate each workload under each policy; yields the rows of the table."""
+    costs, settings, machine = _machine(options)
+    policies = options.policies or list(POLICIES)
     cases = list(_cases(options))
-    if options.decision_trace and len(cases) * len(options.policies) > 1:
+    if options.decision_trace and len(cases) * len(policies) > 1:
         raise traces.TraceError("--decision-trace needs one policy, one rate and one skewness.")
     for rate, skew, workload in cases:
-        for name in options.policies:
+        for name in policies:
             policy = make_policy(name, costs, settings)
             began = time.perf_counter()
             if options.decision_trace:
@@ -142,6 +207,44 @@ def _runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             else:
                 report = simulate(workload, policy, costs, machine)
             yield _row(rate, skew, name, report, time.perf_counter() - began)
+
+
+def _routed(name: str, settings: RouterSettings) -> Dispatch:
+    return RouterDispatch(make_router(name, settings))
+
+
+def _cluster_runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Simulate each workload on each number of replicas with each router."""
+    costs, settings, machine = _machine(options)
+    asked = RouterSettings(bound=options.load_bound, slack=options.slack, seed=options.seed)
+    ways: dict[str, Callable[[], Dispatch]] = {}
+    for name in options.router or ["affinity"]:
+        make_router(name, asked)  # refuses an unknown one before anything is simulated
+        ways[name] = partial(_routed, name, asked)
+    if options.migration == "dlora":
+        ways["dLoRA"] = partial(DLoraDispatch, options.seed)
+    for replicas in options.replicas:
+        for rate, skew, workload in _cases(options, replicas if options.per_replica else 1):
+            for policy in options.policies or ["cost"]:
+                for name, make in ways.items():
+                    began = time.perf_counter()
+                    report = simulate_cluster(
+                        workload,
+                        replicas,
+                        make(),
+                        partial(make_policy, policy, costs, settings),
+                        costs,
+                        machine,
+                    )
+                    yield {
+                        "replicas": replicas,
+                        "router": name,
+                        "rate": rate,
+                        "skew": skew,
+                        "policy": policy,
+                        "computed_in": time.perf_counter() - began,
+                        **cluster_row(report),
+                    }
 
 
 def _row(
@@ -156,8 +259,14 @@ def _row(
     }
 
 
-def _cases(options: argparse.Namespace) -> Iterator[tuple[float | None, float, Workload]]:
+def _cases(
+    options: argparse.Namespace, times: int = 1
+) -> Iterator[tuple[float | None, float, Workload]]:
     """Read or generate the workloads to simulate.
+
+    Args:
+        options: Options of the command.
+        times: Factor on the rate or the number of requests; files are replayed as they are.
 
     Yields:
         The rate, the skewness and the workload. The rate is None for requests that arrive at once
@@ -172,9 +281,12 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[float | None, float, W
     taken = traces.options_of(make)
     for rate in options.rates if taken & {"rate", "streams"} else [None]:
         for skew in options.skews if "skew" in taken else [options.alpha]:
-            given = vars(options) | {"rate": rate, "skew": skew, "ranks": (options.rank,)}
+            given = vars(options) | {"skew": skew, "ranks": (options.rank,)}
+            given["requests"] *= times
+            given["rate"] = rate
             if rate is not None:
-                given["streams"] = int(rate)
+                given["rate"] = rate * times
+                given["streams"] = int(rate * times)
             yield rate, skew, _limited(traces.generate(make, given), options)
 
 
@@ -200,13 +312,30 @@ COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 )
 
 
+def _title(options: argparse.Namespace) -> str:
+    return f"Simulated, costs from {options.costs or 'the H200 estimate (not measured)'}"
+
+
+def _console() -> Console:
+    """A console on which no table is cut: a pipe or a file has no width."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=200)
+
+
+def _print_cluster(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+    console = _console()
+    for table in tables(rows, _title(options)):
+        console.print(table)
+    console.print(NOTE, style="dim")
+
+
 def _print(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     """Print the results as a table; with several cases, also their geometric means."""
-    from rich.console import Console
     from rich.table import Table
 
-    costs = options.costs or "the H200 estimate (not measured)"
-    table = Table(title=f"Simulated, costs from {costs}", title_justify="left")
+    table = Table(title=_title(options), title_justify="left")
     table.add_column("rate", justify="right")
     table.add_column("skew", justify="right")
     table.add_column("policy")
@@ -221,10 +350,7 @@ def _print(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
         rate = "-" if row["rate"] is None else f"{row['rate']:g}"
         cells = [text(row) for _, text in COLUMNS]
         table.add_row(rate, f"{row['skew']:.2g}", str(row["policy"]), *cells)
-    # A pipe or a file has no width; the table must not be cut there.
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
+    console = _console()
     console.print(table)
     console.print(
         "ms/token: sum of end-to-end latencies over all input, image and output tokens.",

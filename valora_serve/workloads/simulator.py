@@ -1,10 +1,10 @@
-"""Simulates a workload under a policy, without a GPU.
+"""Simulates a workload under a policy on one machine, without a GPU.
 
 The policies are those of the engine, and so are the rules: prompts are prefilled in chunks; KV
 pages and adapters share one pool; adapters are loaded one after the other while steps run, and the
 least recently used are evicted; preempted requests are recomputed. The cost model predicts how long
 steps, switches and loads take. Steps that repeat the one before (`Decision.until`) are simulated
-together.
+together. `valora_serve.workloads.cluster` simulates several machines.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from valora_serve.types import Mode
 from valora_serve.workloads.traces import BASE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from valora_serve.orchestrator.cost_model import CostModel
@@ -50,6 +52,7 @@ class SimSettings:
         pages: Pages of the unified memory.
         page_tokens: Tokens per KV page.
         rank_pages: Pages per unit of an adapter's rank.
+        slots: Most adapters on the device at a time, those being loaded included.
         window: Most waiting requests that the policy sees.
         overhead: Seconds per step that the cost model does not contain.
         slo: Limit of the time to the first token in seconds, for requests without a latency limit.
@@ -62,6 +65,7 @@ class SimSettings:
     pages: int = 13_000
     page_tokens: int = 16
     rank_pages: float = 0.25
+    slots: int = 4096
     window: int = 512
     overhead: float = 0.0
     slo: float = 6.0
@@ -127,11 +131,38 @@ def simulate(
     Raises:
         SimulationError: A request can never fit, or the policy breaks a rule.
     """
-    return _Simulation(workload, policy, cost_model, settings or SimSettings(), trace).run()
+    first, end = np.full(len(workload), np.nan), np.full(len(workload), np.nan)
+    machine = Machine(workload, policy, cost_model, settings or SimSettings(), first, end, trace)
+    for index, arrival in enumerate(machine.arrivals):
+        machine.advance(arrival)
+        machine.submit(index)
+    machine.advance(math.inf)
+    return machine.report(np.arange(len(workload)))
 
 
-class _Simulation:
-    """The state of a simulation."""
+class Machine:
+    """A simulated machine, whose clock is advanced from one arrival to the next.
+
+    Args:
+        workload: All requests, also those that other machines answer.
+        policy: A new policy.
+        cost: Predicts the seconds of steps, switches and loads.
+        settings: The simulated machine.
+        first: [requests] float64, receives the times of the first tokens.
+        end: [requests] float64, receives the times at which requests end.
+        trace: Receives every decision.
+
+    Attributes:
+        arrivals: Arrival times of the workload in seconds.
+        now: Time of the machine's next decision in seconds: the end of the last step.
+        views: Requests that are submitted and have not ended, by id (the index as text).
+        resident: Adapters on the device.
+        loads: Adapters loaded so far.
+        kv_pages: Pages of keys and values in use.
+
+    Raises:
+        SimulationError: A request can never fit.
+    """
 
     def __init__(
         self,
@@ -139,20 +170,22 @@ class _Simulation:
         policy: Policy,
         cost: CostModel,
         settings: SimSettings,
-        trace: DecisionTrace | None,
+        first: NDArray[np.float64],
+        end: NDArray[np.float64],
+        trace: DecisionTrace | None = None,
     ) -> None:
         self.workload, self.policy, self.cost = workload, policy, cost
         self.settings, self.trace = settings, trace
-        n = len(workload)
-        self.first = np.full(n, np.nan)
-        self.end = np.full(n, np.nan)
+        self.first, self.end = first, end
         self.ranks = dict(zip(workload.adapters, workload.ranks, strict=True))
         self.adapter_pages = {a: math.ceil(r * settings.rank_pages) for a, r in self.ranks.items()}
         self._check()
         # A list: reading single numbers from an array is slow.
-        self.arrivals = workload.arrival.tolist()
+        self.arrivals: list[float] = workload.arrival.tolist()
         self.now = self.arrivals[0]
-        self.next_arrival = 0  # index of the next request to arrive
+        self.last = self.now  # when a request last ended
+        self.until = self.now  # the next event that is not this machine's own
+        self.inbox: list[RequestView] = []  # submitted since the last decision
         self.running: list[RequestView] = []
         self.queue: list[RequestView] = []
         self.arrived: list[float] = []  # arrival times that the policy has not seen
@@ -169,10 +202,13 @@ class _Simulation:
         self.mode = Mode.UNMERGED
         self.merged: str | None = None
         self.steps = self.switches = self.loads = self.aborted = self.preempted = 0
+        self.ended = 0  # requests that the last step ended
         self.mode_time = dict.fromkeys(Mode, 0.0)
         self.idle_rounds = 0
 
     def _check(self) -> None:
+        if self.settings.slots < 2:  # one of them may be merged
+            raise SimulationError(f"A machine needs at least 2 slots, not {self.settings.slots}.")
         tokens = self.workload.prompt.astype(np.int64) + self.workload.output
         pages = np.ceil((tokens + 1) / self.settings.page_tokens)
         own = np.array([*self.adapter_pages.values(), 0])
@@ -184,10 +220,71 @@ class _Simulation:
                 f"{self.settings.pages}; raise `pages` or remove the request."
             )
 
-    def run(self) -> Report:
-        """Simulate all requests."""
-        n = len(self.workload)
-        while self.next_arrival < n or self.views:
+    def submit(self, index: int) -> None:
+        """Submit a request of the workload at its arrival, to which the machine was advanced."""
+        w = self.workload
+        number = int(w.adapter[index])
+        adapter = None if number == BASE else w.adapters[number]
+        prompt = int(w.prompt[index])
+        limit = float(w.latency_limit[index])
+        view = RequestView(
+            id=str(index),
+            adapter=adapter,
+            rank=0 if adapter is None else w.ranks[number],
+            arrival=self.arrivals[index],
+            prompt_left=prompt,
+            output_left=int(w.output[index]),
+            pages=self._pages(prompt),
+            adapter_pages=0 if adapter is None else self.adapter_pages[adapter],
+            images=int(w.images[index]),
+            latency_limit=None if math.isnan(limit) else limit,
+        )
+        self.views[view.id] = view
+        self.inbox.append(view)
+        self.arrived.append(view.arrival)
+
+    def remove(self, key: str) -> RequestView:
+        """Take a request out, to be continued by another machine (`insert`)."""
+        view = self.views.pop(key)
+        if view.running:
+            self._release(view)
+            self.running = [r for r in self.running if r is not view]
+        else:
+            self.queue = [r for r in self.queue if r is not view]
+            self.inbox = [r for r in self.inbox if r is not view]
+        self.policy.finished(key)
+        return view
+
+    def insert(self, view: RequestView) -> None:
+        """Continue a request that another machine began; its keys and values come with it."""
+        if view.running:
+            # A step of one prompt token reads the keys and values and computes the next token, as
+            # a decode step does.
+            view.prompt_left = max(1, view.prompt_left)
+            view.pages = self._pages(view.kv_tokens + view.prompt_left)
+            view.held, view.running, view.served = 0, False, None
+        self.views[view.id] = view
+        self.inbox.append(view)
+
+    def outstanding(self, time: float) -> int:
+        """Count the requests that are not answered at a time, at most that of the next step's end.
+
+        A step is simulated when it begins, so that what it ends is no longer in `views`.
+        """
+        return len(self.views) + (self.ended if self.now > time else 0)
+
+    def advance(self, until: float) -> None:
+        """Make all decisions before a time, at which something arrives here or elsewhere.
+
+        Args:
+            until: Time in seconds; infinity to answer everything.
+
+        Raises:
+            SimulationError: The policy broke a rule.
+        """
+        self.until = until
+        while self.now < until and (self.views or until < math.inf):
+            self.ended = 0
             self._arrive()
             self._finish_loads()
             view = self._view()
@@ -195,33 +292,23 @@ class _Simulation:
             if self.trace is not None:
                 self.trace.write(view, decision)
             self._carry_out(decision)
-        return self._report()
 
     def _arrive(self) -> None:
-        """Put the requests that have arrived into the queue."""
-        w, now, n = self.workload, self.now, len(self.workload)
-        while self.next_arrival < n and self.arrivals[self.next_arrival] <= now:
-            i = self.next_arrival
-            self.next_arrival += 1
-            number = int(w.adapter[i])
-            adapter = None if number == BASE else w.adapters[number]
-            prompt = int(w.prompt[i])
-            limit = float(w.latency_limit[i])
-            view = RequestView(
-                id=str(i),
-                adapter=adapter,
-                rank=0 if adapter is None else w.ranks[number],
-                arrival=self.arrivals[i],
-                prompt_left=prompt,
-                output_left=int(w.output[i]),
-                pages=(prompt + self.settings.page_tokens) // self.settings.page_tokens,
-                adapter_pages=0 if adapter is None else self.adapter_pages[adapter],
-                images=int(w.images[i]),
-                latency_limit=None if math.isnan(limit) else limit,
-            )
-            self.views[view.id] = view
+        """Put the requests that were submitted into the queue, the oldest first."""
+        for view in self.inbox:
+            self._enqueue(view)
+        self.inbox.clear()
+
+    def _enqueue(self, view: RequestView) -> None:
+        if not self.queue or self.queue[-1].arrival <= view.arrival:
             self.queue.append(view)
-            self.arrived.append(view.arrival)
+            return
+        place = next(i for i, r in enumerate(self.queue) if r.arrival > view.arrival)
+        self.queue.insert(place, view)
+
+    def _pages(self, tokens: int) -> int:
+        """Count the pages of a prompt and its first token."""
+        return (tokens + self.settings.page_tokens) // self.settings.page_tokens
 
     def _finish_loads(self) -> None:
         for adapter, end in list(self.loading.items()):
@@ -255,7 +342,11 @@ class _Simulation:
             resident=self.resident,
             loading=frozenset(self.loading),
             limits=StepLimits(
-                s.max_requests, s.max_tokens, s.pages - self._pinned(), s.max_adapters, s.chunk
+                s.max_requests,
+                s.max_tokens,
+                s.pages - self._pinned(),
+                min(s.max_adapters, s.slots),
+                s.chunk,
             ),
             arrived=arrived,
         )
@@ -277,17 +368,22 @@ class _Simulation:
             self.mode_time[decision.mode] += seconds
             self.switches += 1
         self.mode, self.merged = decision.mode, decision.merged
-        for adapter in decision.prefetch:
-            self._load(adapter)
-        if decision.batch:
+        batch = [(self.views[key], tokens) for key, tokens in decision.batch]
+        self._take_pages(batch)
+        # As in the engine: the adapters of the batch are in use by now, and only the first of these
+        # may evict one that a waiting request names.
+        for number, adapter in enumerate(decision.prefetch):
+            self._load(adapter, urgent=number == 0)
+        if batch:
             self.idle_rounds = 0
-            self._step(decision)
+            self._step(decision, batch)
         else:
             self._wait(decision)
 
     def _drop(self, key: str) -> None:
         view = self.views.pop(key)
         self.aborted += 1
+        self.last = self.now
         if view.running:
             self._release(view)
             self.running = [r for r in self.running if r is not view]
@@ -310,15 +406,12 @@ class _Simulation:
         view.prompt_left += view.kv_tokens  # is recomputed
         view.kv_tokens = view.held = 0
         view.running = False
-        view.pages = (view.prompt_left + self.settings.page_tokens) // self.settings.page_tokens
-        place = next(
-            (i for i, r in enumerate(self.queue) if r.arrival > view.arrival), len(self.queue)
-        )
-        self.queue.insert(place, view)
+        view.pages = self._pages(view.prompt_left)
+        self._enqueue(view)
 
-    def _load(self, adapter: str) -> None:
-        """Load an adapter as soon as the loads before it have ended."""
-        if not self._make_room(self.adapter_pages[adapter]):
+    def _load(self, adapter: str, urgent: bool) -> None:
+        """Load an adapter as soon as the loads before it have ended, if there is room."""
+        if not self._make_room(self.adapter_pages[adapter], 1, urgent):
             return
         start = max(self.now, self.load_ends)
         self.load_ends = start + self.cost.load(self.ranks[adapter])
@@ -326,27 +419,35 @@ class _Simulation:
         self.loading_pages += self.adapter_pages[adapter]
         self.loads += 1
 
-    def _make_room(self, pages: int) -> bool:
-        """Evict idle adapters until enough pages are empty; return whether there are."""
+    def _make_room(self, pages: int, slots: int = 0, urgent: bool = True) -> bool:
+        """Evict idle adapters until enough pages and slots are empty; return whether there are.
+
+        Args:
+            pages: Pages that are needed.
+            slots: Slots that are needed.
+            urgent: Whether adapters may be evicted that waiting requests name; they go last.
+        """
         free = self._free()
-        if free >= pages:
+        open_slots = self.settings.slots - len(self.resident) - len(self.loading)
+        if free >= pages and open_slots >= slots:
             return True
         idle = [a for a in self.recent if a not in self.users and a != self.merged]
         wanted = {r.adapter for r in self.queue}
         for adapter in sorted(idle, key=lambda a: a in wanted):
-            if free >= pages:
+            if (free >= pages and open_slots >= slots) or (adapter in wanted and not urgent):
                 break
+            open_slots += 1
             self.resident.discard(adapter)
             del self.recent[adapter]
             self.resident_pages -= self.adapter_pages[adapter]
             free += self.adapter_pages[adapter]
-        return free >= pages
+        return free >= pages and open_slots >= slots
 
     def _wait(self, decision: Decision) -> None:
         """Advance the clock to the next event, as the batch is empty."""
         times = [end for end in self.loading.values() if end > self.now]
-        if self.next_arrival < len(self.workload):
-            times.append(self.arrivals[self.next_arrival])
+        if self.until < math.inf:
+            times.append(self.until)
         if self.now < decision.until < math.inf:
             times.append(decision.until)
         if times:
@@ -361,12 +462,9 @@ class _Simulation:
 
     # -- steps --------------------------------------------------------------------------------
 
-    def _step(self, decision: Decision) -> None:
-        views = self.views
-        batch = [(views[key], tokens) for key, tokens in decision.batch]
+    def _step(self, decision: Decision, batch: list[tuple[RequestView, int]]) -> None:
         shape = step_shape(decision.mode, decision.merged, batch, self.ranks)
         seconds = self.cost.step(shape) + self.settings.overhead
-        self._take_pages(batch)
         if shape.prefill or decision.until <= self.now or self.trace is not None:
             times = 1
             duration = seconds
@@ -385,9 +483,7 @@ class _Simulation:
         Each step takes longer than the one before, as every row has one more token in the KV cache.
         """
         times = min(r.output_left for r, _ in batch)
-        horizon = until
-        if self.next_arrival < len(self.workload):
-            horizon = min(horizon, self.arrivals[self.next_arrival])
+        horizon = min(until, self.until)
         for end in self.loading.values():
             if end > self.now:
                 horizon = min(horizon, end)
@@ -481,39 +577,58 @@ class _Simulation:
             self.running = [r for r in self.running if r.id in views]
 
     def _finish(self, view: RequestView) -> None:
-        self.end[int(view.id)] = self.now
+        self.end[int(view.id)] = self.last = self.now
+        self.ended += 1
         self._release(view)
         del self.views[view.id]
         self.policy.finished(view.id)
 
-    def _report(self) -> Report:
-        w = self.workload
-        done = ~np.isnan(self.end)
-        latency = (self.end - w.arrival)[done]
-        first = (self.first - w.arrival)[done]
-        tokens = int(w.prompt[done].sum()) + int(w.output[done].sum())
-        limit = np.where(np.isnan(w.latency_limit), self.settings.slo, w.latency_limit)
-        seconds = max(self.now - self.arrivals[0], 1e-12)
-        busy = sum(self.mode_time.values()) or 1.0
-        with np.errstate(invalid="ignore"):
-            in_time = float(np.mean(self.first - w.arrival <= limit))
-        return Report(
-            requests=len(w),
-            finished=int(done.sum()),
-            aborted=self.aborted,
-            preempted=self.preempted,
-            seconds=seconds,
-            steps=self.steps,
-            switches=self.switches,
-            loads=self.loads,
-            token_latency=float(latency.sum()) / tokens if tokens else math.nan,
-            throughput=int(done.sum()) / seconds,
-            token_throughput=int(w.output[done].sum()) / seconds,
-            first_token=_spread(first),
-            end_to_end=_spread(latency),
-            attainment=in_time,
-            modes={str(mode): time / busy for mode, time in self.mode_time.items()},
-        )
+    def report(self, indices: NDArray[np.intp]) -> Report:
+        """Report on the requests that this machine got.
+
+        Args:
+            indices: [n] int, indices of the requests.
+        """
+        return report([self], self.workload, indices)
+
+
+def report(machines: Sequence[Machine], workload: Workload, indices: NDArray[np.intp]) -> Report:
+    """Report on machines that answered requests together.
+
+    Args:
+        machines: The machines; they share the arrays of times.
+        workload: All requests.
+        indices: [n] int, indices of the requests that these machines got.
+    """
+    w, settings, everything = workload, machines[0].settings, machines[0]
+    end, first_token = everything.end[indices], everything.first[indices]
+    arrival, prompt, output = w.arrival[indices], w.prompt[indices], w.output[indices]
+    done = ~np.isnan(end)
+    latency = (end - arrival)[done]
+    tokens = int(prompt[done].sum()) + int(output[done].sum())
+    limit = w.latency_limit[indices]
+    limit = np.where(np.isnan(limit), settings.slo, limit)
+    seconds = max(max(m.last for m in machines) - float(w.arrival[0]), 1e-12)
+    busy = sum(sum(m.mode_time.values()) for m in machines) or 1.0
+    with np.errstate(invalid="ignore"):
+        in_time = float(np.mean(first_token - arrival <= limit)) if len(indices) else math.nan
+    return Report(
+        requests=len(indices),
+        finished=int(done.sum()),
+        aborted=sum(m.aborted for m in machines),
+        preempted=sum(m.preempted for m in machines),
+        seconds=seconds,
+        steps=sum(m.steps for m in machines),
+        switches=sum(m.switches for m in machines),
+        loads=sum(m.loads for m in machines),
+        token_latency=float(latency.sum()) / tokens if tokens else math.nan,
+        throughput=int(done.sum()) / seconds,
+        token_throughput=int(output[done].sum()) / seconds,
+        first_token=_spread((first_token - arrival)[done]),
+        end_to_end=_spread(latency),
+        attainment=in_time,
+        modes={str(mode): sum(m.mode_time[mode] for m in machines) / busy for mode in Mode},
+    )
 
 
 def _spread(values: NDArray[np.float64]) -> tuple[float, float, float, float]:

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.random_tests import examples
-from valora_serve.routing.affinity import AffinityRouter
 from valora_serve.routing.base import RecentAdapters, ReplicaState, RouterSettings
 from valora_serve.routing.registry import ROUTERS, make_router
 
@@ -30,6 +29,7 @@ fleets = st.lists(states, max_size=8, unique_by=lambda r: r.id)
 settings = st.builds(
     RouterSettings,
     bound=st.floats(1.01, 3),
+    excess=st.floats(0.1, 30),
     slack=st.floats(0, 20),
     choices=st.integers(1, 9),
     seed=st.integers(0, 9),
@@ -55,7 +55,7 @@ def test_the_bound_holds(fleet, adapter, settings):
     load = {r.id: r.load for r in fleet if r.available}
     if ranked:
         mean = (sum(load.values()) + 1) / len(load)
-        cap = max(settings.slack, settings.bound * mean)
+        cap = max(settings.slack, min(settings.bound * mean, mean + settings.excess))
         assert load[ranked[0]] < cap
         below = [load[key] < cap for key in ranked]
         assert below == sorted(below, reverse=True)
@@ -73,22 +73,34 @@ def test_loads_stay_bounded_when_nothing_is_answered(requests, replicas, bound):
     for sent, adapter in enumerate(requests):
         chosen = router.rank(adapter, [ReplicaState(key, n) for key, n in load.items()])[0]
         load[chosen] += 1
-        assert load[chosen] <= bound * (sent + 1) / replicas + 1
+        mean = (sent + 1) / replicas
+        assert load[chosen] <= min(bound * mean, mean + 16) + 1
 
 
 @given(fleet=fleets, adapter=names)
 @examples(200)
 def test_affinity_prefers_replicas_that_hold_the_adapter(fleet, adapter):
-    router = make_router("affinity")
-    ranked = router.rank(adapter, fleet)
+    ranked = make_router("affinity").rank(adapter, fleet)
     by = {r.id: r for r in fleet}
-    cap = AffinityRouter().cap([r for r in fleet if r.available])
+    available = [r.load for r in fleet if r.available]
+    mean = (sum(available) + 1) / max(1, len(available))
+    cap = max(8, min(1.25 * mean, mean + 16))
     warm = [
-        (adapter in by[key].resident) * 2 + (adapter in by[key].recent and adapter not in
-                                              by[key].resident)
-        for key in ranked if by[key].load < cap
-    ]  # fmt: skip
+        2 if adapter in by[key].resident else 1 if adapter in by[key].recent else 0
+        for key in ranked
+        if by[key].load < cap
+    ]
     assert warm == sorted(warm, reverse=True)
+
+
+def test_an_adapter_that_is_nowhere_goes_to_the_less_loaded_of_two():
+    names = ["a", "b", "c", "d"]
+    idle = make_router("affinity").rank("x", [ReplicaState(name, 0) for name in names])
+    for loads in ([3, 1, 0, 0], [1, 3, 0, 0], [2, 2, 0, 0]):
+        fleet = [ReplicaState(name, load) for name, load in zip(idle, loads, strict=True)]
+        best = idle[1] if loads[1] < loads[0] else idle[0]
+        assert make_router("affinity").rank("x", fleet)[0] == best
+    assert make_router("affinity", RouterSettings(choices=1)).rank("x", fleet) == idle
 
 
 @given(fleet=st.lists(st.uuids().map(str), min_size=1, max_size=12, unique=True), new=st.uuids())

@@ -63,3 +63,50 @@ def test_a_latency_limit_counts_as_slo(tmp_path):
     assert main([*arguments, "--latency-limit", "1e-6"]) == 0
     (row,) = json.loads(out.read_text())
     assert np.isclose(row["attainment"], 0)
+
+
+def test_replicas_are_compared(tmp_path, capsys):
+    arguments = [
+        "--workload", "slora", "--adapters", "30", "--slots", "8", "--rates", "10", "--per-replica",
+        "--duration", "4", "--replicas", "1", "3", "--router", "affinity", "random",
+        "--migration", "dlora", "--json",
+    ]  # fmt: skip
+    assert main([*arguments, str(tmp_path / "one.json")]) == 0
+    text = capsys.readouterr().out
+    assert "not measured" in text and "Each replica" in text and "× one" in text
+    rows = json.loads((tmp_path / "one.json").read_text())
+    assert [(r["replicas"], r["router"]) for r in rows] == [
+        (n, name) for n in (1, 3) for name in ("affinity", "random", "dLoRA")
+    ]
+    for row in rows:
+        assert row["policy"] == "cost" and row["finished"] == row["requests"]
+        assert len(row["per_replica"]) == row["replicas"]
+        for name in ("requests", "loads", "steps"):
+            assert sum(one[name] for one in row["per_replica"]) == row[name]
+        assert 0 < row["balance"] <= 1 and 0 < row["fairness"] <= 1
+    assert rows[3]["requests"] == pytest.approx(3 * rows[0]["requests"], rel=0.3)
+    assert main([*arguments, str(tmp_path / "two.json")]) == 0
+    again = json.loads((tmp_path / "two.json").read_text())
+    for row in (*rows, *again):
+        del row["computed_in"]
+    assert rows == again
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (["--replicas", "0"], "at least 1 replica, not 0"),
+        (["--replicas", "2", "--router", "near"], "unknown router 'near': choose one of affinity"),
+        (["--replicas", "2", "--load-bound", "1"], "load bound of the router is 1"),
+        (["--replicas", "2", "--slots", "1"], "at least 2 slots, not 1"),
+        (["--replicas", "2", "--plot", "p.png"], "--plot is for one machine: leave out --replicas"),
+        (["--router", "least", "--decision-trace", "d"], "--decision-trace is for one machine"),
+        (["--replicas", "2", "--costs", "none.json"], "none.json"),
+    ],
+)
+def test_what_is_wrong_with_replicas(wrong, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*wrong, "--duration", "1"]) == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("valora-sim: ") and sentence in said
+    assert not list(tmp_path.iterdir())

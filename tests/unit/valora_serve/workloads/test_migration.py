@@ -1,0 +1,106 @@
+"""dLoRA's integer program against trying everything, and what its migration is good for."""
+
+import itertools
+import math
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+
+from valora_serve.orchestrator.cost_model import H200_7B
+from valora_serve.orchestrator.registry import make_policy
+from valora_serve.workloads import traces
+from valora_serve.workloads.cluster import simulate_cluster
+from valora_serve.workloads.migration import MOVE_SECONDS, SWAP_PAGES, DLoraDispatch, solve
+from valora_serve.workloads.simulator import SimSettings
+
+
+def time_of(pair, counts, pages, seconds, memory, flow):
+    """Time of the replica that needs the longest; the objective, from its definition."""
+    longest = 0.0
+    for n in pair:
+        spent = swapped = 0.0
+        for (adapter, source), number in counts.items():
+            other = pair[1] if source == pair[0] else pair[0]
+            gone = flow.get((adapter, source, other), 0)
+            here = number - gone if source == n else gone
+            spent += here * (seconds[adapter] + (MOVE_SECONDS if source != n else 0))
+            swapped += here * pages[adapter, source]
+        longest = max(longest, spent + max(0.0, swapped - memory[n]) / SWAP_PAGES)
+    return longest
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_program_against_trying_everything(seed):
+    rng = np.random.default_rng(seed)
+    pair, names = (2, 5), ["a", "b", "c"]
+    kinds = [("a", 2), ("b", 2), ("b", 5), ("c", 5), (None, 2)]
+    counts = {key: int(rng.integers(1, 5)) for key in kinds}
+    pages = {key: float(rng.integers(1, 9)) for key in kinds}
+    seconds = {name: float(rng.uniform(0.5, 4)) for name in ("a", "b", "c", None)}
+    capacity = {2: 2, 5: int(rng.integers(1, 4))}
+    memory = {2: 10, 5: 8}
+    flow, placed = solve(names, pair, counts, pages, seconds, capacity, memory)
+    best = math.inf
+    for numbers in itertools.product(*(range(counts[key] + 1) for key in kinds)):
+        tried = {(a, s, 7 - s): n for (a, s), n in zip(kinds, numbers, strict=True)}
+        used = {n: set() for n in pair}
+        for (adapter, source, target), number in tried.items():
+            used[target] |= {adapter} if number else set()
+            used[source] |= {adapter} if number < counts[adapter, source] else set()
+        if all(len(used[n] - {None}) <= capacity[n] for n in pair):
+            best = min(best, time_of(pair, counts, pages, seconds, memory, tried))
+    found = time_of(pair, counts, pages, seconds, memory, flow)
+    assert found <= 1.02 * best + max(seconds.values())  # numbers of requests are rounded
+    for (adapter, _, target), number in flow.items():
+        assert number > 0 and (adapter is None or adapter in placed[target])
+    assert all(len(placed[n]) <= capacity[n] for n in pair)
+
+
+def test_a_program_without_a_solution_moves_nothing():
+    counts = {("a", 0): 3, ("b", 0): 3}
+    pages, seconds = dict.fromkeys(counts, 1.0), {"a": 1.0, "b": 1.0}
+    full = {0: 1, 1: 0}
+    assert solve(["a", "b"], (0, 1), counts, pages, seconds, full, {0: 9, 1: 9}) is None
+
+
+class Staying(DLoraDispatch):
+    interval = math.inf
+
+
+def test_migration_balances_what_the_placement_got_wrong():
+    """All requests are of four adapters that lie on the same replica."""
+    work = traces.at_once(300, adapters=16, skew=None, lengths=(100, 400), seed=2)
+    alike = np.where(work.adapter % 4 == 1, work.adapter, (work.adapter // 4) * 4 + 1)
+    work = traces.Workload(
+        work.adapters, work.ranks, np.sort(np.random.default_rng(0).uniform(0, 15, 300)),
+        alike.astype(np.int32), work.prompt, work.output, work.images, work.latency_limit,
+    )  # fmt: skip
+    settings = SimSettings(max_requests=24)
+    moving, staying = (
+        simulate_cluster(work, 4, dispatch, partial(make_policy, "slora", H200_7B), H200_7B,
+                         settings)
+        for dispatch in (DLoraDispatch(), Staying())
+    )  # fmt: skip
+    assert moving.total.finished == staying.total.finished == 300
+    assert staying.migrations == 0 < moving.migrations
+    assert moving.total.end_to_end[3] < 0.8 * staying.total.end_to_end[3]
+    assert moving.balance > staying.balance + 0.1
+
+
+def test_every_adapter_has_a_replica_and_one_has_all():
+    work = traces.poisson(40, 4, adapters=10, skew=None, seed=1)
+    dispatch = DLoraDispatch(seed=3)
+    report = simulate_cluster(work, 3, dispatch, partial(make_policy, "slora", H200_7B), H200_7B)
+    homes = [sum(name in placed for placed in dispatch._placed) for name in work.adapters]
+    assert sorted(homes) == [1] * 9 + [3]
+    assert report.total.finished == len(work) and report.total.loads == 12
+
+
+def test_scipy_is_named(monkeypatch, capsys):
+    from valora_serve.workloads.cli import main
+
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    assert main(["--replicas", "2", "--migration", "dlora", "--duration", "1"]) == 1
+    assert "--migration dlora needs scipy: pip install scipy" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from valora_train.errors import describe_fault
 from valora_train.reporting.progress import Display, stopwatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from types import FrameType
 
     from omegaconf import DictConfig
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from valora_train.stage import Stage
     from valora_train.stages.fuse import DomainInputs
 
+MOST_PROCESSES = 4  # that prepare domains side by side, unless the settings say how many
 STOPPING = ("SIGTERM", "SIGHUP")
 """Signals that end a run as Ctrl-C does."""
 
@@ -79,9 +80,7 @@ def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, A
         display = Display(Console(quiet=True))
     with stopwatch() as seconds, display(), team:
         pipeline = _Pipeline(settings, display, team, wait)
-        if settings.processes > 1:
-            _prepare_side_by_side(settings, display)
-        domains = [pipeline.prepare_domain(domain) for domain in settings.chosen()]
+        domains = _prepare_domains(settings, display, pipeline, team)
         if settings.command == "oracle":
             pipeline.oracle(domains)
         if settings.command == "compare":
@@ -93,6 +92,10 @@ def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, A
         if team.leads and settings.command == "export":
             pipeline.export(domains, fused, seconds)
         return pipeline.figures(fused)
+
+
+class _NotBuiltError(Exception):
+    """A stage is not up to date, and nobody asked to run it."""
 
 
 class _Pipeline:
@@ -110,6 +113,17 @@ class _Pipeline:
         self._display = display
         self._team = team
         self._wait = wait
+        self._builds = True
+
+    def is_prepared(self, domain: DomainSettings) -> bool:
+        """Whether the stages before fusion are up to date for a domain."""
+        looked = _Pipeline(self._settings, Display(Console(quiet=True)), self._team, self._wait)
+        looked._builds = False
+        try:
+            looked.prepare_domain(domain)
+        except _NotBuiltError:
+            return False
+        return True
 
     def prepare_domain(self, domain: DomainSettings) -> DomainInputs:
         """Run the stages before fusion: read the data, train the teacher, run the teacher."""
@@ -350,6 +364,10 @@ class _Pipeline:
         Returns:
             Output folder of the stage.
         """
+        if not self._builds:
+            if not stage.is_done(Path(self._settings.paths.work)):
+                raise _NotBuiltError
+            return stage.folder(Path(self._settings.paths.work))
         if not self._team.leads:
             self._team.wait()
             return stage.folder(Path(self._settings.paths.work))
@@ -363,31 +381,72 @@ class _Pipeline:
         return folder
 
 
-def _prepare_side_by_side(settings: Settings, display: Display) -> None:
+def _prepare_domains(
+    settings: Settings, display: Display, pipeline: _Pipeline, team: Team
+) -> list[DomainInputs]:
+    """Run the stages before fusion, of several domains side by side if there is much to do."""
+    chosen = settings.chosen()
+    processes = settings.processes or _processes_for(settings)
+    waiting = [] if processes == 1 else [one for one in chosen if not pipeline.is_prepared(one)]
+    if len(waiting) < 2 or not team.leads:
+        return [pipeline.prepare_domain(domain) for domain in chosen]
+    _prepare_side_by_side(settings, display, waiting, min(processes, len(waiting)))
+    names = {domain.name for domain in waiting}
+    quiet = _Pipeline(settings, Display(Console(quiet=True)), team, wait=True)
+    return [
+        (quiet if domain.name in names else pipeline).prepare_domain(domain) for domain in chosen
+    ]
+
+
+def _processes_for(settings: Settings) -> int:
+    """Processes that prepare domains: one for each core, but few, since each holds its data."""
+    if settings.model.device != "cpu":  # a teacher may take much of the GPU's memory
+        return 1
+    return min(os.cpu_count() or 1, MOST_PROCESSES)
+
+
+def _prepare_side_by_side(
+    settings: Settings, display: Display, domains: Sequence[DomainSettings], count: int
+) -> None:
     """Run the stages before fusion in several processes, one domain in each."""
     from concurrent.futures import as_completed
 
     from valora_train.processes import worker_processes
+    from valora_train.reporting.progress import Relay
 
-    names = [domain.name for domain in settings.chosen()]
-    count = min(settings.processes, len(names))
-    with worker_processes(count, "processes", _silence_libraries) as executor:
-        jobs = {executor.submit(_prepare, settings, name): name for name in names}
-        for done, job in enumerate(as_completed(jobs), start=1):
+    threads = max(1, (os.cpu_count() or 1) // count)
+    with (
+        Relay(display) as relay,
+        worker_processes(count, "processes", _begin_worker, relay.messages, threads) as executor,
+    ):
+        jobs = [executor.submit(_prepare, settings, domain.name) for domain in domains]
+        for job in as_completed(jobs):
             job.result()
-            display.note("prepare", f"{jobs[job]}: {done} of {len(names)} domains are ready")
+
+
+def _begin_worker(messages: Any, threads: int) -> None:
+    """Prepare a process that prepares domains."""
+    global _relayed  # noqa: PLW0603 (one display for each process)
+    import torch
+
+    from valora_train.reporting.progress import RelayedDisplay
+
+    _silence_libraries()
+    torch.set_num_threads(threads)
+    _relayed = RelayedDisplay(messages)
+
+
+_relayed: Display | None = None
+"""Where a process that prepares domains shows what it does."""
 
 
 def _prepare(settings: Settings, name: str) -> None:
     """Run the stages before fusion for a domain, in a process of its own."""
-    import torch
-
     from valora_train.model.team import Team
 
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.processes))
+    assert _relayed is not None
     (domain,) = (one for one in settings.chosen() if one.name == name)
-    pipeline = _Pipeline(settings, Display(Console(quiet=True)), Team(), wait=True)
-    pipeline.prepare_domain(domain)
+    _Pipeline(settings, _relayed, Team(), wait=True).prepare_domain(domain)
 
 
 def _hydra_main(config: DictConfig) -> dict[str, Any]:

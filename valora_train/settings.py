@@ -497,7 +497,8 @@ class Settings:
             predict what all of them take; `oracle`, which trains every group of the domains; or
             `compare`, which trains other ways to serve them.
         processes: Domains that are prepared side by side (data, small models, labels), each in a
-            process of its own.
+            process of its own; 0 for as many as there are cores, at most four, and for one domain
+            after the other beside a GPU.
         task: The task.
         domains: The domains of the task, by name.
         teacher: Teacher settings of domains without their own.
@@ -513,7 +514,7 @@ class Settings:
     command: Literal["teach", "distill", "fuse", "export", "estimate", "oracle", "compare"] = (
         "export"
     )
-    processes: Count = 1
+    processes: Whole = 1
     task: TaskSettings = field(default_factory=TaskSettings)
     domains: dict[str, DomainSettings] = field(default_factory=dict)
     teacher: TeacherSettings = field(default_factory=TeacherSettings)

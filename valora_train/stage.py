@@ -95,11 +95,11 @@ class Stage:
         """
         partial = self.partial(work)
         try:
-            if self._is_done(work):
+            if self.is_done(work):
                 return self.folder(work), True
             work.mkdir(parents=True, exist_ok=True)
             with FileLock(work / f"{self.name}-{self.key}.lock", timeout=-1 if wait else 0):
-                if self._is_done(work):  # another process finished while this one waited
+                if self.is_done(work):  # another process finished while this one waited
                     return self.folder(work), True
                 self._build(partial, work / f"{self.name}-{self.key}", build)
         except Timeout as error:
@@ -116,7 +116,12 @@ class Stage:
             ) from error
         return self.folder(work), False
 
-    def _is_done(self, work: Path) -> bool:
+    def is_done(self, work: Path) -> bool:
+        """Whether the stage is up to date.
+
+        Raises:
+            StageError: If its output is damaged.
+        """
         folder = self.folder(work)
         if not folder.is_dir():
             return False

@@ -62,12 +62,13 @@ def _features(labels: Sequence[str]) -> datasets.Features:
     )
 
 
-def _row(sample: Sample) -> dict[str, Any]:
+def _row(sample: Sample, stored: bool = True) -> dict[str, Any]:
+    """A sample as a row of the data set; without its images if they are not stored."""
     answer = sample.answer
     boxes = answer.boxes
     return {
         "id": sample.id,
-        "images": [_stored(image) for image in sample.images],
+        "images": [_stored(image) for image in sample.images] if stored else [],
         "prompt": sample.prompt,
         "label": answer.label,
         "soft": list(answer.soft),
@@ -121,12 +122,11 @@ class ShardWriter:
             DataError: If it has a label outside the label set, or not one soft label for each.
         """
         self._check(sample)
-        row = _row(sample)
-        self.add_row(row)
+        self.add_row(_row(sample, stored=self._images_of is None))
 
     def add_row(self, row: dict[str, Any]) -> None:
         """Write a row of `Shard.rows`, whose labels are known."""
-        self._writer.write(row if self._images_of is None else {**row, "images": []})
+        self._writer.write(row if self._images_of is None else row | {"images": []})
         self.count += 1
 
     def _check(self, sample: Sample) -> None:

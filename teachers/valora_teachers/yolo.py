@@ -224,7 +224,7 @@ def train_yolo(
         torch.manual_seed(settings.seed)
         # With channels last, convolutions on a CPU take a sixth less time.
         model = _new_model(labels, settings).to(memory_format=torch.channels_last)
-    average = copy.deepcopy(model).eval()
+    average = _Average(model)
     optimiser = torch.optim.AdamW(
         [
             {
@@ -234,12 +234,13 @@ def train_yolo(
             {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
         ],
         lr=settings.lr,
+        fused=True,
     )
     steps = settings.epochs * (len(train_samples) // batch_size)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _lr_share(step, steps))
     out.mkdir(parents=True, exist_ok=True)
-    parts = {"model": model, "average": average, "optimiser": optimiser, "schedule": schedule}
-    look = _look(average, validation, labels, settings)
+    parts = {"model": model, "average": average.model, "optimiser": optimiser, "schedule": schedule}
+    look = _look(average.model, validation, labels, settings)
     progress = Progress(out, "a YOLO", parts, rng, on_epoch, look)
     model.train()
     for step in progress.steps(settings.epochs, len(train_samples), batch_size):
@@ -250,9 +251,9 @@ def train_yolo(
         nn.utils.clip_grad_norm_(model.parameters(), 10.0)
         optimiser.step()
         schedule.step()
-        _average(average, model, step.number)
+        average.follow(step.number)
         step.loss = total.item()
-    _save(average, settings, out / FILE_NAME)
+    _save(average.model, settings, out / FILE_NAME)
     progress.finish()
     return YoloReport(
         loss=progress.mean,
@@ -379,14 +380,31 @@ def _lr_share(step: int, steps: int) -> float:
     return warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
-@torch.no_grad()
-def _average(average: nn.Module, model: nn.Module, step: int) -> None:
-    """Let the averaged weights follow, faster in the beginning."""
-    keep = min(0.98, (1 + step) / (10 + step))
-    for old, new in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
-        if old.is_floating_point():
-            old.lerp_(new, 1 - keep)
-        else:
+class _Average:
+    """Averaged weights, which follow those of a model, faster in the beginning.
+
+    Args:
+        model: The model.
+
+    Attributes:
+        model: A copy of the model with the averaged weights.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = copy.deepcopy(model).eval()
+        pairs = list(
+            zip(self.model.state_dict().values(), model.state_dict().values(), strict=True)
+        )
+        self._weights = [pair for pair in pairs if pair[0].is_floating_point()]
+        self._others = [pair for pair in pairs if not pair[0].is_floating_point()]
+
+    @torch.no_grad()
+    def follow(self, step: int) -> None:
+        """Move towards the model's weights after a step, from 1."""
+        keep = min(0.98, (1 + step) / (10 + step))
+        averaged, now = zip(*self._weights, strict=True)
+        torch._foreach_lerp_(averaged, now, 1 - keep)
+        for old, new in self._others:
             old.copy_(new)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +23,8 @@ from rich.progress import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from multiprocessing.queues import Queue
+    from typing import Any, Self
 
     class Step(Protocol):
         """Called with step, number of steps, loss, and further figures by name."""
@@ -31,6 +37,7 @@ if TYPE_CHECKING:
 
 NO_FIGURES: Mapping[str, float] = MappingProxyType({})
 LOG_WIDTH = 120  # characters, where the output is not a terminal
+RELAYED_SECONDS = 0.2  # between two steps of a piece of work that reach another process
 
 
 class Display:
@@ -111,6 +118,86 @@ class Display:
         """
         line = f"{self._job}[bold]{stage:>8}[/] {what}"
         self.console.print(line, highlight=False, soft_wrap=True)
+
+
+class RelayedDisplay(Display):
+    """Shows what this process does in the display of the process that started it.
+
+    Args:
+        messages: Where that process's `Relay` reads.
+    """
+
+    def __init__(self, messages: Queue[Any]) -> None:
+        super().__init__(Console(quiet=True))
+        self._messages = messages
+        self._numbers = count()
+
+    @contextmanager
+    def work(self, stage: str, what: str) -> Iterator[Step]:
+        """Show a step of work there, see `Display.work`."""
+        key = (os.getpid(), next(self._numbers))
+        shown = 0.0
+
+        def on_step(
+            step: int, steps: int, loss: float, figures: Mapping[str, float] = NO_FIGURES
+        ) -> None:
+            nonlocal shown
+            now = time.monotonic()
+            if now - shown >= RELAYED_SECONDS or figures.keys() - {"lr", "head_lr"}:
+                shown = now
+                self._messages.put(("step", key, (step, steps, loss, dict(figures))))
+
+        self._messages.put(("begin", key, (stage, what)))
+        try:
+            yield on_step
+        finally:
+            self._messages.put(("end", key, ()))
+
+    def note(self, stage: str, what: str) -> None:
+        """Write a line there."""
+        self._messages.put(("note", None, (stage, what)))
+
+
+class Relay:
+    """Shows in one display, within a `with` block, what several processes do.
+
+    Args:
+        display: The display.
+
+    Attributes:
+        messages: Argument of each process's `RelayedDisplay`.
+    """
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self.messages: Queue[Any] = multiprocessing.get_context("spawn").Queue()
+        # A process that is ended while it writes leaves the queue locked, and nobody waits for it.
+        self._thread = threading.Thread(target=self._show, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.messages.put(None)
+        self._thread.join(timeout=5)
+        self.messages.cancel_join_thread()
+
+    def _show(self) -> None:
+        begun: dict[Any, tuple[ExitStack, Step]] = {}
+        while (message := self.messages.get()) is not None:
+            kind, key, facts = message
+            if kind == "note":
+                self._display.note(*facts)
+            elif kind == "begin":
+                work = ExitStack()
+                begun[key] = work, work.enter_context(self._display.work(*facts))
+            elif kind == "step":
+                begun[key][1](*facts)
+            else:
+                begun.pop(key)[0].close()
+        for work, _ in begun.values():
+            work.close()
 
 
 def _short(name: str, value: float) -> str:

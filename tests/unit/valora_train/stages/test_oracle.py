@@ -87,6 +87,7 @@ def prepared(tmp_path, monkeypatch, capfd):
         "+domain@domains.dog=coco", "domains.dog.name=dog", "domains.dog.labels=[dog]",
         f"domains.dog.source.path={tmp_path}/dogs/cats.json", "domains.cat.teacher=labels",
         "domains.dog.teacher=labels", "train.steps=2", "train.probe_steps=2", "train.batch_size=4",
+        "processes=1",
     ]  # fmt: skip
     assert set(LABELLED) <= set(first)
 

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from valora_data.errors import ValoraError
 from valora_train.errors import describe_fault
+from valora_train.processes import preparing_processes
 from valora_train.reporting.progress import Display, stopwatch
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from valora_train.stage import Stage
     from valora_train.stages.fuse import DomainInputs
 
-MOST_PROCESSES = 4  # that prepare domains side by side, unless the settings say how many
 STOPPING = ("SIGTERM", "SIGHUP")
 """Signals that end a run as Ctrl-C does."""
 
@@ -386,23 +386,18 @@ def _prepare_domains(
 ) -> list[DomainInputs]:
     """Run the stages before fusion, of several domains side by side if there is much to do."""
     chosen = settings.chosen()
-    processes = settings.processes or _processes_for(settings)
-    waiting = [] if processes == 1 else [one for one in chosen if not pipeline.is_prepared(one)]
-    if len(waiting) < 2 or not team.leads:
+    asked, device = settings.processes, settings.model.device
+    waiting = chosen if team.leads and preparing_processes(asked, device, len(chosen)) > 1 else []
+    waiting = [domain for domain in waiting if not pipeline.is_prepared(domain)]
+    processes = preparing_processes(asked, device, len(waiting))
+    if processes == 1:
         return [pipeline.prepare_domain(domain) for domain in chosen]
-    _prepare_side_by_side(settings, display, waiting, min(processes, len(waiting)))
+    _prepare_side_by_side(settings, display, waiting, processes)
     names = {domain.name for domain in waiting}
     quiet = _Pipeline(settings, Display(Console(quiet=True)), team, wait=True)
     return [
         (quiet if domain.name in names else pipeline).prepare_domain(domain) for domain in chosen
     ]
-
-
-def _processes_for(settings: Settings) -> int:
-    """Processes that prepare domains: one for each core, but few, since each holds its data."""
-    if settings.model.device != "cpu":  # a teacher may take much of the GPU's memory
-        return 1
-    return min(os.cpu_count() or 1, MOST_PROCESSES)
 
 
 def _prepare_side_by_side(
@@ -411,10 +406,10 @@ def _prepare_side_by_side(
     """Run the stages before fusion in several processes, one domain in each."""
     from concurrent.futures import as_completed
 
-    from valora_train.processes import worker_processes
+    from valora_train.processes import threads_beside, worker_processes
     from valora_train.reporting.progress import Relay
 
-    threads = max(1, (os.cpu_count() or 1) // count)
+    threads = threads_beside(count)
     with (
         Relay(display) as relay,
         worker_processes(count, "processes", _begin_worker, relay.messages, threads) as executor,

@@ -19,6 +19,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
+MOST_PROCESSES = 4
+"""Most processes that prepare domains, unless the settings say how many: each holds its data."""
+
+
+def preparing_processes(asked: int, device: str, waiting: int) -> int:
+    """Processes that prepare domains side by side.
+
+    Args:
+        asked: The setting `processes`; 0 for one for each core, and for one beside a GPU, much of
+            whose memory a teacher may take.
+        device: The setting `model.device`.
+        waiting: Domains whose stages before fusion are not up to date.
+    """
+    if not asked:
+        asked = 1 if device != "cpu" else min(os.cpu_count() or 1, MOST_PROCESSES)
+    return max(1, min(asked, waiting))
+
+
+def threads_beside(processes: int) -> int:
+    """CPU threads of each of several processes that prepare domains."""
+    return max(1, (os.cpu_count() or 1) // processes)
+
+
 @contextmanager
 def worker_processes(
     count: int, setting: str, begin: Callable[..., None], *arguments: Any

@@ -37,6 +37,7 @@ from valora_train.fusion.packing import make_plan
 from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.trainer import Trainer, head_inputs_bytes
 from valora_train.model.lmm import Lmm
+from valora_train.processes import preparing_processes, threads_beside
 from valora_train.reporting.fusion_report import FusionReport
 from valora_train.reporting.progress import stopwatch
 from valora_train.reporting.tracking import NoTracker, Tracker
@@ -47,7 +48,7 @@ from valora_train.stages.data import TRUTH
 from valora_train.stages.fuse import DomainInputs, fuse_stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from valora_data.schema import Sample
     from valora_train.fusion.trainer import DomainData
@@ -230,6 +231,7 @@ class Calibration:
         fused: Whether stage `fuse` is up to date.
         began: Seconds from the start of this process to the measurements: imports and checks.
         seconds: What measuring took.
+        processes: Processes that will prepare domains side by side.
     """
 
     domains: dict[str, DomainCosts] = field(default_factory=dict)
@@ -240,6 +242,7 @@ class Calibration:
     fused: bool = False
     began: float = 0.0
     seconds: float = 0.0
+    processes: int = 1
 
 
 def peak_memory() -> int:
@@ -263,17 +266,25 @@ def calibrate(settings: Settings, display: Display) -> Calibration:
     work = Path(settings.paths.work)
     teachers: dict[Any, TeacherCosts] = {}
     with TemporaryDirectory(prefix="valora-estimate-") as scratch:
+        folders = {}
         for domain in settings.chosen():
             name = domain.name
             with display.work("estimate", f"samples of {name}"):
-                costs, folder = _measure_data(domain, settings, work, Path(scratch) / name)
-            found.domains[name] = costs
+                found.domains[name], folders[name] = _measure_data(
+                    domain, settings, work, Path(scratch) / name
+                )
             found.memory["data"] = peak_memory()
-            teacher = domain.taught_by or settings.teacher
-            if costs.distilled is None and domain.teacher != LABELS:
-                with display.work("estimate", f"the small model of {name}"):
+        waiting = sum(costs.distilled is None for costs in found.domains.values())
+        found.processes = preparing_processes(settings.processes, settings.model.device, waiting)
+        for name, costs in found.domains.items():
+            teacher = costs.settings.taught_by or settings.teacher
+            if costs.distilled is None and costs.settings.teacher != LABELS:
+                with (
+                    display.work("estimate", f"the small model of {name}"),
+                    _threads(threads_beside(found.processes)),
+                ):
                     costs.teacher = _measure_teacher(costs, teacher, teachers, Path(scratch) / name)
-            _take_taught(costs, teacher, folder)
+            _take_taught(costs, teacher, folders[name])
             found.memory["teach"] = found.memory["distill"] = peak_memory()
         found.fused = _is_fused(settings, found, work)
         # A new store keeps its artifacts below the working directory.
@@ -284,6 +295,17 @@ def calibrate(settings: Settings, display: Display) -> Calibration:
     found.machine.memory = peak_memory()
     found.seconds = time.monotonic() - began
     return found
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Compute on some threads within a `with` block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _since_start() -> float:

@@ -156,43 +156,60 @@ def predict(settings: Settings, found: Calibration, courses: Courses) -> Predict
 def _before_fusion(found: Calibration) -> list[Row]:
     domains = found.domains.values()
     memory = found.memory
+    parts = [_preparation(one) for one in domains]
+    beside = found.processes
+    # Domains share the processes: each stage takes its share of the time until the last is ready.
+    spent = [sum(part) for part in parts]
+    share = _side_by_side(spent, beside) / max(sum(spent), 1e-9)
+    data, teach, distill = (share * sum(part[stage] for part in parts) for stage in range(3))
     made = [one for one in domains if one.data is not None and not one.read]
     notes = [f"{len(made)} of {len(domains)} domains drawn"] if made else []
     notes += ["read now, and kept"] if any(one.read for one in domains) else []
-    data = Row(
-        "data",
-        sum(one.data or 0.0 for one in made),
-        memory["data"],
-        0,
-        sum(one.stored * _count(one, *Split) for one in made),
-        ", ".join(notes) or "up to date",
-    )
-    rows = [data]
+    notes += [f"{beside} domains side by side"] if beside > 1 else []
+    written = sum(one.stored * _count(one, *Split) for one in made)
+    note = ", ".join(notes) or "up to date"
+    rows = [Row("data", data, beside * memory["data"], 0, written, note)]
     taught = [one for one in domains if one.teacher is not None]
     trained = [one for one in taught if one.teacher is not None and one.teacher.epochs]
-    teach = seconds = size = 0.0
-    for one in taught:
-        costs = one.teacher
-        assert costs is not None, "chosen above"
-        if costs.epochs:
-            train = _count(one, Split.TRAIN)
-            teach += costs.start + train * (one.reading + costs.epochs * costs.epoch)
-        size += costs.size
-        answered = _count(one, *ANSWERED_BY_TEACHERS)
-        seconds += costs.load + answered * (one.reading + costs.answer)
     if trained:
         most = max(_count(one, Split.TRAIN) * one.decoded for one in trained)
-        rows.append(Row("teach", teach, memory["teach"] + 2 * most, 0, size, "small models"))
+        size = sum(one.teacher.size for one in taught if one.teacher is not None)
+        used = beside * (memory["teach"] + 2 * most)
+        rows.append(Row("teach", teach, used, 0, size, "small models"))
     missing = [one for one in domains if one.distilled is None]
-    for one in missing:
-        seconds += _count(one, TAUGHT) * one.reading
-        if one.settings.teacher == LABELS:
-            seconds += _count(one, Split.TRAIN) * one.reading
     if missing:
         most = max(_count(one, *ANSWERED_BY_TEACHERS) * one.decoded for one in missing)
         written = sum(one.stored * _count(one, TAUGHT) for one in missing)
-        rows.append(Row("distill", seconds, memory["distill"] + most, 0, written))
+        rows.append(Row("distill", distill, beside * (memory["distill"] + most), 0, written))
+    if beside > 1:  # each process imports what this one does
+        rows[0] = replace(rows[0], seconds=rows[0].seconds + found.began)
     return rows
+
+
+def _preparation(one: DomainCosts) -> tuple[float, float, float]:
+    """Seconds of stages `data`, `teach` and `distill` of a domain; 0 for what is up to date."""
+    data = one.data or 0.0 if not one.read else 0.0
+    teach = distill = 0.0
+    if (costs := one.teacher) is not None:
+        if costs.epochs:
+            train = _count(one, Split.TRAIN)
+            teach = costs.start + train * (one.reading + costs.epochs * costs.epoch)
+        answered = _count(one, *ANSWERED_BY_TEACHERS)
+        distill = costs.load + answered * (one.reading + costs.answer)
+    if one.distilled is None:
+        distill += _count(one, TAUGHT) * one.reading
+        if one.settings.teacher == LABELS:
+            distill += _count(one, Split.TRAIN) * one.reading
+    return data, teach, distill
+
+
+def _side_by_side(seconds: Sequence[float], processes: int) -> float:
+    """Time until the last job is done, where each process takes the next one when it is free."""
+    free = [0.0] * processes
+    for job in seconds:
+        first = free.index(min(free))
+        free[first] += job
+    return max(free)
 
 
 def _count(costs: DomainCosts, *splits: str) -> int:

@@ -97,6 +97,22 @@ def test_time():
     assert said["export"].seconds == pytest.approx(export)
 
 
+def test_domains_side_by_side_are_ready_when_the_last_one_is():
+    one = calibration()
+    one.domains["c"] = replace(costs("c", False), data=50.0, teacher=None)
+    one.model["c"] = one.model["b"]
+    two = replace(one, processes=2)
+    alone, beside = (rows(predict(Settings(train=TRAIN), found, COURSES)) for found in (one, two))
+    stages = ("data", "teach", "distill")
+    first = 7 + 1 + 100 * 0.031 + 2 + 270 * 0.101 + 150 * 0.001  # of a, and of b as well
+    third = 50 + 150 * 0.001
+    assert sum(alone[stage].seconds for stage in stages) == pytest.approx(2 * first + third)
+    # The third one follows the first; the second one ends with the first. Imports take 9 s.
+    assert sum(beside[stage].seconds for stage in stages) == pytest.approx(first + third + 9)
+    assert beside["teach"].memory == 2 * alone["teach"].memory
+    assert "2 domains side by side" in beside["data"].note
+
+
 def test_attempts():
     found = predict(Settings(train=TRAIN), calibration(), COURSES)
     judged = 0.3 + (0.5 + 0.02 * 30) + 0.25 + 1.5

@@ -1,0 +1,26 @@
+"""How many processes prepare domains side by side."""
+
+import pytest
+
+from valora_train import processes
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "waiting", "expected"),
+    [
+        (0, "cpu", 6, 3), (0, "cpu", 2, 2), (0, "cpu", 0, 1), (0, "cuda:1", 6, 1),
+        (1, "cpu", 6, 1), (5, "cpu", 6, 5), (5, "cpu", 4, 4), (2, "cuda", 6, 2),
+    ],
+)  # fmt: skip
+def test_one_for_each_core_and_none_without_work(asked, device, waiting, expected, monkeypatch):
+    monkeypatch.setattr(processes.os, "cpu_count", lambda: 3)
+    assert processes.preparing_processes(asked, device, waiting) == expected
+
+
+def test_few_on_many_cores_with_the_cores_for_their_threads(monkeypatch):
+    monkeypatch.setattr(processes.os, "cpu_count", lambda: 64)
+    assert processes.preparing_processes(0, "cpu", 37) == processes.MOST_PROCESSES == 4
+    assert processes.threads_beside(4) == 16
+    monkeypatch.setattr(processes.os, "cpu_count", lambda: 3)
+    assert processes.threads_beside(4) == 1
+    assert processes.threads_beside(2) == 1

@@ -16,6 +16,7 @@ from valora_data.errors import ValoraError
 from valora_data.wording import plural
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import StorageError
+from valora_serve.replicas.settings import ReplicaSettings
 from valora_serve.server.access.keys import ROLES, new_key
 from valora_serve.server.settings import ServerSettings
 
@@ -23,15 +24,18 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Sequence
 
+    from valora_serve.engine.async_engine import AsyncEngine
+    from valora_serve.replicas.client import ReplicatedEngine
+
 _ABOUT = """\
 Serve bundles over HTTP: OpenAI's chat and completions endpoints, /v1/vision/DOMAIN, and a web
 console at /. Options can also be set in a file (--config) and in environment variables
 (VALORA_PORT=8000). The command line takes precedence over the environment, and the environment
 over the file."""
-_EXTRA = {
-    "av", "fastapi", "filelock", "httpcore", "prometheus_client", "pydantic", "pydantic_settings",
-    "rich", "uvicorn", "yaml",
-}  # fmt: skip
+_EXTRAS = dict.fromkeys(
+    ("av", "fastapi", "filelock", "httpcore", "prometheus_client", "pydantic",
+     "pydantic_settings", "rich", "uvicorn", "yaml"), "serve",
+) | {"ray": "scale"}  # fmt: skip
 _MORE = """\
 other commands:
   valora-serve key NAME [--role admin] [--file FILE]   make an API key
@@ -66,7 +70,9 @@ def _version() -> str:
     return f"valora-serve {importlib.metadata.version('valora')}"
 
 
-def read(arguments: Sequence[str]) -> tuple[list[str], ServerSettings, EngineSettings]:
+def read(
+    arguments: Sequence[str],
+) -> tuple[list[str], ServerSettings, EngineSettings, ReplicaSettings]:
     """Bundles and settings from command line, environment and file.
 
     Raises:
@@ -74,21 +80,29 @@ def read(arguments: Sequence[str]) -> tuple[list[str], ServerSettings, EngineSet
     """
     from valora_serve import options
 
-    classes = (ServerSettings, EngineSettings)
-    own, (server, engine) = options.load(parser(), arguments, classes, lists=["bundles"])
-    return own["bundles"], server, engine
+    classes = (ServerSettings, EngineSettings, ReplicaSettings)
+    own, (server, engine, replicas) = options.load(parser(), arguments, classes, lists=["bundles"])
+    return own["bundles"], server, engine, replicas
 
 
-def serve(bundles: Sequence[str], settings: ServerSettings, engine_settings: EngineSettings) -> int:
+def serve(
+    bundles: Sequence[str],
+    settings: ServerSettings,
+    engine_settings: EngineSettings,
+    replica_settings: ReplicaSettings,
+) -> int:
     """Load and verify the bundles, print what is served, and serve until a signal comes."""
     from valora_serve.server.telemetry import logs
 
     logs.set_up(settings.log_level, settings.log_format)
-    return asyncio.run(_serve(bundles, settings, engine_settings))
+    return asyncio.run(_serve(bundles, settings, engine_settings, replica_settings))
 
 
 async def _serve(
-    bundles: Sequence[str], settings: ServerSettings, engine_settings: EngineSettings
+    bundles: Sequence[str],
+    settings: ServerSettings,
+    engine_settings: EngineSettings,
+    replica_settings: ReplicaSettings,
 ) -> int:
     from valora_serve.server.access.keys import KeyRing
     from valora_serve.server.listen import bind, check_certificate
@@ -104,7 +118,9 @@ async def _serve(
             held.enter_context(own_state(Path(settings.state_file)))
         if settings.adapter_folder:
             check_state(Path(settings.adapter_folder), Path(settings.state_file))
-        return await _serve_at(bind(settings), bundles, settings, engine_settings, began)
+        return await _serve_at(
+            bind(settings), bundles, settings, engine_settings, replica_settings, began
+        )
 
 
 async def _serve_at(
@@ -112,6 +128,7 @@ async def _serve_at(
     bundles: Sequence[str],
     settings: ServerSettings,
     engine_settings: EngineSettings,
+    replica_settings: ReplicaSettings,
     began: float,
 ) -> int:
     """Load the model and the bundles, and serve.
@@ -121,6 +138,7 @@ async def _serve_at(
         bundles: Bundle folders, folders of bundles, or MLflow URIs.
         settings: Settings of the server.
         engine_settings: Settings of the engine.
+        replica_settings: Settings of replicas.
         began: When the process began, in seconds of `time.monotonic`.
     """
     from functools import partial
@@ -128,6 +146,7 @@ async def _serve_at(
     from rich.console import Console
 
     from valora_serve.engine.start import start_engine
+    from valora_serve.replicas.front import start_replicas
     from valora_serve.server.app import create_app, make_server
     from valora_serve.server.loading import golden, startup
     from valora_serve.server.loading.served_set import ServedSet
@@ -138,7 +157,11 @@ async def _serve_at(
     folders = startup.find_bundles(bundles, state.parent / "downloads")
     if engine_settings.quantize == "auto":
         engine_settings = replace(engine_settings, quantize=startup.find_rounding(folders))
-    engine = await start_engine(engine_settings)
+    engine: AsyncEngine | ReplicatedEngine
+    if replica_settings.replicas is None:
+        engine = await start_engine(engine_settings)
+    else:
+        engine = await start_replicas(replica_settings, engine_settings, settings)
     try:
         replay = partial(golden.replay, engine) if settings.golden else None
         folder = Path(settings.adapter_folder) if settings.adapter_folder else None
@@ -233,9 +256,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
-        if error.name not in _EXTRA:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
             raise
-        print(f"error: {error.name} is missing: pip install 'valora[serve]'", file=sys.stderr)
+        print(f"error: {error.name} is missing: pip install 'valora[{extra}]'", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

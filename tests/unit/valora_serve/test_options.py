@@ -54,7 +54,7 @@ def test_the_command_line_goes_before_the_environment_before_the_file(tmp_path, 
     file.write_text(yaml.safe_dump({"port": 1, "burst": 1, "rate": 1, "bundles": ["a", "b"]}))
     monkeypatch.setenv("VALORA_PORT", "2")
     monkeypatch.setenv("VALORA_BURST", "2")
-    bundles, server, engine = cli.read(["--config", str(file), "--port", "3", "--base", "x"])
+    bundles, server, engine, _ = cli.read(["--config", str(file), "--port", "3", "--base", "x"])
     assert (server.port, server.burst, server.rate) == (3, 2, 1)
     assert bundles == ["a", "b"]
     assert engine.base == "x"
@@ -67,12 +67,12 @@ def test_types(tmp_path):
         'media_hosts = ["a.org", "b.org"]\ndeadline_admission = false\nmax_waiting = 7\n'
         "pages = 100\n[deadlines]\nperson = 0.5\n"
     )
-    _, server, engine = cli.read(["--config", str(file)])
+    _, server, engine, _ = cli.read(["--config", str(file)])
     assert server.media_hosts == ("a.org", "b.org")
     assert server.deadlines == {"person": 0.5}
     assert (server.deadline_admission, server.max_waiting) == (False, 7)
     assert engine.pages == 100
-    _, server, engine = cli.read([
+    _, server, engine, _ = cli.read([
         "--media-hosts", "a.org,b.org", "--media-hosts", "c.org", "--deadlines", "person=0.5",
         "--deadlines", "scene=2", "--no-deadline-admission", "--protect-metrics",
         "--deadline", "1.5", "--pages", "none", "--no-graphs",
@@ -90,7 +90,7 @@ def test_types(tmp_path):
 def test_nested_settings():
     name = dataclasses.fields(type(EngineSettings().policy_settings))[0].name
     value = getattr(EngineSettings().policy_settings, name)
-    _, _, engine = cli.read(["--policy-settings", f"{name}={value}"])
+    _, _, engine, _ = cli.read(["--policy-settings", f"{name}={value}"])
     assert engine.policy_settings == EngineSettings().policy_settings
     with pytest.raises(SettingsError, match="policy_settings has no nothing"):
         cli.read(["--policy-settings", "nothing=1"])
@@ -102,7 +102,7 @@ def test_lists_and_pairs_in_the_environment(monkeypatch):
     monkeypatch.setenv("VALORA_DEADLINES", "person=0.5,scene=2")
     monkeypatch.setenv("VALORA_PAGES", "none")
     monkeypatch.setenv("VALORA_GRAPHS", "false")
-    bundles, server, engine = cli.read(
+    bundles, server, engine, _ = cli.read(
         ["--policy-settings", "theta=1", "--policy-settings", "clusters=2"]
     )
     assert bundles == ["a", "b"]

@@ -1,0 +1,370 @@
+"""The replicas as one engine."""
+
+import asyncio
+import contextlib
+import json
+import time
+from dataclasses import replace
+
+import pytest
+
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_replicas import Replica, start
+from valora_serve import errors
+from valora_serve.replicas import client as module
+from valora_serve.replicas.client import total
+from valora_serve.replicas.wire import Report
+from valora_serve.server.constrain import JsonConstraint
+from valora_serve.types import EngineStats, Finish, Mode, Request, SamplingParams
+
+
+def run(case):
+    return asyncio.run(asyncio.wait_for(case, 30))
+
+
+async def ask(client, **options):
+    request = Request(**({"id": "a", "text": "hello"} | options))
+    return [output async for output in client.generate(request)]
+
+
+def adapter(folder, base="tiny", weights=b"good"):
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return folder
+
+
+def bundle(folder, name="more", version=1, domains=("signs",)):
+    """A bundle for the fake engine, whose manifest every reader accepts."""
+    folder.mkdir()
+    facts = {"task": "detection", "metric": "f1", "adapter": None, "head": None, "labels": ["x"],
+             "prompt": "p", "status": "met"}  # fmt: skip
+    manifest = {"schema_version": 2, "name": name, "version": version,
+                "base": {"id": "tiny", "sha256": "0"},
+                "adapters": {}, "domains": dict.fromkeys(domains, facts), "files": {}}  # fmt: skip
+    (folder / "bundle.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def test_answers_are_passed_on_with_times_of_this_machine():
+    async def case():
+        client, _, _, _ = await start(FakeEngine(step=0.01))
+        began = time.monotonic()
+        outputs = await ask(client, sampling=SamplingParams(max_tokens=5))
+        assert "".join(output.text for output in outputs) == "a red star and a"
+        assert outputs[-1].finish is Finish.LENGTH
+        times = outputs[-1].times
+        assert began <= times.arrival <= times.started <= times.first_token <= times.finished
+        assert times.finished <= time.monotonic()
+        assert client.base == "tiny"
+        assert client.context_length == 2048
+
+    run(case())
+
+
+def test_clocks_of_other_machines_are_corrected(monkeypatch):
+    """The replica's machine was started 1,000 s later than this one."""
+
+    async def case():
+        client, _, _, (replica,) = await start(FakeEngine(step=0.01))
+        real = replica._batch
+
+        def skewed(outputs):
+            made = real([
+                replace(o, times=o.times and replace(o.times, **{
+                    name: None if moment is None else moment - 1000
+                    for name, moment in (
+                        ("arrival", o.times.arrival), ("started", o.times.started),
+                        ("first_token", o.times.first_token), ("finished", o.times.finished),
+                    )
+                }))
+                for o in outputs
+            ])  # fmt: skip
+            return replace(made, sent=made.sent - 1000)
+
+        replica._batch = skewed
+        began = time.monotonic()
+        times = (await ask(client))[-1].times
+        assert began <= times.arrival <= times.started <= times.first_token
+        assert times.finished <= time.monotonic()
+
+    run(case())
+
+
+def test_a_request_whose_replica_dies_is_asked_once_more():
+    async def case():
+        slow = FakeEngine(slots=0)
+        client, handle, _, (first, second) = await start(slow, FakeEngine())
+        while handle.replicas[0] is not first:
+            handle.replicas.rotate(1)
+        task = asyncio.create_task(ask(client, deadline=20.0))
+        await asyncio.sleep(0.05)
+        first.dead = True
+        outputs = await task
+        assert "".join(output.text for output in outputs).startswith("a red star")
+        assert (first.took, second.took) == (1, 1)
+        assert 0 < handle.calls[1].request.deadline < handle.calls[0].request.deadline <= 20
+
+    run(case())
+
+
+def test_a_request_whose_two_replicas_die_ends_with_an_error():
+    async def case():
+        client, _, _, replicas = await start(*(FakeEngine(slots=0) for _ in range(3)))
+        task = asyncio.create_task(ask(client))
+        for _ in range(2):
+            await asyncio.sleep(0.05)
+            next(r for r in replicas if r.took and not r.dead).dead = True
+        (output,) = await task
+        assert output.finish is Finish.ERROR
+        assert output.error.status == 503
+        assert "ask again" in str(output.error)
+        assert sum(replica.took for replica in replicas) == 2
+
+    run(case())
+
+
+def test_an_answer_that_has_begun_is_never_begun_again():
+    async def case():
+        client, _, _, replicas = await start(FakeEngine(step=0.02), FakeEngine(step=0.02))
+        outputs = []
+        async for output in client.generate(Request("a", text="hello")):
+            outputs.append(output)
+            if len(outputs) == 3:
+                next(r for r in replicas if r.took).dead = True
+        assert outputs[-1].finish is Finish.ERROR
+        assert isinstance(outputs[-1].error, errors.StoppedError)
+        assert "part of the answer was sent" in str(outputs[-1].error)
+        assert sum(replica.took for replica in replicas) == 1
+
+    run(case())
+
+
+def test_errors_of_the_engine_arrive_and_are_not_asked_again():
+    async def case():
+        client, _, _, replicas = await start(FakeEngine(), FakeEngine())
+        for replica in replicas:
+            replica.engine.refuse = errors.FieldError("so not", "messages.0")
+        (output,) = await ask(client)
+        assert isinstance(output.error, errors.FieldError)
+        assert output.error.param == "messages.0"
+        assert sum(replica.took for replica in replicas) == 1
+
+    run(case())
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_deadlines_hold_with_and_without_a_replica(taken, monkeypatch):
+    monkeypatch.setattr(module, "LATE_SECONDS", 0.1)
+
+    async def case():
+        client, handle, _, (replica,) = await start(FakeEngine(slots=0))
+        replica.engine.generate = lambda request: _silence()
+        replica.dead = not taken
+        began = time.monotonic()
+        (output,) = await ask(client, deadline=0.1)
+        assert isinstance(output.error, errors.DeadlineError)
+        assert time.monotonic() - began < 2
+        assert handle.responses[0].cancelled
+        (output,) = await ask(client, deadline=-1.0)
+        assert isinstance(output.error, errors.DeadlineError)
+        assert len(handle.responses) == 1
+
+    run(case())
+
+
+async def _silence():
+    await asyncio.sleep(3600)
+    yield
+
+
+def test_without_replicas_requests_end_and_the_server_says_so(monkeypatch):
+    monkeypatch.setattr(module, "TAKEN_SECONDS", 0.1)
+
+    async def case():
+        client, _, board, (replica,) = await start(FakeEngine())
+        board.report(Report("r0", "host", 1, True, None, EngineStats()))
+        await client._look()
+        assert client.healthy
+        replica.dead = True
+        (output,) = await ask(client)
+        assert isinstance(output.error, errors.StoppedError)
+        assert "No replica takes requests now" in str(output.error)
+        with pytest.raises(errors.StoppedError, match="No replica runs now"):
+            await client.warm_up()
+        board.leave("r0")
+        await client._look()
+        assert not client.healthy
+        assert client.replicas() == {}
+        await client.close()
+        assert "shutting down" in str((await ask(client))[0].error)
+
+    run(case())
+
+
+def test_clients_that_leave_and_cancelled_requests():
+    async def case():
+        client, handle, _, replicas = await start(FakeEngine(step=0.01), FakeEngine(step=0.01))
+        stream = client.generate(
+            Request("a", text="hello", sampling=SamplingParams(ignore_eos=True))
+        )
+        await anext(stream)
+        (twice,) = await ask(client)
+        assert "in use" in str(twice.error)
+        await stream.aclose()
+        await asyncio.sleep(0.05)
+        assert handle.responses[0].cancelled
+        assert not any(replica.engine.running for replica in replicas)
+        assert not await client.cancel("a")
+        stream = client.generate(
+            Request("b", text="hello", sampling=SamplingParams(ignore_eos=True))
+        )
+        await anext(stream)
+        assert await client.cancel("b")
+        with contextlib.suppress(StopAsyncIteration):
+            await stream.aclose()
+
+    run(case())
+
+
+def test_requests_carry_their_adapter_and_their_schema():
+    async def case():
+        client, handle, _, (replica,) = await start(FakeEngine())
+        for model in ("person", "adapter-1", "tiny", None, "scene"):
+            await ask(client, model=model, sampling=SamplingParams(max_tokens=1))
+        assert [call.adapter for call in handle.calls] == [
+            "adapter-1", "adapter-1", None, None, "adapter-1",
+        ]  # fmt: skip
+        schema = {"type": "integer"}
+        for constraint in (JsonConstraint(object(), schema), JsonConstraint(object(), None)):
+            await ask(client, sampling=SamplingParams(max_tokens=1, constraint=constraint))
+        # `Grammars` of the fakes return the schema with a mark.
+        made = [request.sampling.constraint for request in replica.engine.asked[-2:]]
+        assert made == [("made here", schema), ("made here", None)]
+        (output,) = await ask(client, sampling=SamplingParams(constraint=object()))
+        assert isinstance(output.error, errors.RequestError)
+
+    run(case())
+
+
+def test_adapters_and_bundles_are_loaded_everywhere_or_nowhere(tmp_path):
+    async def case():
+        client, _, _, replicas = await start(FakeEngine(), FakeEngine())
+        made = await client.load_adapter("mine", adapter(tmp_path / "mine"))
+        assert (made.name, made.kind) == ("mine", "adapter")
+        assert [model.name for model in await client.load_bundle(bundle(tmp_path / "more"))] == [
+            "signs"
+        ]
+        for replica in replicas:
+            assert {"mine", "signs"} <= {model.name for model in replica.engine.models()}
+        before = client.models()
+        with pytest.raises(errors.AdapterError, match="llava"):
+            await client.load_adapter("other", adapter(tmp_path / "other", base="llava"))
+        # Only one of the replicas refuses it: the other one gives it up again.
+        replicas[1].engine.load_adapter = _refuse
+        with pytest.raises(errors.AdapterError, match="no room"):
+            await client.load_adapter("third", adapter(tmp_path / "third"))
+        assert client.models() == before
+        for replica in replicas:
+            assert "third" not in {model.name for model in replica.engine.models()}
+        del replicas[1].engine.load_adapter
+        for name, error in (
+            ("nobody", errors.UnknownModelError), ("adapter-1", errors.BusyError),
+        ):  # fmt: skip
+            with pytest.raises(error):
+                await client.unload_adapter(name)
+        with pytest.raises(errors.UnknownModelError):
+            await client.unload_bundle("more@2")
+        await client.unload_adapter("mine")
+        await client.unload_bundle("more")
+        for replica in replicas:
+            assert not {"mine", "signs"} & {model.name for model in replica.engine.models()}
+        assert not {"mine", "signs"} & {model.name for model in client.models()}
+        with pytest.raises(errors.AdapterError, match="every machine"):
+            await client.load_adapter("gone", tmp_path / "gone")
+        with pytest.raises(errors.AdapterError, match="no bundle"):
+            await client.load_bundle(tmp_path / "gone")
+
+    run(case())
+
+
+async def _refuse(name, folder):
+    raise errors.AdapterError("there is no room for it")
+
+
+def test_a_replica_that_starts_late_learns_what_is_served(tmp_path):
+    """It read the board before an adapter was loaded, and gets a request for the adapter."""
+
+    async def case():
+        client, handle, board, _ = await start(FakeEngine())
+        late = Replica("late", board)
+        await late._follow(board.state(), strict=False)
+        await client.load_adapter("mine", adapter(tmp_path / "mine"))
+        handle.replicas.appendleft(late)
+        outputs = await ask(client, model="mine", sampling=SamplingParams(max_tokens=1))
+        assert outputs[-1].finish is Finish.LENGTH
+        assert late.took == 1
+        # An adapter that it cannot load is an error of that adapter's requests alone.
+        late.engine.load_adapter = _refuse
+        await client.close()
+        client, handle, board, _ = await start(FakeEngine())
+        await client.load_adapter("third", adapter(tmp_path / "third"))
+        late._board = Replica("late", board)._board
+        handle.replicas.appendleft(late)
+        (output,) = await ask(client, model="third")
+        assert "no room" in str(output.error)
+        handle.replicas.rotate(-1)
+        assert (await ask(client))[-1].finish is not Finish.ERROR
+
+    run(case())
+
+
+def test_replicas_with_another_content_are_refused(tmp_path, monkeypatch):
+    """The server's hash and the replica's differ, as if their machines had different files."""
+
+    async def case():
+        client, _, _, _ = await start(FakeEngine())
+        folder = adapter(tmp_path / "mine")
+        real = module.find_part
+
+        def earlier(*arguments, **options):
+            part = real(*arguments, **options)
+            (folder / "adapter_model.safetensors").write_bytes(b"changed")
+            return part
+
+        monkeypatch.setattr(module, "find_part", earlier)
+        with pytest.raises(errors.AdapterError, match="sha256 differs: copy the same one"):
+            await client.load_adapter("mine", folder)
+        more = bundle(tmp_path / "more")
+
+        def before(*arguments, **options):
+            part = real(*arguments, **options)
+            manifest = json.loads((more / "bundle.json").read_text())
+            (more / "bundle.json").write_text(json.dumps(manifest | {"version": 2}))
+            return part
+
+        monkeypatch.setattr(module, "find_part", before)
+        with pytest.raises(errors.AdapterError, match="sha256 differs"):
+            await client.load_bundle(more)
+
+    run(case())
+
+
+def test_totals():
+    first = EngineStats(
+        running=2, waiting=3, mode=Mode.MERGED, merged_adapter="a", steps=10, pages_total=7,
+        adapters_resident=("a", "b"), adapters_known=5, finished={"stop": 2},
+        unmergeable=("x",), quarantined={"q": "NaN"}, adapter_loads=4,
+    )  # fmt: skip
+    second = EngineStats(
+        running=1, mode=Mode.MIXTURE, merged_adapter="b", steps=20, pages_total=7,
+        adapters_resident=("b", "c"), adapters_known=5, finished={"stop": 1, "head": 4},
+    )  # fmt: skip
+    both = total([first, second])
+    assert (both.running, both.waiting, both.steps, both.pages_total) == (3, 3, 30, 14)
+    assert (both.mode, both.merged_adapter) == (Mode.MERGED, "a")
+    assert both.adapters_resident == ("a", "b", "c")
+    assert (both.adapters_known, both.adapter_loads) == (5, 4)
+    assert both.finished == {"stop": 3, "head": 4}
+    assert both.quarantined == {"q": "NaN"}
+    assert total([]) == EngineStats()

@@ -1,0 +1,150 @@
+"""Ray clusters: joining them, what they have room for, why replicas do not start."""
+
+import contextlib
+import socket
+
+import pytest
+import ray
+from ray._private.utils import check_version_info
+
+from valora_serve.engine.settings import EngineSettings
+from valora_serve.errors import SettingsError
+from valora_serve.replicas import cluster
+from valora_serve.replicas.settings import ReplicaSettings
+from valora_serve.server.settings import ServerSettings
+
+
+def machines(monkeypatch, *resources):
+    nodes = [{"Alive": True, "Resources": one} for one in resources]
+    gone = {"Alive": False, "Resources": {"GPU": 64.0, "CPU": 640.0}}
+    monkeypatch.setattr(ray, "nodes", lambda: [*nodes, gone])
+
+
+class Groups(EngineSettings):
+    tensor_parallel = 2
+
+
+@pytest.mark.parametrize(
+    ("count", "found", "reserved"),
+    [
+        (2, [{"CPU": 8.0, "GPU": 2.0}], {"num_gpus": 1, "num_cpus": 1.0}),
+        (8, [{"CPU": 4.0, "GPU": 4.0}, {"CPU": 4.0, "GPU": 4.0}], {"num_gpus": 1, "num_cpus": 1.0}),
+        (4, [{"CPU": 2.0, "GPU": 4.0}], {"num_gpus": 1, "num_cpus": 0.5}),
+        (2, [{"CPU": 8.0}], {"num_cpus": 4.0}),
+        (3, [{"CPU": 8.0}], {"num_cpus": 2.0}),
+        (3, [{"CPU": 2.0}], {"num_cpus": 0.66}),
+    ],
+)
+def test_what_a_replica_gets(count, found, reserved, monkeypatch):
+    machines(monkeypatch, *found)
+    assert cluster.resources(ReplicaSettings(replicas=count), EngineSettings()) == reserved
+
+
+def test_cores_are_kept_for_replicas_that_may_come(monkeypatch):
+    machines(monkeypatch, {"CPU": 8.0})
+    settings = ReplicaSettings(replicas=1, max_replicas=4)
+    assert cluster.resources(settings, EngineSettings()) == {"num_cpus": 2.0}
+    settings = ReplicaSettings(replicas=1, replica_cpus=3)
+    assert cluster.resources(settings, EngineSettings()) == {"num_cpus": 3}
+
+
+@pytest.mark.parametrize(
+    ("count", "engine", "found", "message"),
+    [
+        (3, EngineSettings(), [{"CPU": 8.0, "GPU": 2.0}], "3 replicas need 3 GPUs, .* has 2"),
+        (1, EngineSettings(device="cuda"), [{"CPU": 8.0}], "1 replica need 1 GPU, .* has 0"),
+        (2, Groups(), [{"CPU": 8.0, "GPU": 3.0}, {"GPU": 1.0}], "2 GPUs on one machine.*has 4"),
+        (2, Groups(device="cuda"), [{"GPU": 3.0}], "need 4 GPUs, .* enough for 1"),
+    ],
+)
+def test_more_gpus_than_there_are(count, engine, found, message, monkeypatch):
+    machines(monkeypatch, *found)
+    with pytest.raises(SettingsError, match=message):
+        cluster.resources(ReplicaSettings(replicas=count), engine)
+
+
+def test_more_cores_than_there_are(monkeypatch):
+    machines(monkeypatch, {"CPU": 3.0}, {"CPU": 1.0})
+    with pytest.raises(SettingsError, match="enough for 1: lower replicas or replica_cpus"):
+        cluster.resources(ReplicaSettings(replicas=2, replica_cpus=2), EngineSettings())
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("ray://head:10001", "no address of a Ray cluster"),
+        ("head", "no address"),
+        ("head:", "no address"),
+        ("127.0.0.1:99999", "no Ray cluster answers"),
+        ("no-such-host.invalid:6379", "no Ray cluster answers"),
+    ],
+)
+def test_addresses_that_lead_nowhere(address, message, monkeypatch):
+    monkeypatch.setattr(ray, "init", lambda **options: pytest.fail("Ray was asked"))
+    with pytest.raises(SettingsError, match=message):
+        cluster.join(address)
+
+
+def test_a_port_that_nobody_listens_on():
+    with contextlib.closing(socket.socket()) as bound:
+        bound.bind(("127.0.0.1", 0))  # and does not listen
+        with pytest.raises(SettingsError, match="start one with `ray start --head`"):
+            cluster.join(f"127.0.0.1:{bound.getsockname()[1]}")
+
+
+def test_errors_of_ray_are_one_sentence(monkeypatch):
+    there = {"ray_version": "2.1.0", "python_version": "3.8.1"}
+
+    def other_version(**_):
+        check_version_info(there, "this process")
+
+    def nothing(**_):
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    def strange(**_):
+        raise RuntimeError("This node is no part of it:\nsomething\nelse")
+
+    for wrong, address, words in (
+        (other_version, "auto", ["Ray 2.1.0 with Python 3.8.1", "install the same versions"]),
+        (nothing, "auto", ["no Ray cluster answers at auto", "ray start --head"]),
+        (strange, "auto", ["cannot be joined (This node is no part of it)"]),
+        (strange, None, ["Ray cannot be started on this machine"]),
+    ):
+        monkeypatch.setattr(ray, "init", wrong)
+        with pytest.raises(SettingsError) as caught:
+            cluster.join(address)
+        assert all(word in str(caught.value) for word in words)
+        assert "\n" not in str(caught.value)
+
+
+def test_why_replicas_do_not_start():
+    told = """The deployment failed to start 2 times in a row. Error:
+ray::ServeReplica:valora:EngineReplica.initialize_and_get_metadata() (pid=1, ip=1.2.3.4)
+  File "replica.py", line 1, in initialize
+RuntimeError: Traceback (most recent call last):
+  File "valora_serve/catalogue/store.py", line 1, in load
+valora_serve.errors.AdapterError: bundle b on node-2 is not the one that the server has
+"""
+    assert cluster._why(told) == "bundle b on node-2 is not the one that the server has"
+    other = "x\nRuntimeError: Traceback\n  File y\nOSError: no file z\n"
+    assert "(OSError: no file z)" in cluster._why(other)
+    assert "(it hangs)" in cluster._why("it hangs")
+
+
+def test_the_deployment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = ReplicaSettings(replicas=2, max_replicas=4, target_requests=5, router="least")
+    engine = EngineSettings(cost_folder="costs", slots=7)
+    server = ServerSettings(drain_seconds=20)
+    made = cluster.replicas(settings, engine, server, {"num_cpus": 1.0})
+    config = made._bound_deployment._deployment_config
+    assert config.autoscaling_config.min_replicas == 2
+    assert config.autoscaling_config.max_replicas == 4
+    assert config.autoscaling_config.target_ongoing_requests == 5
+    assert config.graceful_shutdown_timeout_s > 20
+    kwargs = config.request_router_config.request_router_kwargs
+    assert (kwargs["router"], kwargs["slots"]) == ("least", 7)
+    sent = made._bound_deployment.init_args[0]
+    assert sent.cost_folder == str(tmp_path / "costs")
+    fixed = cluster.replicas(ReplicaSettings(replicas=3), engine, server, {})
+    assert fixed._bound_deployment.num_replicas == 3

@@ -1,0 +1,117 @@
+"""One replica over a fake engine: batches of outputs, calls, health."""
+
+import asyncio
+
+import pytest
+
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_replicas import Replica
+from valora_serve.errors import StoppedError
+from valora_serve.replicas import replica as module
+from valora_serve.replicas.board import Board
+from valora_serve.replicas.request_router import RESIDENT
+from valora_serve.replicas.served import Revision, ServedState
+from valora_serve.replicas.wire import Call
+from valora_serve.types import EngineStats, Finish, Request, SamplingParams
+
+NOW = Revision("f", 1)
+
+
+def run(case):
+    return asyncio.run(asyncio.wait_for(case, 20))
+
+
+async def ready(engine=None):
+    board = Board()
+    board.pin(ServedState(NOW))
+    made = Replica("r", board, engine)
+    await made._follow(board.state(), strict=True)
+    return made
+
+
+def call(count, revision=NOW):
+    sampling = SamplingParams(max_tokens=count, ignore_eos=True)
+    return Call(Request("a", text="hello", sampling=sampling), None, revision)
+
+
+@pytest.mark.parametrize("running", [0, 400])
+def test_outputs_are_sent_together_when_many_requests_run(running):
+    """One request alone gets a message a token; 400 share the messages of a second."""
+
+    async def case():
+        engine = FakeEngine(step=0.01)
+        engine.stats = lambda: EngineStats(running=running)
+        batches = [batch async for batch in (await ready(engine)).generate(call(40))]
+        assert batches[0].outputs == ()
+        outputs = [output for batch in batches for output in batch.outputs]
+        assert [output.token_ids for output in outputs[:-1]] == [(n,) for n in range(40)]
+        assert outputs[-1].finish is Finish.LENGTH
+        assert all(batch.replica == "r" for batch in batches)
+        assert len(batches) < 8 if running else len(batches) > 20
+
+    run(case())
+
+
+def test_errors_in_the_engine_end_the_request():
+    async def broken(request):
+        yield (await asyncio.sleep(0, FakeEngine) and None) or _raise()
+
+    async def silent(request):
+        return
+        yield
+
+    async def case():
+        for generate, words in ((broken, "failed: out of luck"), (silent, "engine stopped")):
+            engine = FakeEngine()
+            engine.generate = generate
+            batches = [batch async for batch in (await ready(engine)).generate(call(4))]
+            (output,) = batches[-1].outputs
+            assert output.finish is Finish.ERROR
+            assert words in str(output.error)
+
+    run(case())
+
+
+def _raise():
+    raise OSError("out of luck")
+
+
+def test_a_closed_answer_is_cancelled():
+    async def case():
+        engine = FakeEngine(step=0.01)
+        stream = (await ready(engine)).generate(call(10_000))
+        await anext(stream)
+        await anext(stream)
+        assert engine.running
+        await stream.aclose()
+        assert not engine.running
+        assert engine.cancelled == ["a"]
+
+    run(case())
+
+
+def test_what_no_board_explains_is_an_error(monkeypatch):
+    monkeypatch.setattr(module, "CATCH_UP_SECONDS", 0.2)
+
+    async def case():
+        made = await ready()
+        batches = [batch async for batch in made.generate(call(4, Revision("f", 2)))]
+        (output,) = batches[-1].outputs
+        assert isinstance(output.error, StoppedError)
+        assert "does not know yet" in str(output.error)
+
+    run(case())
+
+
+def test_health_and_what_routers_are_told():
+    async def case():
+        made = await ready()
+        await made.check_health()
+        assert made.record_routing_stats() == {RESIDENT: ["adapter-1"]}
+        made.engine.healthy = False
+        with pytest.raises(StoppedError, match="has failed"):
+            await made.check_health()
+        done = await made.control("nothing")
+        assert "replica r failed" in str(done.error)
+
+    run(case())

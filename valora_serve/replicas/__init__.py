@@ -1,0 +1,1 @@
+"""Engines on several GPUs and machines, as replicas of Ray Serve behind one HTTP server."""

@@ -1,0 +1,116 @@
+"""The application for configuration files of Ray Serve: `serve deploy docs/deploy/serve.yaml`.
+
+`valora-serve --replicas` runs the HTTP server in its own process. Here it runs as a deployment
+beside the replicas, behind the proxies of Ray Serve, and Kubernetes' operator KubeRay can run it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from ray import serve
+
+from valora_serve.cli import read
+from valora_serve.errors import SettingsError
+from valora_serve.replicas import cluster
+from valora_serve.replicas.client import ReplicatedEngine
+from valora_serve.server.app import create_app
+from valora_serve.server.loading import golden, startup
+from valora_serve.server.loading.served_set import ServedSet
+from valora_serve.server.media.pool import shared_pool
+from valora_serve.server.telemetry import logs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fastapi import FastAPI
+
+    from valora_serve.server.settings import ServerSettings
+
+FRONT = "Front"
+"""Name of the deployment of the HTTP server."""
+
+
+@serve.ingress()
+class Front:
+    """The HTTP server as a deployment; Ray Serve's proxies pass it the requests.
+
+    Args:
+        replicas: Handle to the replicas.
+        bundles: Bundles, as on the command line.
+        settings: Settings of the server; its address and limits on connections are the proxies'.
+        application: Name of the application.
+
+    Raises:
+        ServeError: A bundle cannot be served.
+    """
+
+    async def __init__(  # type: ignore[misc] # Ray Serve awaits it
+        self,
+        replicas: Any,
+        bundles: Sequence[str],
+        settings: ServerSettings,
+        application: str,
+    ) -> None:
+        logs.set_up(settings.log_level, settings.log_format)
+        shared_pool().start()
+        state = Path(settings.state_file)
+        folders = startup.find_bundles(bundles, state.parent / "downloads")
+        engine = ReplicatedEngine(replicas, cluster.pin_board(application), _nothing)
+        await engine.start()
+
+        async def replay(folder: Path) -> int:
+            return await golden.replay(engine, folder)
+
+        folder = Path(settings.adapter_folder) if settings.adapter_folder else None
+        served = ServedSet(engine, folder, state, replay if settings.golden else None)
+        await startup.load_all(
+            engine, folders, served, warm_up=engine.warm_up, replay=settings.golden
+        )
+        self._app = create_app(engine, settings, served)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:  # noqa: PLW3201 - Ray Serve's name
+        """Return the ASGI application; Ray Serve calls it after the constructor."""
+        return self._app
+
+
+def _nothing() -> None:
+    """Stop nothing: the replicas are Ray Serve's."""
+
+
+def build(options: Mapping[str, Any]) -> Any:
+    """Return the application with these options; a configuration file names this function.
+
+    Args:
+        options: Options of `valora-serve`, as in its own configuration files; ``replicas`` is 1 if
+            it is missing. Keys belong into `keys_file`: Ray Serve shows options to everyone.
+
+    Raises:
+        SettingsError: An option is unknown or invalid, or the cluster has no room.
+    """
+    if "api_key" in options:
+        raise SettingsError(
+            "api_key in a configuration file of Ray Serve can be read by everyone who sees the "
+            "cluster: use keys_file"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "options.yaml"
+        file.write_text(yaml.safe_dump({"replicas": 1} | dict(options)), encoding="utf-8")
+        bundles, server, engine, settings = read(["--config", str(file)])
+    if engine.quantize == "auto":
+        found = startup.find_bundles(bundles, Path(server.state_file).parent / "downloads")
+        engine = replace(engine, quantize=startup.find_rounding(found))
+    reserved = cluster.resources(settings, engine)
+    replicas = cluster.replicas(settings, engine, server, reserved)
+    front = serve.deployment(
+        name=FRONT,
+        num_replicas=1,  # it decides what is served
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=cluster.MOST_ONGOING,
+        graceful_shutdown_timeout_s=server.drain_seconds + cluster.DRAIN_EXTRA,
+    )
+    return front(Front).bind(replicas, bundles, server, settings.application)

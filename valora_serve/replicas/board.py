@@ -1,0 +1,61 @@
+"""The board of an application: what is served, and how the replicas are; an actor of Ray."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from valora_serve.replicas.served import ServedState
+    from valora_serve.replicas.wire import Report
+
+PERIOD = 0.5
+"""Seconds between two reports of a replica, and between two looks of the server."""
+STALE = 4.0
+"""Age in seconds from which on a report, or a server, counts as gone."""
+
+
+class Board:
+    """Where the server pins what is served, and the replicas how they are.
+
+    A replica that starts reads here what it serves. If Ray starts the board anew, it is empty; the
+    server and the replicas fill it again within `PERIOD`.
+
+    Args:
+        clock: Current time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._state: ServedState | None = None
+        self._seen = 0.0
+        self._reports: dict[str, tuple[float, Report]] = {}
+
+    def pin(self, state: ServedState) -> list[Report]:
+        """Pin what is served, and return the reports of the replicas that run."""
+        self._state, self._seen = state, self._clock()
+        return self.reports()
+
+    def state(self) -> ServedState | None:
+        """Return what is served; None if no server has said it yet."""
+        return self._state
+
+    def is_used(self) -> bool:
+        """Return whether a server uses the application now."""
+        return self._state is not None and self._clock() - self._seen < STALE
+
+    def report(self, report: Report) -> None:
+        """Take the report of a replica."""
+        self._reports[report.replica] = self._clock(), report
+
+    def leave(self, replica: str) -> None:
+        """Forget a replica that ends."""
+        self._reports.pop(replica, None)
+
+    def reports(self) -> list[Report]:
+        """Return the latest report of every replica that runs."""
+        since = self._clock() - STALE
+        self._reports = {name: one for name, one in self._reports.items() if one[0] >= since}
+        return [report for _, report in self._reports.values()]

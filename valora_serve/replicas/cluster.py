@@ -1,0 +1,324 @@
+"""The Ray cluster: starting or joining it, what it has room for, and the replicas on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# Ray reports its use to its makers otherwise; set before Ray is imported.
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus, LoggingConfig
+
+from valora_data.wording import plural
+from valora_serve.errors import SettingsError
+from valora_serve.replicas.board import Board
+from valora_serve.replicas.replica import EngineReplica
+from valora_serve.server.api.system import own_version
+
+if TYPE_CHECKING:
+    from valora_serve.engine.settings import EngineSettings
+    from valora_serve.replicas.settings import ReplicaSettings
+    from valora_serve.server.settings import ServerSettings
+
+log = logging.getLogger(__name__)
+
+NAMESPACE = "valora"
+"""Ray namespace of the boards."""
+DEPLOYMENT = "EngineReplica"
+"""Name of the deployment of the replicas."""
+OBJECT_BYTES = 2 << 30
+"""Memory of a Ray that is started here for objects, which are images on their way."""
+MOST_ONGOING = 100_000
+"""Requests that a replica takes at a time: its engine has the queue, so that its policy sees it."""
+HEALTH_SECONDS = 1.0, 30.0
+"""Period of health checks, which find a replica that died, and their time limit."""
+DRAIN_EXTRA = 15.0
+"""Seconds that a replica has to stop, once its requests had `drain_seconds`."""
+REACH_SECONDS = 5.0
+"""Time limit for connecting to a Ray cluster."""
+
+
+def join(address: str | None) -> None:
+    """Join a Ray cluster, or start one on this machine.
+
+    Args:
+        address: HOST:PORT, ``auto`` for the cluster of this machine, None to start one.
+
+    Raises:
+        SettingsError: The cluster cannot be reached, or has other versions of Ray or Python.
+    """
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    options: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": logging.ERROR}
+    if address is None:
+        # `local`: without an address, Ray would join what RAY_ADDRESS names or what runs here.
+        options |= {"address": "local", "include_dashboard": False}
+        options |= {"object_store_memory": OBJECT_BYTES}
+        # Ray gives up after 30 s by default, less than a cold start on a slow disk takes.
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+        where = "on this machine"
+    else:
+        _check_address(address)
+        options["address"] = address
+        where = f"at {address}"
+    try:
+        ray.init(**options)
+    except ConnectionError as error:
+        raise SettingsError(
+            f"no Ray cluster answers {where}: start one with `ray start --head`, or leave "
+            "ray_address and RAY_ADDRESS out to start Ray on this machine"
+        ) from error
+    except Exception as error:
+        raise SettingsError(_not_joined(where, error)) from error
+
+
+def _check_address(address: str) -> None:
+    """Refuse an address that no Ray cluster can have, or where nothing listens.
+
+    Ray itself tries for half a minute.
+    """
+    if address == "auto":
+        return
+    host, colon, port = address.rpartition(":")
+    if "://" in address or not colon or not port.isdigit():
+        raise SettingsError(
+            f"ray_address {address} is no address of a Ray cluster: name HOST:PORT of its head "
+            "(6379 is Ray's port), or auto for the cluster of this machine"
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise SettingsError(
+            f"no Ray cluster answers at {address} ({error}): start one with `ray start --head`, or "
+            "leave ray_address and RAY_ADDRESS out to start Ray on this machine"
+        ) from error
+
+
+def _not_joined(where: str, error: Exception) -> str:
+    """Say why a cluster cannot be joined."""
+    versions = re.findall(r"Ray: (\S+)\s+Python: (\S+)", str(error))
+    if len(versions) == 2:
+        (ray_there, python_there), (ray_here, python_here) = versions
+        return (
+            f"the Ray cluster {where} has Ray {ray_there} with Python {python_there}, and this "
+            f"server Ray {ray_here} with Python {python_here}: install the same versions on all "
+            "machines"
+        )
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = lines[0].rstrip(".:") if lines else type(error).__name__
+    if where == "on this machine":
+        return f"Ray cannot be started {where} ({reason[:300]}): see /tmp/ray/session_latest/logs"
+    return (
+        f"the Ray cluster {where} cannot be joined ({reason[:300]}): run valora-serve on a machine "
+        "of the cluster, with its token if it asks for one"
+    )
+
+
+def gpus_of(engine: EngineSettings) -> int:
+    """Return the number of GPUs of a replica: of its tensor-parallel group, all on one machine."""
+    return int(getattr(engine, "tensor_parallel", 1))
+
+
+def resources(settings: ReplicaSettings, engine: EngineSettings) -> dict[str, float]:
+    """Return what Ray reserves for a replica, as `ray_actor_options`.
+
+    Raises:
+        SettingsError: The cluster has less than `settings.replicas` replicas need.
+    """
+    count = settings.replicas or 1
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    cores = sum(one.get("CPU", 0.0) for one in machines)
+    gpus = int(sum(one.get("GPU", 0.0) for one in machines))
+    kind = engine.device.partition(":")[0]
+    if kind == "cuda" or (kind == "auto" and gpus):
+        each = gpus_of(engine)
+        room = sum(int(one.get("GPU", 0.0)) // each for one in machines)
+        if room < count:
+            of = "" if each == 1 else f" of {each} GPUs on one machine each"
+            raise SettingsError(
+                f"{plural(count, 'replica')}{of} need {plural(count * each, 'GPU')}, and the Ray "
+                f"cluster has {gpus}, enough for {room}: lower replicas, or add machines"
+            )
+        return {"num_gpus": each, "num_cpus": settings.replica_cpus or _share(cores, count, 1.0)}
+    most = settings.max_replicas or count
+    each_cores = settings.replica_cpus or _share(cores, most, cores)
+    room = sum(int(one.get("CPU", 0.0) / each_cores + 1e-6) for one in machines)
+    if room < count:
+        raise SettingsError(
+            f"{plural(count, 'replica')} of {each_cores:g} CPU cores need {count * each_cores:g}, "
+            f"and the Ray cluster has {cores:g}, enough for {room}: lower replicas or replica_cpus"
+        )
+    return {"num_cpus": each_cores}
+
+
+def _share(cores: float, count: int, most: float) -> float:
+    """Return the cores of each of `count` replicas: whole ones, or a part of one."""
+    share = min(cores / count, most)
+    return float(int(share)) if share >= 1 else max(0.01, int(share * 100) / 100)
+
+
+def pin_board(application: str) -> Any:
+    """Return a handle to the board of an application, which is made if there is none."""
+    made = ray.remote(Board).options(
+        name=_board_name(application),
+        namespace=NAMESPACE,
+        lifetime="detached",  # a server that starts again takes its replicas over
+        get_if_exists=True,
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=3,
+    )
+    return made.remote()
+
+
+def _board_name(application: str) -> str:
+    return f"{application}-board"
+
+
+def replicas(
+    settings: ReplicaSettings,
+    engine: EngineSettings,
+    server: ServerSettings,
+    reserved: dict[str, float],
+) -> Any:
+    """Return the deployment of the replicas with its arguments, as Ray Serve runs it.
+
+    Args:
+        settings: Settings of replicas.
+        engine: Settings of each engine.
+        server: Settings of the server, for logs and the time to drain.
+        reserved: What Ray reserves for each.
+    """
+    count: dict[str, Any] = {"num_replicas": settings.replicas}
+    if settings.max_replicas is not None:
+        count = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=settings.replicas,
+                max_replicas=settings.max_replicas,
+                target_ongoing_requests=settings.target_requests,
+                upscale_delay_s=settings.scale_out_seconds,
+                downscale_delay_s=settings.scale_in_seconds,
+                look_back_period_s=min(30.0, max(2.0, settings.scale_out_seconds)),
+                metrics_interval_s=1.0,
+            )
+        }
+    options = {
+        "ray_actor_options": reserved,
+        "max_ongoing_requests": MOST_ONGOING,
+        "graceful_shutdown_timeout_s": server.drain_seconds + DRAIN_EXTRA,
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "health_check_period_s": HEALTH_SECONDS[0],
+        "health_check_timeout_s": HEALTH_SECONDS[1],
+        "max_constructor_retry_count": 2,
+        "logging_config": LoggingConfig(log_level="WARNING", enable_access_log=False),
+        "request_router_config": RequestRouterConfig(
+            request_router_class="valora_serve.replicas.request_router:AdapterRequestRouter",
+            request_router_kwargs={
+                "router": settings.router,
+                "settings": dataclasses.asdict(settings.router_settings),
+                "slots": engine.slots,
+            },
+            request_routing_stats_period_s=1.0,
+        ),
+    }
+    arguments = (
+        _everywhere(engine),
+        own_version(),
+        (_board_name(settings.application), NAMESPACE),
+        (server.log_level, server.log_format),
+    )
+    made = serve.deployment(name=DEPLOYMENT, **count, **options)
+    return made(EngineReplica).bind(*arguments)
+
+
+def _everywhere(engine: EngineSettings) -> EngineSettings:
+    """Return settings whose folders mean the same in every process of the machine."""
+    base = Path(engine.base).expanduser()
+    changed: dict[str, Any] = {"base": str(base.resolve()) if base.is_dir() else engine.base}
+    for name in ("cost_folder", "decision_trace"):
+        if (path := getattr(engine, name)) is not None:
+            changed[name] = str(Path(path).expanduser().absolute())
+    return dataclasses.replace(engine, **changed)
+
+
+def deploy(application: Any, settings: ReplicaSettings) -> Any:
+    """Run an application, and wait until all its replicas have started.
+
+    Args:
+        application: What `replicas` returned.
+        settings: Settings of replicas.
+
+    Returns:
+        Handle of Ray Serve to the replicas.
+
+    Raises:
+        SettingsError: The replicas do not start, with the reason that the first of them gave.
+    """
+    name = settings.application
+    # No proxies of Ray Serve: the HTTP server is ours.
+    serve.start(proxy_location="Disabled", logging_config=LoggingConfig(log_level="WARNING"))
+    serve.run_many(
+        [serve.RunTarget(application, name=name, route_prefix=None)],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )
+    end = time.monotonic() + settings.start_seconds
+    while True:
+        found = serve.status().applications.get(name)
+        if found is not None and found.status == ApplicationStatus.RUNNING:
+            return serve.get_app_handle(name)
+        messages = [] if found is None else [one.message for one in found.deployments.values()]
+        failed = {ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY}
+        if found is not None and found.status in failed:
+            raise SettingsError(_why("\n".join([*messages, found.message])))
+        if time.monotonic() > end:
+            said = " ".join(" ".join(messages).split())[:300]
+            raise SettingsError(
+                f"the replicas did not start within {settings.start_seconds:g} s"
+                + (f" ({said})" if said else "")
+                + ": free the GPUs and cores of the Ray cluster, or raise start_seconds"
+            )
+        time.sleep(0.1)
+
+
+def _why(message: str) -> str:
+    """Return the sentence of ours in a traceback of Ray Serve, or its last line."""
+    ours = re.findall(r"^valora_\w+(?:\.\w+)*Error: (.+)$", message, re.MULTILINE)
+    if ours:
+        return str(ours[-1])
+    lines = [line.strip() for line in message.splitlines() if re.match(r"\w[\w.]*: ", line)]
+    reason = lines[-1] if lines else " ".join(message.split())[-300:]
+    return f"the replicas did not start ({reason[:300]}): see /tmp/ray/session_latest/logs"
+
+
+def release(application: str, *, started: bool) -> None:
+    """Stop the replicas of an application, and Ray if it was started here.
+
+    Args:
+        application: Name of the application.
+        started: Whether this process started Ray.
+    """
+    if not ray.is_initialized():
+        return
+    if not started:
+        try:
+            serve.delete(application)
+            ray.kill(ray.get_actor(_board_name(application), namespace=NAMESPACE))
+        except (ray.exceptions.RayError, RayServeException, ValueError) as error:
+            log.warning("the replicas were not stopped: %s", error)
+    ray.shutdown()
+
+
+def leave() -> None:
+    """Leave the Ray cluster, on which others go on."""
+    ray.shutdown()

@@ -1,0 +1,99 @@
+"""What all replicas serve, so that each answers as the others do."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from valora_data.contract.bundle import MANIFEST, file_hash
+from valora_serve.errors import AdapterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A bundle or an adapter.
+
+    Attributes:
+        folder: Its folder, the same on every machine.
+        sha256: Hash of its content: of a bundle's manifest, which has the hashes of all its files,
+            or of an adapter's configuration and weights.
+    """
+
+    folder: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """Names a state of what is served.
+
+    Attributes:
+        front: Id of the server that decides what is served.
+        number: Counts its changes.
+    """
+
+    front: str
+    number: int
+
+    def covers(self, other: Revision) -> bool:
+        """Whether a replica of this revision has all that the other one names."""
+        return self.front == other.front and self.number >= other.number
+
+
+@dataclass(frozen=True, slots=True)
+class ServedState:
+    """All bundles and adapters that every replica serves.
+
+    Attributes:
+        revision: Its revision.
+        bundles: Bundles by name.
+        adapters: Adapters that belong to no bundle, by name.
+    """
+
+    revision: Revision
+    bundles: Mapping[str, Part] = field(default_factory=dict)
+    adapters: Mapping[str, Part] = field(default_factory=dict)
+
+
+def find_part(folder: Path, *, bundle: bool) -> Part:
+    """Return a folder with the hash of its content.
+
+    Args:
+        folder: Folder of a bundle or adapter.
+        bundle: Whether it is a bundle.
+
+    Raises:
+        AdapterError: The folder, or a file of it, is missing.
+    """
+    files = [MANIFEST] if bundle else [CONFIG, WEIGHTS]
+    try:
+        hashes = [file_hash(folder / name) for name in files]
+    except OSError as error:
+        what = "bundle" if bundle else "adapter"
+        raise AdapterError(
+            f"{what} {folder} cannot be read on {socket.gethostname()} ({error.strerror}): put it "
+            "at the same path on every machine of the Ray cluster"
+        ) from error
+    return Part(str(folder), hashlib.sha256("".join(hashes).encode()).hexdigest())
+
+
+def check_part(part: Part, *, bundle: bool) -> None:
+    """Check that a folder has the same content on this machine as on the server.
+
+    Raises:
+        AdapterError: It is missing, or another one.
+    """
+    if find_part(Path(part.folder), bundle=bundle).sha256 != part.sha256:
+        what = "bundle" if bundle else "adapter"
+        raise AdapterError(
+            f"{what} {part.folder} on {socket.gethostname()} is not the one that the server has, "
+            "as its sha256 differs: copy the same one to every machine of the Ray cluster"
+        )

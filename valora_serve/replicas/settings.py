@@ -1,0 +1,84 @@
+"""Settings of replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from valora_data.wording import plural
+from valora_serve.routing.base import RouterSettings
+from valora_serve.routing.registry import ROUTERS
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """Replicas: engines on several GPUs and machines, through Ray Serve.
+
+    Attributes:
+        replicas: Number of engines, each with a GPU of its own or, on machines without GPUs, with
+            its share of the cores; none for one engine in this process, without Ray.
+        max_replicas: Most replicas, if more are started while requests queue up (autoscaling);
+            `replicas` is the fewest then.
+        router: How requests are spread over the replicas: ``affinity`` keeps the requests of an
+            adapter together as long as the load allows it, ``least`` and ``random`` do not.
+        router_settings: Settings of the router.
+        ray_address: Ray cluster to join, as HOST:PORT, or ``auto`` for the one that runs on this
+            machine. RAY_ADDRESS says the same. Without either, Ray is started on this machine.
+        application: Name of the Ray Serve application; servers that share a Ray cluster need
+            different ones.
+        replica_cpus: CPU cores of each replica; none for one core beside a GPU, and otherwise for
+            an equal share of the cores.
+        target_requests: Requests in progress for each replica, running and waiting together, at
+            which autoscaling aims.
+        scale_out_seconds: Time that the load must ask for more replicas before they are started.
+        scale_in_seconds: Time that the load must ask for fewer replicas before some are drained.
+        start_seconds: Time limit for the replicas to start.
+    """
+
+    replicas: int | None = None
+    max_replicas: int | None = None
+    router: str = "affinity"
+    router_settings: RouterSettings = field(default_factory=RouterSettings)
+    ray_address: str | None = None
+    application: str = "valora"
+    replica_cpus: float | None = None
+    target_requests: float = 64.0
+    scale_out_seconds: float = 10.0
+    scale_in_seconds: float = 300.0
+    start_seconds: float = 900.0
+
+    def __post_init__(self) -> None:
+        """Check values that types do not check.
+
+        Raises:
+            ValueError: A value is out of range, or two values contradict each other.
+            SettingsError: No router has this name.
+        """
+        if self.replicas is not None and self.replicas < 1:
+            raise ValueError(
+                f"replicas is {self.replicas}: name at least 1, or leave it out for one engine "
+                "without Ray"
+            )
+        if self.max_replicas is not None:
+            if self.replicas is None:
+                raise ValueError(
+                    f"max_replicas is {self.max_replicas} without replicas: name the fewest "
+                    "replicas with replicas"
+                )
+            if self.max_replicas < self.replicas:
+                raise ValueError(
+                    f"max_replicas is {self.max_replicas}, less than "
+                    f"{plural(self.replicas, 'replica')}: name at least as many"
+                )
+        if self.replica_cpus is not None and not self.replica_cpus > 0:
+            raise ValueError(f"replica_cpus is {self.replica_cpus}: it must be more than 0")
+        for name in ("target_requests", "start_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be more than 0")
+        for name in ("scale_out_seconds", "scale_in_seconds"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must not be negative")
+        if not self.application.replace("-", "").replace("_", "").isalnum():
+            raise ValueError(
+                f"application is {self.application!r}: use letters, digits, - and _ only"
+            )
+        ROUTERS[self.router]  # refuses an unknown router

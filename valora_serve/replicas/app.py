@@ -73,7 +73,7 @@ class Front:
         )
         self._app = create_app(engine, settings, served)
 
-    def __serve_build_asgi_app__(self) -> FastAPI:  # noqa: PLW3201 - Ray Serve's name
+    def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the ASGI application; Ray Serve calls it after the constructor."""
         return self._app
 

@@ -1,0 +1,127 @@
+"""Files in docs/deploy: Ray Serve, KubeRay, Docker and our own options, read by their readers."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import ray
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from valora_serve import cli
+from valora_serve.errors import SettingsError
+from valora_serve.replicas.app import FRONT, build
+from valora_serve.replicas.cluster import DEPLOYMENT
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "docs" / "deploy"
+INSTRUCTIONS = {
+    "ARG", "CMD", "COPY", "ENV", "EXPOSE", "FROM", "RUN", "USER", "WORKDIR",
+}  # fmt: skip
+
+
+def read(name):
+    return yaml.safe_load((DEPLOY / name).read_text(encoding="utf-8"))
+
+
+def service():
+    return read("kuberay.yaml")["spec"]
+
+
+def configurations():
+    return {"serve": read("serve.yaml"), "kuberay": yaml.safe_load(service()["serveConfigV2"])}
+
+
+@pytest.mark.parametrize("name", ["serve", "kuberay"])
+def test_ray_serve_reads_the_configuration(name, tmp_path):
+    found = ServeDeploySchema.model_validate(configurations()[name])
+    (application,) = found.applications
+    assert application.import_path == f"{build.__module__}:{build.__name__}"
+    file = tmp_path / "options.yaml"
+    file.write_text(yaml.safe_dump(application.args))
+    bundles, server, _, replicas = cli.read(["--config", str(file)])
+    assert bundles
+    assert server.api_key is None
+    assert server.keys_file
+    assert replicas.replicas < replicas.max_replicas
+
+
+def test_our_own_options():
+    bundles, server, _, replicas = cli.read(["--config", str(DEPLOY / "valora-serve.yaml")])
+    assert bundles == ["/bundles/detection"]
+    assert server.host == "0.0.0.0"
+    assert (replicas.replicas, replicas.max_replicas) == (4, 8)
+
+
+def test_the_application_that_the_configuration_names(monkeypatch):
+    """The function that Ray Serve imports: the server beside the replicas, with its options."""
+    nodes = [{"Alive": True, "Resources": {"GPU": 2.0, "CPU": 16.0}}]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    options = configurations()["kuberay"]["applications"][0]["args"] | {"quantize": "none"}
+    made = build(options)
+    front = made._bound_deployment
+    assert front.name == FRONT
+    engines, bundles, server, application = front.init_args
+    assert engines._bound_deployment.name == DEPLOYMENT
+    assert engines._bound_deployment.ray_actor_options["num_gpus"] == 1
+    assert bundles == ["/models/bundles/detection"]
+    assert server.keys_file == "/etc/valora/keys"
+    assert application == "valora"
+    for wrong, words in (
+        ({"replicas": 3}, "3 replicas need 3 GPUs"),
+        ({"replica": 3}, "did you mean replicas"),
+        ({"api_key": "a-secret-that-is-seen"}, "use keys_file"),
+    ):
+        with pytest.raises(SettingsError, match=words):
+            build(options | wrong)
+
+
+def test_the_manifest_fits_its_configuration():
+    spec = service()
+    (application,) = configurations()["kuberay"]["applications"]
+    cluster = spec["rayClusterConfig"]
+    (gpus,) = cluster["workerGroupSpecs"]
+    assert gpus["minReplicas"] >= application["args"]["replicas"]
+    assert gpus["maxReplicas"] == application["args"]["max_replicas"]
+    pins = (ROOT / "constraints.txt").read_text()
+    assert f"\nray=={cluster['rayVersion']}\n" in pins
+    images = set()
+    for group in (cluster["headGroupSpec"], gpus):
+        pod = group["template"]["spec"]
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        (container,) = pod["containers"]
+        images.add(container["image"])
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+        assert {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"} in container["env"]
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert images == {f"valora:{project['version']}"}
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    for path in (*application["args"]["bundles"], application["args"]["keys_file"]):
+        assert any(path.startswith(f"{mount}/") for mount in mounts)
+
+
+def test_the_dockerfile():
+    text = (DEPLOY / "Dockerfile").read_text()
+    lines = re.sub(r"\\\n", " ", re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE)).splitlines()
+    steps = [line.split(None, 1) for line in lines if line.strip()]
+    assert steps[0][0] == "FROM"
+    assert {name for name, _ in steps} <= INSTRUCTIONS
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (extras,) = (rest for name, rest in steps if name == "ARG")
+    assert set(extras.removeprefix("EXTRAS=").split(",")) <= set(project["optional-dependencies"])
+    copied = {
+        Path(word).name for name, rest in steps if name == "COPY" for word in rest.split()[:-1]
+    }
+    for name in copied:
+        assert (ROOT / name).exists(), name
+    # What the wheel is made of, and nothing that is not in the build's context.
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    sources = {path.split("/")[0] for path in wheel["targets"]["wheel"]["only-include"]}
+    assert sources <= copied
+    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    assert {line[1:] for line in ignored if line.startswith("!")} == copied
+    assert steps[-1][0] == "CMD"
+    (user,) = (rest for name, rest in steps if name == "USER")
+    assert user != "root"

@@ -58,7 +58,6 @@ def make_plan(
     seed: int,
     parent: Parent | None,
     rank: int = DEFAULT_RANK,
-    affinity: Mapping[str, Mapping[str, float]] | None = None,
 ) -> FusionPlan:
     """The plan of a fusion before its first attempt.
 
@@ -69,10 +68,9 @@ def make_plan(
         seed: Seed of a random order.
         parent: The fusion to extend, if any.
         rank: Rank of new adapters (`train.lora.rank`).
-        affinity: `Probe.affinity` of each domain, as far as it is known.
     """
     probes: Probes = {
-        name: Probe(requirement.required, head_only[name]["val"], (affinity or {}).get(name, {}))
+        name: Probe(requirement.required, head_only[name]["val"])
         for name, requirement in requirements.items()
     }
     order = order_domains(list(requirements), settings.order, seed, probes)

@@ -30,8 +30,7 @@ class Affinity(Strategy):
 
     What comes out changes the expectation of all other groups, and the packing is planned anew.
     Domains may leave an adapter for another one, so that adapters that others can take over are
-    emptied. Where it is known how well domains learn beside each other (`Probe.affinity`), the
-    expectation begins with that.
+    emptied.
     """
 
     rehearse = True

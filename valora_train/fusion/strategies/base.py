@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 if TYPE_CHECKING:
@@ -23,14 +23,10 @@ class Probe:
         required: Accuracy that the domain must keep, without the margin.
         head_only: Accuracy on the validation split of a head trained on the frozen base model; of
             the frozen base model itself where it writes the answers.
-        affinity: How well the domain learns beside others, by their name, from -1 (what one learns
-            the other forgets) to 1, e.g. the cosine of their gradients; domains that were not
-            compared are missing.
     """
 
     required: float
     head_only: float
-    affinity: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def shortfall(self) -> float:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -36,7 +36,7 @@ class Expectation:
 
     Args:
         names: The domains.
-        view: What was measured so far, what each domain must keep, and affinities.
+        view: What was measured so far and what each domain must keep.
     """
 
     def __init__(self, names: Sequence[str], view: View) -> None:
@@ -44,7 +44,7 @@ class Expectation:
         self._place = {name: at for at, name in enumerate(names)}
         bars = np.array([view.requirements[name].bar for name in names])
         self._floors = np.array([view.floors[name] for name in names]) / bars
-        self._means, self._deviations = _prior(names, view)
+        self._means, self._deviations = _prior(len(names))
         points, values = [], []
         for decision in view.history:
             group = tuple(self._place[name] for name in decision.accuracy if name in self._place)
@@ -93,18 +93,10 @@ def _solve(factor: Array, right: Array) -> Array:
     return np.linalg.solve(factor, right) if len(factor) else right
 
 
-def _prior(names: Sequence[str], view: View) -> tuple[Array, Array]:
+def _prior(count: int) -> tuple[Array, Array]:
     """Means and standard deviations of all parts, in the order of `_features`."""
-    count = len(names)
-    pairs = np.zeros((count, count))
-    for mine, name in enumerate(names):
-        affinity: Mapping[str, float] = view.probes[name].affinity if name in view.probes else {}
-        for other, beside in enumerate(names):
-            # Opposed gradients (-1) lose twice as much, equal ones (1) nothing.
-            pairs[mine, other] = -LOST[0] * affinity.get(beside, 0.0)
     sizes = (count, 1, count, count, count**2)
     means = np.repeat((ALONE[0], LOST[0], 0.0, 0.0, 0.0), sizes)
-    means[-count * count :] = pairs.ravel()
     return means, np.repeat((ALONE[1], LOST[1], OWN, OTHERS, PAIR), sizes)
 
 

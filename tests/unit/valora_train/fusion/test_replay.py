@@ -93,29 +93,3 @@ def test_conflicts_of_ten_domains():
             assert one.most_above <= 1
     assert above["repack:first_fit"] < above["first_fit"]
     assert above["affinity"] <= above["first_fit"]
-
-
-def test_known_affinities_spare_attempts():
-    # Two groups of three: within each, nothing is lost; beside the other, much.
-    half = {name: at % 2 for at, name in enumerate(SIX)}
-    table = made_up_table(
-        SIX, lambda name, group: 0.9 - 0.01 * sum(half[name] != half[other] for other in group)
-    )
-    asked = {name: Requirement(0.896) for name in SIX}
-
-    def attempts(affinity):
-        from valora_train.fusion.plan import FusionPlan
-        from valora_train.fusion.strategies.base import Probe
-
-        probes = {
-            name: Probe(0.896, 0.0, {other: affinity(name, other) for other in SIX}) for name in SIX
-        }
-        plan = FusionPlan(asked, make_strategy("affinity"), probes=probes)
-        while (attempt := plan.next()) is not None:
-            reached = table.reached(0, attempt.domains)
-            plan.tell({name: reached[name].val for name in attempt.domains})
-        assert sorted(map(sorted, plan.packing.values())) == [SIX[::2], SIX[1::2]]
-        return len(plan.decisions)
-
-    known = attempts(lambda name, other: 1.0 if half[name] == half[other] else -1.0)
-    assert known < attempts(lambda name, other: 0.0)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from valora_serve.engine.async_engine import AsyncEngine
     from valora_serve.replicas.client import ReplicatedEngine
+    from valora_serve.server.app import Server
 
 _ABOUT = """\
 Serve bundles over HTTP: OpenAI's chat and completions endpoints, /v1/vision/DOMAIN, and a web
@@ -40,6 +41,10 @@ _MORE = """\
 other commands:
   valora-serve key NAME [--role admin] [--file FILE]   make an API key
   valora-serve bench --help                            replay a trace against a running server"""
+
+
+WATCH_SECONDS = 0.2
+"""Seconds between two looks at the processes of a tensor-parallel group."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -187,8 +192,25 @@ async def _serve_at(
         markup=False,
         highlight=False,
     )
+    watching = asyncio.create_task(_end_with_group(engine, server))
     await server.serve()
-    return 0
+    watching.cancel()
+    if engine.lost is None:
+        return 0
+    print(f"error: {engine.lost}", file=sys.stderr, flush=True)
+    if engine.stuck:
+        os._exit(1)
+    return 1
+
+
+async def _end_with_group(engine: AsyncEngine, server: Server) -> None:
+    """End the server if a process of the tensor-parallel group has ended, without which it is lost.
+
+    Requests have been answered with the error by then.
+    """
+    while engine.lost is None or engine.healthy:
+        await asyncio.sleep(WATCH_SECONDS)
+    server.end()
 
 
 def make_key(arguments: Sequence[str]) -> int:

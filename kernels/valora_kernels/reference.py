@@ -47,6 +47,60 @@ def atmm_reference(
             y[rows] = total.to(y.dtype)
 
 
+def shrink_reference(x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> torch.Tensor:
+    """H = coefficient · scaling · x Aᵀ of each projection and term, the first half of the operator.
+
+    Args:
+        x: [rows, in_features].
+        weights: A of every adapter.
+        batch: Which rows have which adapters.
+
+    Returns:
+        [projections, terms, rows, max_rank] float32; zero behind an adapter's rank.
+    """
+    grouping = batch.grouping
+    shape = (len(weights.out_features), grouping.terms, x.shape[0], weights.max_rank)
+    found = torch.zeros(shape, dtype=torch.float32, device=x.device)
+    order = torch.from_numpy(grouping.order).to(x.device)
+    scale = torch.from_numpy(grouping.scale).to(x.device)
+    for s in range(grouping.segments):
+        first, end = int(grouping.starts[s]), int(grouping.starts[s + 1])
+        rows = order[first:end]
+        inputs = x[rows].float()
+        for t in range(grouping.terms):
+            slot, rank = int(grouping.adapters[s, t]), int(grouping.ranks[s, t])
+            rank = min(rank, weights.max_rank)  # of a part of A
+            for p in range(shape[0]):
+                a, _ = weights.rows_of(p, slot, rank)
+                found[p, t, rows, :rank] = (inputs @ a.float().T) * scale[first:end, t, None]
+    return found
+
+
+def expand_reference(
+    ys: Sequence[torch.Tensor], h: torch.Tensor, weights: LoraWeights, batch: LoraBatch
+) -> None:
+    """Y += Σ_t h_t Bᵀ of each projection in fp32, rounded once: the second half of the operator.
+
+    Args:
+        ys: [P] tensors [rows, out_features[p]], changed in place.
+        h: [projections, terms, rows, max_rank] float32, from `shrink_reference`.
+        weights: B of every adapter.
+        batch: Which rows have which adapters.
+    """
+    grouping = batch.grouping
+    order = torch.from_numpy(grouping.order).to(h.device)
+    for s in range(grouping.segments):
+        rows = order[int(grouping.starts[s]) : int(grouping.starts[s + 1])]
+        for p, y in enumerate(ys):
+            total = y[rows].float()
+            for t in range(grouping.terms):
+                slot, rank = int(grouping.adapters[s, t]), int(grouping.ranks[s, t])
+                if rank:
+                    _, b = weights.rows_of(p, slot, rank)
+                    total.addmm_(h[p, t, rows, :rank], b.float())
+            y[rows] = total.to(y.dtype)
+
+
 def merge_reference(
     pristine: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float
 ) -> torch.Tensor:

@@ -33,8 +33,8 @@ NOT_WHEN_SERVING = {"hydra", "omegaconf", "mlflow", "ultralytics"}
 KERNELS_MAY = {"torch", "triton", "numpy", "rich", *sys.stdlib_module_names}
 
 # Parts of a package, the lowest first; a part imports parts below it only.
-SERVE = ["errors", "types", "routing", "catalogue", "orchestrator", "workloads", "memory", "model",
-         "engine"]  # fmt: skip
+SERVE = ["errors", "types", "routing", "catalogue", "orchestrator", "workloads", "parallel",
+         "memory", "model", "engine"]  # fmt: skip
 TRAIN = ["errors", "processes", "sweeps", "settings", "stage", "metrics", "model", "tasks",
          "fusion", "trials", "checks", "reporting", "stages", "estimate", "cli"]  # fmt: skip
 SERVER_MAY = {"server", "types", "errors", "options"}

@@ -29,6 +29,9 @@ T = TypeVar("T")
 
 _Listener: TypeAlias = "tuple[asyncio.AbstractEventLoop, asyncio.Queue[Output]]"
 
+STUCK_SECONDS = 10.0
+"""Seconds that the engine's thread has to end after a process of its group has ended."""
+
 PAUSE = 0.001
 """Seconds between checks of loading adapters while there is nothing to compute."""
 
@@ -62,6 +65,8 @@ class AsyncEngine:
         self._tokenizer = copy.deepcopy(engine.lmm.tokenizer)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        if engine.crew is not None:
+            engine.crew.on_lost = self._lost
 
     # ------------------------------------------------------------------ the engine's thread
 
@@ -82,6 +87,8 @@ class AsyncEngine:
                 if engine.stalled:
                     self._wake.wait(PAUSE)
                     self._wake.clear()
+        except StoppedError as error:  # it says itself what to do
+            self._failed = str(error)
         except Exception as error:
             log.exception("the engine has failed")
             self._failed = f"the engine has failed ({error}): restart the server"
@@ -95,12 +102,25 @@ class AsyncEngine:
             self._stats = engine.stats()
             engine.close()
 
+    def _lost(self, reason: str) -> None:
+        """Stop, as a process of the tensor-parallel group has ended; called in another thread."""
+        self._failed = reason
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(STUCK_SECONDS)
+        if self._thread.is_alive():  # it waits for a GPU that waits for the lost one
+            self._fail_listeners(reason)
+
     def _fail_all(self, reason: str) -> None:
         """End all requests with an error, also if the engine itself can no longer end them."""
         try:
             self._deliver(self._engine.fail_all(reason))
         except Exception:
             log.exception("ending the requests of the failed engine")
+        self._fail_listeners(reason)
+
+    def _fail_listeners(self, reason: str) -> None:
+        """End all requests that somebody still waits for."""
         now = time.monotonic()
         failed = StoppedError(reason)
         for request_id in tuple(self._queues):
@@ -266,6 +286,16 @@ class AsyncEngine:
         return self._engine.context_length
 
     @property
+    def lost(self) -> str | None:
+        """Why the engine's tensor-parallel group cannot go on; None while it can."""
+        return None if self._engine.crew is None else self._engine.crew.lost
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the engine's thread runs; after `close`, whether it waits for a GPU for ever."""
+        return self._thread.is_alive()
+
+    @property
     def healthy(self) -> bool:
         """Whether the engine runs; False after it has failed or was closed."""
         return self._failed is None and self._thread.is_alive()
@@ -278,7 +308,8 @@ class AsyncEngine:
             await asyncio.sleep(0.02)
         self._stopping = True
         self._wake.set()
-        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+        seconds = None if self.lost is None else STUCK_SECONDS
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.join, seconds)
         self._preparing.shutdown(wait=False, cancel_futures=True)
         self._loading.shutdown(wait=False, cancel_futures=True)
 

@@ -13,6 +13,8 @@ The parts:
 - `merge`: which adapter is merged into the base weights;
 - `launch`: from a decision to a step on the device; `images` encodes what it needs;
 - `answers`: from a step's results to outputs;
+- `crew`, `lockstep`, `follower`: the other processes of a tensor-parallel group, what they are told
+  and what they do;
 - `profile`: measures the costs that decisions are made with, before there are requests.
 
 `Engine` belongs to one thread; `async_engine` runs it behind an event loop.
@@ -23,6 +25,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,8 +36,10 @@ from valora_data.wording import plural
 from valora_serve.catalogue.store import Store
 from valora_serve.engine import sizing
 from valora_serve.engine.answers import Answers
+from valora_serve.engine.crew import Crew
 from valora_serve.engine.images import ImageEncoder
 from valora_serve.engine.launch import Launcher
+from valora_serve.engine.lockstep import FollowingRunner, LeadingMemory, LeadingRunner
 from valora_serve.engine.merge import MergeState
 from valora_serve.engine.named import Named
 from valora_serve.engine.requests import Requests
@@ -60,6 +65,7 @@ from valora_serve.model.lmm import Lmm
 from valora_serve.model.prompt import prepare_prompt
 from valora_serve.model.runner import ModelRunner
 from valora_serve.model.sampler import TokenCounts, make_generator
+from valora_serve.model.split_linears import SplitLinears
 from valora_serve.model.work import AdapterTable
 from valora_serve.orchestrator.cost_model import load_or_estimate
 from valora_serve.orchestrator.decision import RequestView, StepLimits, View, window
@@ -68,12 +74,15 @@ from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.types import EngineStats, Finish, Mode, Output
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from valora_serve.engine.crew import Seat
     from valora_serve.engine.launch import Flight
     from valora_serve.engine.settings import EngineSettings
+    from valora_serve.memory.unified import GroupSpec
     from valora_serve.orchestrator.cost_model import CostModel
     from valora_serve.orchestrator.decision import Decision
+    from valora_serve.parallel.partition import LoraParallel
     from valora_serve.types import Request
 
 log = logging.getLogger(__name__)
@@ -90,6 +99,8 @@ class Engine:
         lmm: The base model; loaded as the settings say if None.
         cost_model: Predicts what steps cost; if None, the measured costs of this machine, or an
             estimate if there are none.
+        seat: Place of this process in a tensor-parallel group, if it is a follower of one; the
+            leader starts the group itself.
 
     Attributes:
         settings: Settings of the engine.
@@ -108,6 +119,10 @@ class Engine:
         runner: Runs steps on the device.
         cost: Cost model that the policy uses.
         policy: Decides every step.
+        crew: The followers of a tensor-parallel group; None on one GPU.
+
+    Raises:
+        SettingsError: Settings contradict each other, or ask for what the machine has not.
     """
 
     def __init__(
@@ -115,16 +130,37 @@ class Engine:
         settings: EngineSettings,
         lmm: Lmm | None = None,
         cost_model: CostModel | None = None,
+        *,
+        seat: Seat | None = None,
     ) -> None:
         self.settings = settings
-        self.device = sizing.find_device(settings.device) if lmm is None else lmm.device
+        self.crew: Crew | None = None
+        if settings.tensor_parallel > 1 and seat is None:
+            if lmm is not None:
+                raise SettingsError(
+                    "tensor_parallel: expected no model, as each process reads its own part"
+                )
+            self.crew = Crew(settings)
+            seat = self.crew.seat
+        try:
+            self._open(lmm, cost_model, seat)
+            if self.crew is not None:
+                self.crew.wait_ready()
+        except BaseException as error:
+            if self.crew is None:
+                raise
+            explained = self.crew.explain(error)
+            self.crew.close()
+            if explained is not None:
+                raise explained from error
+            raise
+
+    def _open(self, lmm: Lmm | None, cost_model: CostModel | None, seat: Seat | None) -> None:
+        """Load what is not given, and make all parts."""
+        settings = self.settings
         if lmm is None:
-            lmm = Lmm.load(
-                settings.base,
-                sizing.find_dtype(settings.dtype, self.device),
-                self.device,
-                settings.quantize if settings.quantize == NF4 else None,
-            )
+            lmm = self._load(seat)
+        self.device = lmm.device
         self.lmm = lmm
         cuda = self.device.type == "cuda"
         if cuda if settings.compile is None else settings.compile:
@@ -133,16 +169,7 @@ class Engine:
         self._longest_token = max(map(len, lmm.tokenizer.get_vocab()))  # in characters
         self._modes = modes_of(settings.policy)
         mergeable = self._modes != {Mode.UNMERGED}
-        page = PageShape(settings.block_size, lmm.layers, lmm.kv_heads, lmm.head_dim)
-        self.memory = UnifiedMemory(
-            settings.pages or sizing.pages_that_fit(settings, lmm, page, mergeable=mergeable),
-            page,
-            [group.spec for group in lmm.linears.groups.values()],
-            slots=settings.slots,
-            max_rank=settings.max_rank,
-            dtype=lmm.dtype,
-            device=self.device,
-        )
+        self.memory = self._make_memory(seat, mergeable=mergeable)
         self.pool = PagePool(self.memory.pages)
         # Rows that only fill a graph up write to page 0.
         self.pool.take(1, Owner.RESERVED)
@@ -164,17 +191,7 @@ class Engine:
             mergeable=mergeable,
             on_change=self._weights_changed,
         )
-        self.runner = ModelRunner(
-            lmm,
-            KVCache(self.memory.kv, settings.block_size, lmm.heads),
-            AdapterTable(self.adapters.ranks, self.adapters.scalings),
-            backend=settings.attention,
-            max_tokens=settings.max_tokens,
-            max_requests=settings.max_requests,
-            max_adapters=settings.max_adapters,
-            graphs=sizing.decode_sizes(settings),
-            prompt_graphs=sizing.prompt_sizes(settings, self.device),
-        )
+        self.runner = self._make_runner(seat)
         self.images = ImageEncoder(self.runner, self.adapters, settings.image_cache_bytes)
         # A tokenizer is not thread-safe, and prompts are prepared in another thread.
         self._tokenizer = copy.deepcopy(lmm.tokenizer)
@@ -190,7 +207,7 @@ class Engine:
             lmm, self.runner, self.requests, self.images, self.merge_state, self._answers.fail
         )
         self.cost = cost_model or load_or_estimate(
-            sizing.cost_folder(settings), sizing.machine_name(self.device), lmm.base
+            sizing.cost_folder(settings), sizing.machine_of(settings, self.device), lmm.base
         )
         self.policy = make_policy(settings.policy, self.cost, settings.policy_settings)
         path = settings.decision_trace
@@ -206,6 +223,62 @@ class Engine:
         self._arrived: list[float] = []  # arrival times that the policy has not seen
         self._idle = False
         self._warm = False
+
+    def _load(self, seat: Seat | None) -> Lmm:
+        """Load the base model, or this process's part of it."""
+        settings = self.settings
+        quantize = settings.quantize if settings.quantize == NF4 else None
+        if seat is None:
+            device = sizing.find_device(settings.device)
+            dtype = sizing.find_dtype(settings.dtype, device)
+            return Lmm.load(settings.base, dtype, device, quantize)
+        dtype = sizing.find_dtype(settings.dtype, seat.group.device)
+
+        def lora(spec: GroupSpec, row: bool) -> LoraParallel:
+            return seat.lora.choose(row, spec.in_features, spec.out_features)
+
+        return Lmm.load_part(settings.base, dtype, seat.group, lora, quantize)
+
+    def _make_memory(self, seat: Seat | None, *, mergeable: bool) -> UnifiedMemory:
+        """Make the memory of pages, of the same number on every GPU."""
+        settings, lmm, crew = self.settings, self.lmm, self.crew
+        page = PageShape(settings.block_size, lmm.layers, lmm.kv_heads, lmm.head_dim)
+        pages = settings.pages or sizing.pages_that_fit(settings, lmm, page, mergeable=mergeable)
+        if seat is not None:
+            pages = seat.group.least(pages)
+        made = (UnifiedMemory if crew is None else partial(LeadingMemory, crew))(
+            pages,
+            page,
+            [group.spec for group in lmm.linears.groups.values()],
+            slots=settings.slots,
+            max_rank=settings.max_rank,
+            dtype=lmm.dtype,
+            device=self.device,
+        )
+        if isinstance(lmm.linears, SplitLinears):
+            lmm.linears.shrinking = made.shrinking
+            lmm.linears.relay = None if crew is None else crew.tell
+        return made
+
+    def _make_runner(self, seat: Seat | None) -> ModelRunner:
+        """Make the runner: one of a tensor-parallel group also talks with the others."""
+        settings, lmm = self.settings, self.lmm
+        make: Callable[..., ModelRunner] = ModelRunner
+        if self.crew is not None:
+            make = partial(LeadingRunner, self.crew)
+        elif seat is not None:
+            make = partial(FollowingRunner, seat.group)
+        return make(
+            lmm,
+            KVCache(self.memory.kv, settings.block_size, lmm.heads),
+            AdapterTable(self.adapters.ranks, self.adapters.scalings),
+            backend=settings.attention,
+            max_tokens=settings.max_tokens,
+            max_requests=settings.max_requests,
+            max_adapters=settings.max_adapters,
+            graphs=sizing.decode_sizes(settings),
+            prompt_graphs=sizing.prompt_sizes(settings, self.device),
+        )
 
     # ------------------------------------------------------------------ before requests come
 
@@ -398,6 +471,8 @@ class Engine:
             Their last outputs.
         """
         self._flight = None
+        if self.crew is not None and self.crew.lost is not None:
+            self._answers.pending.clear()  # what a lost process left behind is no answer
         for sequence in self.requests.all():
             self._answers.fail(sequence, StoppedError(reason))
         return self._answers.take()
@@ -446,7 +521,23 @@ class Engine:
 
         Returns:
             New outputs, in order.
+
+        Raises:
+            StoppedError: A process of the tensor-parallel group has ended.
         """
+        if self.crew is None:
+            return self._step()
+        try:
+            found = self._step()
+            self.crew.check()  # what a lost process left behind is no answer
+        except Exception as error:
+            explained = self.crew.explain(error)
+            if explained is not None:
+                raise explained from error
+            raise
+        return found
+
+    def _step(self) -> list[Output]:
         now = time.monotonic()
         answers = self._answers
         for key, wrong in self.adapters.poll().items():
@@ -590,7 +681,9 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Stop reading adapters from their files, and close the trace."""
+        """Stop the followers and reading adapters from their files, and close the trace."""
+        if self.crew is not None:
+            self.crew.close()
         self.adapters.close()
         if self._trace_file is not None:
             try:

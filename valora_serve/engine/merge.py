@@ -65,8 +65,7 @@ class MergeState:
                     adapters.unpin(adapter)
                     adapter = None
             if adapter is None:
-                for weights in self._linears.merged:
-                    weights.unmerge()
+                self._linears.unmerge()
             if before is not None:
                 adapters.unpin(before)
             self.switches += 1
@@ -80,12 +79,10 @@ class MergeState:
         slot = adapters.slot(adapter)
         rank, scaling = int(adapters.ranks[slot]), float(adapters.scalings[slot])
         try:
-            for weights in self._linears.merged:
-                weights.merge(slot, rank, scaling)
+            self._linears.merge(slot, rank, scaling)
             # Content that was merged once gives the same weights every time: wait only once.
             if adapter not in adapters.proven:
-                finite = all(weights.is_finite() for weights in self._linears.merged)
-                if not finite:
+                if not self._linears.is_finite():
                     log.error("adapter %s is quarantined: %s", adapter, INFINITE)
                     adapters.quarantine(adapter, INFINITE)
                     return False

@@ -196,22 +196,10 @@ class Named:
     def _activate(self, names: set[str]) -> None:
         """Let groups of linears apply adapters, and be merged into, from now on."""
         linears = self._lmm.linears
-        groups = linears.groups
-        new = {name for name in names if groups[name].lora is None}
+        new = {name for name in names if linears.groups[name].lora is None}
         if not new:
             return
         if self._merge_state.adapter is not None:
             self._merge_state.switch(Mode.UNMERGED, None)
-        for name in new:
-            groups[name].lora = self._memory.lora[name]
-        if self._mergeable:
-            linears.make_mergeable(
-                [name for name in groups if name in new and groups[name].spec.part == "text"]
-            )
-            for weights in linears.merged:
-                found = {module: linears.group_of[module] for module in weights.shapes}
-                weights.bind({
-                    module: (self._memory.lora[group.spec.name], index)
-                    for module, (group, index) in found.items()
-                })  # fmt: skip
+        linears.activate(new, self._memory.lora, mergeable=self._mergeable)
         self._on_change()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from valora_kernels.metadata import NONE
-from valora_serve.engine.sizing import cost_folder, machine_name
+from valora_serve.engine.sizing import cost_folder, machine_of
 from valora_serve.memory.adapter_memory import AdapterState
 from valora_serve.memory.block_manager import Owner
 from valora_serve.model.sampler import TokenChoice
@@ -109,7 +109,7 @@ def measure(engine: Engine, seconds: float = SECONDS) -> CostModel:
     mergeable = bool(engine.lmm.linears.merged)
     found = engine.cost.fit(
         points,
-        machine=machine_name(engine.device),
+        machine=machine_of(engine.settings, engine.device),
         model=engine.lmm.base,
         merges=merges if mergeable else (),
         unmerges=unmerges if mergeable else (),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from valora_data.contract.bundle import NF4
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import modes_of
+from valora_serve.parallel.choice import AUTO, CHOICES
 
 ROUNDINGS = ("auto", "none", NF4)
 
@@ -47,6 +48,10 @@ class EngineSettings:
         cost_folder: Folder of the costs measured on this machine; None for the user's cache.
         profile: Measure the costs at the first start on this machine.
         decision_trace: File for the decision trace, one line per decision; None for none.
+        tensor_parallel: GPUs that share the model, each with a part of every layer
+            (docs/scaling.md); 1 to serve it on one.
+        lora_parallel: How the GPUs share LoRA matrices: ``slora`` splits both, ``replicate_a``
+            needs no communication; ``auto`` takes the faster one for each shape, as measured.
     """
 
     base: str = "tiny"
@@ -76,11 +81,13 @@ class EngineSettings:
     cost_folder: str | None = None
     profile: bool = True
     decision_trace: str | None = None
+    tensor_parallel: int = 1
+    lora_parallel: str = AUTO
 
     def __post_init__(self) -> None:
         least = {
             "block_size": 1, "max_requests": 1, "max_tokens": 1, "chunk": 1, "max_adapters": 1,
-            "slots": 1, "max_rank": 1,
+            "slots": 1, "max_rank": 1, "tensor_parallel": 1,
         }  # fmt: skip
         for name, low in least.items():
             if getattr(self, name) < low:
@@ -90,5 +97,9 @@ class EngineSettings:
         if self.quantize not in ROUNDINGS:
             raise ValueError(
                 f"quantize: expected one of {', '.join(ROUNDINGS)}, got {self.quantize}"
+            )
+        if self.lora_parallel not in CHOICES:
+            raise ValueError(
+                f"lora_parallel: expected one of {', '.join(CHOICES)}, got {self.lora_parallel}"
             )
         modes_of(self.policy)  # refuses an unknown policy

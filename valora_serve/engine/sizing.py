@@ -57,6 +57,12 @@ def machine_name(device: torch.device) -> str:
     return f"{platform.machine()} {torch.get_num_threads()} threads"
 
 
+def machine_of(settings: EngineSettings, device: torch.device) -> str:
+    """Return the name under which an engine's costs are saved: GPU and number of GPUs."""
+    name, size = machine_name(device), settings.tensor_parallel
+    return name if size == 1 else f"{name} x{size}"
+
+
 def cost_folder(settings: EngineSettings) -> Path:
     """Return the folder of measured costs."""
     folder = settings.cost_folder

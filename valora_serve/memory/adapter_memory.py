@@ -318,7 +318,11 @@ class AdapterMemory:
             self._keep(key)
             self._place(key, entry.urgent)
             return
-        if entry.copied is not None and entry.copied.query():
+        if (
+            entry.copied is not None
+            and entry.copied.query()
+            and self._memory.has_arrived(entry.slot)
+        ):
             self._arrived(key)
 
     def _read(self, key: str, reading: Future[PackedAdapter]) -> PackedAdapter:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from valora_data.wording import plural
+from valora_kernels.launching import power_of_two
 from valora_kernels.weights import LoraWeights
 from valora_serve.errors import AdapterError
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from valora_serve.catalogue.adapters import Adapter
+    from valora_serve.catalogue.adapters import Adapter, LoraPair
+    from valora_serve.parallel.partition import Share
 
 ALIGNMENT = 8
 """A rank row starts at a multiple of this many elements in its page: 16 bytes in 16 bits."""
@@ -40,6 +42,8 @@ class GroupSpec:
         in_features: Width of the input.
         out_features: Width of each layer's output.
         part: ``text`` for the language model, ``vision`` for the vision tower and the projector.
+        share: The part of the layers that this process of a tensor-parallel group holds; sizes are
+            those of the part. None where the layers are whole.
     """
 
     name: str
@@ -47,6 +51,14 @@ class GroupSpec:
     in_features: int
     out_features: tuple[int, ...]
     part: str
+    share: Share | None = None
+
+    @property
+    def b_widths(self) -> tuple[int, ...]:
+        """Width of the rows of each layer's Bᵀ."""
+        if self.share is None or not self.share.splits_row_outputs:
+            return self.out_features
+        return tuple(width // self.share.size for width in self.out_features)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +105,8 @@ class UnifiedMemory:
             from which absent rank rows are read.
         kv: Keys and values of each layer, two views [pages, block_size, kv_heads, head_dim].
         lora: Address tables into `storage` for the adapters of each group, by its name.
+        shrinking: The same for groups whose A is split by its rank rows, with tables no longer than
+            those need.
 
     Raises:
         ValueError: A page is too small for the widest rank row.
@@ -109,7 +123,7 @@ class UnifiedMemory:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        widest = max((max(group.in_features, *group.out_features) for group in groups), default=0)
+        widest = max((max(group.in_features, *group.b_widths) for group in groups), default=0)
         if widest > page.elements:
             needed = -(-widest * page.block_size // page.elements)
             raise ValueError(
@@ -137,14 +151,17 @@ class UnifiedMemory:
             pin_memory=self.storage.is_cuda,
         )
         self._table = torch.zeros_like(self._on_host[0], device=device)
-        self._projections: dict[str, tuple[int, int, int]] = {}  # module: number, inputs, outputs
+        self._projections: dict[str, _Projection] = {}
         self.lora: dict[str, LoraWeights] = {}
+        self.shrinking: dict[str, LoraWeights] = {}
+        # Of groups whose A is split: number of their first projection, and the short table.
+        self._short: list[tuple[int, torch.Tensor]] = []
         first = 0
         for group in groups:
             stop = first + len(group.out_features)
             self.lora[group.name] = LoraWeights(
                 in_features=group.in_features,
-                out_features=group.out_features,
+                out_features=group.b_widths,
                 slots=slots,
                 max_rank=max_rank,
                 a=self.storage,
@@ -152,12 +169,33 @@ class UnifiedMemory:
                 a_table=self._tables[0, first:stop],
                 b_table=self._tables[1, first:stop],
             )
-            for number, (module, width) in enumerate(
-                zip(group.modules, group.out_features, strict=True), start=first
+            if group.share is not None and group.share.splits_ranks:
+                self._shorten(group, first, group.share.rank_rows(max_rank))
+            for index, (module, width) in enumerate(
+                zip(group.modules, group.b_widths, strict=True)
             ):
-                self._projections[module] = (number, group.in_features, width)
+                self._projections[module] = _Projection(
+                    first + index, index, group.in_features, width, group.share
+                )
             first = stop
         self._layouts: dict[tuple[tuple[str, int], ...], Layout] = {}
+
+    def _shorten(self, group: GroupSpec, first: int, rows: int) -> None:
+        """Make a table of A with room for `rows` rows, padded to what the kernels read."""
+        ranks = max(16, power_of_two(rows))
+        shape = (len(group.out_features), self.slots, ranks)
+        table = torch.full(shape, self._zeros, dtype=torch.int64, device=self.device)
+        self._short.append((first, table))
+        self.shrinking[group.name] = LoraWeights(
+            in_features=group.in_features,
+            out_features=group.out_features,
+            slots=self.slots,
+            max_rank=ranks,
+            a=self.storage,
+            b=self.storage,
+            a_table=table,
+            b_table=table,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -182,17 +220,18 @@ class UnifiedMemory:
         runs = []
         end = 0
         for module, rank in ranks:
-            number, inputs, outputs = self._projections[module]
-            for part, width in enumerate((inputs, outputs)):
+            found = self._projections[module]
+            rows = rank if found.share is None else found.share.rank_rows(rank)
+            for part, (width, last) in enumerate(((found.inputs, rows), (found.outputs, rank))):
                 step = min(-(-width // ALIGNMENT) * ALIGNMENT, size)
                 row = 0
-                while row < rank:
+                while row < last:
                     room = (size - end % size) // step
                     if not room:
                         end += size - end % size
                         continue
-                    count = min(room, rank - row)
-                    place[part, number, row : row + count] = end + step * np.arange(count)
+                    count = min(room, last - row)
+                    place[part, found.number, row : row + count] = end + step * np.arange(count)
                     runs.append(PageRun(module, part, row, count, end, step))
                     row += count
                     end += count * step
@@ -235,11 +274,13 @@ class UnifiedMemory:
         buffer = _host_memory(layout.elements, self.storage.dtype)
         for run in layout.runs:
             pair = adapter.modules[run.module]
-            rows = (pair.a if run.part == 0 else pair.b.T)[run.first : run.first + run.count]
+            a, b = self._projections[run.module].cut(pair)
+            rows = (a if run.part == 0 else b.T)[run.first : run.first + run.count]
             if run.part == 1 and pair.scaling != adapter.scaling:
                 rows = rows.float() * (pair.scaling / adapter.scaling)
             end = run.place + run.count * run.step
-            buffer[run.place : end].view(run.count, run.step)[:, : rows.shape[1]] = rows
+            place = buffer[run.place : end].view(run.count, run.step)
+            place[: len(rows), : rows.shape[1]] = rows  # a part of A may have fewer rows
         if not bool(buffer.abs().max().isfinite()):  # of a NaN it is NaN; much faster than all()
             raise AdapterError(
                 f"adapter {adapter.folder} has values beyond the range of {buffer.dtype}: serve "
@@ -282,6 +323,46 @@ class UnifiedMemory:
         table[:, :, : packed.rank] = torch.from_numpy(rows)
         self._table.copy_(table, non_blocking=True)
         self._tables[:, :, slot] = self._table
+        for first, short in self._short:
+            count = min(short.shape[2], self.max_rank)
+            short[:, slot, :count] = self._table[0, first : first + len(short), :count]
+
+    def has_arrived(self, slot: int) -> bool:
+        """Return whether all processes that hold a part of a slot's adapter have copied theirs.
+
+        Args:
+            slot: A slot whose adapter was copied to this process's device.
+        """
+        del slot
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Projection:
+    """A linear layer, as far as the layout of adapters needs it.
+
+    Attributes:
+        number: Its number among those of all groups.
+        index: Its index in its group.
+        inputs: Width of a row of A.
+        outputs: Width of a row of Bᵀ.
+        share: The part of its group that this process holds, None if it is whole.
+    """
+
+    number: int
+    index: int
+    inputs: int
+    outputs: int
+    share: Share | None
+
+    def cut(self, pair: LoraPair) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the parts of A and B that this process holds."""
+        if self.share is None:
+            return pair.a, pair.b
+        return (
+            pair.a[self.share.a_slices(self.index)],
+            pair.b[self.share.b_slice(self.index, len(pair.b))],
+        )
 
 
 @dataclass(frozen=True, slots=True)

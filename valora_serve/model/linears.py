@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from valora_kernels.reference import atmm_reference
 from valora_serve.memory.unified import GroupSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from valora_kernels.metadata import LoraBatch
     from valora_kernels.weights import LoraWeights
@@ -114,6 +114,8 @@ class LastOutputs:
 
 class LinearGroup:
     """Linear layers that share their input, with stacked weights.
+
+    `split_linears.SplitGroup` is the part of them that a process of a tensor-parallel group holds.
 
     Args:
         spec: Names and sizes of the layers.
@@ -242,6 +244,11 @@ class GroupedLinear(nn.Module):
         return self._group.output(self._index, x)
 
 
+MakeGroup: TypeAlias = (
+    "Callable[[GroupSpec, Sequence[nn.Linear], LoraScope, LastOutputs], LinearGroup]"
+)
+
+
 @dataclass(slots=True)
 class Linears:
     """All linear layers that adapters can change.
@@ -262,13 +269,14 @@ class Linears:
     merged: list[MergeableWeights] = field(default_factory=list)
 
     @classmethod
-    def of(cls, model: nn.Module, parts: Mapping[str, str]) -> Linears:
+    def of(cls, model: nn.Module, parts: Mapping[str, str], make: MakeGroup | None = None) -> Self:
         """Replace a model's linear layers in place.
 
         Args:
             model: The model.
             parts: Names of the modules whose linear layers are replaced, each with its part:
                 ``text`` or ``vision``.
+            make: Makes a group of linear layers; `LinearGroup` if None.
         """
         found = cls({}, {}, LoraScope(), LastOutputs())
         linears = {
@@ -284,15 +292,16 @@ class Linears:
             members = _members(name, linears)
             taken.update(members)
             parts_of = [linears[member][0] for member in members]
+            # The sizes of the weights: a process of a tensor-parallel group holds parts of them.
             spec = GroupSpec(
                 members[0],
                 tuple(members),
-                module.in_features,
-                tuple(linear.out_features for linear in parts_of),
+                module.weight.shape[1],
+                tuple(len(linear.weight) for linear in parts_of),
                 part,
             )
-            group = LinearGroup(spec, parts_of, found.scope, found.last)
-            found.groups[spec.name] = group
+            group = (make or LinearGroup)(spec, parts_of, found.scope, found.last)
+            found.groups[group.spec.name] = group
             for index, member in enumerate(members):
                 parent, _, leaf = member.rpartition(".")
                 setattr(model.get_submodule(parent), leaf, GroupedLinear(group, index))
@@ -317,20 +326,81 @@ class Linears:
         Returns:
             Root mean square of the norms of the rows, by name of the linear.
         """
-        found: dict[str, Tensor] = {}
-        for module, (group, index) in self.group_of.items():
-            if group.spec.part == "text":
-                weight = group.matrix(index)
-                norm = torch.linalg.vector_norm(weight, dtype=torch.float32)
-                found[module] = norm / len(weight) ** 0.5
-        values = torch.stack(list(found.values())).tolist() if found else []
-        return dict(zip(found, values, strict=True))
+        names = [name for name, (group, _) in self.group_of.items() if group.spec.part == "text"]
+        if not names:
+            return {}
+        values = torch.stack([self._row_norm(name) for name in names])
+        return dict(zip(names, self._whole_norms(names, values).tolist(), strict=True))
+
+    def _row_norm(self, name: str) -> Tensor:
+        """Root mean square of the norms of a linear's rows, as far as this process holds it."""
+        group, index = self.group_of[name]
+        weight = group.matrix(index)
+        norm = torch.linalg.vector_norm(weight, dtype=torch.float32)
+        return norm / len(weight) ** 0.5
+
+    def _whole_norms(self, names: Sequence[str], norms: Tensor) -> Tensor:
+        """The results of `_row_norm` for whole linears."""
+        del names
+        return norms
 
     def forget_outputs(self) -> None:
         """Free the outputs that the last group keeps."""
         self.last.hold(None)
 
-    def make_mergeable(self, names: Iterable[str]) -> None:
+    def activate(
+        self, names: Collection[str], lora: Mapping[str, LoraWeights], *, mergeable: bool
+    ) -> None:
+        """Let groups apply adapters from now on.
+
+        Nothing may be merged into the weights.
+
+        Args:
+            names: The groups.
+            lora: LoRA weights of all groups by name.
+            mergeable: Whether adapters can be merged into groups of the language model.
+        """
+        for name in names:
+            self.groups[name].lora = lora[name]
+        if mergeable:
+            self._make_mergeable(
+                [name for name, group in self.groups.items()
+                 if name in names and group.spec.part == "text"]
+            )  # fmt: skip
+            self._bind()
+
+    def merge(self, slot: int, rank: int, scaling: float) -> None:
+        """Merge the adapter in a slot into the weights of the language model.
+
+        Args:
+            slot: Its slot.
+            rank: Its rank.
+            scaling: Its scaling.
+        """
+        for weights in self.merged:
+            weights.merge(slot, rank, scaling)
+
+    def unmerge(self) -> None:
+        """Restore the pristine weights."""
+        for weights in self.merged:
+            weights.unmerge()
+
+    def is_finite(self) -> bool:
+        """Whether all weights that adapters are merged into are finite; waits for the device."""
+        return all(weights.is_finite() for weights in self.merged)
+
+    def _bind(self) -> None:
+        """Name the adapters of the mergeable weights."""
+        self._bind_to({name: one.lora for name, one in self.groups.items() if one.lora is not None})
+
+    def _bind_to(self, lora: Mapping[str, LoraWeights]) -> None:
+        for weights in self.merged:
+            found = {module: self.group_of[module] for module in weights.shapes}
+            weights.bind(
+                {module: (lora[group.spec.name], index) for module, (group, index) in found.items()}
+            )
+
+    def _make_mergeable(self, names: Iterable[str]) -> None:
         """Move the weights of groups into one allocation, which one launch can merge into.
 
         Args:

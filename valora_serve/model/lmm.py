@@ -16,6 +16,8 @@ from valora_serve.catalogue.adapters import ModelTargets
 from valora_serve.model.attention.base import register_attention
 from valora_serve.model.linears import Linears
 from valora_serve.model.prompt import VisualFeatures
+from valora_serve.model.split_linears import SplitLinears
+from valora_serve.model.split_model import SplitReader, local_heads, split_head
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
     from valora_serve.model.attention.base import AttentionPlan
     from valora_serve.model.prompt import Visual
+    from valora_serve.model.split_linears import ChooseLora
+    from valora_serve.parallel.group import Group
 
 
 @dataclass(slots=True)
@@ -51,14 +55,18 @@ class Lmm(BaseModel):
         processor: Its processor.
         device: Device to move the model to.
         quantize: How its weights were rounded; None if they were not.
+        split: How this process's part of the model was read, in a tensor-parallel group; None if
+            the model is whole.
+        lora: How LoRA matrices are split, see `SplitLinears.split`; only with `split`.
 
     Attributes:
         quantize: How its weights were rounded; None if they were not.
         linears: The linears that adapters can change.
-        targets: The same linears by the names that adapters on disk use.
+        targets: The same linears by the names that adapters on disk use, with the sizes of the
+            whole model.
         layers: Number of decoder layers.
-        heads: Query heads of an attention layer.
-        kv_heads: Key and value heads of an attention layer.
+        heads: Query heads of an attention layer that this process computes.
+        kv_heads: Key and value heads of an attention layer that this process computes.
         head_dim: Width of an attention head.
 
     Raises:
@@ -72,6 +80,8 @@ class Lmm(BaseModel):
         processor: Any,
         device: torch.device,
         quantize: str | None = None,
+        split: SplitReader | None = None,
+        lora: ChooseLora | None = None,
     ) -> None:
         super().__init__(base, model, processor)
         self.quantize = quantize
@@ -83,15 +93,54 @@ class Lmm(BaseModel):
         self.heads = int(text.num_attention_heads)
         self.kv_heads = int(getattr(text, "num_key_value_heads", None) or self.heads)
         self.head_dim = int(getattr(text, "head_dim", None) or self.width // self.heads)
-        self.targets = ModelTargets.of(model, self.architecture)
-        within = self.architecture.adaptable(model)
-        self.linears = Linears.of(
-            model,
-            {
-                path: "text" if part is ModelPart.LANGUAGE else "vision"
-                for path, part in within.items()
-            },
-        )
+        within = {
+            path: "text" if part is ModelPart.LANGUAGE else "vision"
+            for path, part in self.architecture.adaptable(model).items()
+        }
+        self.linears: Linears
+        self._vocabulary: int | None = None
+        if split is None:
+            self.targets = ModelTargets.of(model, self.architecture)
+            self.linears = Linears.of(model, within)
+            return
+        assert split.targets is not None
+        assert lora is not None
+        group = split.group
+        self.targets = split.targets
+        self.linears = SplitLinears.split(model, within, group, split.slices, lora)
+        self._vocabulary = split_head(model, group)
+        self.heads, self.kv_heads = local_heads(self.heads, self.kv_heads, group.size)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits."""
+        return super().vocabulary if self._vocabulary is None else self._vocabulary
+
+    @classmethod
+    def load_part(
+        cls,
+        base: str,
+        dtype: torch.dtype,
+        group: Group,
+        lora: ChooseLora,
+        quantize: str | None = None,
+    ) -> Lmm:
+        """Load this process's part of a base model onto its device.
+
+        Args:
+            base: ``tiny``, a folder or a name on the hub.
+            dtype: Type of the weights and of the computation.
+            group: The processes of the tensor-parallel group.
+            lora: How LoRA matrices are split, see `SplitLinears.split`.
+            quantize: As in `load`.
+
+        Raises:
+            BundleError: If there is no such model, or it cannot be served or rounded.
+            SettingsError: It cannot be split over the processes.
+        """
+        reader = SplitReader(base, group, quantize)
+        model, processor = load_model(base, dtype, read=reader)
+        return cls(base, model, processor, group.device, quantize, reader, lora)
 
     @classmethod
     def load(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from valora_serve.model.graphs import DecodeGraph
     from valora_serve.model.lmm import Lmm
     from valora_serve.model.prompt import Visual, VisualFeatures
+    from valora_serve.model.sampler import TokenChoice
     from valora_serve.model.work import AdapterTable, Work
 
 SCORED_ROWS = 256
@@ -107,7 +108,7 @@ class ModelRunner:
         logits, tokens, finite, places = self._decode_graphs.replay(graph, works, terms)
         choices = [work.choice for work in works if work.choice is not None]
         if not all(choice.is_argmax for choice in choices):
-            tokens = sample(logits, choices)
+            tokens = self._sample(logits, choices)
             self._last_tokens[places] = tokens
         logprobs = self._logprobs(works, logits, tokens)
         return self._result(mark_broken(tokens, finite), logprobs, [None] * len(works), [])
@@ -157,7 +158,7 @@ class ModelRunner:
             return StepResult(torch.empty(0, dtype=torch.int64), None, kept, prompts)
         logits = self._lmm.logits(hidden[self._send(starts[1:][choosing].astype(np.int64) - 1)])
         chosen = [works[i] for i in choosing]
-        found = sample(logits, [work.choice for work in chosen if work.choice is not None])
+        found = self._sample(logits, [work.choice for work in chosen if work.choice is not None])
         self._last_tokens[self._send(np.array([work.place for work in chosen]))] = found
         told = mark_broken(found, finite_rows(logits))
         return self._result(told, self._logprobs(chosen, logits, found), kept, prompts)
@@ -198,6 +199,10 @@ class ModelRunner:
             return None
         together = [torch.cat(layer) for layer in zip(*deep, strict=True)]
         return VisualRows(self._send(np.concatenate(rows)), torch.cat(embeddings), together)
+
+    def _sample(self, logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
+        """Choose a token for every row, see `sampler.sample`."""
+        return sample(logits, choices)
 
     def _logprobs(
         self, works: Sequence[Work], logits: Tensor, tokens: Tensor

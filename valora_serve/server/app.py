@@ -253,6 +253,11 @@ class Server(uvicorn.Server):
             for sig, handler in before.items():
                 signal.signal(sig, handler)
 
+    def end(self) -> None:
+        """Begin to drain, as after a signal."""
+        self._drain.begun = True
+        self.should_exit = True
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to drain; a second signal stops the process at once."""
         name = signal.Signals(sig).name

@@ -14,7 +14,7 @@ from valora_data.errors import BundleError
 from valora_data.hashing import hash_files
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy as np
     import torch
@@ -154,6 +154,7 @@ def load_model(
     *,
     quantize: str | None = None,
     device: torch.device | str = "cpu",
+    read: Callable[..., Any] | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
     """Load a base model and its processor onto the CPU, or a rounded one onto its device.
@@ -164,6 +165,8 @@ def load_model(
         quantize: ``nf4`` to round the language model to 4 bits (`contract.quantized`); None to
             keep its weights.
         device: Device that a rounded model is loaded onto.
+        read: Reads the weights; transformers' ``from_pretrained`` if None, whose arguments it
+            takes.
         options: Further arguments of transformers' ``from_pretrained``.
 
     Returns:
@@ -184,7 +187,8 @@ def load_model(
         processor: Any = AutoProcessor.from_pretrained(source)
         if quantize is not None:
             options |= quantized.loading_options(base, source, dtype, device)
-        model: Any = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype, **options)
+        read = read or AutoModelForImageTextToText.from_pretrained
+        model: Any = read(source, dtype=dtype, **options)
     except (OSError, ValueError, ImportError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise BundleError(f"cannot load base model {base}: {reason}") from error

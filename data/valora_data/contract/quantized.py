@@ -50,7 +50,7 @@ def loading_options(
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText, BitsAndBytesConfig
 
-    _check_library(torch.device(device).type)
+    check_library(torch.device(device).type)
     config: Any = AutoConfig.from_pretrained(source)
     if getattr(config, "quantization_config", None) is not None:
         raise BundleError(
@@ -75,7 +75,12 @@ def loading_options(
     return {"quantization_config": quantization, "device_map": {"": device}}
 
 
-def _check_library(device: str) -> None:
+def check_library(device: str) -> None:
+    """Check that the library rounds weights on a device.
+
+    Raises:
+        BundleError: It is missing, or does not know the device.
+    """
     if not is_installed():
         raise BundleError(
             f"a base model in 4 bits ({NF4}) needs the package {PACKAGE}: {INSTALL}, or set "
@@ -134,6 +139,19 @@ def prepare_packed(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+
+
+def rounded_matrix(weight: torch.Tensor) -> torch.Tensor:
+    """Return the numbers that a matrix has after it was rounded to NF4 and unpacked again.
+
+    Args:
+        weight: [outputs, inputs], the whole matrix.
+    """
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    packed, state = quantize_4bit(weight.contiguous(), compress_statistics=True, quant_type=NF4)
+    found: torch.Tensor = dequantize_4bit(packed, state)
+    return found
 
 
 def unpack(model: Any, dtype: torch.dtype) -> Any:

@@ -1,0 +1,100 @@
+"""The LoRA operator in two steps, between which GPUs can exchange h = scale · x Aᵀ (S-LoRA §6).
+
+The layout of h is that of the kernels, so it is the same on all GPUs that call with the same batch
+and widths. Where there is no GPU or no Triton, plain torch computes the same in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from valora_kernels.arrangements import shrink_expand
+from valora_kernels.atmm import table_choice
+from valora_kernels.launching import ALIGNMENT, padded_ranks, sizes_of, use_triton
+from valora_kernels.reference import expand_reference, shrink_reference
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from valora_kernels.metadata import LoraBatch
+    from valora_kernels.tiling import Tiling
+    from valora_kernels.weights import LoraWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Shrunk:
+    """The result of the first step.
+
+    Attributes:
+        h: [projections, terms, places, ranks]: in the dtype of x, in places of tiles; or without
+            kernels in fp32, in places of rows. Contiguous. The next `shrink` overwrites it.
+        tiling: How the kernels computed it; None without kernels.
+    """
+
+    h: torch.Tensor
+    tiling: Tiling | None
+
+
+def shrink(
+    x: torch.Tensor, weights: LoraWeights, batch: LoraBatch, *, tiling: Tiling | None = None
+) -> Shrunk:
+    """Compute h = coefficient · scaling · x Aᵀ for each projection.
+
+    Args:
+        x: [rows, in_features].
+        weights: A of every adapter; B is not read.
+        batch: Which rows have which adapters.
+        tiling: How to compute it, with the kernels wherever x is; by default what the table of the
+            GPU says.
+    """
+    if tiling is None and not (use_triton(x) and _aligned(x, weights)):
+        return Shrunk(shrink_reference(x, weights, batch), None)
+    chosen = tiling or table_choice(weights, batch)
+    chosen = shrink_expand.whole_shrink(chosen, weights.in_features)
+    flat, _ = shrink_expand.shrink(chosen, x, weights, batch)
+    places = sizes_of(batch.tiles(chosen.rows), x, weights)[0]
+    shape = (len(weights.out_features), batch.terms, places, padded_ranks(weights))
+    return Shrunk(flat[: shape[0] * shape[1] * shape[2] * shape[3]].view(shape), chosen)
+
+
+def join(gathered: torch.Tensor, weights: LoraWeights, shrunk: Shrunk) -> Shrunk:
+    """Join the parts of h whose rank rows were dealt out to GPUs one by one.
+
+    Args:
+        gathered: [GPUs, projections, terms, places, ranks]; rank row j·GPUs + k is row j of GPU k.
+        weights: Weights of the second step, whose ranks the result has.
+        shrunk: One of the parts.
+    """
+    count, projections, terms, places, ranks = gathered.shape
+    most = weights.max_rank if shrunk.tiling is None else padded_ranks(weights)
+    whole = gathered.permute(1, 2, 3, 4, 0).reshape(projections, terms, places, ranks * count)
+    if whole.shape[-1] < most:
+        whole = torch.nn.functional.pad(whole, (0, most - whole.shape[-1]))
+    return Shrunk(whole[..., :most].contiguous(), shrunk.tiling)
+
+
+def expand(
+    ys: Sequence[torch.Tensor], shrunk: Shrunk, weights: LoraWeights, batch: LoraBatch
+) -> None:
+    """Compute y += h Bᵀ for each projection, rounded once.
+
+    Args:
+        ys: [P] tensors [rows, out_features[p]], changed in place.
+        shrunk: Result of `shrink` or `join`.
+        weights: B of every adapter; A is not read.
+        batch: Which rows have which adapters.
+    """
+    if shrunk.tiling is None:
+        expand_reference(ys, shrunk.h, weights, batch)
+    else:
+        shrink_expand.expand(shrunk.tiling, ys, shrunk.h, 1, weights, batch)
+
+
+def _aligned(x: torch.Tensor, weights: LoraWeights) -> bool:
+    """Whether the kernels, which load 16 bytes at a time, can compute both steps."""
+    widths = (weights.in_features, *weights.out_features)
+    strided = x.stride(1) == 1 and x.stride(0) % ALIGNMENT == 0 and x.data_ptr() % 16 == 0
+    return strided and all(width % ALIGNMENT == 0 for width in widths)

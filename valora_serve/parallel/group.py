@@ -1,0 +1,136 @@
+"""The processes of a tensor-parallel group, and the tensors that they exchange.
+
+torch.distributed carries them: NCCL between GPUs, gloo between processes on a CPU. All processes
+must call the same methods in the same order; on a GPU the calls are enqueued on the current stream,
+and can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from valora_serve.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+HOST = "127.0.0.1"
+"""Address of the store at which the processes meet: they run on one machine."""
+
+SECONDS = 600.0
+"""Seconds for which a process waits for the others in a call before it gives up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One process's view of its tensor-parallel group.
+
+    Attributes:
+        rank: Number of this process; 0 is the leader.
+        size: Number of processes.
+        device: Device of this process.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @classmethod
+    def join(cls, rank: int, size: int, device: torch.device, store: dist.Store) -> Group:
+        """Meet the other processes.
+
+        Args:
+            rank: Number of this process.
+            size: Number of processes.
+            device: Device of this process.
+            store: The leader's store.
+
+        Raises:
+            SettingsError: This process is in a group already.
+        """
+        if dist.is_initialized():
+            raise SettingsError(
+                "tensor_parallel: this process belongs to a group of torch.distributed already: "
+                "start the engine in a process of its own"
+            )
+        # gloo asks the system for the address of the host's name, which need not have any.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=datetime.timedelta(seconds=SECONDS),
+            device_id=device if cuda else None,
+        )
+        return cls(rank, size, device)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the leader."""
+        return self.rank == 0
+
+    def all_reduce(self, values: Tensor) -> None:
+        """Replace a tensor by the sum over the processes."""
+        dist.all_reduce(values)
+
+    def start_all_reduce(self, values: Tensor) -> Callable[[], object]:
+        """Start `all_reduce`; the function that is returned makes later work wait for it."""
+        work = dist.all_reduce(values, async_op=True)
+        return work.wait  # type: ignore[union-attr,no-any-return]
+
+    def start_gather(self, values: Tensor) -> tuple[Tensor, Callable[[], object]]:
+        """Start to gather equally shaped tensors.
+
+        Returns:
+            [size, …], valid after the function that is returned beside it was called.
+        """
+        found = values.new_empty((self.size, *values.shape))
+        work = dist.all_gather_into_tensor(found.view(-1), values.view(-1), async_op=True)
+        return found, work.wait
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Return the tensors of all processes: […] → [size, …]."""
+        found, wait = self.start_gather(values.contiguous())
+        wait()
+        return found
+
+    def least(self, value: int) -> int:
+        """Return the smallest of the processes' numbers; waits for the device."""
+        found = torch.tensor([value], dtype=torch.int64, device=self.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        return int(found)
+
+    def broadcast(self, values: Tensor) -> None:
+        """Replace a tensor by the leader's."""
+        dist.broadcast(values, src=0)
+
+    def send(self, values: Tensor, target: int) -> None:
+        """Send a tensor to another process."""
+        dist.send(values.contiguous(), dst=target)
+
+    def receive(self, values: Tensor, source: int) -> None:
+        """Fill a tensor with one that another process sends to this one."""
+        dist.recv(values, src=source)
+
+    def abort(self) -> None:
+        """Give up all calls under way, so that nothing waits for a process that has ended."""
+        if self.device.type == "cuda" and dist.is_initialized():
+            backend = dist.distributed_c10d._get_default_group()._get_backend(self.device)
+            backend.abort()
+
+    def leave(self) -> None:
+        """Leave the group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()

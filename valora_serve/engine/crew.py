@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from valora_data.errors import ValoraError
 from valora_data.wording import plural
 from valora_serve.engine import sizing
 from valora_serve.errors import AdapterError, ServeError, SettingsError, StoppedError
 from valora_serve.parallel.choice import LoraChoice, read_table, table_file
-from valora_serve.parallel.group import HOST, Group
+from valora_serve.parallel.group import Group, make_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,7 +153,7 @@ class Crew:
             for rank in range(1, self._size):
                 self._followers.append(_start(rank))
             self._await_hello()
-            store = dist.TCPStore(HOST, 0, self._size, is_master=True, wait_for_workers=False)
+            store = make_store(self._size)
             for follower in self._followers:
                 orders = Orders(
                     replace(settings, decision_trace=None),
@@ -180,7 +181,7 @@ class Crew:
 
     def _await_hello(self) -> None:
         """Wait until every follower has come up."""
-        waiting = {follower.steps: follower for follower in self._followers}
+        waiting: dict[Any, _Follower] = {one.steps: one for one in self._followers}
         until = time.monotonic() + START_SECONDS
         while waiting:
             heard = wait(list(waiting), max(0.0, until - time.monotonic()))
@@ -191,7 +192,7 @@ class Crew:
                     f"{START_SECONDS:.0f} s: look for its messages above"
                 )
             for pipe in heard:
-                follower = waiting.pop(pipe)  # type: ignore[arg-type]
+                follower = waiting.pop(pipe)
                 try:
                     follower.steps.recv()
                 except EOFError:
@@ -244,9 +245,9 @@ class Crew:
 
     def explain(self, error: BaseException) -> ServeError | None:
         """Return the error of a process that has ended, if that can be why a call failed."""
-        if isinstance(error, ServeError):
-            return StoppedError(self.lost) if self.lost is not None else None
-        if isinstance(error, Exception) and self._followers:
+        if isinstance(error, ValoraError) or not isinstance(error, Exception):
+            return None  # it says itself what is wrong
+        if self._followers:
             self._gone.wait(LOST_SECONDS)
         return StoppedError(self.lost) if self.lost is not None else None
 
@@ -330,10 +331,10 @@ class Crew:
 
     def _watch(self) -> None:
         """Read what the followers report, until one ends."""
-        pipes = {follower.steps: follower for follower in self._followers}
+        pipes: dict[Any, _Follower] = {one.steps: one for one in self._followers}
         while not self._closing:
             for pipe in wait(list(pipes)):
-                follower = pipes[pipe]  # type: ignore[index]
+                follower = pipes[pipe]
                 try:
                     kind, value = follower.steps.recv()
                 except (EOFError, OSError):

@@ -16,14 +16,13 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from valora_data.errors import ValoraError
 from valora_serve.engine.crew import Orders, Seat, device_of
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.lockstep import FollowingAdapters, FollowingRunner
 from valora_serve.model.work import AdapterTable
-from valora_serve.parallel.group import HOST, Group
+from valora_serve.parallel.group import Group, make_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -131,7 +130,7 @@ def main(arguments: Sequence[str]) -> int:
         torch.set_num_threads(orders.threads)
         settings = orders.settings
         device = device_of(settings, orders.rank)
-        store = dist.TCPStore(HOST, orders.port, settings.tensor_parallel, is_master=False)
+        store = make_store(settings.tensor_parallel, orders.port)
         group = Group.join(orders.rank, settings.tensor_parallel, device, store)
         follower = Follower(Engine(settings, seat=Seat(group, orders.lora)), report)
         ready.set()

@@ -336,8 +336,8 @@ class Linears:
         """Root mean square of the norms of a linear's rows, as far as this process holds it."""
         group, index = self.group_of[name]
         weight = group.matrix(index)
-        norm = torch.linalg.vector_norm(weight, dtype=torch.float32)
-        return norm / len(weight) ** 0.5
+        norm: Tensor = torch.linalg.vector_norm(weight, dtype=torch.float32) / len(weight) ** 0.5
+        return norm
 
     def _whole_norms(self, names: Sequence[str], norms: Tensor) -> Tensor:
         """The results of `_row_norm` for whole linears."""

@@ -183,7 +183,7 @@ class SplitReader:
                     "can be read in parts: save it again with save_pretrained"
                 )
             # The handle lives as long as its slices do.
-            opened = safe_open(file, framework="pt")
+            opened: Any = safe_open(file, framework="pt")
             for name in opened.keys():  # noqa: SIM118 - it is no dict
                 target, combined = rename_source_key(
                     name, renamings, converters, model.base_model_prefix, present
@@ -193,8 +193,8 @@ class SplitReader:
                 part = self.slices.get(path)
                 if part is not None and combined is not None:
                     raise SettingsError(
-                        f"tensor_parallel: {name} of base model {self.base} is saved in a form that "
-                        "has no parts to read: save it again with save_pretrained"
+                        f"tensor_parallel: {name} of base model {self.base} is a mix of several "
+                        "layers, which cannot be split: save the model with save_pretrained"
                     )
                 if part is not None:
                     step = rounded if leaf == "weight" and path != HEAD else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,19 @@ SECONDS = 600.0
 """Seconds for which a process waits for the others in a call before it gives up."""
 
 
+def make_store(size: int, port: int = 0) -> Any:
+    """Return the store at which the processes of a group meet.
+
+    Args:
+        size: Number of processes.
+        port: Port of the leader's store; 0 for the leader, whose store takes a free one (`port`).
+    """
+    leads = port == 0
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        HOST, port, size, is_master=leads, wait_for_workers=False
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """One process's view of its tensor-parallel group.
@@ -44,7 +57,7 @@ class Group:
     device: torch.device
 
     @classmethod
-    def join(cls, rank: int, size: int, device: torch.device, store: dist.Store) -> Group:
+    def join(cls, rank: int, size: int, device: torch.device, store: Any) -> Group:
         """Meet the other processes.
 
         Args:
@@ -88,7 +101,8 @@ class Group:
     def start_all_reduce(self, values: Tensor) -> Callable[[], object]:
         """Start `all_reduce`; the function that is returned makes later work wait for it."""
         work = dist.all_reduce(values, async_op=True)
-        return work.wait  # type: ignore[union-attr,no-any-return]
+        assert work is not None
+        return work.wait
 
     def start_gather(self, values: Tensor) -> tuple[Tensor, Callable[[], object]]:
         """Start to gather equally shaped tensors.
@@ -98,6 +112,7 @@ class Group:
         """
         found = values.new_empty((self.size, *values.shape))
         work = dist.all_gather_into_tensor(found.view(-1), values.view(-1), async_op=True)
+        assert work is not None
         return found, work.wait
 
     def gather(self, values: Tensor) -> Tensor:

@@ -1,0 +1,267 @@
+"""Two processes with gloo against one: every mode and mix, mixed ranks, GQA, heads, failures.
+
+An engine takes seconds to start its second process, so tests share it where they can.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed
+
+from tests.parity.valora_serve.engine.test_engine import (
+    EVERYBODY,
+    Forced,
+    merged,
+    mixed,
+    mixture,
+    unmerged,
+)
+from tests.support.engine_reference import (
+    Got,
+    add_requests,
+    assert_empty,
+    collect,
+    finish,
+    make_engine,
+    question,
+    relative,
+    run,
+)
+from tests.support.lmm_checkpoints import save_llava
+from tests.support.serve_helpers import (
+    EVERYTHING,
+    LANGUAGE,
+    MLP,
+    VISION,
+    DomainSpec,
+    make_adapter,
+    make_bundle,
+)
+from valora_serve.engine.engine import Engine
+from valora_serve.errors import SettingsError, StoppedError
+from valora_serve.types import Mode, Request, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOLERANCE = 1e-5
+"""Relative Frobenius error of log probabilities against one process, in fp32."""
+
+MODES = {"unmerged": unmerged, "merged": merged, "mixture": mixture}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Four query heads on two heads of keys and values."""
+    return str(save_llava(tmp_path_factory.mktemp("llava"), seed=7))
+
+
+def make_adapters(base: str, folder: Path) -> dict[str, Path]:
+    """Neighbours differ in rank, scaling and targets; two processes divide not every rank."""
+
+    def make(name: str, seed: int, rank: int, alpha: int, targets: str, **options: Any) -> Path:
+        return make_adapter(
+            folder / name, base, seed=seed, rank=rank, alpha=alpha, targets=targets,
+            strength=0.25, **options,
+        )  # fmt: skip
+
+    return {
+        "attention": make("attention", 1, 8, 16, LANGUAGE),
+        "mlp": make("mlp", 2, 3, 7, MLP, use_rslora=True),
+        "patterns": make(
+            "patterns", 3, 4, 6, f"{LANGUAGE}|{MLP}",
+            rank_pattern={"q_proj": 7, r"layers\.1\.mlp\.up_proj": 2},
+            alpha_pattern={"v_proj": 11},
+        ),
+        "tower": make("tower", 4, 5, 9, VISION),
+        "everything": make("everything", 6, 1, 13, EVERYTHING),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def adapters(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_adapters(base, tmp_path_factory.mktemp("adapters"))
+
+
+def bundle(base: str, folder: Path) -> Path:
+    """Domains with heads that read the last token, all visual tokens, or their places."""
+    domains = {
+        "plates": DomainSpec("adapter-1", labels=["plate"], prompt="Find plates."),
+        "scene": DomainSpec(
+            "adapter-2", "classification", ["forest", "street"], prompt="Which scene?"
+        ),
+        "crowd": DomainSpec(None, "counting", ["0", "1", "2"], "visual_mean", "How many?"),
+    }
+    return make_bundle(folder / "heads", base, name="heads", domains=domains, seed=1)
+
+
+@pytest.fixture(scope="module", params=["slora", "replicate_a"])
+def pair(
+    request: pytest.FixtureRequest,
+    base: str,
+    adapters: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Engine, Engine]]:
+    """One process, and two, with the same adapters and heads."""
+    folder = bundle(base, tmp_path_factory.mktemp("bundles"))
+    one = make_engine(base, adapters)
+    two = make_engine(base, adapters, fresh=True, tensor_parallel=2, lora_parallel=request.param)
+    try:
+        for engine in (one, two):
+            engine.load(folder)
+        yield one, two
+    finally:
+        two.close()
+
+
+def requests() -> list[Request]:
+    """Requests of all adapters with none to two images, their log probabilities wanted."""
+    names: list[str | None] = [name for name in EVERYBODY if name != "projector"]
+    asked = mixed(names, tokens=3)
+    return [
+        Request(
+            one.id, model=one.model, messages=one.messages, images=one.images,
+            sampling=SamplingParams(max_tokens=3, temperature=0.0, logprobs=20),
+        )
+        for one in asked
+    ]  # fmt: skip
+
+
+def values(got: Got) -> np.ndarray:
+    """Log probabilities of the likeliest tokens at each step."""
+    return np.array([[top.logprob for top in token.top] for token in got.logprobs], np.float32)
+
+
+def assert_equal(found: dict[str, Got], wanted: dict[str, Got]) -> None:
+    """The same tokens, with log probabilities that differ by rounding only."""
+    assert found.keys() == wanted.keys()
+    for name, want in wanted.items():
+        got = found[name]
+        assert got.error is None, got.error
+        assert want.error is None, want.error
+        assert got.tokens == want.tokens, name
+        assert relative(values(got), values(want)) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_answers_as_one_process(pair: tuple[Engine, Engine], mode: str) -> None:
+    found = []
+    for engine in pair:
+        policy = Forced(MODES[mode], engine)
+        engine.policy = policy  # type: ignore[assignment]
+        engine.images._kept.clear()  # both encode all images
+        engine.images.held_bytes = 0
+        found.append(run(engine, requests(), together=8))
+        assert set(policy.modes) >= {Mode(mode)}
+        engine.merge_state.switch(Mode.UNMERGED, None)
+        assert_empty(engine)
+    assert_equal(found[1], found[0])
+
+
+@pytest.mark.slow
+def test_heads_answer_as_in_one_process(pair: tuple[Engine, Engine]) -> None:
+    asked = [
+        Request(f"{number}-{name}", model=name, text=one.text, messages=one.messages,
+                images=one.images or requests()[1].images, head=True)
+        for number, (name, one) in enumerate(
+            zip(("plates", "scene", "crowd", "plates", "scene"), requests()[1:3] * 3, strict=False)
+        )
+    ]  # fmt: skip
+    wanted, found = (run(engine, asked) for engine in pair)
+    for name, want in wanted.items():
+        assert want.error is None, want.error
+        got = found[name]
+        assert got.error is None, got.error
+        assert got.last is not None and want.last is not None
+        assert got.last.head is not None and want.last.head is not None
+        assert relative(got.last.head.logits, want.last.head.logits) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_chance_is_the_leaders(pair: tuple[Engine, Engine]) -> None:
+    """Sampled tokens, scores of prompts, and adapters that are evicted and loaded again."""
+    drawn = SamplingParams(max_tokens=6, temperature=0.9, seed=3, ignore_eos=True)
+    scored = SamplingParams(
+        max_tokens=1, temperature=0.0, prompt_logprobs=2, logit_bias=((7, 1.5),), ignore_eos=True
+    )
+    asked = [
+        question("drawn", "attention", sampling=drawn),
+        question("plain", "mlp"),
+        question("scored", "patterns", sampling=scored),
+    ]
+    wanted, found = (run(engine, asked) for engine in pair)
+    assert {name: got.tokens for name, got in found.items()} == {
+        name: got.tokens for name, got in wanted.items()
+    }
+    scores = [side["scored"].last for side in (wanted, found)]
+    assert scores[0] is not None and scores[1] is not None
+    assert scores[0].prompt is not None and scores[1].prompt is not None
+    assert relative(scores[1].prompt.logprobs, scores[0].prompt.logprobs) < TOLERANCE
+    for engine in pair:
+        engine.merge_state.switch(Mode.UNMERGED, None)
+        for key in sorted(engine.adapters.resident):
+            engine.adapters._evict(key)
+    again = run(pair[1], asked)
+    assert {name: got.tokens for name, got in again.items()} == {
+        name: got.tokens for name, got in wanted.items()
+    }
+    assert_empty(pair[1])
+
+
+@pytest.mark.slow
+def test_each_process_holds_its_part(pair: tuple[Engine, Engine]) -> None:
+    one, two = pair
+
+    def held(engine: Engine) -> int:
+        groups = engine.lmm.linears.groups.values()
+        return sum(w.numel() for g in groups if g.spec.part == "text" for w in g.weights)
+
+    assert 2 * held(two) == held(one)
+    assert 2 * two.memory.page.elements == one.memory.page.elements
+    merged = [sum(len(w.pristine) for w in engine.lmm.linears.merged) for engine in pair]
+    assert 2 * merged[1] == merged[0]
+    if two.settings.lora_parallel == "slora":
+        bytes_of = [engine.adapters._entries for engine in pair]
+        for key in ("attention", "mlp"):
+            sizes = [
+                next(e.host_bytes for name, e in entries.items() if name.startswith(key))
+                for entries in bytes_of
+            ]
+            assert sizes[1] <= 0.75 * sizes[0]
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_requests_with_one_message(
+    pair: tuple[Engine, Engine], adapters: dict[str, Path]
+) -> None:
+    """Runs last, as the engine is lost."""
+    engine = pair[1]
+    assert engine.crew is not None
+    follower = engine.crew._followers[0].process
+    asked = [question(f"r{number}", "mlp", tokens=400) for number in range(4)]
+    add_requests(engine, *asked)
+    found: dict[str, Got] = {}
+    for _ in range(5):
+        collect(engine.step(), found)
+    os.kill(follower.pid, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(StoppedError, match=r"^process 1 of .* was killed by SIGKILL: restart the"):
+        finish(engine, found, steps=1000)
+    assert time.monotonic() - began < 10
+    ended = engine.fail_all("over")
+    assert {output.id for output in ended} == {request.id for request in asked}
+    with pytest.raises(StoppedError, match="was killed by SIGKILL"):
+        engine.load(adapters["mlp"], "another")
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_split_is_refused(base: str) -> None:
+    with pytest.raises(SettingsError, match=r"3 GPUs cannot share .* equally: use 1, 2, 4$"):
+        make_engine(base, fresh=True, tensor_parallel=3)
+    assert not torch.distributed.is_initialized()

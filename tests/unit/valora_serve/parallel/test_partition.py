@@ -1,0 +1,112 @@
+"""Parts of weights: each output and input once, heads together, LoRA matrices that follow."""
+
+import pytest
+import torch
+
+from valora_serve.errors import SettingsError
+from valora_serve.parallel.partition import LoraParallel, Slice, partition, share_of
+
+SLORA, REPLICATE_A = LoraParallel.SLORA, LoraParallel.REPLICATE_A
+
+
+def linears(heads: int, kv_heads: int, *, head_dim: int = 8, wide: int = 96) -> dict:
+    width = 64
+    return {
+        "q_proj": (heads * head_dim, width), "k_proj": (kv_heads * head_dim, width),
+        "v_proj": (kv_heads * head_dim, width), "o_proj": (width, heads * head_dim),
+        "gate_proj": (wide, width), "up_proj": (wide, width), "down_proj": (width, wide),
+    }  # fmt: skip
+
+
+def parts(size: int, heads: int, kv_heads: int, **more: int) -> list[dict[str, Slice]]:
+    layers = {f"layers.3.{name}": shape for name, shape in linears(heads, kv_heads, **more).items()}
+    common = {"heads": heads, "kv_heads": kv_heads, "head_dim": 8, "size": size, "base": "b"}
+    found = [partition(layers, rank=rank, **common) for rank in range(size)]
+    return [{name.rpartition(".")[2]: part for name, part in one.items()} for one in found]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_output_or_input_is_held_once(size: int) -> None:
+    found = parts(size, heads=8, kv_heads=4)
+    for name, (outputs, inputs) in linears(8, 4).items():
+        total = inputs if name in ("o_proj", "down_proj") else outputs
+        ends = [(one[name].start, one[name].stop) for one in found]
+        assert [start for start, _ in ends] == [0, *(stop for _, stop in ends[:-1])]
+        assert ends[-1][1] == total
+        assert {one[name].row for one in found} == {name in ("o_proj", "down_proj")}
+
+
+def test_a_head_of_keys_is_where_its_queries_are() -> None:
+    """Query head i reads head i // (heads / kv_heads) of keys and values."""
+    for size, heads, kv_heads in [(2, 4, 2), (4, 4, 2), (8, 8, 2), (4, 12, 4), (2, 14, 2)]:
+        for one in parts(size, heads, kv_heads, wide=48):
+            queries = range(one["q_proj"].start // 8, one["q_proj"].stop // 8)
+            wanted = {query * kv_heads // heads for query in queries}
+            assert set(range(one["k_proj"].start // 8, one["k_proj"].stop // 8)) == wanted
+            assert one["v_proj"] == one["k_proj"]
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "kv_heads", "wide"), [(3, 8, 4, 96), (4, 12, 6, 96), (2, 8, 4, 97)]
+)
+def test_what_cannot_be_shared_equally_is_refused(
+    size: int, heads: int, kv_heads: int, wide: int
+) -> None:
+    with pytest.raises(SettingsError, match=rf"^tensor_parallel: {size} GPUs .*: use 1") as caught:
+        parts(size, heads, kv_heads, wide=wide)
+    allowed = str(caught.value).rpartition("use ")[2].split(", ")
+    assert str(size) not in allowed
+    for number in map(int, allowed):
+        parts(number, heads, kv_heads, wide=wide)
+
+
+def test_unknown_layers_are_refused() -> None:
+    with pytest.raises(SettingsError, match=r"layers\.0\.qkv_proj of base model b cannot be split"):
+        partition({"layers.0.qkv_proj": (96, 32)}, heads=4, kv_heads=4, head_dim=8, rank=0,
+                  size=2, base="b")  # fmt: skip
+
+
+@pytest.mark.parametrize("lora", [SLORA, REPLICATE_A])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("rank", [1, 5, 6])
+def test_the_parts_of_lora_matrices_give_the_whole_product(
+    lora: LoraParallel, size: int, rank: int
+) -> None:
+    """What processes compute from their slices is x·Aᵀ·Bᵀ, by hand in float64."""
+    width, outputs = 48, 72
+    a = torch.randn(rank, width, dtype=torch.float64)
+    b = torch.randn(outputs, rank, dtype=torch.float64)
+    x = torch.randn(7, width, dtype=torch.float64)
+    wanted = x @ a.T @ b.T
+    each = (width // size, outputs // size)
+    for row in (False, True):
+        shares = [
+            share_of(
+                [Slice(row, each[not row] * k, each[not row] * (k + 1))],
+                [outputs if row else each[1]],
+                lora, rank=k, size=size,
+            )
+            for k in range(size)
+        ]  # fmt: skip
+        held = [(a[one.a_slices(0)], b[one.b_slice(0, outputs)]) for one in shares]
+        xs = [x[:, one.slices[0].start : one.slices[0].stop] if row else x for one in shares]
+        parts_of_h = [mine @ one.T for mine, (one, _) in zip(xs, held, strict=True)]
+        if not row:
+            h = parts_of_h[0]
+            if shares[0].splits_ranks:  # rank row j·size + k is row j of process k
+                h = torch.zeros(7, shares[0].rank_rows(rank) * size, dtype=torch.float64)
+                for k, part in enumerate(parts_of_h):
+                    assert part.shape[1] <= shares[k].rank_rows(rank)
+                    h[:, k::size][:, : part.shape[1]] = part
+                h = h[:, :rank]
+            found = torch.cat([h @ one.T for _, one in held], 1)
+        elif shares[0].splits_row_outputs:
+            found = torch.cat([sum(parts_of_h) @ one.T for _, one in held], 1)
+        else:
+            found = sum(h @ one.T for h, (_, one) in zip(parts_of_h, held, strict=True))
+        torch.testing.assert_close(found, wanted)
+
+
+def test_outputs_of_a_row_layer_that_cannot_be_split_stay_whole() -> None:
+    share = share_of([Slice(True, 0, 8)], [60], SLORA, rank=0, size=2)
+    assert share.lora is REPLICATE_A and share.b_slice(0, 60) == slice(None)

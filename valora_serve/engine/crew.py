@@ -29,6 +29,7 @@ from valora_data.errors import ValoraError
 from valora_data.wording import plural
 from valora_serve.engine import sizing
 from valora_serve.errors import AdapterError, ServeError, SettingsError, StoppedError
+from valora_serve.model.split_model import check_split
 from valora_serve.parallel.choice import LoraChoice, read_table, table_file
 from valora_serve.parallel.group import Group, make_store
 
@@ -133,6 +134,7 @@ class Crew:
         self.on_lost: Callable[[str], None] | None = None
         self._size = settings.tensor_parallel
         device = device_of(settings, 0)
+        check_split(settings.base, self._size)
         machine = sizing.machine_of(settings, device)
         lora = LoraChoice(
             settings.lora_parallel,

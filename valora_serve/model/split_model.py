@@ -18,14 +18,14 @@ from torch.nn import functional as F
 from valora_data.contract import quantized
 from valora_data.contract.architectures.base import ModelPart
 from valora_data.contract.architectures.registry import architecture_of
+from valora_data.contract.base_model import base_folder
 from valora_serve.catalogue.adapters import ModelTargets
 from valora_serve.errors import SettingsError
+from valora_serve.parallel.group import Group
 from valora_serve.parallel.partition import Slice, partition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from valora_serve.parallel.group import Group
 
 HEAD = "lm_head"
 """Path of the output layer."""
@@ -211,6 +211,29 @@ class SplitReader:
             return quantized.rounded_matrix(values.to(device=device, dtype=dtype)).to(dtype)
 
         return rounded
+
+
+def check_split(base: str, size: int) -> None:
+    """Check that a base model can be split over processes, before any is started.
+
+    Args:
+        base: ``tiny``, a folder or a name on the hub.
+        size: Number of processes.
+
+    Raises:
+        BundleError: There is no such model.
+        SettingsError: It cannot be split over so many processes.
+    """
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    source = base_folder(base)
+    try:
+        config = AutoConfig.from_pretrained(source)
+        with torch.device("meta"):
+            model: Any = AutoModelForImageTextToText.from_config(config)
+    except (OSError, ValueError, ImportError):
+        return  # loading it says why
+    SplitReader(base, Group(0, size, torch.device("meta"))).cut(model)
 
 
 class _Part:

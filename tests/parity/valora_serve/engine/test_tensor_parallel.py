@@ -260,7 +260,6 @@ def test_a_killed_process_ends_requests_with_one_message(
         engine.load(adapters["mlp"], "another")
 
 
-@pytest.mark.slow
 def test_a_model_that_cannot_be_split_is_refused(base: str) -> None:
     with pytest.raises(SettingsError, match=r"3 GPUs cannot share .* equally: use 1, 2, 4$"):
         make_engine(base, fresh=True, tensor_parallel=3)

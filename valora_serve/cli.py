@@ -163,8 +163,9 @@ async def _serve_at(
     if engine_settings.quantize == "auto":
         engine_settings = replace(engine_settings, quantize=startup.find_rounding(folders))
     engine: AsyncEngine | ReplicatedEngine
+    own: AsyncEngine | None = None
     if replica_settings.replicas is None:
-        engine = await start_engine(engine_settings)
+        engine = own = await start_engine(engine_settings)
     else:
         engine = await start_replicas(replica_settings, engine_settings, settings)
     try:
@@ -192,13 +193,16 @@ async def _serve_at(
         markup=False,
         highlight=False,
     )
-    watching = asyncio.create_task(_end_with_group(engine, server))
+    if own is None:
+        await server.serve()
+        return 0
+    watching = asyncio.create_task(_end_with_group(own, server))
     await server.serve()
     watching.cancel()
-    if engine.lost is None:
+    if own.lost is None:
         return 0
-    print(f"error: {engine.lost}", file=sys.stderr, flush=True)
-    if engine.stuck:
+    print(f"error: {own.lost}", file=sys.stderr, flush=True)
+    if own.stuck:
         os._exit(1)
     return 1
 

@@ -20,13 +20,12 @@ import time
 from collections import deque
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from valora_data.errors import ValoraError
-from valora_data.wording import plural
 from valora_serve.engine import sizing
 from valora_serve.errors import AdapterError, ServeError, SettingsError, StoppedError
 from valora_serve.model.split_model import check_split
@@ -101,16 +100,19 @@ def device_of(settings: EngineSettings, rank: int) -> torch.device:
     Raises:
         SettingsError: There are fewer GPUs.
     """
-    first = sizing.find_device(settings.device)
+    name = "cuda" if settings.device == "auto" else settings.device
+    first = torch.device(name)
     if first.type != "cuda":
-        return first
+        return sizing.find_device(name)
     size, count = settings.tensor_parallel, torch.cuda.device_count()
-    if (first.index or 0) + size > count:
+    start = first.index or 0
+    if start + size > count:
         raise SettingsError(
-            f"tensor_parallel: expected at most {max(count - (first.index or 0), 1)}, as this "
-            f"machine has {plural(count, 'GPU')}, got {size}: ask for fewer"
+            f"tensor_parallel: {size} GPUs are asked for, and this machine has "
+            f"{count - start if count > start else 'none'}"
+            f"{f' from {first} on' if start else ''}: ask for fewer"
         )
-    return torch.device(first.type, (first.index or 0) + rank)
+    return torch.device("cuda", start + rank)
 
 
 class Crew:
@@ -120,6 +122,7 @@ class Crew:
         settings: Settings of the engine.
 
     Attributes:
+        module: Program of the followers.
         seat: The leader's own place.
         lost: Why the group cannot go on, once a follower has ended; None before.
         on_lost: Called then, in another thread.
@@ -128,6 +131,8 @@ class Crew:
         SettingsError: There are fewer GPUs than asked for.
         ServeError: A follower did not start.
     """
+
+    module: ClassVar[str] = "valora_serve.engine.follower"
 
     def __init__(self, settings: EngineSettings) -> None:
         self.lost: str | None = None
@@ -153,7 +158,7 @@ class Crew:
         self._ready: set[int] = set()
         try:
             for rank in range(1, self._size):
-                self._followers.append(_start(rank))
+                self._followers.append(_start(rank, self.module))
             self._await_hello()
             store = make_store(self._size)
             for follower in self._followers:
@@ -407,7 +412,7 @@ class Crew:
             dist.destroy_process_group()
 
 
-def _start(rank: int) -> _Follower:
+def _start(rank: int, module: str) -> _Follower:
     """Start the process of a follower.
 
     It is a fresh interpreter: a forked one could not use its GPU. It is in a session of its own, so
@@ -416,7 +421,7 @@ def _start(rank: int) -> _Follower:
     pairs = [socket.socketpair() for _ in range(2)]
     theirs = [pair[1] for pair in pairs]
     process = subprocess.Popen(
-        [sys.executable, "-m", "valora_serve.engine.follower",
+        [sys.executable, "-m", module,
          *(str(one.fileno()) for one in theirs)],
         pass_fds=[one.fileno() for one in theirs],
         stdin=subprocess.DEVNULL,

@@ -11,7 +11,7 @@ from tests.support.lmm_checkpoints import CHECKPOINTS
 from valora_data.contract import quantized
 from valora_data.contract.base_model import check_base, load_model
 from valora_data.contract.bundle import NF4
-from valora_data.contract.quantized import loading_options, unpack
+from valora_data.contract.quantized import loading_options, rounded_matrix, unpack
 from valora_data.errors import BundleError
 
 pytest.importorskip("bitsandbytes")
@@ -53,6 +53,17 @@ def test_the_language_models_layers_are_rounded_and_nothing_else(base):
         # Scales have 8 bits, so that they differ by up to a hundredth of the largest one.
         torch.testing.assert_close(rounded[name], nearest(weight), atol=0.02, rtol=0.02)
         assert 0.02 < (rounded[name] - weight).norm() / weight.norm() < 0.15
+
+
+def test_a_matrix_alone_is_rounded_to_the_same_numbers(base):
+    """Processes of a tensor-parallel group round one matrix after the other."""
+    plain = dict(load_model(str(base), torch.float32)[0].named_parameters())
+    packed, _ = load_model(str(base), torch.float32, quantize=NF4)
+    names = [name for name, weight in packed.named_parameters() if weight.dtype == torch.uint8]
+    rounded = dict(unpack(packed, torch.float32).named_parameters())
+    assert names
+    for name in names:
+        assert torch.equal(rounded_matrix(plain[name]), rounded[name]), name
 
 
 def test_what_cannot_be_rounded_is_refused(base, tmp_path, monkeypatch):

@@ -1,0 +1,186 @@
+"""Tensor parallelism on a 7B shape with random weights: decode steps, and LoRA's collectives.
+
+`python -m tests.bench.valora_serve.bench_tensor_parallel` measures decode steps on one GPU and on
+`--gpus` of them, with both ways to split LoRA matrices, with and without LoRA's own collectives
+(S-LoRA, Figure 8), and prints one table. `--save` also times every group of layers in both ways and
+writes the table that `lora_parallel=auto` reads. Every engine runs in a process of its own.
+`--device cpu --layers 2 --width 256` tries the program where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from tests.bench.valora_serve.bench_follower import SILENT, silence, time_group
+from tests.bench.valora_serve.split_models import ATTENTION, MLP, save_adapters, save_base
+from valora_serve.engine.crew import Crew
+from valora_serve.engine.engine import Engine
+from valora_serve.engine.profile import _shape, _time
+from valora_serve.engine.settings import EngineSettings
+from valora_serve.engine.sizing import cost_folder, machine_of
+from valora_serve.parallel.choice import Measured, read_table, save_table, table_file
+from valora_serve.types import Mode
+
+ADAPTERS = 16
+ROWS = (1, 16, 64, 512, 2048)
+FOLLOWER = "tests.bench.valora_serve.bench_follower"
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    made.add_argument("--device", default="cuda")
+    made.add_argument("--gpus", type=int, default=2)
+    made.add_argument("--layers", type=int, default=32)
+    made.add_argument("--width", type=int, default=4096)
+    made.add_argument("--rank", type=int, default=64)
+    made.add_argument("--batches", type=int, nargs="+", default=[1, 64])
+    made.add_argument("--context", type=int, default=512)
+    made.add_argument("--save", action="store_true", help="write the table of lora_parallel=auto")
+    made.add_argument("--one", nargs=3, metavar=("FOLDER", "GPUS", "WAY"), help=argparse.SUPPRESS)
+    return made
+
+
+def settings_of(given: argparse.Namespace, folder: Path, gpus: int, way: str) -> EngineSettings:
+    cpu = given.device == "cpu"
+    return EngineSettings(
+        base=str(folder / "base"), device=given.device, tensor_parallel=gpus, lora_parallel=way,
+        max_rank=given.rank, slots=ADAPTERS, profile=False, max_requests=max(given.batches),
+        pages=2000 if cpu else None, max_tokens=max(ROWS), block_size=16,
+    )  # fmt: skip
+
+
+def measure(given: argparse.Namespace) -> None:
+    """Measure one engine, and print the result as JSON."""
+    folder, gpus, way = Path(given.one[0]), int(given.one[1]), given.one[2]
+    silence()
+    Crew.module = FOLLOWER
+    engine = Engine(settings_of(given, folder, gpus, way))
+    try:
+        for place in sorted(folder.glob("adapter-*")):
+            engine.load(place, place.name)
+        engine.warm_up()
+        for key in engine.named.known():
+            engine.adapters.load(key)
+            while not engine.adapters.ready(key):
+                pass
+        found: dict[str, object] = {}
+        for rows in given.batches:
+            for distinct in sorted({0, min(rows, ADAPTERS)}):
+                shares = [(given.context, 1)] * rows
+                for _, works, _ in _shape(engine, Mode.UNMERGED, None, distinct, shares):
+                    found[f"{rows}/{distinct}"] = min(_time(engine, works) for _ in range(5)) * 1e3
+        if given.save and gpus > 1:
+            found["groups"] = groups(engine)
+        print(json.dumps(found))
+    finally:
+        engine.close()
+
+
+def groups(engine: Engine) -> list[dict[str, object]]:
+    """Time the LoRA terms of the first layer's groups."""
+    assert engine.crew is not None
+    found = []
+    seen = set()
+    for name, group in engine.lmm.linears.groups.items():
+        spec = group.spec
+        if spec.share is None or group.lora is None or ".layers.0." not in name:
+            continue
+        key = (spec.share.row, spec.in_features, sum(spec.out_features))
+        if key in seen:
+            continue
+        seen.add(key)
+        for rows in ROWS:
+            times = []
+            for lora in (True, False):
+                arguments = (name, rows, min(rows, ADAPTERS), lora)
+                engine.crew.tell("time_group", *arguments)
+                times.append(time_group(engine.runner, *arguments))
+            found.append(
+                {"size": engine.crew.group.size, "row": key[0], "inputs": key[1],
+                 "outputs": key[2], "rank": engine.settings.max_rank, "rows": rows,
+                 "us": times[0] - times[1]}
+            )  # fmt: skip
+    return found
+
+
+def run(given: argparse.Namespace, folder: Path, gpus: int, way: str, *, silent: bool) -> dict:
+    """Measure one engine in a process of its own."""
+    arguments = [
+        sys.executable, "-m", "tests.bench.valora_serve.bench_tensor_parallel",
+        *(f"--{name}={getattr(given, name)}" for name in
+          ("device", "gpus", "layers", "width", "rank", "context")),
+        "--batches", *map(str, given.batches), *(["--save"] if given.save else []),
+        "--one", str(folder), str(gpus), way,
+    ]  # fmt: skip
+    done = subprocess.run(
+        arguments, stdout=subprocess.PIPE, check=True, text=True,
+        env=os.environ | ({SILENT: "1"} if silent else {}),
+    )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    given = parser().parse_args()
+    if given.one:
+        measure(given)
+        return
+    ways = [
+        ("one GPU", 1, "auto", False),
+        *(
+            (f"{given.gpus} GPUs, {way}{', no LoRA collectives' if silent else ''}",
+             given.gpus, way, silent)
+            for way, silent in
+            (("slora", False), ("slora", True), ("replicate_a", False))
+        ),
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_base(folder / "base", given.device, given.layers, given.width)
+        torch.cuda.empty_cache()
+        save_adapters(
+            folder, given.layers, given.width, [given.rank] * ADAPTERS,
+            (*ATTENTION, *MLP) if given.save else ATTENTION,
+        )  # fmt: skip
+        found = {label: run(given, folder, *rest[:2], silent=rest[2]) for label, *rest in ways}
+    cases = [key for key in found["one GPU"] if key != "groups"]
+    one = found["one GPU"]
+    print(f"\nDecode step in ms, and its share of one GPU's (context {given.context} tokens)\n")
+    print("| batch / adapters | " + " | ".join(found) + " |")
+    print("|---|" + "---|" * len(found))
+    for case in cases:
+        cells = [f"{each[case]:.3f} ({each[case] / one[case]:.2f})" for each in found.values()]
+        print(f"| {case.replace('/', ' / ')} | " + " | ".join(cells) + " |")
+    slora, silent = (found[label] for label, _, way, _ in ways if way == "slora")
+    shares = [f"{case}: {1 - silent[case] / slora[case]:.1%}" for case in cases]
+    print(f"\nLoRA's own collectives, share of a step with slora: {', '.join(shares)}")
+    if given.save:
+        save(given, found)
+
+
+def save(given: argparse.Namespace, found: dict[str, dict]) -> None:
+    """Write what was measured for every shape, beside what other ranks have."""
+    times = {}
+    for label, each in found.items():
+        if "no LoRA" not in label and "groups" in each:
+            way = label.rpartition(" ")[2]
+            for one in each["groups"]:
+                us = one.pop("us")
+                times.setdefault(tuple(one.items()), {})[way] = us
+    table = [Measured(**dict(key), **both) for key, both in times.items()]
+    settings = settings_of(given, Path(), given.gpus, "auto")
+    file = table_file(cost_folder(settings), machine_of(settings, torch.device(given.device)))
+    old = [one for one in read_table(file) if one.rank != given.rank]
+    save_table(file, [*old, *table])
+    print(f"wrote {file}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The operator in two steps, with the exchange of a tensor-parallel group between them, by hand."""
+
+import pytest
+import torch
+
+from tests.support.lora_cases import Case, assert_near, make_case, needs_triton
+from valora_kernels import two_steps
+from valora_kernels.launching import power_of_two
+from valora_kernels.tiling import Tiling
+from valora_kernels.weights import LoraWeights
+
+TILINGS = [
+    None,
+    pytest.param(Tiling("shrink_expand", 16, 32, 32, 32, 16), id="kernels", marks=needs_triton),
+    pytest.param(Tiling("fused", 16, 32, 32, parts=2), id="other", marks=needs_triton),
+]
+
+
+def part(case: Case, a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> LoraWeights:
+    """Weights with parts of the case's matrices; ranks are filled up with zeros."""
+    rows = max(one.shape[0] for slot in a for one in slot)
+    ranks = max(16, power_of_two(max(rows, max(one.shape[1] for slot in b for one in slot))))
+    found = LoraWeights.contiguous(
+        len(a), ranks, a[0][0].shape[1], [one.shape[0] for one in b[0]],
+        dtype=case.x.dtype, device=case.x.device,
+    )  # fmt: skip
+    for slot, (ones, others) in enumerate(zip(a, b, strict=True)):
+        for p, (one, other) in enumerate(zip(ones, others, strict=True)):
+            to_a, _ = found.rows_of(p, slot, len(one))
+            to_a.copy_(one)
+            _, to_b = found.rows_of(p, slot, other.shape[1])
+            to_b.copy_(other.T)
+    return found
+
+
+def check(found: list[torch.Tensor], case: Case, *, exact: torch.dtype) -> None:
+    for one, want in zip(found, case.expected(), strict=True):
+        assert_near(one.to(exact), want)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("terms", [1, 2])
+def test_rank_rows_dealt_out_to_gpus(tiling: Tiling | None, size: int, terms: int) -> None:
+    """Column layers: each GPU shrinks with its rows of A; the parts are joined."""
+    case = make_case(9, [5, 24, 33], 72, (64, 24), dtype=torch.float32, terms=terms)
+    case.batch.tiles(16)
+    held = [
+        part(case, [[one[k::size] for one in slot] for slot in case.a], case.b) for k in range(size)
+    ]
+    shrunk = [two_steps.shrink(case.x, one, case.batch, tiling=tiling) for one in held]
+    parts = [one.h.clone() for one in shrunk]
+    # The last `shrink` has overwritten the others' results: compute each again.
+    for k, one in enumerate(held):
+        parts[k] = two_steps.shrink(case.x, one, case.batch, tiling=tiling).h.clone()
+    whole = part(case, case.a, case.b)
+    joined = two_steps.join(torch.stack(parts), whole, shrunk[0])
+    ys = [y.clone() for y in case.ys]
+    two_steps.expand(ys, joined, whole, case.batch)
+    check(ys, case, exact=torch.float32)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_inputs_and_outputs_dealt_out_to_gpus(tiling: Tiling | None) -> None:
+    """Row layers: partial sums of x·Aᵀ are added up; each GPU expands its outputs."""
+    case = make_case(9, [5, 24, 8], 64, (48,), dtype=torch.float32)
+    halves = (slice(0, 32), slice(32, 64))
+    total = None
+    for half in halves:
+        own = part(case, [[one[:, half] for one in slot] for slot in case.a], case.b)
+        x = case.x[:, half].contiguous()
+        shrunk = two_steps.shrink(x, own, case.batch, tiling=tiling)
+        total = shrunk.h.clone() if total is None else total + shrunk.h
+    assert total is not None
+    y = case.ys[0].clone()
+    for first in (0, 24):
+        outputs = slice(first, first + 24)
+        own = part(case, case.a, [[one[outputs] for one in slot] for slot in case.b])
+        two_steps.expand([y[:, outputs]], two_steps.Shrunk(total, shrunk.tiling), own, case.batch)
+    check([y], case, exact=torch.float32)

@@ -33,7 +33,7 @@ from valora_serve.parallel.choice import LoraChoice, read_table, table_file
 from valora_serve.parallel.group import Group, make_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from valora_serve.engine.settings import EngineSettings
@@ -258,6 +258,17 @@ class Crew:
             self._gone.wait(LOST_SECONDS)
         return StoppedError(self.lost) if self.lost is not None else None
 
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Context whose errors are replaced by that of a process that has ended, if one has."""
+        try:
+            yield
+        except Exception as error:
+            explained = self.explain(error)
+            if explained is None:
+                raise
+            raise explained from error
+
     # ------------------------------------------------------------------ adapters
 
     def start_packing(self, number: int, folder: Path, content: str) -> Callable[[], None]:
@@ -425,6 +436,7 @@ def _start(rank: int, module: str) -> _Follower:
          *(str(one.fileno()) for one in theirs)],
         pass_fds=[one.fileno() for one in theirs],
         stdin=subprocess.DEVNULL,
+        stdout=2,  # the leader's standard output is its own
         start_new_session=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )  # fmt: skip

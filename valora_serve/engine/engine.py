@@ -527,14 +527,9 @@ class Engine:
         """
         if self.crew is None:
             return self._step()
-        try:
+        with self.crew.explained():
             found = self._step()
             self.crew.check()  # what a lost process left behind is no answer
-        except Exception as error:
-            explained = self.crew.explain(error)
-            if explained is not None:
-                raise explained from error
-            raise
         return found
 
     def _step(self) -> list[Output]:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from valora_kernels.metadata import NONE
-from valora_serve.errors import ImageError
+from valora_serve.errors import ImageError, StoppedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,6 +92,8 @@ class ImageEncoder:
         """Encode images together; if that fails, one by one, so that only the bad ones fail."""
         try:
             self._encode(members)
+        except StoppedError:
+            raise  # no image is to blame
         except Exception:
             log.exception("encoding %d images together failed: each is encoded alone", len(members))
             for sequence, number in members:

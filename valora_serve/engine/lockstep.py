@@ -186,9 +186,10 @@ class LeadingRunner(_GroupRunner):
         if len(visuals) < size * IMAGES_EACH:
             return super().encode(visuals, adapters)
         shares = _deal([_pixels(visual) for visual in visuals], size)
-        for number, share in enumerate(shares[1:], start=1):
-            own = slice(*share)
-            self._send_images(number, visuals[own], adapters[own])
+        with self._crew.explained():
+            for number, share in enumerate(shares[1:], start=1):
+                own = slice(*share)
+                self._send_images(number, visuals[own], adapters[own])
         found: list[VisualFeatures] = []
         error: Exception | None = None
         try:
@@ -197,7 +198,9 @@ class LeadingRunner(_GroupRunner):
         except Exception as wrong:  # noqa: BLE001 - the others' shares must be taken first
             error = wrong
         for number, share in enumerate(shares[1:], start=1):
-            if (taken := self._take(number, [len(visuals[i].at) for i in range(*share)])) is None:
+            with self._crew.explained():
+                taken = self._take(number, [len(visuals[i].at) for i in range(*share)])
+            if taken is None:
                 error = error or RuntimeError(f"GPU {number} could not encode its images")
             else:
                 found += taken

@@ -19,7 +19,7 @@ TILINGS = [
 def part(case: Case, a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> LoraWeights:
     """Weights with parts of the case's matrices; ranks are filled up with zeros."""
     rows = max(one.shape[0] for slot in a for one in slot)
-    ranks = max(16, power_of_two(max(rows, max(one.shape[1] for slot in b for one in slot))))
+    ranks = max(16, power_of_two(max(rows, *(one.shape[1] for slot in b for one in slot))))
     found = LoraWeights.contiguous(
         len(a), ranks, a[0][0].shape[1], [one.shape[0] for one in b[0]],
         dtype=case.x.dtype, device=case.x.device,

@@ -1,0 +1,68 @@
+"""What each process of a group reads: its parts of every layer, and never the whole."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.lmm_checkpoints import CHECKPOINTS
+from valora_data.contract.base_model import load_model
+from valora_data.contract.bundle import NF4
+from valora_data.contract.quantized import is_installed, unpack
+from valora_serve.errors import SettingsError
+from valora_serve.model.split_model import SplitReader, check_split
+from valora_serve.parallel.group import Group
+
+
+@pytest.fixture(scope="module", params=list(CHECKPOINTS))
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(CHECKPOINTS[request.param](tmp_path_factory.mktemp(request.param), seed=5))
+
+
+def read(base: str, rank: int, size: int, quantize: str | None = None) -> tuple[Any, SplitReader]:
+    reader = SplitReader(base, Group(rank, size, torch.device("cpu")), quantize)
+    model, _ = load_model(base, torch.float32, read=reader)
+    return model, reader
+
+
+def check(base: str, whole: dict[str, torch.Tensor], size: int, quantize: str | None) -> None:
+    """Every parameter of every process is the right part of the whole model's."""
+    seen: dict[str, set[int]] = {}
+    for rank in range(size):
+        model, reader = read(base, rank, size, quantize)
+        assert reader.targets is not None
+        for name, weight in model.named_parameters():
+            part = reader.slices.get(name.rpartition(".")[0])
+            want = whole[name]
+            if part is not None and not (part.row and weight.ndim == 1):
+                cut = slice(part.start, part.stop)
+                want = want[:, cut] if part.row else want[cut]
+                seen.setdefault(name, set()).update(range(part.start, part.stop))
+                path = name.rpartition(".")[0]
+                if path in reader.targets.linears and weight.ndim > 1:
+                    assert reader.targets.linears[path] == tuple(whole[name].shape)
+            assert weight.shape == want.shape, name
+            assert torch.equal(weight, want), name
+    layers = [name for name in whole if ".language_model.layers." in name and "proj" in name]
+    assert set(layers) <= {*seen, *(name for name in layers if name.endswith("o_proj.bias"))}
+    for name, found in seen.items():  # nothing is missing
+        row = name.endswith(("o_proj.weight", "down_proj.weight"))
+        assert found == set(range(whole[name].shape[1 if row else 0])), name
+
+
+@pytest.mark.parametrize("size", [2, 4])  # two heads of keys and values
+def test_processes_read_their_parts(base: str, size: int) -> None:
+    check(base, dict(load_model(base, torch.float32)[0].named_parameters()), size, None)
+
+
+def test_rounded_weights_are_those_of_one_process(base: str) -> None:
+    if not is_installed():
+        pytest.skip("needs bitsandbytes")
+    packed, _ = load_model(base, torch.float32, quantize=NF4)
+    check(base, dict(unpack(packed, torch.float32).named_parameters()), 2, NF4)
+
+
+def test_models_are_checked_before_processes_start(base: str) -> None:
+    check_split(base, 4)
+    with pytest.raises(SettingsError, match=r"5 GPUs cannot share .* equally: use 1, 2, 4"):
+        check_split(base, 5)

@@ -381,10 +381,13 @@ class Crew:
         with self._acked:
             self._acked.notify_all()
         self._gone.set()
-        with contextlib.suppress(Exception):
-            self.seat.group.abort()
+        threading.Thread(target=self._abort, daemon=True).start()  # it may take long
         if self.on_lost is not None:
             self.on_lost(self.lost)
+
+    def _abort(self) -> None:
+        with contextlib.suppress(Exception):
+            self.seat.group.abort()
 
     # ------------------------------------------------------------------ end
 

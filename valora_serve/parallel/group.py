@@ -79,6 +79,8 @@ class Group:
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.set_device(device)
+            # torch would end this process without a word if another one were lost; `crew` watches.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             store=store,
@@ -142,8 +144,7 @@ class Group:
     def abort(self) -> None:
         """Give up all calls under way, so that nothing waits for a process that has ended."""
         if self.device.type == "cuda" and dist.is_initialized():
-            backend = dist.distributed_c10d._get_default_group()._get_backend(self.device)
-            backend.abort()
+            dist.distributed_c10d._get_default_group().abort()
 
     def leave(self) -> None:
         """Leave the group."""

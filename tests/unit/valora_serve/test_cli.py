@@ -56,3 +56,21 @@ def test_a_key_that_does_not_fit_leaves_the_file_as_it_was(tmp_path, there):
 def test_a_key_in_a_folder_that_is_missing_is_a_sentence(tmp_path, capsys):
     assert cli.main(["key", "ops", "--file", str(tmp_path / "none" / "keys")]) == 1
     assert "name another file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device", "cpu", "--tensor-parallel", "3"], "3 GPUs cannot share base model tiny"),
+        (["--device", "cuda", "--tensor-parallel", "99"], "99 GPUs are asked for, and this"),
+        (["--tensor-parallel", "2", "--lora-parallel", "both"], "lora_parallel: expected one of"),
+        (["--tensor-parallel", "0"], "tensor_parallel: expected at least 1, got 0"),
+    ],
+)
+def test_gpus_that_cannot_share_a_model_are_refused_in_a_sentence(
+    tmp_path, monkeypatch, capfd, arguments, said
+):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["--port", "0", *arguments]) == 1
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert said in line

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from valora_serve.engine.crew import device_of
+from valora_serve.engine.crew import Crew, _start, device_of
 from valora_serve.engine.lockstep import Tables, _deal
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import SettingsError
@@ -55,3 +55,16 @@ def test_more_gpus_than_there_are_are_refused(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(SettingsError, match="this machine has none"):
         device_of(EngineSettings(tensor_parallel=2), 0)
     assert device_of(EngineSettings(tensor_parallel=2, device="cpu"), 1).type == "cpu"
+
+
+@pytest.mark.slow
+def test_a_follower_ends_with_its_leader() -> None:
+    follower = _start(1, Crew.module)
+    try:
+        assert follower.steps.recv() == ("hello", 0)
+        follower.steps.close()
+        follower.packs.close()
+        assert follower.process.wait(60) == 1
+    finally:
+        follower.process.kill()
+        follower.process.wait()

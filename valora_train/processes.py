@@ -13,6 +13,8 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from valora_train.errors import StageError
 
 if TYPE_CHECKING:
@@ -82,6 +84,8 @@ def _begin(parent: int, begin: Callable[..., None], arguments: tuple[Any, ...]) 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     warnings.simplefilter("ignore")  # each process would repeat them
+    # Its own lock is a semaphore of the system, which a process that is ended leaves behind.
+    tqdm.set_lock(threading.RLock())
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     begin(*arguments)
 

@@ -243,6 +243,10 @@ class _Costs:
         mirrored = self._train.flip and costs.settings.mirrors
         return _count(costs, TAUGHT) * (1 + mirrored + self._train.augment.views)
 
+    def _probed(self, name: str) -> int:
+        """Number of samples that a head alone is trained on."""
+        return min(self._learnt(name), self._train.probe_samples)
+
     def _evaluation(self, name: str, *splits: Split) -> float:
         return sum(
             self._model[name].evaluate.at(self._domains[name].counts[split]) for split in splits
@@ -261,7 +265,7 @@ class _Costs:
 
     def _read(self, name: str, on_device: bool) -> float:
         """Bytes of the hidden states that a head alone reads, in parts and as a whole."""
-        size = self._model[name].held * self._learnt(name)
+        size = self._model[name].held * self._probed(name)
         return 2 * size if on_device == (size <= self._machine.head_inputs) else 0.0
 
     @property
@@ -316,7 +320,9 @@ class _Costs:
             seconds += domain.reading * (_count(domain, TAUGHT) + shown)
             seconds += costs.encode * (learnt + shown)
             if costs.head_step:
-                seconds += costs.pass_ * learnt + self._train.probe_steps * costs.head_step
+                seconds += (
+                    costs.pass_ * self._probed(name) + self._train.probe_steps * costs.head_step
+                )
             seconds += self._evaluation(name, Split.VAL, Split.TEST) + costs.sheet
         return Row("fuse: without LoRA", seconds, self.memory, self._gpu_of_heads(), 0)
 

@@ -23,7 +23,7 @@ from rich.progress import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from multiprocessing.queues import Queue
+    from multiprocessing.connection import Connection
     from typing import Any, Self
 
     class Step(Protocol):
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 NO_FIGURES: Mapping[str, float] = MappingProxyType({})
 LOG_WIDTH = 120  # characters, where the output is not a terminal
 RELAYED_SECONDS = 0.2  # between two steps of a piece of work that reach another process
+
+
+MOST_RELAYED = 1000  # characters of a line from another process
 
 
 class Display:
@@ -127,7 +130,7 @@ class RelayedDisplay(Display):
         messages: Where that process's `Relay` reads.
     """
 
-    def __init__(self, messages: Queue[Any]) -> None:
+    def __init__(self, messages: Connection[Any, Any]) -> None:
         super().__init__(Console(quiet=True))
         self._messages = messages
         self._numbers = count()
@@ -145,17 +148,17 @@ class RelayedDisplay(Display):
             now = time.monotonic()
             if now - shown >= RELAYED_SECONDS or figures.keys() - {"lr", "head_lr"}:
                 shown = now
-                self._messages.put(("step", key, (step, steps, loss, dict(figures))))
+                self._messages.send(("step", key, (step, steps, loss, dict(figures))))
 
-        self._messages.put(("begin", key, (stage, what)))
+        self._messages.send(("begin", key, (stage, what)))
         try:
             yield on_step
         finally:
-            self._messages.put(("end", key, ()))
+            self._messages.send(("end", key, ()))
 
     def note(self, stage: str, what: str) -> None:
         """Write a line there."""
-        self._messages.put(("note", None, (stage, what)))
+        self._messages.send(("note", None, (stage, what[:MOST_RELAYED])))
 
 
 class Relay:
@@ -170,8 +173,9 @@ class Relay:
 
     def __init__(self, display: Display) -> None:
         self._display = display
-        self.messages: Queue[Any] = multiprocessing.get_context("spawn").Queue()
-        # A process that is ended while it writes leaves the queue locked, and nobody waits for it.
+        # Not a queue: a process that is ended while it writes would leave its lock closed. What is
+        # written at once to a pipe, up to 4 kB, stays in one piece.
+        self._received, self.messages = multiprocessing.Pipe(duplex=False)
         self._thread = threading.Thread(target=self._show, daemon=True)
 
     def __enter__(self) -> Self:
@@ -179,13 +183,13 @@ class Relay:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.messages.put(None)
+        self.messages.send(None)
         self._thread.join(timeout=5)
-        self.messages.cancel_join_thread()
+        self.messages.close()
 
     def _show(self) -> None:
         begun: dict[Any, tuple[ExitStack, Step]] = {}
-        while (message := self.messages.get()) is not None:
+        while (message := self._received.recv()) is not None:
             kind, key, facts = message
             if kind == "note":
                 self._display.note(*facts)

@@ -172,6 +172,15 @@ def test_views_are_samples():
     assert added == pytest.approx(2 * 300 * (0.03 + 0.04))
 
 
+def test_a_head_alone_reads_at_most_some_samples():
+    plain = predict(Settings(train=TRAIN), calibration(), COURSES)
+    fewer = predict(Settings(train=replace(TRAIN, probe_samples=120)), calibration(), COURSES)
+    spared = rows(plain)["fuse: without LoRA"].seconds - rows(fewer)["fuse: without LoRA"].seconds
+    assert spared == pytest.approx((300 - 120 + 150 - 120) * 0.04)
+    # What it reads is then less than a decoded data set.
+    assert plain.memory - fewer.memory == 2 * 300 * 300 - 1000 * 150
+
+
 def test_stages_that_are_up_to_date_take_nothing(tmp_path):
     done = calibration()
     for one in done.domains.values():

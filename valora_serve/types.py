@@ -163,6 +163,8 @@ class Request:
         min_score: Least confidence of a box head's boxes; the domain's threshold if None.
         sampling: How tokens are chosen and when generation stops.
         deadline: Seconds from arrival within which the request must be answered; None for no limit.
+        stream: Whether outputs are passed on to the client as they come. Otherwise the outputs of a
+            replica may come together, and another replica may begin the answer again.
     """
 
     id: str
@@ -177,6 +179,7 @@ class Request:
     min_score: float | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     deadline: float | None = None
+    stream: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,9 @@ class Handle:
         )
         return Method(self, **self_options)
 
+    async def shutdown_async(self):
+        pass
+
     def next(self):
         living = [replica for replica in self.replicas if not replica.dead]
         self.replicas.rotate(-1)

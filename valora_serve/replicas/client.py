@@ -105,7 +105,7 @@ class ReplicatedEngine:
         """Answer a request with a stream of outputs; see `types.EngineClient`.
 
         If its replica dies before anything of the answer was passed on, the request is sent to
-        another one, once.
+        another one, once. Answers that are not streamed are passed on as a whole.
         """
         arrival = time.monotonic()
         if request.id in self._running:
@@ -368,6 +368,8 @@ class ReplicatedEngine:
             await asyncio.sleep(0.02)
         if self._watching is not None:
             self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        await self._handle.shutdown_async()
         await asyncio.to_thread(self._release)
 
 

@@ -11,8 +11,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Ray reports its use to its makers otherwise; set before Ray is imported.
+# Read when Ray is imported. Ray reports its use to its makers otherwise, and starts by itself when
+# a thread of Ray Serve calls it after the end; how the load is counted must be as fast as it is.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+os.environ.setdefault("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
 
 import ray
 from ray import serve

@@ -114,8 +114,8 @@ class EngineReplica:
         try:
             while True:
                 outputs = [await queue.get()]
-                while not queue.empty():
-                    outputs.append(queue.get_nowait())
+                while not queue.empty() or not (request.stream or outputs[-1].finish):
+                    outputs.append(await queue.get())
                 yield self._batch(outputs)
                 if outputs[-1].finish is not None:
                     return

@@ -101,9 +101,20 @@ class Service:
             ticket.give_back()
 
     async def ask(
-        self, ticket: Ticket, request: Request, headers: Mapping[str, str]
+        self,
+        ticket: Ticket,
+        request: Request,
+        headers: Mapping[str, str],
+        *,
+        stream: bool = True,
     ) -> AsyncGenerator[Output, None]:
         """Outputs of an admitted request; closing the iterator cancels the request.
+
+        Args:
+            ticket: Admission of the request.
+            request: The request.
+            headers: Headers of the HTTP request, for spans.
+            stream: Whether the client gets the outputs as they come.
 
         Raises:
             ServeError: The request could not be answered.
@@ -113,10 +124,11 @@ class Service:
         last: Output | None = None
         constraint = request.sampling.constraint
         texts: list[str] = []
-        stream = self.engine.generate(request)
+        request = dataclasses.replace(request, stream=stream)
+        answering = self.engine.generate(request)
         try:
             with self._tracer.span(name, headers) as span:
-                async for output in stream:
+                async for output in answering:
                     if output.token_ids:
                         tokens_at += [time.monotonic()] * len(output.token_ids)
                     if output.finish in (Finish.ERROR, Finish.CANCELLED):
@@ -127,6 +139,8 @@ class Service:
                             constraint.check("".join(texts))
                     if output.finish is not None:
                         last = output
+                        if not stream and self.engine.replicas() is not None:
+                            tokens_at = _spread(output.times, len(tokens_at))
                         span.ended(output)
                         self._metrics.ended(name, output, tokens_at)
                     yield output
@@ -134,7 +148,7 @@ class Service:
                     raise StoppedError("The engine stopped while it answered: try again")
         finally:
             ticket.leave(last.times if last is not None else None)
-            await _close(stream)
+            await _close(answering)
 
     async def ask_all(
         self, ticket: Ticket, requests: Sequence[Request], headers: Mapping[str, str]
@@ -147,7 +161,8 @@ class Service:
                 if request.deadline is not None:
                     left = request.deadline - (time.monotonic() - arrived)
                     request = dataclasses.replace(request, deadline=max(left, LEAST_DEADLINE))
-                async with contextlib.aclosing(self.ask(ticket, request, headers)) as outputs:
+                asked = self.ask(ticket, request, headers, stream=False)
+                async with contextlib.aclosing(asked) as outputs:
                     return [output async for output in outputs]
 
         if len(requests) == 1:
@@ -255,6 +270,14 @@ async def merged(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _spread(times: Times | None, count: int) -> list[float]:
+    """When the tokens of an answer that came as a whole were generated: evenly, in the mean."""
+    if times is None or times.first_token is None or times.finished is None:
+        return []
+    step = (times.finished - times.first_token) / max(1, count - 1)
+    return [times.first_token + number * step for number in range(count)]
 
 
 def _first(errors: BaseExceptionGroup[ServeError]) -> ServeError:

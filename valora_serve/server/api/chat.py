@@ -247,7 +247,7 @@ class Chat:
         logprobs: dict[int, list[str]] = defaultdict(list)
         lasts: dict[int, Output] = {}
         with self._admitted() as ticket:
-            async with contextlib.aclosing(self._outputs(ticket)) as outputs:
+            async with contextlib.aclosing(self._outputs(ticket, stream=False)) as outputs:
                 async for number, output in outputs:
                     texts[number].append(output.text)
                     if self._logprobs and output.logprobs:
@@ -302,7 +302,7 @@ class Chat:
             lasts: dict[int, Output] = {}
             calls: dict[int, CallReader] = {}
             begun: set[int] = set()
-            async with contextlib.aclosing(self._outputs(ticket)) as outputs:
+            async with contextlib.aclosing(self._outputs(ticket, stream=True)) as outputs:
                 async for number, output in outputs:
                     if number not in begun:
                         begun.add(number)
@@ -323,13 +323,16 @@ class Chat:
                 used = usage(lasts[number] for number in sorted(lasts))
                 yield self._base([]) | {"usage": used.model_dump()}
 
-    async def _outputs(self, ticket: Ticket) -> AsyncGenerator[tuple[int, Output], None]:
+    async def _outputs(
+        self, ticket: Ticket, *, stream: bool
+    ) -> AsyncGenerator[tuple[int, Output], None]:
         """Outputs of all choices as they come, each with the number of its choice."""
         if self._groups > 1:
             for number, output in enumerate(await self._joined(ticket)):
                 yield number, output
             return
-        streams = [self._service.ask(ticket, one, self._headers) for one in self._requests]
+        ask = self._service.ask
+        streams = [ask(ticket, one, self._headers, stream=stream) for one in self._requests]
         async with contextlib.aclosing(merged(streams)) as outputs:
             async for found in outputs:
                 yield found

@@ -179,7 +179,8 @@ class _Completion:
         parts: dict[int, _Part] = {}
         lasts: dict[int, Output] = {}
         with self._admitted() as ticket:
-            streams = [self._service.ask(ticket, one, self._headers) for one in self._requests]
+            ask = self._service.ask
+            streams = [ask(ticket, one, self._headers, stream=False) for one in self._requests]
             async with contextlib.aclosing(merged(streams)) as outputs:
                 async for number, output in outputs:
                     if number not in parts:

@@ -140,6 +140,21 @@ def test_an_answer_that_has_begun_is_never_begun_again():
     run(case())
 
 
+def test_an_answer_that_is_not_streamed_begins_again():
+    async def case():
+        client, _, _, replicas = await start(FakeEngine(step=0.02), FakeEngine(step=0.02))
+        task = asyncio.create_task(ask(client, stream=False, sampling=SamplingParams(max_tokens=9)))
+        await asyncio.sleep(0.1)
+        first = next(r for r in replicas if r.took)
+        assert first.engine.running
+        first.dead = True
+        outputs = await task
+        assert "".join(output.text for output in outputs) == "a red star and a blue ring over the"
+        assert [replica.took for replica in replicas] == [1, 1]
+
+    run(case())
+
+
 def test_errors_of_the_engine_arrive_and_are_not_asked_again():
     async def case():
         client, _, _, replicas = await start(FakeEngine(), FakeEngine())

@@ -1,6 +1,7 @@
 """One replica over a fake engine: batches of outputs, calls, health."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -48,6 +49,15 @@ def test_outputs_are_sent_together_when_many_requests_run(running):
         assert outputs[-1].finish is Finish.LENGTH
         assert all(batch.replica == "r" for batch in batches)
         assert len(batches) < 8 if running else len(batches) > 20
+
+    run(case())
+
+
+def test_an_answer_that_is_not_streamed_is_one_message():
+    async def case():
+        whole = replace(call(20), request=replace(call(20).request, stream=False))
+        batches = [b async for b in (await ready(FakeEngine(step=0.005))).generate(whole)]
+        assert [len(batch.outputs) for batch in batches] == [0, 21]
 
     run(case())
 

@@ -3,6 +3,7 @@
 import json
 import re
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.fake_engine import FakeEngine
@@ -75,6 +76,20 @@ def test_states_of_replicas_are_labelled():
     found = samples(Metrics(engine).text().decode())
     assert found["valora_replicas", ()] == 0
     assert not [key for key in found if key[0] == "valora_num_requests_running"]
+
+
+def test_answers_that_replicas_send_as_a_whole_have_their_mean_latency():
+    engine = FakeEngine(step=0.02)
+    engine.replicas = dict
+    with serving(engine) as server:
+        server.client.post("/v1/chat/completions", json=chat(max_tokens=6))
+        found = samples(server.client.get("/metrics").text)
+    model = (("model_name", "tiny"),)
+    whole = found["valora_e2e_request_latency_seconds_sum", model]
+    first = found["valora_time_to_first_token_seconds_sum", model]
+    assert found["valora_inter_token_latency_seconds_count", model] == 5
+    between = found["valora_inter_token_latency_seconds_sum", model]
+    assert between == pytest.approx(whole - first, rel=1e-6)
 
 
 def test_label_sets_are_bounded():

@@ -23,7 +23,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
-from valora_data.wording import plural
+from valora_data.wording import agreeing, plural
 from valora_serve.errors import SettingsError
 from valora_serve.replicas.board import Board
 from valora_serve.replicas.replica import EngineReplica
@@ -127,11 +127,6 @@ def _not_joined(where: str, error: Exception) -> str:
     )
 
 
-def gpus_of(engine: EngineSettings) -> int:
-    """Return the number of GPUs of a replica: of its tensor-parallel group, all on one machine."""
-    return int(getattr(engine, "tensor_parallel", 1))
-
-
 def resources(settings: ReplicaSettings, engine: EngineSettings) -> dict[str, float]:
     """Return what Ray reserves for a replica, as `ray_actor_options`.
 
@@ -144,13 +139,13 @@ def resources(settings: ReplicaSettings, engine: EngineSettings) -> dict[str, fl
     gpus = int(sum(one.get("GPU", 0.0) for one in machines))
     kind = engine.device.partition(":")[0]
     if kind == "cuda" or (kind == "auto" and gpus):
-        each = gpus_of(engine)
+        each = engine.tensor_parallel  # all on one machine
         room = sum(int(one.get("GPU", 0.0)) // each for one in machines)
         if room < count:
             of = "" if each == 1 else f" of {each} GPUs on one machine each"
             raise SettingsError(
-                f"{plural(count, 'replica')}{of} need {plural(count * each, 'GPU')}, and the Ray "
-                f"cluster has {gpus}, enough for {room}: lower replicas, or add machines"
+                f"{plural(count, 'replica')}{of} {agreeing(count, 'needs|need')} "
+                f"{plural(count * each, 'GPU')}, and the Ray cluster has {gpus}, enough for {room}: lower replicas, or add machines"
             )
         return {"num_gpus": each, "num_cpus": settings.replica_cpus or _share(cores, count, 1.0)}
     most = settings.max_replicas or count
@@ -158,7 +153,8 @@ def resources(settings: ReplicaSettings, engine: EngineSettings) -> dict[str, fl
     room = sum(int(one.get("CPU", 0.0) / each_cores + 1e-6) for one in machines)
     if room < count:
         raise SettingsError(
-            f"{plural(count, 'replica')} of {each_cores:g} CPU cores need {count * each_cores:g}, "
+            f"{plural(count, 'replica')} of {each_cores:g} CPU cores "
+            f"{agreeing(count, 'needs|need')} {count * each_cores:g}, "
             f"and the Ray cluster has {cores:g}, enough for {room}: lower replicas or replica_cpus"
         )
     return {"num_cpus": each_cores}

@@ -14,14 +14,13 @@ from valora_serve.replicas.settings import ReplicaSettings
 from valora_serve.server.settings import ServerSettings
 
 
+PAIRS = EngineSettings(tensor_parallel=2)
+
+
 def machines(monkeypatch, *resources):
     nodes = [{"Alive": True, "Resources": one} for one in resources]
     gone = {"Alive": False, "Resources": {"GPU": 64.0, "CPU": 640.0}}
     monkeypatch.setattr(ray, "nodes", lambda: [*nodes, gone])
-
-
-class Groups(EngineSettings):
-    tensor_parallel = 2
 
 
 @pytest.mark.parametrize(
@@ -52,9 +51,19 @@ def test_cores_are_kept_for_replicas_that_may_come(monkeypatch):
     ("count", "engine", "found", "message"),
     [
         (3, EngineSettings(), [{"CPU": 8.0, "GPU": 2.0}], "3 replicas need 3 GPUs, .* has 2"),
-        (1, EngineSettings(device="cuda"), [{"CPU": 8.0}], "1 replica need 1 GPU, .* has 0"),
-        (2, Groups(), [{"CPU": 8.0, "GPU": 3.0}, {"GPU": 1.0}], "2 GPUs on one machine.*has 4"),
-        (2, Groups(device="cuda"), [{"GPU": 3.0}], "need 4 GPUs, .* enough for 1"),
+        (1, EngineSettings(device="cuda"), [{"CPU": 8.0}], "1 replica needs 1 GPU, .* has 0"),
+        (
+            2,
+            EngineSettings(tensor_parallel=2),
+            [{"CPU": 8.0, "GPU": 3.0}, {"GPU": 1.0}],
+            "2 GPUs on one machine.*has 4",
+        ),
+        (
+            2,
+            EngineSettings(device="cuda", tensor_parallel=2),
+            [{"GPU": 3.0}],
+            "need 4 GPUs, .* enough for 1",
+        ),
     ],
 )
 def test_more_gpus_than_there_are(count, engine, found, message, monkeypatch):

@@ -145,7 +145,8 @@ def resources(settings: ReplicaSettings, engine: EngineSettings) -> dict[str, fl
             of = "" if each == 1 else f" of {each} GPUs on one machine each"
             raise SettingsError(
                 f"{plural(count, 'replica')}{of} {agreeing(count, 'needs|need')} "
-                f"{plural(count * each, 'GPU')}, and the Ray cluster has {gpus}, enough for {room}: lower replicas, or add machines"
+                f"{plural(count * each, 'GPU')}, and the Ray cluster has {gpus}, enough for "
+                f"{room}: lower replicas, or add machines"
             )
         return {"num_gpus": each, "num_cpus": settings.replica_cpus or _share(cores, count, 1.0)}
     most = settings.max_replicas or count

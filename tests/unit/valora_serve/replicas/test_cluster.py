@@ -13,7 +13,6 @@ from valora_serve.replicas import cluster
 from valora_serve.replicas.settings import ReplicaSettings
 from valora_serve.server.settings import ServerSettings
 
-
 PAIRS = EngineSettings(tensor_parallel=2)
 
 

@@ -54,6 +54,8 @@ def settings_of(given: argparse.Namespace, folder: Path, gpus: int, way: str) ->
         base=str(folder / "base"), device=given.device, tensor_parallel=gpus, lora_parallel=way,
         max_rank=given.rank, slots=ADAPTERS, profile=False, max_requests=max(given.batches),
         pages=2000 if cpu else None, max_tokens=max(ROWS), block_size=16,
+        # Decode steps in unmerged mode only: fewer graphs to capture.
+        policy="slora", prompt_graphs=False,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rich.console import Console
 
 from valora_data.errors import ValoraError
-from valora_train.errors import describe_fault
+from valora_train.errors import SweepError, describe_fault
 from valora_train.processes import preparing_processes
 from valora_train.reporting.progress import Display, stopwatch
 
@@ -466,7 +467,28 @@ def _hydra_main(config: DictConfig) -> dict[str, Any]:
             return figures
         return run(settings, Display())
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (raised unless it is told)
+        if isinstance(error, Exception) and HydraConfig.get().mode is RunMode.MULTIRUN:
+            raise _job_error(error, HydraConfig.get().job.num) from None
         _end(error)
+
+
+def _job_error(error: Exception, number: int) -> SweepError:
+    """What a job of a sweep hands to the sweep, which goes on with the other jobs.
+
+    The job may run on another machine, whose errors not every process can unpickle.
+    """
+    if (store := sys.modules.get("valora_train.reporting.mlflow_store")) is not None:
+        store.end_open_runs()
+    fault = describe_fault(error)
+    if isinstance(error, ValoraError):
+        said = str(error)
+    elif fault is not None:
+        said = f"{fault.cause}: {fault.remedy}"
+    else:
+        traceback.print_exc()
+        said = f"{type(error).__name__}: {error}"
+    print(f"job {number} failed: {said}", file=sys.stderr, flush=True)
+    return SweepError(said)
 
 
 def _end_on_signals() -> None:

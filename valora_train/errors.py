@@ -30,6 +30,10 @@ class GateError(ValoraError):
     """A bundle does not reproduce the answers or the accuracy measured in training."""
 
 
+class SweepError(ValoraError):
+    """Jobs of a sweep failed, or cannot be started."""
+
+
 class TrackingError(ValoraError):
     """MLflow's store cannot be used."""
 
@@ -47,6 +51,7 @@ class Fault(NamedTuple):
 
 
 _ELSEWHERE = "choose other folders (paths.work, paths.bundles, paths.tracking)"
+_LOCKS = "mount it with locks (NFSv4)"
 _FAULTS = {
     errno.ENOSPC: ("no space left on the disk", "free some space"),
     errno.EDQUOT: ("the disk quota is used up", "free some space"),
@@ -66,6 +71,14 @@ _FAULTS = {
     errno.ENOMEM: ("the memory is used up", "stop other programs, or lower the batch sizes"),
     errno.EIO: ("the disk failed", "check it"),
     errno.ESTALE: ("a network folder is gone", "mount it again"),
+    errno.ENOLCK: (
+        "the file system gives no locks",
+        f"mount it with locks (NFSv4), or {_ELSEWHERE}",
+    ),
+    errno.EOPNOTSUPP: (
+        "the file system lacks what is needed",
+        f"mount it with locks (NFSv4), or {_ELSEWHERE}",
+    ),
     errno.ETXTBSY: ("a file is in use", "stop the program that uses it"),
 }
 _SAYINGS = {

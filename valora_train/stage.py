@@ -148,7 +148,13 @@ class Stage:
                 PARTS: {item.name: hash_path(item) for item in sorted(partial.iterdir())},
             }
             write_json(partial / RECORD, record)
-            partial.rename(done)
+            try:
+                partial.rename(done)
+            except OSError:
+                # A network folder may have shown this machine too late that another one was done.
+                if not (done / RECORD).is_file():
+                    raise
+                shutil.rmtree(partial, ignore_errors=True)
         except BaseException:
             if not self.resumable:
                 shutil.rmtree(partial, ignore_errors=True)

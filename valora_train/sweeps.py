@@ -1,4 +1,4 @@
-"""Sweeps with Optuna: `valora-train -m hydra/sweeper=optuna …` searches instead of trying all.
+"""Sweeps: `valora-train -m …` tries all combinations, with `hydra/sweeper=optuna` it searches.
 
 Hydra's own plug-in for Optuna needs a version of it that this environment's libraries have left
 behind, so that the sweeper is written here, on Optuna's ask-and-tell interface.
@@ -18,15 +18,19 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
 
 from valora_train.errors import SettingsError
+from valora_train.launchers import ray_launcher, submitit_launcher
+from valora_train.launchers.base import AllJobs
+from valora_train.launchers.ray_launcher import RayLauncher, RaySettings
+from valora_train.launchers.submitit_launcher import SubmititLauncher, SubmititSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hydra.core.override_parser.types import Override
-    from hydra.plugins.launcher import Launcher
     from hydra.types import HydraContext, TaskFunction
     from omegaconf import DictConfig
 
+GRID = "hydra_plugins.valora.GridSweeper"
 TARGET = "hydra_plugins.valora.OptunaSweeper"
 """Name of the sweeper in Hydra's configuration; it takes plug-ins from that package only."""
 SWEEP = "_VALORA_SWEEP"
@@ -61,6 +65,40 @@ class OptunaSettings:
     study: str | None = None
 
 
+class GridSweeper(Sweeper):
+    """Tries all combinations; when all jobs have ended it tells which of them failed.
+
+    Args:
+        max_batch_size: Most jobs that are handed to the launcher at a time; null for all.
+        params: Overrides of every sweep.
+    """
+
+    def __init__(self, max_batch_size: int | None, params: dict[str, str] | None) -> None:
+        # Hydra runs the module once more when it looks for plug-ins: not before that.
+        from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+        self._basic = BasicSweeper(max_batch_size, params)
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        """Take what Hydra hands over before a sweep."""
+        self._basic.setup(hydra_context=hydra_context, task_function=task_function, config=config)
+        assert self._basic.launcher is not None
+        self._basic.launcher = AllJobs(self._basic.launcher)
+
+    def sweep(self, arguments: list[str]) -> Any:
+        """Run the jobs.
+
+        Args:
+            arguments: The overrides of the command line.
+
+        Raises:
+            SweepError: Jobs failed.
+        """
+        return self._basic.sweep(arguments)
+
+
 class OptunaSweeper(Sweeper):
     """Chooses the settings of each job by what the jobs before it returned.
 
@@ -93,8 +131,10 @@ class OptunaSweeper(Sweeper):
     ) -> None:
         """Take what Hydra hands over before a sweep."""
         self.hydra_context, self.config = hydra_context, config
-        self._launcher: Launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config
+        self._launcher = AllJobs(
+            Plugins.instance().instantiate_launcher(
+                hydra_context=hydra_context, task_function=task_function, config=config
+            )
         )
 
     def sweep(self, arguments: list[str]) -> None:
@@ -206,14 +246,23 @@ def _check(name: str, value: str, known: Sequence[str]) -> None:
 
 
 def register(arguments: Sequence[str]) -> None:
-    """Tell Hydra of the sweeper, as `hydra/sweeper=optuna`, and name the sweep of this command.
+    """Tell Hydra of sweepers and launchers, and name the sweep of this command.
 
     Args:
         arguments: The command line; the same one continues the same sweep.
     """
     os.environ[SWEEP] = hashlib.sha256("\0".join(arguments).encode()).hexdigest()[:16]
-    plugins = Plugins.instance()
-    plugins.register(OptunaSweeper)
-    plugins.class_name_to_class[TARGET] = OptunaSweeper
-    store = ConfigStore.instance()
+    plugins, store = Plugins.instance(), ConfigStore.instance()
+    for plugin, target in (
+        (GridSweeper, GRID),
+        (OptunaSweeper, TARGET),
+        (RayLauncher, ray_launcher.TARGET),
+        (SubmititLauncher, submitit_launcher.TARGET),
+    ):
+        plugins.register(plugin)
+        plugins.class_name_to_class[target] = plugin
     store.store(group="hydra/sweeper", name="optuna", node=OptunaSettings, provider="valora")
+    store.store(group="hydra/launcher", name="ray", node=RaySettings, provider="valora")
+    store.store(
+        group="hydra/launcher", name="submitit_local", node=SubmititSettings, provider="valora"
+    )

@@ -35,8 +35,9 @@ KERNELS_MAY = {"torch", "triton", "numpy", "rich", *sys.stdlib_module_names}
 # Parts of a package, the lowest first; a part imports parts below it only.
 SERVE = ["errors", "types", "routing", "catalogue", "orchestrator", "workloads", "parallel",
          "memory", "model", "engine"]  # fmt: skip
-TRAIN = ["errors", "processes", "sweeps", "settings", "stage", "metrics", "model", "tasks",
-         "fusion", "trials", "checks", "reporting", "stages", "estimate", "cli"]  # fmt: skip
+TRAIN = ["errors", "processes", "launchers", "sweeps", "settings", "stage", "metrics", "model",
+         "tasks", "fusion", "trials", "checks", "reporting", "stages", "estimate",
+         "cli"]  # fmt: skip
 SERVER_MAY = {"server", "types", "errors", "options"}
 
 

@@ -1,5 +1,6 @@
 """Hydra's launchers: jobs side by side share stages, MLflow's database and nothing else."""
 
+import os
 import re
 import subprocess
 import sys
@@ -8,11 +9,18 @@ import pytest
 from mlflow import MlflowClient
 
 from tests.e2e.valora_train.test_factory import finish, overrides, valora_train
+from tests.support.stores import new_store
+from tests.unit.valora_teachers.test_registry import EXAMPLE
 from valora_data.contract.bundle import read_bundle
+from valora_train.stage import read_json
 
 pytestmark = pytest.mark.slow
 
 PARALLEL = ["-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+LAUNCHERS = {
+    "submitit": ["-m", "hydra/launcher=submitit_local", "hydra.launcher.n_jobs=2"],
+    "ray": ["-m", "hydra/launcher=ray"],
+}
 
 
 def test_two_fusions_side_by_side(random_llava, tmp_path):
@@ -36,6 +44,28 @@ def test_two_fusions_side_by_side(random_llava, tmp_path):
             if "mlflow.parentRunId" not in run.data.tags
         ]  # fmt: skip
         assert [run.info.status for run in parents] == ["FINISHED"]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_small_models_labels_and_fusions_elsewhere(
+    launcher, installed, random_llava, tmp_path, monkeypatch
+):
+    """Two jobs teach and distill together, and fuse each for themselves."""
+    installed("valora.teachers", "mean_box", EXAMPLE)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    (tmp_path / "data").mkdir()
+    given = [
+        *overrides(tmp_path / "data", random_llava), "teacher=own", "teacher.kind=mean_box",
+        "domains.apple.teacher=train", "train.steps=2", "train.probe_steps=2",
+        "fusion.unreachable=keep", "command=fuse", f"paths.tracking={new_store(tmp_path)}",
+        "task.name=one,two", "task.only=[apple]",
+    ]  # fmt: skip
+    finish(valora_train(tmp_path, [*LAUNCHERS[launcher], *given]))
+    for stage in ("data-apple", "teach-apple", "distill-apple", "fuse-one", "fuse-two"):
+        assert len(list((tmp_path / ".valora").glob(f"{stage}-*[0-9a-f]"))) == 1
+    assert not list((tmp_path / ".valora").glob("*.partial"))
+    table = read_json(next((tmp_path / ".valora" / "sweeps").glob("*-one.json")))
+    assert set(table) == {"0"} and table["0"]["figures"]["adapters"] == 1
 
 
 def test_a_job_that_cannot_is_one_sentence(random_llava, tmp_path):

@@ -204,3 +204,30 @@ def test_a_stage_was_killed_if_its_lock_is_there_and_free(tmp_path):
     assert seen == [False]
     assert was_killed(tmp_path, one.key)
     assert not was_killed(tmp_path, other.key)
+
+
+def test_another_machine_was_done_first_and_a_network_folder_showed_it_late(tmp_path):
+    """Its output counts; the content is the same, as the key is."""
+
+    def build(folder):
+        write(folder)
+        if not stage().folder(tmp_path).exists():
+            other = stage().folder(tmp_path)
+            other.mkdir()
+            (other / "result").write_text("of the other machine")
+            (other / "stage.json").write_text('{"parts": {"result": "1"}}')
+
+    folder, _ = stage().run(tmp_path, build)
+    assert (folder / "result").read_text() == "of the other machine"
+    assert not stage().partial(tmp_path).exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_named(number, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(StageError, match=r"the file system .*: mount it with locks \(NFSv4\), or"):
+        stage().run(tmp_path, write)
+    assert not stage().folder(tmp_path).exists()

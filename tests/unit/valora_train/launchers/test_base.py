@@ -1,0 +1,137 @@
+"""Jobs that fail under each launcher, in a program whose jobs only write a file."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny_sweep import CONFIG
+
+ROOT = Path(__file__).parents[4]
+RAY = ["hydra/launcher=ray", "hydra.launcher.num_gpus=0"]
+LAUNCHERS = {
+    "basic": [],
+    "joblib": ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
+    "submitit": ["hydra/launcher=submitit_local", "hydra.launcher.n_jobs=2"],
+    "ray": RAY,
+}
+launchers = pytest.mark.parametrize(
+    "launcher",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "ray")) for name in LAUNCHERS],
+)
+
+
+def sweep(folder, *arguments, **environment):
+    conf = folder / "settings"
+    conf.mkdir(exist_ok=True)
+    (conf / "config.yaml").write_text(CONFIG)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.tiny_sweep", str(conf), "-m", *arguments],
+        cwd=folder, check=False, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+             **environment},
+    )  # fmt: skip
+    return done.returncode, done.stderr.strip().splitlines()
+
+
+def written(folder):
+    return {p.stem: ast.literal_eval(p.read_text()) for p in folder.glob("*.txt")}
+
+
+@launchers
+def test_the_others_end_when_jobs_fail(launcher, tmp_path):
+    """Job 1 refuses, job 2 is a fault of the code, job 0 and 3 are done."""
+    given = ["name=a,b,c,d", "+do={b:refuse,c:explode,d:write_late}"]
+    status, said = sweep(tmp_path, *LAUNCHERS[launcher], *given, CUDA_VISIBLE_DEVICES="3")
+    assert status == 1
+    assert said[-1].startswith("error: 2 of 4 jobs failed, 2 are done; correct this and run the ")
+    assert "job 1 (name=b): " in said[-1] and "b is refused: choose another" in said[-1]
+    assert "job 2 (name=c): " in said[-1] and "explode" in said[-1]
+    assert not any("Traceback" in line for line in said)
+    found = written(tmp_path)
+    assert set(found) == {"a", "d"}
+    assert {one["cwd"] for one in found.values()} == {str(tmp_path)}
+    assert {len(one["sweep"]) for one in found.values()} == {16}
+    assert len({one["sweep"] for one in found.values()}) == 1
+    if launcher != "ray":  # which gives jobs the GPUs that they ask for
+        assert {one["gpus"] for one in found.values()} == {"3"}
+
+
+@pytest.mark.parametrize("launcher", ["submitit", pytest.param("ray", marks=pytest.mark.slow)])
+def test_the_others_end_when_a_job_is_killed(launcher, tmp_path):
+    given = ["name=a,b,c", "+do={a:die,c:write_late}"]
+    status, said = sweep(tmp_path, *LAUNCHERS[launcher], *given)
+    assert status == 1
+    assert said[-1].startswith("error: 1 of 3 jobs failed, 2 are done; correct this and run the ")
+    assert "job 0 (name=a): " in said[-1] and "its process was killed" in said[-1]
+    assert set(written(tmp_path)) == {"b", "c"}
+    # The same command again does what is left; here nothing fails any more.
+    again = [one.replace("die", "write") for one in given]
+    assert sweep(tmp_path, *LAUNCHERS[launcher], *again)[0] == 0
+    assert set(written(tmp_path)) == {"a", "b", "c"}
+
+
+def test_joblib_ends_the_others_when_a_job_is_killed(tmp_path):
+    given = ["name=a,b", "+do={a:die,b:write_late}"]
+    status, said = sweep(tmp_path, *LAUNCHERS["joblib"], *given)
+    assert status == 1
+    assert said[-1].startswith("error: the process of a job was killed, as happens when the memory")
+    assert "lower hydra.launcher.n_jobs" in said[-1]
+    assert not written(tmp_path)
+
+
+@launchers
+def test_all_is_well(launcher, tmp_path):
+    status, said = sweep(tmp_path, *LAUNCHERS[launcher], "name=a,b,c")
+    assert (status, said) == (0, [])
+    found = written(tmp_path)
+    assert set(found) == {"a", "b", "c"}
+    if launcher in ("submitit", "ray"):
+        assert len({one["pid"] for one in found.values()}) == 3
+
+
+def test_optuna_tells_of_failed_jobs_too(tmp_path):
+    status, said = sweep(
+        tmp_path, "hydra/sweeper=optuna", "hydra.sweeper.trials=2", "hydra.sweeper.side_by_side=2",
+        "name=choice(a,b)", "+do={a:refuse,b:refuse}",
+    )  # fmt: skip
+    assert status == 1 and said[-1].startswith("error: 2 of 2 jobs failed; correct this")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (["hydra/launcher=submitit_local", "hydra.launcher.n_jobs=0"], "n_jobs is 0: choose at"),
+        (["hydra/launcher=ray", "hydra.launcher.address=127.0.0.1:1"], "cannot be joined"),
+    ],
+)
+def test_launchers_that_cannot_start(wrong, sentence, tmp_path):
+    status, said = sweep(tmp_path, *wrong, "name=a,b")
+    assert status == 1 and said[-1].startswith("error: ") and sentence in said[-1]
+    assert not any("Traceback" in line for line in said)
+    assert not written(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_job_that_no_machine_has_room_for(tmp_path):
+    status, said = sweep(tmp_path, *RAY, "+hydra.launcher.resources.camera=2", "name=a,b")
+    assert status == 1
+    assert "no machine of the Ray cluster has 1 CPU, 2 camera for a job: lower" in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "library", "name"),
+    [("ray", "ray", "Ray"), ("submitit_local", "submitit", "submitit")],
+)
+def test_missing_libraries_are_named(launcher, library, name, tmp_path):
+    # A package of that name that cannot be imported comes first.
+    (tmp_path / library).mkdir()
+    (tmp_path / library / "__init__.py").write_text("raise ImportError('hidden')")
+    status, said = sweep(tmp_path, f"hydra/launcher={launcher}", "name=a,b")
+    assert status == 1
+    assert said[-1] == (
+        f"error: hydra/launcher={launcher} needs {name}: pip install 'valora[cluster]'"
+    )

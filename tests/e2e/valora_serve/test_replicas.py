@@ -1,0 +1,291 @@
+"""Replicas on Ray Serve as users run them: one server, real engines in processes of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import psutil
+import pytest
+from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.valora_serve.serving import ROOTS, Process
+from tests.support.http_helpers import encoded
+from tests.support.serve_helpers import make_adapter
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SECRET = "an-admin-key-for-these-tests"
+HEADERS = {"authorization": f"Bearer {SECRET}"}
+TARGET = 8  # requests of a replica from which on another one is started
+
+
+class Replicated(Process):
+    """A server with replicas."""
+
+    def post(self, path, seconds=60, **body):
+        return httpx.post(f"{self.url}/v1/{path}", json=body, headers=HEADERS, timeout=seconds)
+
+    def chat(self, model="tiny", text="what is this?", **options):
+        messages = [{"role": "user", "content": text}]
+        return self.post("chat/completions", model=model, messages=messages, **options)
+
+    def metrics(self, name):
+        """Values of a metric by replica, or the one value of a metric without replicas."""
+        found = {}
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == f"valora_{name}":
+                    found[sample.labels.get("replica")] = sample.value
+        return found
+
+    def workers(self):
+        """Processes of the replicas."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return [one for one in children if "ServeReplica" in "".join(one.cmdline()[:1])]
+
+
+def until(condition, seconds):
+    """Wait until something holds, which is looked at rarely: a page of metrics takes time, too."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not come true in time"
+        time.sleep(0.25)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    make_adapter(folder / "new", "tiny", seed=7, rank=4)
+    (folder / "bad").mkdir()
+    (folder / "bad" / "adapter_config.json").write_text("{}")
+    (folder / "bad" / "adapter_model.safetensors").write_bytes(b"none")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def replicated(sample_bundle, store, tmp_path_factory):
+    process = Replicated(
+        sample_bundle, "--replicas", 2, "--max-replicas", 3, "--target-requests", TARGET,
+        "--scale-out-seconds", 1, "--scale-in-seconds", 2, "--pages", 1000, "--api-key", SECRET,
+        "--allow-runtime-loading", "--adapter-folder", store,
+        cwd=tmp_path_factory.mktemp("replicas"),
+    )  # fmt: skip
+    try:
+        yield process.ready(240)
+    finally:
+        status = process.end()
+    assert status == 0
+    lines = process.log.read_text().splitlines()
+    assert not [line for line in lines if line.startswith("Traceback")]  # others are Ray's
+
+
+def same(found, expected):
+    """Whether two answers are equal, numbers as far as the inference mode changes them."""
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(same(found[k], expected[k]) for k in found)
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    if isinstance(expected, float):
+        return found == pytest.approx(expected, abs=1e-2, rel=1e-4)
+    return found == expected
+
+
+def test_answers_are_those_of_one_engine(replicated, served):
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    bodies = [
+        {"model": model, "max_tokens": 10, "messages": [{"role": "user", "content": text}], **more}
+        for model, text, more in (
+            ("tiny", "a dog", {}),
+            ("tiny", "a cat", {"temperature": 1.0, "seed": 3, "n": 2}),
+            ("sample/adapter-1", "a dog", {"logprobs": True, "top_logprobs": 2}),
+            ("sample/adapter-2", "a dog", {"stop": ["e"]}),
+            ("sample/adapter-2", "a number", {"response_format": form, "max_tokens": 40}),
+        )
+    ]
+    for body in bodies:
+        both = [
+            httpx.post(f"{one.url}/v1/chat/completions", json=body, headers=HEADERS, timeout=60)
+            for one in (replicated, served)
+        ]
+        assert [answer.status_code for answer in both] == [200, 200], both[0].text
+        first, second = (answer.json() for answer in both)
+        assert same(first["choices"], second["choices"])
+        assert first["usage"]["completion_tokens"] == second["usage"]["completion_tokens"]
+    image = encoded(Image.radial_gradient("L").resize((140, 90)).convert("RGB"))
+    for domain in ("plates", "traffic", "scene", "crowd", "caption"):
+        results = [
+            httpx.post(
+                f"{one.url}/v1/vision/{domain}", files={"image": image}, headers=HEADERS, timeout=60
+            ).json()["results"]
+            for one in (replicated, served)
+        ]
+        assert same(*results), domain
+    wrong = replicated.chat("nobody")
+    assert wrong.status_code == 404
+    assert "traffic" in wrong.json()["error"]["message"]
+
+
+def test_streams_have_the_times_of_this_machine(replicated):
+    whole = replicated.chat("sample/adapter-1", max_tokens=12).json()
+    began, pieces = time.monotonic(), []
+    body = {"model": "sample/adapter-1", "max_tokens": 12, "stream": True,
+            "messages": [{"role": "user", "content": "what is this?"}]}  # fmt: skip
+    url = f"{replicated.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, headers=HEADERS, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                pieces.append(json.loads(line[6:]))
+    took = time.monotonic() - began
+    text = "".join(p["choices"][0]["delta"].get("content") or "" for p in pieces if p["choices"])
+    assert text == whole["choices"][0]["message"]["content"]
+    told = [piece["valora"]["seconds"] for piece in pieces if piece.get("valora")]
+    assert all(0 < seconds <= took for seconds in told)
+
+
+def test_an_adapter_stays_at_one_replica_and_keys_hold(replicated):
+    before = sum(replicated.metrics("adapter_loads_total").values())
+    for number in range(4):
+        for name in ("sample/adapter-1", "sample/adapter-2"):
+            assert replicated.chat(name, f"say {number}", max_tokens=2).status_code == 200
+    time.sleep(1.5)  # reports of the replicas
+    loads = replicated.metrics("adapter_loads_total")
+    assert len(loads) == replicated.metrics("replicas")[None] == 2
+    # Each of the two adapters was loaded once, into one of the replicas, before or now.
+    assert sum(loads.values()) <= max(before, 2)
+    assert httpx.get(f"{replicated.url}/v1/models").status_code == 401
+    assert replicated.post("unload_bundle", bundle_name="nothing").status_code == 404
+
+
+def test_adapters_are_loaded_and_unloaded_everywhere(replicated):
+    assert replicated.chat("new").status_code == 404
+    made = replicated.post("load_lora_adapter", lora_name="new", lora_path="new")
+    assert made.status_code == 200, made.text
+    refused = replicated.post("load_lora_adapter", lora_name="bad", lora_path="bad")
+    assert refused.status_code == 400, refused.text
+    listed = httpx.get(f"{replicated.url}/v1/models", headers=HEADERS).json()["data"]
+    assert "new" in {model["id"] for model in listed}
+    assert "bad" not in {model["id"] for model in listed}
+    until(lambda: set(replicated.metrics("adapters_known").values()) == {3.0}, 60)
+    assert replicated.chat("new", max_tokens=4).status_code == 200
+    busy = replicated.post("unload_lora_adapter", lora_name="sample/adapter-1")
+    assert busy.status_code == 409, busy.text
+    assert replicated.post("unload_lora_adapter", lora_name="new").status_code == 200
+    until(lambda: set(replicated.metrics("adapters_known").values()) == {2.0}, 60)
+    assert replicated.chat("new").status_code == 404
+    made = replicated.post("load_lora_adapter", lora_name="new", lora_path="new")
+    assert made.status_code == 200  # for the replicas that start in later tests
+
+
+def test_deadlines_and_clients_that_leave(replicated):
+    late = replicated.chat(max_tokens=1500, ignore_eos=True, valora={"deadline": 0.2})
+    assert late.status_code == 504, late.text
+    body = {"model": "tiny", "max_tokens": 1500, "ignore_eos": True, "stream": True,
+            "messages": [{"role": "user", "content": "go on"}]}  # fmt: skip
+    url = f"{replicated.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, headers=HEADERS, timeout=60) as answer:
+        next(answer.iter_lines())
+        until(lambda: sum(replicated.metrics("num_requests_running").values()) == 1, 60)
+    until(lambda: sum(replicated.metrics("num_requests_running").values()) == 0, 60)
+
+
+def test_a_replica_that_is_killed_under_load(replicated):
+    """Every request has its answer or a clear error, none has a wrong one, and a new one comes."""
+    models = ("tiny", "sample/adapter-1", "sample/adapter-2", "new")
+    options = {"max_tokens": 40, "ignore_eos": True}
+    right = {model: replicated.chat(model, **options).json()["choices"] for model in models}
+    assert len({json.dumps(choices) for choices in right.values()}) == 4
+    victims, answers, stop = replicated.workers(), [], threading.Event()
+    assert len(victims) == 2
+    names = set(replicated.metrics("num_requests_running"))
+
+    def ask(model):
+        while not stop.is_set():
+            answer = replicated.chat(model, **options)
+            answers.append((model, answer))
+
+    with ThreadPoolExecutor(4) as pool:
+        for model in models:
+            pool.submit(ask, model)
+        until(lambda: len(answers) >= 4, 90)
+        victims[0].send_signal(signal.SIGKILL)
+        killed = len(answers)
+        try:
+            until(
+                lambda: (
+                    len(set(replicated.metrics("num_requests_running")) - names) == 1
+                    and len(replicated.workers()) == 2
+                ),
+                60,
+            )
+            again = len(answers)
+            until(lambda: len(answers) >= again + 4, 90)
+        finally:
+            stop.set()
+    assert killed < len(answers)
+    for model, answer in answers:
+        if answer.status_code == 200:
+            assert answer.json()["choices"] == right[model]
+        else:
+            assert answer.status_code == 503, answer.text
+            assert "ask again" in answer.json()["error"]["message"]
+    # Nothing had been passed on, so that all of them were asked once more.
+    assert all(answer.status_code == 200 for _, answer in answers)
+    # The new replica serves what was loaded at run time, too.
+    until(lambda: list(replicated.metrics("adapters_known").values()) == [3.0, 3.0], 60)
+
+
+def test_replicas_follow_the_queue_and_drain(replicated):
+    answers, enough = [], threading.Event()
+
+    def ask(number):
+        while not enough.is_set():
+            answers.append((24, replicated.chat(text=f"go {number}", **options)))
+
+    options = {"max_tokens": 24, "ignore_eos": True, "seconds": 120}
+    with ThreadPoolExecutor(4 * TARGET) as pool:
+        for number in range(4 * TARGET):
+            pool.submit(ask, number)
+        try:
+            until(lambda: replicated.metrics("replicas")[None] == 3, 90)
+        finally:
+            enough.set()
+    # Requests that are longer than it takes until one replica too many is drained.
+    options = {"max_tokens": 400, "ignore_eos": True, "seconds": 120}
+    with ThreadPoolExecutor(3) as pool:
+        last = [pool.submit(replicated.chat, "tiny", f"stay {n}", **options) for n in range(3)]
+        until(lambda: replicated.metrics("replicas")[None] == 2, 90)
+        answers += [(400, one.result()) for one in last]
+    assert {answer.status_code for _, answer in answers} == {200}
+    for count, answer in answers:
+        assert answer.json()["usage"]["completion_tokens"] == count
+
+
+def test_another_server_on_the_same_cluster(replicated, sample_bundle, tmp_path):
+    """A second server of the application, and one with another version of Ray, are refused."""
+    code = (
+        "import sys, ray; from valora_serve.cli import main\n"
+        "own, ray.__version__ = ray.__version__, '2.0.1'\n"
+        "arguments = [sys.argv[1], '--replicas', '1', '--ray-address', 'auto', '--port', '0']\n"
+        "main(arguments); ray.__version__ = own; sys.exit(main(arguments))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(sample_bundle)],
+        capture_output=True, text=True, check=False, cwd=tmp_path, timeout=120,
+        env=os.environ | {"PYTHONPATH": ROOTS},
+    )  # fmt: skip
+    errors = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
+    assert ran.returncode == 1
+    assert len(errors) == 2, ran.stderr
+    assert "and this server Ray 2.0.1" in errors[0]
+    assert "install the same versions on all machines" in errors[0]
+    assert "another server serves application valora" in errors[1]
+    assert replicated.chat(max_tokens=2).status_code == 200

@@ -58,7 +58,7 @@ class Shape:
     options: tuple[str, ...] = ()
 
 
-TINY = Shape("tiny", 12, 4, 3, 8, 8.0, 8, ("--pages", "1000"))
+TINY = Shape("tiny", 6, 4, 3, 8, 6.0, 8, ("--pages", "1000", "--no-profile"))
 
 
 class Server:

@@ -78,8 +78,6 @@ def left_behind(folder: Path):
         (["domains.person.required=2"], "must lie in (0, 1], got 2"),
         (["domains.person.of_teacher=0.9", "experiment=paper"],
          "experiment=paper asks for the paper's figures alone, but domain person must also keep"),
-        (["domains.person.of_teacher=0.9", "task.of_teacher=0.8", "domains.person.of_teacher=0.8"],
-         "sets domains.person.of_teacher twice, to 0.9 and to 0.8: set it once"),
         (["task.only=[dragon]"], "unknown domain 'dragon'"),
         (["nonsense=1"], "Could not override 'nonsense'"),
         (["train.step=3"], "Could not override 'train.step'"),

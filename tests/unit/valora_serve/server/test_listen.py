@@ -106,7 +106,7 @@ def test_the_command_says_so_before_it_loads_anything(monkeypatch, capsys, tmp_p
     async def never(*_):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(cli, "make_engine", never)
+    monkeypatch.setattr("valora_serve.engine.start.start_engine", never)
     monkeypatch.chdir(tmp_path)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

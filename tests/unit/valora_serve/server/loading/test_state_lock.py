@@ -81,7 +81,7 @@ def test_the_command_says_so_before_it_loads_a_model(tmp_path, monkeypatch, caps
     async def never(*_):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(cli, "make_engine", never)
+    monkeypatch.setattr("valora_serve.engine.start.start_engine", never)
     (tmp_path / "store").mkdir()
     state = tmp_path / "served.json"
     given = [

@@ -208,7 +208,9 @@ def test_close_leaves_nothing(slow):
 
 
 PROGRAM = """
-import asyncio, io, sys
+import asyncio, io, signal, sys
+# A shell starts what runs in its background with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from PIL import Image
 from valora_serve.server.media.decode import Limits
 from valora_serve.server.media.pool import Job, shared_pool

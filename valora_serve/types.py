@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from valora_serve.errors import CancelledRequestError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -293,6 +296,23 @@ class Output:
     usage: Usage | None = None
     times: Times | None = None
     mode: Mode | None = None
+
+
+def failure(request: Request, error: ServeError, arrival: float) -> Output:
+    """Return the last output of a request that no engine has ended.
+
+    Args:
+        request: The request.
+        error: Why it fails.
+        arrival: When it came (`time.monotonic`).
+    """
+    cancelled = isinstance(error, CancelledRequestError)
+    return Output(
+        request.id,
+        finish=Finish.CANCELLED if cancelled else Finish.ERROR,
+        error=error,
+        times=Times(arrival, finished=time.monotonic()),
+    )
 
 
 @dataclass(frozen=True, slots=True)

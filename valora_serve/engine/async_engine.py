@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from valora_serve.engine.profile import ensure_costs
-from valora_serve.errors import CancelledRequestError, RequestError, ServeError, StoppedError
-from valora_serve.types import EngineStats, Finish, Output, Times
+from valora_serve.errors import RequestError, ServeError, StoppedError
+from valora_serve.types import EngineStats, Finish, Output, Times, failure
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -172,7 +172,7 @@ class AsyncEngine:
         queue: asyncio.Queue[Output] = asyncio.Queue()
         arrival = time.monotonic()
         if request.id in self._queues:
-            yield _failure(request, RequestError(f"request id {request.id} is in use"), arrival)
+            yield failure(request, RequestError(f"request id {request.id} is in use"), arrival)
             return
         self._queues[request.id] = (loop, queue)
         done = False
@@ -186,13 +186,13 @@ class AsyncEngine:
                 yield output
         except ServeError as error:
             done = True
-            yield _failure(request, error, arrival)
+            yield failure(request, error, arrival)
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except Exception as error:
             done = True
             log.exception("request %s", request.id)
-            yield _failure(request, ServeError(f"request {request.id} failed: {error}"), arrival)
+            yield failure(request, ServeError(f"request {request.id} failed: {error}"), arrival)
         finally:
             if done or self._closed:
                 del self._queues[request.id]
@@ -317,14 +317,3 @@ class AsyncEngine:
 def _put(news: list[tuple[asyncio.Queue[Output], Output]]) -> None:
     for queue, output in news:
         queue.put_nowait(output)
-
-
-def _failure(request: Request, error: ServeError, arrival: float) -> Output:
-    """Return the only output of a request that the engine has not taken."""
-    cancelled = isinstance(error, CancelledRequestError)
-    return Output(
-        request.id,
-        finish=Finish.CANCELLED if cancelled else Finish.ERROR,
-        error=error,
-        times=Times(arrival, finished=time.monotonic()),
-    )

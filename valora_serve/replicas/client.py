@@ -19,7 +19,6 @@ from valora_data.errors import BundleError
 from valora_serve.errors import (
     AdapterError,
     BusyError,
-    CancelledRequestError,
     DeadlineError,
     RequestError,
     ServeError,
@@ -29,7 +28,7 @@ from valora_serve.errors import (
 from valora_serve.replicas.board import PERIOD, STALE
 from valora_serve.replicas.served import Revision, ServedState, find_part
 from valora_serve.replicas.wire import localised, packed
-from valora_serve.types import EngineStats, Finish, Output, Times
+from valora_serve.types import EngineStats, Output, failure
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -109,7 +108,7 @@ class ReplicatedEngine:
         """
         arrival = time.monotonic()
         if request.id in self._running:
-            yield _failure(request, RequestError(f"request id {request.id} is in use"), arrival)
+            yield failure(request, RequestError(f"request id {request.id} is in use"), arrival)
             return
         self._running.add(request.id)
         passed_on = False
@@ -127,7 +126,7 @@ class ReplicatedEngine:
                     if passed_on or attempt + 1 == ATTEMPTS:
                         raise _unanswered(passed_on) from error
         except ServeError as error:
-            yield _failure(request, error, arrival)
+            yield failure(request, error, arrival)
         finally:
             self._running.discard(request.id)
 
@@ -439,17 +438,6 @@ def _unanswered(passed_on: bool) -> StoppedError:
 
 def _late(request: Request) -> DeadlineError:
     return DeadlineError(f"request {request.id} missed its deadline: allow it more time")
-
-
-def _failure(request: Request, error: ServeError, arrival: float) -> Output:
-    """Return the last output of a request that no replica has ended."""
-    cancelled = isinstance(error, CancelledRequestError)
-    return Output(
-        request.id,
-        finish=Finish.CANCELLED if cancelled else Finish.ERROR,
-        error=error,
-        times=Times(arrival, finished=time.monotonic()),
-    )
 
 
 def _line(error: object) -> str:

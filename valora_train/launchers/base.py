@@ -87,6 +87,31 @@ class Job:
         )
 
 
+class JobLauncher(Launcher):
+    """A launcher that sends each job to a process of its own, as a `Job`."""
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        """Take what Hydra hands over before a sweep."""
+        self._context, self._task, self._config = hydra_context, task_function, config
+
+    def jobs(
+        self, job_overrides: Sequence[Sequence[str]], first: int, task: TaskFunction | None = None
+    ) -> list[Job]:
+        """Return the jobs of a sweep.
+
+        Args:
+            job_overrides: The overrides of each job.
+            first: Number of the first job.
+            task: What to call in place of Hydra's function.
+        """
+        return [
+            Job(number, tuple(overrides), self._context, self._config, task or self._task)
+            for number, overrides in enumerate(job_overrides, start=first)
+        ]
+
+
 def failed(overrides: Sequence[str], message: str) -> JobReturn:
     """Return the outcome of a job that has none of its own, as its process is gone."""
     return JobReturn(

@@ -12,17 +12,13 @@ import socket
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hydra.plugins.launcher import Launcher
-
 from valora_train.errors import SettingsError, SweepError
-from valora_train.launchers.base import Job, failed
+from valora_train.launchers.base import Job, JobLauncher, failed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hydra.core.utils import JobReturn
-    from hydra.types import HydraContext, TaskFunction
-    from omegaconf import DictConfig
 
 TARGET = "hydra_plugins.valora.RayLauncher"
 
@@ -46,7 +42,7 @@ class RaySettings:
     resources: dict[str, float] = field(default_factory=dict)
 
 
-class RayLauncher(Launcher):
+class RayLauncher(JobLauncher):
     """Runs each job as a task of Ray, in a process of its own that is not started again.
 
     Args:
@@ -66,12 +62,6 @@ class RayLauncher(Launcher):
         self._address = address
         self._cpus, self._gpus, self._resources = num_cpus, num_gpus, dict(resources)
 
-    def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
-    ) -> None:
-        """Take what Hydra hands over before a sweep."""
-        self._context, self._task, self._config = hydra_context, task_function, config
-
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
@@ -90,18 +80,7 @@ class RayLauncher(Launcher):
             _join(ray, self._address)
         options = self._options(ray)
         run = ray.remote(**options)(Job.run)
-        tasks = [
-            run.remote(
-                Job(
-                    initial_job_idx + index,
-                    tuple(overrides),
-                    self._context,
-                    self._config,
-                    self._task,
-                )
-            )
-            for index, overrides in enumerate(job_overrides)
-        ]
+        tasks = [run.remote(job) for job in self.jobs(job_overrides, initial_job_idx)]
         return [
             _outcome(ray, task, overrides)
             for task, overrides in zip(tasks, job_overrides, strict=True)

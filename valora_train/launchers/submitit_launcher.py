@@ -13,16 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hydra.plugins.launcher import Launcher
-
 from valora_train.errors import SettingsError
-from valora_train.launchers.base import Job, failed
+from valora_train.launchers.base import Job, JobLauncher, failed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hydra.core.utils import JobReturn
-    from hydra.types import HydraContext, TaskFunction
+    from hydra.types import TaskFunction
     from omegaconf import DictConfig
 
 TARGET = "hydra_plugins.valora.SubmititLauncher"
@@ -45,7 +43,7 @@ class SubmititSettings:
     submitit_folder: str = "${hydra.sweep.dir}/.submitit/%j"
 
 
-class SubmititLauncher(Launcher):
+class SubmititLauncher(JobLauncher):
     """Runs each job in a process that submitit starts and watches.
 
     Args:
@@ -57,12 +55,6 @@ class SubmititLauncher(Launcher):
     def __init__(self, n_jobs: int, timeout_min: int, submitit_folder: str) -> None:
         self._at_once = n_jobs
         self._minutes, self._folder = timeout_min, submitit_folder
-
-    def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
-    ) -> None:
-        """Take what Hydra hands over before a sweep."""
-        self._context, self._task, self._config = hydra_context, task_function, config
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
@@ -84,28 +76,26 @@ class SubmititLauncher(Launcher):
         most = self._at_once if self._at_once > 0 else os.cpu_count() or 1
         pool = ThreadPoolExecutor(min(most, len(job_overrides)))
         try:
-            jobs = [
-                pool.submit(self._launch, submitit, tuple(overrides), initial_job_idx + index)
-                for index, overrides in enumerate(job_overrides)
-            ]
-            return [job.result() for job in jobs]
+            task = partial(_run, os.environ.get("CUDA_VISIBLE_DEVICES"), self._task)
+            jobs = self.jobs(job_overrides, initial_job_idx, task)
+            running = [pool.submit(self._launch, submitit, job) for job in jobs]
+            return [one.result() for one in running]
         finally:
             # After Ctrl-C the processes of the jobs are ended by whoever handles it.
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _launch(self, submitit: Any, overrides: tuple[str, ...], number: int) -> JobReturn:
+    def _launch(self, submitit: Any, sent: Job) -> JobReturn:
         """Run one job, in a thread that waits for its process."""
-        task = partial(_run, os.environ.get("CUDA_VISIBLE_DEVICES"), self._task)
         executor = submitit.LocalExecutor(folder=self._folder)
         executor.update_parameters(timeout_min=self._minutes)
-        job = executor.submit(Job(number, overrides, self._context, self._config, task).run)
+        job = executor.submit(sent.run)
         try:
             found: JobReturn = job.result()
         except submitit.core.utils.FailedJobError as error:  # before the task began
-            return failed(overrides, str(error).strip().splitlines()[-1])
+            return failed(sent.overrides, str(error).strip().splitlines()[-1])
         except submitit.core.utils.UncompletedJobError:
             log = job.paths.stderr
-            return failed(overrides, f"its process was killed or took too long (log: {log})")
+            return failed(sent.overrides, f"its process was killed or took too long (log: {log})")
         return found
 
 

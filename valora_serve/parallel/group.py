@@ -1,8 +1,8 @@
 """The processes of a tensor-parallel group, and the tensors that they exchange.
 
-torch.distributed carries them: NCCL between GPUs, gloo between processes on a CPU. All processes
-must call the same methods in the same order; on a GPU the calls are enqueued on the current stream,
-and can be captured in a CUDA graph.
+torch.distributed carries them: NCCL between GPUs (small tensors go through memory that they share),
+gloo between processes on a CPU. All processes must call the same methods in the same order; on a
+GPU the calls are enqueued on the current stream, and can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from valora_serve.errors import SettingsError
+from valora_serve.parallel.peer_memory import PeerMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,11 +51,13 @@ class Group:
         rank: Number of this process; 0 is the leader.
         size: Number of processes.
         device: Device of this process.
+        peers: Memory that the GPUs share; None without GPUs, or where they cannot.
     """
 
     rank: int
     size: int
     device: torch.device
+    peers: PeerMemory | None = None
 
     @classmethod
     def join(cls, rank: int, size: int, device: torch.device, store: Any) -> Group:
@@ -89,7 +92,7 @@ class Group:
             timeout=datetime.timedelta(seconds=SECONDS),
             device_id=device if cuda else None,
         )
-        return cls(rank, size, device)
+        return cls(rank, size, device, PeerMemory.open(rank, size, device) if cuda else None)
 
     @property
     def leads(self) -> bool:
@@ -98,10 +101,16 @@ class Group:
 
     def all_reduce(self, values: Tensor) -> None:
         """Replace a tensor by the sum over the processes."""
-        dist.all_reduce(values)
+        if self.peers is not None and self.peers.takes(values):
+            self.peers.all_reduce(values)
+        else:
+            dist.all_reduce(values)
 
     def start_all_reduce(self, values: Tensor) -> Callable[[], object]:
         """Start `all_reduce`; the function that is returned makes later work wait for it."""
+        if self.peers is not None and self.peers.takes(values):
+            self.peers.all_reduce(values)
+            return _nothing
         work = dist.all_reduce(values, async_op=True)
         assert work is not None
         return work.wait
@@ -112,6 +121,8 @@ class Group:
         Returns:
             [size, …], valid after the function that is returned beside it was called.
         """
+        if self.peers is not None and (small := self.peers.gather(values)) is not None:
+            return small, _nothing
         found = values.new_empty((self.size, *values.shape))
         work = dist.all_gather_into_tensor(found.view(-1), values.view(-1), async_op=True)
         assert work is not None
@@ -143,6 +154,8 @@ class Group:
 
     def abort(self) -> None:
         """Give up all calls under way, so that nothing waits for a process that has ended."""
+        if self.peers is not None:
+            self.peers.release()
         if self.device.type == "cuda" and dist.is_initialized():
             dist.distributed_c10d._get_default_group().abort()
 
@@ -150,3 +163,7 @@ class Group:
         """Leave the group."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _nothing() -> None:
+    """Wait for nothing: the exchange is part of the current stream."""

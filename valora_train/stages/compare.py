@@ -14,7 +14,7 @@ from valora_train.reporting.text import markdown_table
 from valora_train.settings import as_dict
 from valora_train.stage import Stage, intact, read_json, write_json
 from valora_train.stages.oracle import made_of, run_with_progress
-from valora_train.trials.comparison import Contender, contenders, first_trials, fusion_trials
+from valora_train.trials.comparison import Contender, contenders, run_comparison
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,13 +44,9 @@ def build_comparison(
     settings: Settings, inputs: TrialInputs, folder: Path, display: Display
 ) -> None:
     """Train what is missing, and write the comparison into the stage's folder."""
-    names, compare = list(inputs.domains), settings.compare
-    first = first_trials(names, compare)
-    results = run_with_progress(settings, inputs, first, "compare", display)
-    largest = {name: inputs.domain(name).domain().task.spec.largest for name in names}
-    more = fusion_trials(names, results, compare, settings.fusion, largest)
-    if more:
-        results += run_with_progress(settings, inputs, more, "compare", display)
+    results = run_comparison(
+        inputs, lambda trials: run_with_progress(settings, inputs, trials, "compare", display)
+    )
     found = contenders(results)
     rows = markdown_table(COLUMNS, comparison_rows(found))
     (folder / TABLE).write_text("\n".join(rows) + "\n", encoding="utf-8")

@@ -1,4 +1,6 @@
-"""`python -m valora_train.trials FOLDER`: trains the subsets of an oracle on any machine.
+"""`python -m valora_train.trials FOLDER`: trains the groups of an oracle on any machine.
+
+With `--compare` it trains what `command=compare` does.
 
 It needs torch, transformers, peft, pydantic, filelock, scikit-learn, scikit-image, torchmetrics and
 pycocotools, and the folder that `valora-train command=oracle oracle.pack=FOLDER` made. It continues
@@ -17,13 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import ValoraError
+from valora_train.trials.comparison import run_comparison
 from valora_train.trials.inputs import INPUTS, read_inputs
 from valora_train.trials.oracle import oracle_trials
 from valora_train.trials.pool import Progress, run_trials
 from valora_train.trials.store import TrialStore
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from valora_train.trials.store import Trial
 
@@ -43,6 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="folder of the packed inputs")
     parser.add_argument("--out", type=Path, help="folder of the results (default: the same)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--compare", action="store_true", help="a comparison, with its settings")
     parser.add_argument("--largest", type=int, default=0, help="largest subsets; 0 for all")
     parser.add_argument("--only", nargs="+", metavar="DOMAIN", help="domains (default: all)")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
@@ -75,7 +79,6 @@ def _run(given: argparse.Namespace) -> int:
         raise ValoraError(
             f"unknown domain {', '.join(sorted(unknown))}: choose from {', '.join(inputs.domains)}"
         )
-    trials = oracle_trials(given.only or list(inputs.domains), given.seeds, given.largest)
     store = TrialStore(given.out or given.folder)
     start = time.monotonic()
 
@@ -92,8 +95,14 @@ def _run(given: argparse.Namespace) -> int:
             flush=True,
         )
 
-    run_trials(file, trials, store, given.processes, on_done)
-    print(f"{len(trials)} trials are done: {store.folder}", flush=True)
+    def run(trials: Sequence[Trial]) -> list[dict[str, Any]]:
+        return run_trials(file, trials, store, given.processes, on_done)
+
+    if given.compare:
+        done = run_comparison(inputs, run)
+    else:
+        done = run(oracle_trials(given.only or list(inputs.domains), given.seeds, given.largest))
+    print(f"{len(done)} trials are done: {store.folder}", flush=True)
     return 0
 
 

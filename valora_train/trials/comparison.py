@@ -10,9 +10,12 @@ from valora_train.trials.oracle import HEAD_ONLY, JOINT
 from valora_train.trials.store import Trial
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from valora_train.settings import CompareSettings, FusionSettings
+    from valora_train.trials.inputs import TrialInputs
+
+    Run = Callable[[Sequence[Trial]], list[dict[str, Any]]]
 
 MERGE = "merge"
 EWC = "ewc"
@@ -45,6 +48,20 @@ class Contender:
     attempts: int
     minutes: float
     kept: int | None = None
+
+
+def run_comparison(inputs: TrialInputs, run: Run) -> list[dict[str, Any]]:
+    """Train all that a comparison needs: fusions follow what dedicated adapters reach.
+
+    Args:
+        inputs: Settings, domains and samples.
+        run: Runs trials and returns their results, in order.
+    """
+    names, settings = list(inputs.domains), inputs.settings
+    results = run(first_trials(names, settings.compare))
+    largest = {name: inputs.domain(name).domain().task.spec.largest for name in names}
+    more = fusion_trials(names, results, settings.compare, settings.fusion, largest)
+    return results + (run(more) if more else [])
 
 
 def first_trials(domains: Sequence[str], settings: CompareSettings) -> list[Trial]:

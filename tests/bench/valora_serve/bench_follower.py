@@ -15,13 +15,18 @@ import torch
 from valora_serve.engine import follower
 from valora_serve.model.runner import ModelRunner
 from valora_serve.parallel.group import Group
+from valora_serve.parallel.peer_memory import PeerMemory
 
 SILENT = "VALORA_BENCH_SILENT"
 """Set to leave LoRA's own collectives out."""
+NCCL = "VALORA_BENCH_NCCL"
+"""Set to exchange small tensors through NCCL, too."""
 
 
-def silence() -> None:
-    """Leave LoRA's own collectives out, if the environment says so."""
+def change() -> None:
+    """Leave LoRA's own collectives out, or use NCCL alone, if the environment says so."""
+    if os.environ.get(NCCL):
+        PeerMemory.open = classmethod(lambda *_: None)
     if not os.environ.get(SILENT):
         return
 
@@ -62,7 +67,7 @@ def time_group(runner: ModelRunner, name: str, rows: int, distinct: int, lora: b
 
 
 def main() -> int:
-    silence()
+    change()
     init = follower.Follower.__init__
 
     def more(self, engine, report):

@@ -2,12 +2,15 @@
 
     python -m tests.bench.valora_serve.bench_replicas throughput affinity kill
 
-needs two GPUs and prints a table for each. With ``--tiny`` it runs on the CPU with the tiny base
-model and few requests, which shows that it works and measures nothing.
+needs two GPUs and prints a table for each. Throughput and recovery are measured with 16 adapters,
+the routers with 200 on ``--affinity-base``, which can have fewer layers: loads and steps grow alike
+with them. With ``--tiny`` it runs on the CPU with the tiny base model and few requests, which shows
+that it works and measures nothing.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -18,16 +21,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
 import psutil
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import save_file
+from transformers import AutoConfig
 
-from tests.support.serve_helpers import make_adapter
+from tests.bench.valora_serve.split_models import ATTENTION
+from valora_data.contract.base_model import base_folder
 
 SECRET = "an-admin-key-of-the-benchmark"
 HEADERS = {"authorization": f"Bearer {SECRET}"}
@@ -59,6 +66,38 @@ class Shape:
 
 
 TINY = Shape("tiny", 6, 4, 3, 8, 6.0, 8, ("--pages", "1000", "--no-profile"))
+
+
+def save_adapters(shape, folder):
+    """Write the adapters of a shape, whose weights are windows into one pool of random numbers."""
+    text = AutoConfig.from_pretrained(base_folder(shape.base)).get_text_config()
+    width, layers = text.hidden_size, text.num_hidden_layers
+    head = getattr(text, "head_dim", None) or width // text.num_attention_heads
+    query, key = head * text.num_attention_heads, head * text.num_key_value_heads
+    sizes = {"q_proj": (query, width), "k_proj": (key, width), "v_proj": (key, width),
+             "o_proj": (width, query)}  # fmt: skip
+    count = shape.rank * max(query, width) + 1000 * shape.adapters
+    generator = torch.Generator().manual_seed(0)
+    pool = torch.randn(count, generator=generator).mul_(0.02).bfloat16()
+    config = {
+        "peft_type": "LORA", "r": shape.rank, "lora_alpha": shape.rank, "bias": "none",
+        "target_modules": [*ATTENTION], "base_model_name_or_path": "", "task_type": "CAUSAL_LM",
+    }  # fmt: skip
+    for number in range(shape.adapters):
+        tensors = {}
+        window = pool[1000 * number :]
+        for layer in range(layers):
+            for leaf, (outputs, inputs) in sizes.items():
+                path = f"base_model.model.model.language_model.layers.{layer}.self_attn.{leaf}"
+                a = window[: shape.rank * inputs].view(shape.rank, inputs)
+                b = window[: shape.rank * outputs].view(outputs, shape.rank)
+                tensors[f"{path}.lora_A.weight"] = a.clone()
+                tensors[f"{path}.lora_B.weight"] = b.clone()
+        place = folder / f"a{number:03d}"
+        place.mkdir(parents=True)
+        save_file(tensors, place / "adapter_model.safetensors")
+        (place / "adapter_config.json").write_text(json.dumps(config))
+    return folder
 
 
 class Server:
@@ -126,7 +165,7 @@ class Answer:
     text: str
 
 
-async def load(server, shape, seconds, *, seed=0):
+async def load(server, shape, seconds, *, seed=0, stream=True):
     """Keep `shape.clients` requests in progress, whose adapters are drawn uniformly."""
     generator = random.Random(seed)
     answers, end = [], time.monotonic() + seconds
@@ -138,7 +177,7 @@ async def load(server, shape, seconds, *, seed=0):
         async def ask():
             while time.monotonic() < end:
                 body = {
-                    "model": f"a{generator.randrange(shape.adapters):03d}", "stream": True,
+                    "model": f"a{generator.randrange(shape.adapters):03d}", "stream": stream,
                     "max_tokens": shape.tokens, "ignore_eos": True,
                     "messages": [{"role": "user", "content": f"go {generator.randrange(10**6)}"}],
                 }  # fmt: skip
@@ -154,7 +193,7 @@ async def load(server, shape, seconds, *, seed=0):
                                 text += choice["delta"].get("content") or ""
                             first = first or (time.monotonic() - began if text else None)
                         elif line.startswith("{"):
-                            text = "error"
+                            text = "error" if "error" in json.loads(line) else "answer"
                 status = (
                     599 if text == "error" and answer.status_code == 200 else answer.status_code
                 )
@@ -179,29 +218,32 @@ def table(title, *columns):
     return made
 
 
-def throughput(shape, folder, store):
-    """Requests per second at saturation, of one replica and of two."""
+def throughput(shape, folder, store, console, then=None):
+    """Requests per second at saturation, of one replica and of two; `then` gets the two."""
     made = table("Throughput at saturation", "replicas", "requests/s", "x one")
     alone = None
     for count in (1, 2):
-        busy = Shape(**{**vars(shape), "clients": shape.clients * count})
+        busy = replace(shape, clients=shape.clients * count)
         with Server(busy, folder, store, "--replicas", str(count)) as server:
-            asyncio.run(load(server, busy, shape.seconds / 2))  # warm
+            asyncio.run(load(server, busy, shape.seconds / 2, stream=False))  # warm
             began = time.monotonic()
-            answers = asyncio.run(load(server, busy, shape.seconds, seed=1))
+            answers = asyncio.run(load(server, busy, shape.seconds, seed=1, stream=False))
             rate = len(answers) / (max(a.ended for a in answers) - began)
-        alone = alone or rate
-        made.add_row(str(count), f"{rate:.2f}", f"{rate / alone:.2f}")
-    return made
+            alone = alone or rate
+            made.add_row(str(count), f"{rate:.2f}", f"{rate / alone:.2f}")
+            if count == 2:
+                console.print(made)
+                if then is not None:
+                    then(server)
 
 
-def affinity(shape, folder, store):
+def affinity(shape, folder, store, console):
     """Time to first token and adapter loads of two replicas, by router."""
     made = table(
         f"{shape.adapters} adapters of rank {shape.rank}, {shape.slots} slots a replica",
         "router", "requests/s", "TTFT p50, s", "TTFT p99, s", "adapter loads",
     )  # fmt: skip
-    for router in ("affinity", "random", "least"):
+    for router in ("affinity", "random"):
         options = ("--replicas", "2", "--router", router)
         with Server(shape, folder, store, *options) as server:
             asyncio.run(load(server, shape, shape.seconds / 2))
@@ -214,16 +256,17 @@ def affinity(shape, folder, store):
             router, f"{len(answers) / shape.seconds:.2f}", f"{statistics.median(first):.3f}",
             f"{percentile(first, 0.99):.3f}", f"{loads:.0f}",
         )  # fmt: skip
-    return made
+    console.print(made)
 
 
-def kill(shape, folder, store):
+def kill(shape, folder, store, console, running=None):
     """What a `kill -9` of one of two replicas does to requests, and when the throughput is back."""
     made = table(
         "kill -9 of one of two replicas", "requests", "answered", "clear errors", "others",
         "throughput back after, s",
     )  # fmt: skip
-    with Server(shape, folder, store, "--replicas", "2") as server:
+    started = contextlib.nullcontext(running) if running else None
+    with started or Server(shape, folder, store, "--replicas", "2") as server:
         before = asyncio.run(load(server, shape, shape.seconds))
         usual = len(before) / shape.seconds
 
@@ -251,7 +294,7 @@ def kill(shape, folder, store):
     made.add_row(
         str(len(answers)), str(fine), str(clear), str(len(answers) - fine - clear), f"{back:.1f}"
     )
-    return made
+    console.print(made)
 
 
 def main():
@@ -260,22 +303,34 @@ def main():
     parser.add_argument("parts", nargs="+", choices=["throughput", "affinity", "kill"])
     parser.add_argument("--tiny", action="store_true", help="a small run on the CPU")
     parser.add_argument("--base", help="base model: a folder or hub name, of the 7B shape")
+    parser.add_argument("--affinity-base", help="base model of part affinity")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--clients", type=int, default=64, help="requests in progress")
     found = parser.parse_args()
     if not found.tiny and not found.base:
         parser.error("name --base, or use --tiny")
-    shape = TINY
+    few = many = TINY
     if not found.tiny:
-        shape = Shape(found.base, 200, 64, 32, found.clients, found.seconds, 128)
+        few = Shape(found.base, 16, 64, 32, found.clients, found.seconds, 128)
+        many = Shape(
+            found.affinity_base or found.base, 200, 64, 32, 2 * found.clients, found.seconds, 32
+        )
+    console = Console()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for number in range(shape.adapters):
-            make_adapter(
-                folder / "store" / f"a{number:03d}", shape.base, seed=number, rank=shape.rank
-            )
-        for part in found.parts:
-            Console().print(globals()[part](shape, folder, folder / "store"))
+        if {"throughput", "kill"} & {*found.parts}:
+            store = save_adapters(few, folder / "few")
+
+            def last(server=None):
+                if "kill" in found.parts:
+                    kill(few, folder, store, console, server)
+
+            if "throughput" in found.parts:
+                throughput(few, folder, store, console, last)
+            else:
+                last()
+        if "affinity" in found.parts:
+            affinity(many, folder, save_adapters(many, folder / "many"), console)
 
 
 if __name__ == "__main__":

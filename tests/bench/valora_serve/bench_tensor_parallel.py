@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from tests.bench.valora_serve.bench_follower import SILENT, silence, time_group
+from tests.bench.valora_serve.bench_follower import NCCL, SILENT, change, time_group
 from tests.bench.valora_serve.split_models import ATTENTION, MLP, save_adapters, save_base
 from valora_serve.engine.crew import Crew
 from valora_serve.engine.engine import Engine
@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batches", type=int, nargs="+", default=[1, 64])
     made.add_argument("--context", type=int, default=512)
     made.add_argument("--save", action="store_true", help="write the table of lora_parallel=auto")
+    made.add_argument("--keep", type=Path, help="folder to keep base model and adapters in")
     made.add_argument("--one", nargs=3, metavar=("FOLDER", "GPUS", "WAY"), help=argparse.SUPPRESS)
     return made
 
@@ -62,7 +63,7 @@ def settings_of(given: argparse.Namespace, folder: Path, gpus: int, way: str) ->
 def measure(given: argparse.Namespace) -> None:
     """Measure one engine, and print the result as JSON."""
     folder, gpus, way = Path(given.one[0]), int(given.one[1]), given.one[2]
-    silence()
+    change()
     Crew.module = FOLLOWER
     engine = Engine(settings_of(given, folder, gpus, way))
     try:
@@ -113,8 +114,8 @@ def groups(engine: Engine) -> list[dict[str, object]]:
     return found
 
 
-def run(given: argparse.Namespace, folder: Path, gpus: int, way: str, *, silent: bool) -> dict:
-    """Measure one engine in a process of its own."""
+def run(given: argparse.Namespace, folder: Path, gpus: int, way: str, variable: str) -> dict:
+    """Measure one engine in a process of its own, with a variable of its environment set."""
     arguments = [
         sys.executable, "-m", "tests.bench.valora_serve.bench_tensor_parallel",
         *(f"--{name}={getattr(given, name)}" for name in
@@ -124,7 +125,7 @@ def run(given: argparse.Namespace, folder: Path, gpus: int, way: str, *, silent:
     ]  # fmt: skip
     done = subprocess.run(
         arguments, stdout=subprocess.PIPE, check=True, text=True,
-        env=os.environ | ({SILENT: "1"} if silent else {}),
+        env=os.environ | ({variable: "1"} if variable else {}),
     )  # fmt: skip
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -135,23 +136,30 @@ def main() -> None:
         measure(given)
         return
     ways = [
-        ("one GPU", 1, "auto", False),
+        ("one GPU", 1, "auto", ""),
         *(
-            (f"{given.gpus} GPUs, {way}{', no LoRA collectives' if silent else ''}",
-             given.gpus, way, silent)
-            for way, silent in
-            (("slora", False), ("slora", True), ("replicate_a", False))
+            (f"{given.gpus} GPUs, {way}{note}", given.gpus, way, variable)
+            for way, note, variable in (
+                ("slora", "", ""),
+                ("slora", ", no LoRA collectives", SILENT),
+                ("slora", ", NCCL alone", NCCL),
+                ("replicate_a", "", ""),
+            )
         ),
-    ]  # fmt: skip
+    ]
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        save_base(folder / "base", given.device, given.layers, given.width)
-        torch.cuda.empty_cache()
-        save_adapters(
-            folder, given.layers, given.width, [given.rank] * ADAPTERS,
-            (*ATTENTION, *MLP) if given.save else ATTENTION,
-        )  # fmt: skip
-        found = {label: run(given, folder, *rest[:2], silent=rest[2]) for label, *rest in ways}
+        folder = given.keep or Path(name)
+        if not (folder / "adapter-0").exists():  # kept by an earlier call
+            save_base(folder / "base", given.device, given.layers, given.width)
+            torch.cuda.empty_cache()
+            save_adapters(
+                folder, given.layers, given.width, [given.rank] * ADAPTERS,
+                (*ATTENTION, *MLP) if given.save else ATTENTION,
+            )  # fmt: skip
+        found = {}
+        for label, *rest in ways:
+            found[label] = run(given, folder, *rest)
+            print(label, json.dumps(found[label]), flush=True)
     cases = [key for key in found["one GPU"] if key != "groups"]
     one = found["one GPU"]
     print(f"\nDecode step in ms, and its share of one GPU's (context {given.context} tokens)\n")
@@ -160,7 +168,9 @@ def main() -> None:
     for case in cases:
         cells = [f"{each[case]:.3f} ({each[case] / one[case]:.2f})" for each in found.values()]
         print(f"| {case.replace('/', ' / ')} | " + " | ".join(cells) + " |")
-    slora, silent = (found[label] for label, _, way, _ in ways if way == "slora")
+    slora, silent = (
+        found[label] for label, _, way, variable in ways if way == "slora" and variable != NCCL
+    )
     shares = [f"{case}: {1 - silent[case] / slora[case]:.1%}" for case in cases]
     print(f"\nLoRA's own collectives, share of a step with slora: {', '.join(shares)}")
     if given.save:
@@ -171,8 +181,8 @@ def save(given: argparse.Namespace, found: dict[str, dict]) -> None:
     """Write what was measured for every shape, beside what other ranks have."""
     times = {}
     for label, each in found.items():
-        if "no LoRA" not in label and "groups" in each:
-            way = label.rpartition(" ")[2]
+        way = label.rpartition(" ")[2]
+        if way in ("slora", "replicate_a") and "groups" in each:
             for one in each["groups"]:
                 us = one.pop("us")
                 times.setdefault(tuple(one.items()), {})[way] = us

@@ -31,6 +31,14 @@ from valora_serve.types import Mode
 
 ADAPTERS = 16
 ROWS = (1, 16, 64, 512, 2048)
+WAYS = {
+    "one": ("one GPU", "auto", ""),
+    "slora": ("{} GPUs, slora", "slora", ""),
+    "silent": ("{} GPUs, slora, no LoRA collectives", "slora", SILENT),
+    "nccl": ("{} GPUs, slora, NCCL alone", "slora", NCCL),
+    "replicate_a": ("{} GPUs, replicate_a", "replicate_a", ""),
+}
+"""Label, `lora_parallel` and variable of the environment of what is measured."""
 FOLLOWER = "tests.bench.valora_serve.bench_follower"
 
 
@@ -44,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batches", type=int, nargs="+", default=[1, 64])
     made.add_argument("--context", type=int, default=512)
     made.add_argument("--save", action="store_true", help="write the table of lora_parallel=auto")
+    made.add_argument("--ways", nargs="+", default=[*WAYS], choices=WAYS, help="default: all")
     made.add_argument("--keep", type=Path, help="folder to keep base model and adapters in")
     made.add_argument("--one", nargs=3, metavar=("FOLDER", "GPUS", "WAY"), help=argparse.SUPPRESS)
     return made
@@ -136,16 +145,8 @@ def main() -> None:
         measure(given)
         return
     ways = [
-        ("one GPU", 1, "auto", ""),
-        *(
-            (f"{given.gpus} GPUs, {way}{note}", given.gpus, way, variable)
-            for way, note, variable in (
-                ("slora", "", ""),
-                ("slora", ", no LoRA collectives", SILENT),
-                ("slora", ", NCCL alone", NCCL),
-                ("replicate_a", "", ""),
-            )
-        ),
+        (WAYS[name][0].format(given.gpus), 1 if name == "one" else given.gpus, *WAYS[name][1:])
+        for name in given.ways
     ]
     with tempfile.TemporaryDirectory() as name:
         folder = given.keep or Path(name)
@@ -160,19 +161,18 @@ def main() -> None:
         for label, *rest in ways:
             found[label] = run(given, folder, *rest)
             print(label, json.dumps(found[label]), flush=True)
-    cases = [key for key in found["one GPU"] if key != "groups"]
-    one = found["one GPU"]
-    print(f"\nDecode step in ms, and its share of one GPU's (context {given.context} tokens)\n")
+    first = found[ways[0][0]]
+    cases = [key for key in first if key != "groups"]
+    print(f"\nDecode step in ms, and its share of the first's (context {given.context} tokens)\n")
     print("| batch / adapters | " + " | ".join(found) + " |")
     print("|---|" + "---|" * len(found))
     for case in cases:
-        cells = [f"{each[case]:.3f} ({each[case] / one[case]:.2f})" for each in found.values()]
+        cells = [f"{each[case]:.3f} ({each[case] / first[case]:.2f})" for each in found.values()]
         print(f"| {case.replace('/', ' / ')} | " + " | ".join(cells) + " |")
-    slora, silent = (
-        found[label] for label, _, way, variable in ways if way == "slora" and variable != NCCL
-    )
-    shares = [f"{case}: {1 - silent[case] / slora[case]:.1%}" for case in cases]
-    print(f"\nLoRA's own collectives, share of a step with slora: {', '.join(shares)}")
+    if {"slora", "silent"} <= {*given.ways}:
+        slora, silent = (found[WAYS[name][0].format(given.gpus)] for name in ("slora", "silent"))
+        shares = [f"{case}: {1 - silent[case] / slora[case]:.1%}" for case in cases]
+        print(f"\nLoRA's own collectives, share of a step with slora: {', '.join(shares)}")
     if given.save:
         save(given, found)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from valora_data.contract.contexts import ContextEntry, context_entry
 from valora_data.contract.files import UnreadableError, open_regular, read_json, shown
 from valora_data.errors import BundleError
 
@@ -20,7 +21,9 @@ NF4 = "nf4"
 SCHEMA_VERSION = 2
 """Version of the format. Since 2, the adapter of a domain may be null, and a bundle may have no
 adapter at all."""
-READABLE = (1, 2)
+WITH_CONTEXTS = 3
+"""Version of bundles with contexts, which earlier servers would ignore."""
+READABLE = (1, 2, 3)
 """The versions that are read."""
 FILE_BYTES = 16 << 30
 """Most bytes of a file of a bundle."""
@@ -70,6 +73,17 @@ class Bundle:
         """Adapters, by name."""
         return dict(self.manifest["adapters"])
 
+    @property
+    def contexts(self) -> dict[str, ContextEntry]:
+        """Contexts, by the name of the domain that answers about them."""
+        found = self.manifest.get("contexts") or {}
+        return {name: context_entry(facts, "") for name, facts in found.items()}
+
+    @property
+    def encoders(self) -> dict[str, dict[str, Any]]:
+        """Encoders of memory tokens, by name."""
+        return dict(self.manifest.get("encoders") or {})
+
 
 def read_bundle(folder: Path) -> Bundle:
     """Read a bundle and verify all its files.
@@ -109,7 +123,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if isinstance(version, bool) or version not in READABLE:
         raise BundleError(
             f"bundle {folder} has schema version {shown(version)}, expected at most "
-            f"{SCHEMA_VERSION}: export it again with this version of VaLoRA"
+            f"{WITH_CONTEXTS}: export it again with this version of VaLoRA"
         )
     try:
         _check(manifest)
@@ -177,6 +191,34 @@ def _check(manifest: dict[str, Any]) -> None:
         if facts["adapter"] not in manifest["adapters"]:
             by = shown(facts["adapter"])
             raise ValueError(f"domains.{shown(name)}.adapter: expected an adapter, got {by}")
+    _check_contexts(manifest)
+
+
+def _check_contexts(manifest: dict[str, Any]) -> None:
+    """Check contexts and encoders: that they fit together, and that their files have hashes."""
+    _entries(manifest, "", {"contexts": dict, "encoders": dict}, needed=False)
+    contexts, encoders = manifest.get("contexts") or {}, manifest.get("encoders") or {}
+    if contexts and manifest["schema_version"] < WITH_CONTEXTS:
+        raise ValueError(f"schema_version: expected {WITH_CONTEXTS} of a bundle with contexts")
+    for name, facts in manifest["adapters"].items():
+        if not isinstance(facts.get("decode_only", False), bool):
+            raise TypeError(f"adapters.{shown(name)}.decode_only: expected true or false")
+    for name in encoders:
+        _entries(encoders, "encoders.", {name: dict})
+        _entries(encoders[name], f"encoders.{shown(name)}.", {"path": str, "tokens": int})
+    for name in contexts:
+        _entries(contexts, "contexts.", {name: dict})
+        place = f"contexts.{shown(name)}."
+        entry = context_entry(contexts[name], place)
+        domain = manifest["domains"].get(name)
+        if domain is None:
+            raise ValueError(f"{place[:-1]}: expected a domain of the same name")
+        if entry.file is None and domain.get("adapter") is None:
+            raise ValueError(f"{place}form: expected an adapter in domains.{shown(name)}")
+        if entry.file is not None and entry.file not in manifest["files"]:
+            raise ValueError(f"{place}file: expected a sha256 of {shown(entry.file)} in files")
+        if entry.encoder is not None and entry.encoder not in encoders:
+            raise ValueError(f"{place}encoder: expected an encoder, got {shown(entry.encoder)}")
 
 
 def _check_domain(facts: dict[str, Any], place: str) -> None:
@@ -225,6 +267,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
         for file in sorted(folder.rglob("*"))
         if file.is_file() and file.name != MANIFEST
     }
-    content = {"schema_version": SCHEMA_VERSION, **manifest, "files": files}
+    version = WITH_CONTEXTS if manifest.get("contexts") else SCHEMA_VERSION
+    content = {"schema_version": version, **manifest, "files": files}
     text = json.dumps(content, indent=1, ensure_ascii=False)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")

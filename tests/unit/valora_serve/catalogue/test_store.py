@@ -126,7 +126,7 @@ def test_bundles_of_the_first_version_are_read(store, copied):
     (copied / MANIFEST).write_text(json.dumps({**manifest, "schema_version": 1}))
     with pytest.raises(AdapterError, match=r"'scene'.*adapter: expected a text, got None"):
         store.stage_bundle(copied)
-    for version in (0, 3, "2", True, None, [2]):
+    for version in (0, 4, "2", True, None, [2]):
         (copied / MANIFEST).write_text(json.dumps({**manifest, "schema_version": version}))
         with pytest.raises(AdapterError, match="schema version"):
             store.stage_bundle(copied)

@@ -1,0 +1,183 @@
+"""Contexts: prompts in two parts, memories that replace the first, and what bundles say of them."""
+
+import json
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from tests.support.lmm_checkpoints import CHECKPOINTS
+from valora_data.contract.base_model import BaseModel, load_model
+from valora_data.contract.bundle import read_bundle, write_manifest
+from valora_data.contract.contexts import (
+    ADAPTER,
+    MEMORY_TOKENS,
+    PREFIX,
+    ContextEntry,
+    Encoder,
+    Memory,
+    around_memory,
+    head_text,
+    read_encoder,
+    read_memory,
+    source_hash,
+    tail_text,
+    tail_tokens,
+)
+from valora_data.errors import BundleError
+
+BASE = "b" * 64
+DOCUMENT = "letter 417: color red, thing star."
+ASKED = [{"role": "user", "content": [{"type": "text", "text": "what color has letter 417?"}]}]
+
+
+@pytest.fixture(scope="module", params=["llava", "qwen2_5_vl"])
+def model(request, tmp_path_factory):
+    base = str(CHECKPOINTS[request.param](tmp_path_factory.mktemp("base"), seed=3))
+    return BaseModel(base, *load_model(base, torch.float32))
+
+
+def whole(model):
+    """Token ids of the prompt with the document, and the hidden states of all of them."""
+    ids = [*model.tokenize(head_text(model, DOCUMENT)), *tail_tokens(model, ASKED)]
+    with torch.no_grad():
+        output = model.language_model(
+            inputs_embeds=model.model.get_input_embeddings()(torch.tensor([ids])), use_cache=True
+        )
+    return ids, output
+
+
+def test_head_and_tail_are_the_prompt_that_the_template_writes(model):
+    system = {"role": "system", "content": [{"type": "text", "text": DOCUMENT}]}
+    text = model.render([system, *ASKED])
+    assert head_text(model, DOCUMENT) + tail_text(model, ASKED) == text
+    ids, _ = whole(model)
+    assert ids == model.tokenize(text)
+    before, after = around_memory(model)
+    words = model.tokenizer(DOCUMENT, add_special_tokens=False)["input_ids"]
+    assert [*before, *words, *after] == model.tokenize(head_text(model, DOCUMENT))
+
+
+def test_the_keys_and_values_of_a_head_replace_it(model, tmp_path):
+    ids, output = whole(model)
+    tail = tail_tokens(model, ASKED)
+    count = len(ids) - len(tail)
+    layers = output.past_key_values.layers
+    keys = torch.cat([layer.keys[:, :, :count] for layer in layers])
+    values = torch.cat([layer.values[:, :, :count] for layer in layers])
+    Memory(PREFIX, BASE, {"keys": keys, "values": values}, count).write(tmp_path / "m.safetensors")
+    memory = read_memory(tmp_path / "m.safetensors", BASE, model.config.get_text_config())
+    assert (memory.tokens, memory.position) == (count, count)
+    assert memory.bytes == 2 * keys.nelement() * 4
+    places = (memory.position + torch.arange(len(tail)))[None]
+    with torch.no_grad():
+        found = model.language_model(
+            inputs_embeds=model.model.get_input_embeddings()(torch.tensor([tail])),
+            past_key_values=DynamicCache(memory.layers()),
+            position_ids=places.expand(3, 1, -1) if model.three_positions else places,
+        )
+    torch.testing.assert_close(
+        found.last_hidden_state, output.last_hidden_state[:, count:], atol=1e-5, rtol=1e-4
+    )
+
+
+def test_the_embeddings_of_a_document_replace_it(model, tmp_path):
+    _, output = whole(model)
+    table = model.model.get_input_embeddings()
+    words = model.tokenizer(DOCUMENT, add_special_tokens=False)["input_ids"]
+    kept = {"embeddings": table(torch.tensor(words))}
+    Memory(MEMORY_TOKENS, BASE, kept).write(tmp_path / "m.safetensors")
+    memory = read_memory(tmp_path / "m.safetensors", BASE, model.config.get_text_config())
+    before, after = around_memory(model)
+    parts = [
+        table(torch.tensor(before, dtype=torch.int64)),
+        memory.tensors["embeddings"],
+        table(torch.tensor([*after, *tail_tokens(model, ASKED)])),
+    ]
+    with torch.no_grad():
+        found = model.language_model(inputs_embeds=torch.cat(parts)[None])
+    torch.testing.assert_close(
+        found.last_hidden_state, output.last_hidden_state, atol=1e-5, rtol=1e-4
+    )
+
+
+def test_what_does_not_fit_is_refused(model, tmp_path):
+    config = model.config.get_text_config()
+    file = tmp_path / "m.safetensors"
+
+    def refused(words, tensors, base=BASE, form=MEMORY_TOKENS, position=0):
+        Memory(form, base, tensors, position).write(file)
+        with pytest.raises(BundleError, match=words):
+            read_memory(file, BASE, config)
+
+    width = config.hidden_size
+    refused("made for base model cccc", {"embeddings": torch.ones(3, width)}, base="c" * 64)
+    refused("does not fit the base model", {"embeddings": torch.ones(3, width + 1)})
+    refused("no finite numbers", {"embeddings": torch.full((3, width), torch.nan)})
+    refused("holds no memory", {"keys": torch.ones(3, width)})
+    part = torch.ones(config.num_hidden_layers, config.num_key_value_heads, 5, 16)
+    refused(
+        "5 tokens before position 4", {"keys": part, "values": part + 1}, form=PREFIX, position=4
+    )
+    refused("different sizes", {"keys": part, "values": part[:, :, :4]}, form=PREFIX, position=5)
+
+
+def test_an_encoder_reads_its_queries(model, tmp_path):
+    config = model.config.get_text_config()
+    queries = torch.randn(4, config.hidden_size)
+    Encoder(queries, torch.full((config.hidden_size,), 0.5)).write(tmp_path)
+    encoder = read_encoder(tmp_path, config)
+    hidden = torch.randn(2, 9, config.hidden_size)
+    assert torch.equal(encoder.memory(hidden), hidden[:, -4:] * 0.5)
+    Encoder(queries[:, :-1], torch.ones(config.hidden_size)).write(tmp_path)
+    with pytest.raises(BundleError, match="queries have shape"):
+        read_encoder(tmp_path, config)
+
+
+# --- the manifest ---------------------------------------------------------------------------------
+
+ENTRY = ContextEntry(PREFIX, "contexts/manual.safetensors", 8, 8, 64, 500, source_hash("text"))
+DOMAIN = {"task": "context", "adapter": None, "head": None, "prompt": "{}", "accuracy": {}}
+
+
+def bundle(folder, entry=ENTRY, domain=DOMAIN, **more):
+    """A folder with a bundle of one context, as its exporter writes it."""
+    (folder / "contexts").mkdir(exist_ok=True)
+    (folder / "contexts/manual.safetensors").write_bytes(b"tensors")
+    write_manifest(
+        folder,
+        {
+            "name": "context", "version": 1, "base": {"id": "tiny", "sha256": BASE},
+            "adapters": {}, "domains": {"manual": domain}, "contexts": {"manual": entry.as_json()},
+            **more,
+        },
+    )  # fmt: skip
+    return folder
+
+
+def test_a_bundle_names_its_contexts(tmp_path):
+    found = read_bundle(bundle(tmp_path))
+    assert found.contexts == {"manual": ENTRY}
+    assert json.loads((tmp_path / "bundle.json").read_text())["schema_version"] == 3
+
+
+@pytest.mark.parametrize(
+    ("entry", "domain", "more", "words"),
+    [
+        ({"form": "poem"}, {}, {}, "form: expected one of adapter, prefix, memory_tokens"),
+        ({"tokens": 0}, {}, {}, "tokens: 0 is impossible"),
+        ({"position": 7}, {}, {}, "position: expected at least 8"),
+        ({"file": "contexts/other.safetensors"}, {}, {}, "expected a sha256"),
+        ({"file": None}, {}, {}, "file: expected one"),
+        ({"source_sha256": "x"}, {}, {}, "source_sha256"),
+        ({"encoder": "missing"}, {}, {}, "expected an encoder"),
+        ({"form": ADAPTER, "file": None, "tokens": 0}, {}, {}, "expected an adapter"),
+        ({}, {}, {"domains": {}}, "expected a domain of the same name"),
+    ],
+)  # fmt: skip
+def test_a_context_that_cannot_be_is_refused(entry, domain, more, words, tmp_path):
+    from dataclasses import replace
+
+    bundle(tmp_path, replace(ENTRY, **entry), DOMAIN | domain, **more)
+    with pytest.raises(BundleError, match=words):
+        read_bundle(tmp_path)

@@ -202,9 +202,7 @@ async def _serve_at(
     if own.lost is None:
         return 0
     print(f"error: {own.lost}", file=sys.stderr, flush=True)
-    if own.stuck:
-        os._exit(1)
-    return 1
+    os._exit(1)  # collectives may wait for the lost process for ever
 
 
 async def _end_with_group(engine: AsyncEngine, server: Server) -> None:

@@ -291,11 +291,6 @@ class AsyncEngine:
         return None if self._engine.crew is None else self._engine.crew.lost
 
     @property
-    def stuck(self) -> bool:
-        """Whether the engine's thread runs; after `close`, whether it waits for a GPU for ever."""
-        return self._thread.is_alive()
-
-    @property
     def healthy(self) -> bool:
         """Whether the engine runs; False after it has failed or was closed."""
         return self._failed is None and self._thread.is_alive()

@@ -22,6 +22,7 @@ The parts:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import time
@@ -678,6 +679,9 @@ class Engine:
     def close(self) -> None:
         """Stop the followers and reading adapters from their files, and close the trace."""
         if self.crew is not None:
+            if self.crew.lost is None:
+                with contextlib.suppress(ServeError):  # a process has ended meanwhile
+                    self.runner.forget_graphs()  # NCCL does not end while graphs hold its calls
             self.crew.close()
         self.adapters.close()
         if self._trace_file is not None:

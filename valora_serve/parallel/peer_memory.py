@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,9 @@ log = logging.getLogger(__name__)
 LIMIT = 1 << 20
 """Most bytes of a tensor; every GPU reads all others' whole, so that NCCL wins with long ones."""
 
+NAME = "peer-memory"
+"""Key of the group's name in the store."""
+
 ALIGNMENT = 16
 """Bytes that the kernel reads at once."""
 
@@ -34,7 +38,7 @@ class PeerMemory:
     """Memory of this GPU that the other GPUs of a group can read, and theirs.
 
     Attributes:
-        name: Name of the group of torch.distributed.
+        name: Name of the group, for torch.
         rank: Number of this process.
         size: Number of processes.
         buffers: Memory of this GPU by data type: [elements].
@@ -48,8 +52,14 @@ class PeerMemory:
     handles: list[Any] = field(default_factory=list)
 
     @classmethod
-    def open(cls, rank: int, size: int, device: torch.device) -> PeerMemory | None:
+    def open(cls, rank: int, size: int, device: torch.device, store: Any) -> PeerMemory | None:
         """Share memory with the other processes, which must call this, too.
+
+        Args:
+            rank: Number of this process.
+            size: Number of processes.
+            device: Device of this process.
+            store: The leader's store.
 
         Returns:
             The memory; None where a GPU cannot read the others' memory.
@@ -61,14 +71,20 @@ class PeerMemory:
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
         if not int(agreed):
             return None
-        import torch.distributed._symmetric_memory as symmetric
+        from torch.distributed import _symmetric_memory
 
-        world: Any = dist.group.WORLD
-        found = cls(world.group_name, rank, size)
+        symmetric: Any = _symmetric_memory
+
+        # torch keeps the store of each name for the life of the process, also of a group that has
+        # ended.
+        if rank == 0:
+            store.set(NAME, f"valora-{uuid.uuid4().hex}")
+        found = cls(store.get(NAME).decode(), rank, size)
         try:
+            symmetric._SymmetricMemory.set_group_info(found.name, rank, size, store)
             for dtype in (torch.bfloat16, torch.float32):
                 buffer = symmetric.empty(LIMIT // dtype.itemsize, dtype=dtype, device=device)
-                found.handles.append(symmetric.rendezvous(buffer, world))
+                found.handles.append(symmetric.rendezvous(buffer, found.name))
                 found.buffers[dtype] = buffer
         except RuntimeError as error:  # containers may forbid to share memory
             log.warning("GPUs exchange small tensors through NCCL, which is slower: %s", error)
@@ -78,12 +94,13 @@ class PeerMemory:
     def takes(self, values: Tensor) -> bool:
         """Whether a tensor can be summed here: the same answer in all processes."""
         size = values.dtype.itemsize
+        length, start = values.numel() * size, int(values.storage_offset()) * size
         return (
             values.dtype in self.buffers
             and values.is_contiguous()
-            and 0 < values.numel() * size <= LIMIT
-            and values.numel() * size % ALIGNMENT == 0
-            and values.storage_offset() * size % ALIGNMENT == 0
+            and 0 < length <= LIMIT
+            and length % ALIGNMENT == 0
+            and start % ALIGNMENT == 0
         )
 
     def all_reduce(self, values: Tensor) -> None:

@@ -45,7 +45,8 @@ def time_group(runner: ModelRunner, name: str, rows: int, distinct: int, lora: b
     linears, device = runner._lmm.linears, runner._device
     group = linears.groups[name]
     batch = runner._lora
-    runner._resources.fill_typical(batch, rows, 1, rows, distinct)
+    with torch.inference_mode():
+        runner._resources.fill_typical(batch, rows, 1, rows, distinct)
     x = torch.randn(rows, group.spec.in_features, dtype=runner._lmm.dtype, device=device)
 
     def run() -> None:

@@ -133,9 +133,11 @@ def run(given: argparse.Namespace, folder: Path, gpus: int, way: str, variable: 
         "--one", str(folder), str(gpus), way,
     ]  # fmt: skip
     done = subprocess.run(
-        arguments, stdout=subprocess.PIPE, check=True, text=True,
+        arguments, stdout=subprocess.PIPE, check=False, text=True,
         env=os.environ | ({variable: "1"} if variable else {}),
     )  # fmt: skip
+    if done.returncode:
+        print(f"{way} on {gpus} GPUs ended with {done.returncode}", file=sys.stderr, flush=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -343,6 +343,13 @@ class ServedModel:
             answers, or if not known.
         bundle: Name and version of the bundle, e.g. ``detection@1``.
         rank: Largest rank of the adapter, None without one.
+        decode_only: Whether the adapter is applied only to the last token of a prompt and those
+            after it, so that prompts use the base model's keys and values.
+        form: Form of the memory of a context (``prefix``, ``memory_tokens``, ``adapter``), None for
+            what is none.
+        memory_tokens: Tokens of that memory.
+        memory_bytes: Its size in bytes.
+        source_tokens: Tokens of the document that it stands for.
         loaded_at: Unix time at which it was loaded.
     """
 
@@ -366,6 +373,11 @@ class ServedModel:
     max_tokens: int | None = None
     bundle: str | None = None
     rank: int | None = None
+    decode_only: bool = False
+    form: str | None = None
+    memory_tokens: int | None = None
+    memory_bytes: int | None = None
+    source_tokens: int | None = None
     loaded_at: float = 0.0
 
 
@@ -386,6 +398,10 @@ class EngineStats:
         pages_free: Free pages, those of the prefix cache included.
         pages_kv: Pages that hold keys and values of running requests.
         pages_adapters: Pages that hold adapters.
+        pages_contexts: Pages that hold prefixes of contexts.
+        contexts_resident: Number of contexts whose prefix is on the device.
+        contexts_known: Number of contexts that requests can name.
+        context_loads: How often a prefix was copied to the device.
         adapters_resident: Names of the adapters on the device.
         adapters_known: Number of adapters, wherever they are.
         prefix_hits: Prompt tokens found in the prefix cache.
@@ -412,6 +428,10 @@ class EngineStats:
     pages_free: int = 0
     pages_kv: int = 0
     pages_adapters: int = 0
+    pages_contexts: int = 0
+    contexts_resident: int = 0
+    contexts_known: int = 0
+    context_loads: int = 0
     adapters_resident: tuple[str, ...] = ()
     adapters_known: int = 0
     prefix_hits: int = 0
@@ -453,8 +473,15 @@ class EngineClient(Protocol):
         None if there is one engine, in this process.
         """
 
-    async def load_adapter(self, name: str, folder: Path) -> ServedModel:
+    async def load_adapter(
+        self, name: str, folder: Path, *, decode_only: bool = False
+    ) -> ServedModel:
         """Load a PEFT folder under a name; an adapter of this name is replaced.
+
+        Args:
+            name: The name.
+            folder: The folder.
+            decode_only: Whether it is applied only to the last token of a prompt and those after.
 
         Raises:
             AdapterError: The adapter cannot be served; nothing has changed then.

@@ -270,7 +270,10 @@ def assert_empty(engine: Engine) -> None:
     assert len(engine.blocks) == 0
     assert len(engine.requests.places) == engine.settings.max_requests
     assert not engine.requests.wanted
-    assert stats.pages_free + stats.pages_adapters == stats.pages_total
+    held = stats.pages_adapters + stats.pages_contexts
+    assert stats.pages_free + held == stats.pages_total
+    assert not engine.requests.wanted_prefixes
+    assert not any(entry.users for entry in engine.prefixes._entries.values())
     users = {key: entry.users for key, entry in engine.adapters._entries.items() if entry.users}
     merged = engine.merge_state.adapter
     assert users == ({} if merged is None else {merged: 1})

@@ -274,7 +274,7 @@ class FakeEngine:
     def replicas(self):
         return None
 
-    async def load_adapter(self, name, folder):
+    async def load_adapter(self, name, folder, *, decode_only=False):
         config = json.loads((folder / "adapter_config.json").read_text())
         if config.get("base_model_name_or_path", "tiny") != "tiny":
             raise errors.AdapterError(
@@ -285,6 +285,7 @@ class FakeEngine:
         if name in self._served and self._served[name].bundle:
             raise errors.AdapterError(f"{name} is a name that something else has")
         made = replace(ADAPTER, name=name, adapter=name, root=str(folder), bundle=None)
+        made = replace(made, decode_only=decode_only)
         self._served[name] = made
         return made
 

@@ -7,7 +7,7 @@ Reading and checking files is slow, and may be done in any thread (`stage_adapte
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from valora_data.contract.files import read_json, shown
 from valora_data.contract.heads import read_head
 from valora_data.errors import BundleError
 from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, Adapter, ModelTargets, read_adapter
+from valora_serve.catalogue.contexts import Context, read_context
 from valora_serve.errors import AdapterError, BusyError, UnknownModelError
 from valora_serve.types import ServedModel
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from valora_data.contract.bundle import Bundle
+    from valora_data.contract.contexts import Memory
     from valora_data.contract.heads import Head
 
 NAME_LENGTH = 256
@@ -42,11 +44,13 @@ class ResolvedModel:
         model: Entry in the list of models.
         adapter: Adapter to apply, without its matrices; None for the base model.
         head: Head of the domain, None if it generates text.
+        context: Context that the domain answers about, None for others.
     """
 
     model: ServedModel
     adapter: Adapter | None = None
     head: Head | None = None
+    context: Context | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,12 +62,14 @@ class Staged:
         targets: What it adds: adapters, of which there may be none, then domains.
         adapters: Its adapters with their matrices, by content hash.
         folder: Folder of the bundle or adapter.
+        memories: Keys and values of its contexts that have a prefix, by content hash.
     """
 
     bundle: str | None
     targets: tuple[ResolvedModel, ...]
     adapters: Mapping[str, Adapter]
     folder: Path
+    memories: Mapping[str, Memory] = field(default_factory=dict)
 
 
 class Store:
@@ -78,6 +84,7 @@ class Store:
         width: Size of its hidden states.
         device: Device for heads.
         quantize: How the base model's weights were rounded; None if they were not.
+        config: transformers' configuration of its language model; None if it reads no contexts.
 
     Attributes:
         base: Id of the base model: its name on the hub, or its folder.
@@ -92,16 +99,26 @@ class Store:
         width: int,
         device: torch.device | str = "cpu",
         quantize: str | None = None,
+        config: Any = None,
     ) -> None:
         self.base = base
         self.base_name = Path(base).name if Path(base).is_absolute() else base
         self._targets, self._width, self._device = targets, width, device
-        self._quantize = quantize
+        self._quantize, self._config = quantize, config
         self._base_hash: str | None = None
         listed = ServedModel(name=base, kind="base", root=base, loaded_at=time.time())
         self._base = ResolvedModel(listed)
         self._named: dict[str, ResolvedModel] = {}
         self._bundles: dict[str, frozenset[str]] = {}  # names that each bundle brought
+
+    def base_hash(self) -> str:
+        """Return the hash of the base model, which is computed once.
+
+        Raises:
+            BundleError: It has no weights in safetensors.
+        """
+        self._base_hash = self._base_hash or base_hash(self.base)
+        return self._base_hash
 
     def resolve(self, name: str | None) -> ResolvedModel:
         """Return what a name stands for; None stands for the base model.
@@ -121,6 +138,14 @@ class Store:
         listed = [target.model for target in self._named.values()]
         return [self._base.model, *sorted(listed, key=lambda model: model.kind == "domain")]
 
+    def contexts(self) -> dict[str, Context]:
+        """Return the contexts by their names."""
+        return {
+            name: target.context
+            for name, target in self._named.items()
+            if target.context is not None
+        }
+
     def adapters(self) -> dict[str, Adapter]:
         """Return the adapter of every adapter and domain by its name, without matrices.
 
@@ -132,14 +157,20 @@ class Store:
             if target.adapter is not None
         }
 
-    def stage_adapter(self, name: str, folder: Path) -> Staged:
+    def stage_adapter(self, name: str, folder: Path, *, decode_only: bool = False) -> Staged:
         """Read and check a PEFT folder, without making it nameable.
+
+        Args:
+            name: Its name.
+            folder: Its folder.
+            decode_only: Whether it is applied only to the last token of a prompt and those after.
 
         Raises:
             AdapterError: The adapter cannot be served, or the name is not allowed.
         """
         self._check_name(name)
         adapter = read_adapter(folder, self._targets)
+        _check_decode_only(adapter, decode_only)
         model = ServedModel(
             name=name,
             kind="adapter",
@@ -147,6 +178,7 @@ class Store:
             parent=self.base,
             adapter=name,
             rank=adapter.rank,
+            decode_only=decode_only,
             loaded_at=time.time(),
         )
         target = ResolvedModel(model, _without_matrices(adapter))
@@ -161,8 +193,7 @@ class Store:
         """
         try:
             bundle = read_bundle(folder)
-            self._base_hash = self._base_hash or base_hash(self.base)
-            check_base(bundle, self.base, self._base_hash, self._quantize)
+            check_base(bundle, self.base, self.base_hash(), self._quantize)
             return self._stage(bundle)
         except BundleError as error:
             raise AdapterError(str(error)) from error
@@ -184,6 +215,8 @@ class Store:
             for file in (CONFIG, WEIGHTS):
                 _verified(bundle, f"{place}/{file}")
             adapter = read_adapter(bundle.folder / place, self._targets)
+            decode_only = bool(facts.get("decode_only"))
+            _check_decode_only(adapter, decode_only)
             adapters[adapter.content] = adapter
             model = ServedModel(
                 name=name,
@@ -193,15 +226,29 @@ class Store:
                 adapter=name,
                 bundle=label,
                 rank=adapter.rank,
+                decode_only=decode_only,
                 loaded_at=loaded_at,
             )
             listed[short] = ResolvedModel(model, _without_matrices(adapter))
         golden = _golden_examples(bundle)
+        memories: dict[str, Memory] = {}
+        contexts: dict[str, Context] = {}
+        for name, entry in bundle.contexts.items():
+            if entry.file is not None:
+                _verified(bundle, entry.file)
+            contexts[name], memory = read_context(
+                name, entry, bundle.folder, self.base_hash(), self._config
+            )
+            if memory is not None:
+                memories[contexts[name].content] = memory
         domains = [
-            self._domain(bundle, name, facts, listed.get(facts["adapter"]), golden, loaded_at)
+            self._domain(
+                bundle, name, facts, listed.get(facts["adapter"]), golden, loaded_at, contexts
+            )
             for name, facts in bundle.domains.items()
         ]
-        return Staged(bundle.name, (*listed.values(), *domains), adapters, bundle.folder)
+        targets = (*listed.values(), *domains)
+        return Staged(bundle.name, targets, adapters, bundle.folder, memories)
 
     def _domain(
         self,
@@ -211,6 +258,7 @@ class Store:
         by: ResolvedModel | None,
         examples: Sequence[dict[str, Any]],
         loaded_at: float,
+        contexts: Mapping[str, Context],
     ) -> ResolvedModel:
         """A domain of a bundle; `by` is the adapter that answers, None for the base model."""
         self._check_name(name)
@@ -224,6 +272,12 @@ class Store:
                     f"{shown(head.labels)}; export it again"
                 )
             head = head.configured(facts)
+            if by is not None and by.model.decode_only and head.reads_visual:
+                raise AdapterError(
+                    f"bundle {bundle.folder}: the head of domain {name} reads the images of the "
+                    "prompt, but its adapter is decode_only, so it changes nothing there: export "
+                    "it without decode_only"
+                )
         golden = [one for one in examples if one.get("domain") == name]
         rests = (one.get("rest") for one in golden)
         counts = {1 + len(rest) if isinstance(rest, list) else 1 for rest in rests}
@@ -251,9 +305,11 @@ class Store:
             max_tokens=facts.get("max_tokens"),
             bundle=f"{bundle.name}@{bundle.version}",
             rank=None if by is None else by.model.rank,
+            decode_only=by is not None and by.model.decode_only,
             loaded_at=loaded_at,
         )
-        return ResolvedModel(model, None if by is None else by.adapter, head)
+        adapter = None if by is None else by.adapter
+        return ResolvedModel(_about(model, contexts.get(name)), adapter, head, contexts.get(name))
 
     def _check_name(self, name: str) -> None:
         if not name or name != name.strip() or not name.isprintable() or len(name) > NAME_LENGTH:
@@ -334,6 +390,28 @@ class Store:
     def _bundle_of(self, name: str) -> str | None:
         """Return the bundle that an adapter or domain belongs to, None for a plain adapter."""
         return next((bundle for bundle, names in self._bundles.items() if name in names), None)
+
+
+def _check_decode_only(adapter: Adapter, decode_only: bool) -> None:
+    """Refuse an adapter that changes images, which are read before anything is decoded."""
+    if decode_only and adapter.vision_content:
+        raise AdapterError(
+            f"adapter {adapter.folder} changes how images are encoded, which decode_only leaves to "
+            "the base model: load it without decode_only"
+        )
+
+
+def _about(model: ServedModel, context: Context | None) -> ServedModel:
+    """A domain's entry in the list of models, with the facts of its context."""
+    if context is None:
+        return model
+    return replace(
+        model,
+        form=context.form,
+        memory_tokens=context.tokens,
+        memory_bytes=context.bytes,
+        source_tokens=context.source_tokens,
+    )
 
 
 def _without_matrices(adapter: Adapter) -> Adapter:

@@ -238,9 +238,11 @@ class AsyncEngine:
     def replicas(self) -> None:
         """Return None: this is one engine."""
 
-    async def load_adapter(self, name: str, folder: Path) -> ServedModel:
+    async def load_adapter(
+        self, name: str, folder: Path, *, decode_only: bool = False
+    ) -> ServedModel:
         """Load a PEFT folder under a name; see `types.EngineClient`."""
-        await self._load(folder, name)
+        await self._load(folder, name, decode_only=decode_only)
         return next(model for model in self.models() if model.name == name)
 
     async def load_bundle(self, folder: Path) -> list[ServedModel]:
@@ -248,10 +250,14 @@ class AsyncEngine:
         names = await self._load(folder, None)
         return [model for model in self.models() if model.name in names]
 
-    async def _load(self, folder: Path, name: str | None) -> list[str]:
+    async def _load(
+        self, folder: Path, name: str | None, *, decode_only: bool = False
+    ) -> list[str]:
         named = self._engine.named
         loop = asyncio.get_running_loop()
-        read = await loop.run_in_executor(self._loading, named.read, folder, name)
+        read = await loop.run_in_executor(
+            self._loading, lambda: named.read(folder, name, decode_only=decode_only)
+        )
         return await asyncio.wrap_future(self._call(lambda: named.register(*read)))
 
     async def unload_adapter(self, name: str) -> None:

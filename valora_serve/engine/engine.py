@@ -58,6 +58,7 @@ from valora_serve.errors import (
 )
 from valora_serve.memory.adapter_memory import AdapterMemory
 from valora_serve.memory.block_manager import BlockManager, Owner, PagePool
+from valora_serve.memory.prefix_memory import PrefixMemory
 from valora_serve.memory.unified import PageShape, UnifiedMemory
 from valora_serve.model.attention.base import KVCache
 from valora_serve.model.detokenizer import Detokenizer
@@ -77,10 +78,13 @@ from valora_serve.types import EngineStats, Finish, Mode, Output
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from valora_serve.catalogue.contexts import Context
     from valora_serve.engine.crew import Seat
     from valora_serve.engine.launch import Flight
     from valora_serve.engine.settings import EngineSettings
+    from valora_serve.memory.block_manager import ImageSpan
     from valora_serve.memory.unified import GroupSpec
+    from valora_serve.model.prompt import Prompt
     from valora_serve.orchestrator.cost_model import CostModel
     from valora_serve.orchestrator.decision import Decision
     from valora_serve.parallel.partition import LoraParallel
@@ -114,6 +118,7 @@ class Engine:
         pool: Free and used pages of `memory`.
         blocks: Pages of each running request, and the prefix cache.
         adapters: Adapters, on the host and on the device.
+        prefixes: Prefixes of contexts, on the host and on the device.
         requests: Unfinished requests.
         images: Cache of encoded images.
         merge_state: Inference mode and merged adapter.
@@ -176,19 +181,28 @@ class Engine:
         self.pool.take(1, Owner.RESERVED)
         self.blocks = BlockManager(self.pool, settings.block_size, caching=settings.prefix_cache)
         self.adapters = AdapterMemory(self.memory, self.pool, host_bytes=settings.host_bytes)
-        self.requests = Requests(self.blocks, self.adapters, settings.max_requests)
+        self.prefixes = PrefixMemory(self.memory, self.adapters.room)
+        self.requests = Requests(self.blocks, self.adapters, self.prefixes, settings.max_requests)
         self.adapters.wanted = self.requests.wanted
+        self.prefixes.wanted = self.requests.wanted_prefixes
         self.merge_state = MergeState(lmm.linears, self.adapters)
         self.store = Store(
-            lmm.base, lmm.targets, width=lmm.width, device=self.device, quantize=lmm.quantize
+            lmm.base,
+            lmm.targets,
+            width=lmm.width,
+            device=self.device,
+            quantize=lmm.quantize,
+            config=lmm.config.get_text_config(),
         )
         self.named = Named(
             lmm,
             self.store,
             self.memory,
             self.adapters,
+            self.prefixes,
             self.merge_state,
             in_use=self.requests.wanted,
+            prefixes_in_use=self.requests.wanted_prefixes,
             mergeable=mergeable,
             on_change=self._weights_changed,
         )
@@ -283,9 +297,11 @@ class Engine:
 
     # ------------------------------------------------------------------ before requests come
 
-    def load(self, folder: Path, name: str | None = None) -> list[str]:
+    def load(
+        self, folder: Path, name: str | None = None, *, decode_only: bool = False
+    ) -> list[str]:
         """Load a bundle, or an adapter under a name; see `Named.load`."""
-        return self.named.load(folder, name)
+        return self.named.load(folder, name, decode_only=decode_only)
 
     def warm_up(self) -> None:
         """Capture CUDA graphs and compile kernels, so that the first requests need not wait."""
@@ -323,7 +339,8 @@ class Engine:
         """
         target = self.store.resolve(request.model)
         self._check_characters(request)
-        return Prepared(request, target, prepare_prompt(self.lmm, request, target.model.prompt))
+        prompt = prepare_prompt(self.lmm, request, target.model.prompt, target.context)
+        return Prepared(request, target, prompt)
 
     def _check_characters(self, request: Request) -> None:
         """Refuse a text that cannot fit, before it takes seconds to be tokenized.
@@ -363,13 +380,11 @@ class Engine:
             check_visual(head, visual, len(prompt.visuals))
             if head.reads_visual:  # tokens after the last one that it reads change nothing
                 ids = ids[: max(int(item.at[-1]) for item in prompt.visuals) + 1]
-        most = self._answer_length(request, len(ids), generates=head is None)
-        vocabulary = self.lmm.vocabulary
-        for token, _ in request.sampling.logit_bias:
-            if not 0 <= token < vocabulary:
-                raise RequestError(
-                    f"logit_bias: expected tokens 0 to {vocabulary - 1}, got {token}"
-                )
+        # Behind a prefix, positions may go on later than at its last token.
+        last = len(ids) + max(prompt.delta if prompt.given else 0, 0)
+        most = self._answer_length(request, last, generates=head is None)
+        context = target.context
+        self._check_sampling(request, context)
         key, adapter_pages = None, 0
         if target.adapter is not None:
             key = self.named.key(target.adapter)
@@ -379,12 +394,15 @@ class Engine:
                 raise self._quarantined(key)
             adapter_pages = self.adapters.pages(key)
         size = self.settings.block_size
-        pages = -(-(len(ids) + 1) // size)
-        needed = -(-(len(ids) + max(most, 1)) // size) + adapter_pages
+        prefix = self._prefix_of(context)
+        prefix_pages = 0 if prefix is None else self.prefixes.pages(prefix)
+        own = prompt.given // size  # pages that the request shares with others of the context
+        pages = -(-(len(ids) + 1) // size) - own
+        needed = -(-(len(ids) + max(most, 1)) // size) - own + adapter_pages + prefix_pages
         if needed > self.memory.pages - 1:
             raise TooLongError(
-                f"prompt, answer and adapter need {plural(needed, 'page')}, the memory has "
-                f"{self.memory.pages - 1}: ask for fewer tokens"
+                f"prompt, answer, adapter and context need {plural(needed, 'page')}, the memory "
+                f"has {self.memory.pages - 1}: ask for fewer tokens"
             )
         now = time.monotonic()
         adapter = target.adapter
@@ -394,7 +412,7 @@ class Engine:
             adapter=key,
             rank=0 if adapter is None else adapter.rank,
             arrival=now,
-            prompt_left=len(ids),
+            prompt_left=len(ids) - prompt.given,
             output_left=most,
             pages=pages,
             adapter_pages=adapter_pages,
@@ -417,18 +435,52 @@ class Engine:
                 ids=ids,
                 prompt_tokens=len(ids),
                 salt=b"" if adapter is None else bytes.fromhex(adapter.content),
-                spans=[span for item in prompt.visuals for span in item.spans(vision)],
+                spans=_spans(prompt, vision),
                 vision=vision,
+                own_from=len(ids) - 1 if target.model.decode_only else prompt.given,
+                prefix=prefix,
+                root=b"" if context is None or prefix is None else bytes.fromhex(context.content),
                 text=Detokenizer(
                     self._tokenizer, request.sampling.stop, request.sampling.min_tokens
                 ),
                 generator=make_generator(request.sampling, self.device),
                 max_new=most,
                 arrival=now,
-                counts=TokenCounts(ids) if request.sampling.penalised else None,
+                counts=TokenCounts(prompt.words) if request.sampling.penalised else None,
                 scores=None if head or request.sampling.prompt_logprobs is None else [],
             )
         )
+
+    def _check_sampling(self, request: Request, context: Context | None) -> None:
+        """Check what of a request's sampling depends on the model.
+
+        Raises:
+            RequestError: It cannot be followed.
+        """
+        if request.sampling.prompt_logprobs is not None and context is not None:
+            raise RequestError(
+                f"prompt_logprobs: the tokens of context {context.name} have none: ask for those "
+                "of the answer (logprobs)"
+            )
+        vocabulary = self.lmm.vocabulary
+        for token, _ in request.sampling.logit_bias:
+            if not 0 <= token < vocabulary:
+                raise RequestError(
+                    f"logit_bias: expected tokens 0 to {vocabulary - 1}, got {token}"
+                )
+
+    def _prefix_of(self, context: Context | None) -> str | None:
+        """Return the key of a context's prefix, None if it has none.
+
+        Raises:
+            RequestError: It was deleted since the request was prepared.
+        """
+        if context is None or not context.has_prefix:
+            return None
+        key = self.named.prefix_key(context)
+        if key not in self.prefixes:
+            raise RequestError(f"context {context.name} was deleted: make it again")
+        return key
 
     def _answer_length(self, request: Request, prompt_tokens: int, *, generates: bool) -> int:
         """Return the most tokens to generate for a request; 0 if a head answers."""
@@ -483,6 +535,9 @@ class Engine:
         key = sequence.adapter
         if key is not None and key not in self.requests.wanted:
             self.named.released(key)
+        prefix = sequence.prefix
+        if prefix is not None and prefix not in self.requests.wanted_prefixes:
+            self.named.released_prefix(prefix)
         self.policy.finished(sequence.id)
 
     def _broken(self, sequence: SequenceState, merged: str | None) -> None:
@@ -538,6 +593,9 @@ class Engine:
         answers = self._answers
         for key, wrong in self.adapters.poll().items():
             self._launcher.fail_adapter(key, wrong)
+        for key, wrong in self.requests.load_prefixes().items():
+            for sequence in self.requests.of_prefix(key):
+                answers.fail(sequence, wrong)
         for late in self.requests.overdue(now):
             error = DeadlineError(f"request {late.id} missed its deadline: allow it more time")
             answers.fail(late, error)
@@ -562,6 +620,8 @@ class Engine:
         view = self._view(now)
         if view is None:
             self._idle = True
+            if self.requests.waiting and not self.prefixes.loading:
+                self._release_merged()  # a prefix may need its pages
             return None
         decision = self.policy.decide(view)
         if self._trace is not None:
@@ -581,9 +641,12 @@ class Engine:
             self._launcher.fail_adapter(merged, self._quarantined(merged))
         self._idle = not decision.batch
         if self._idle and not view.running and not self.adapters.loading:
-            # The merged adapter is pinned: release it, or what waits may never have room.
-            self.merge_state.switch(Mode.UNMERGED, None)
+            self._release_merged()
         return decision
+
+    def _release_merged(self) -> None:
+        """Unmerge the adapter, which is pinned while it is merged, so that others have room."""
+        self.merge_state.switch(Mode.UNMERGED, None)
 
     def _view(self, now: float) -> View | None:
         """Return what the policy sees of the engine; None if no request can be computed."""
@@ -600,7 +663,8 @@ class Engine:
                 held += 1
         waiting = window(requests.queue(), SEEN)
         if not running and not waiting:
-            self._arrived.clear()
+            if not requests.waiting:
+                self._arrived.clear()
             return None
         settings, resident = self.settings, self.adapters.resident
         barred = self.adapters.unmergeable.keys() & resident
@@ -660,6 +724,10 @@ class Engine:
             pages_free=self.pool.free,
             pages_kv=self.pool.count(Owner.KV),
             pages_adapters=self.pool.count(Owner.ADAPTER),
+            pages_contexts=self.pool.count(Owner.CONTEXT),
+            contexts_resident=len(self.prefixes.resident),
+            contexts_known=self.named.contexts,
+            context_loads=self.prefixes.loads,
             adapters_resident=tuple(sorted(map(named.name, self.adapters.resident))),
             adapters_known=len(self.adapters),
             prefix_hits=requests.prefix_hits,
@@ -684,8 +752,15 @@ class Engine:
                     self.runner.forget_graphs()  # NCCL does not end while graphs hold its calls
             self.crew.close()
         self.adapters.close()
+        self.prefixes.close()
         if self._trace_file is not None:
             try:
                 self._trace_file.close()
             except OSError as error:  # its last lines do not fit on the disk
                 log.warning("the end of the decision trace is lost: %s", error)
+
+
+def _spans(prompt: Prompt, vision: bytes) -> list[ImageSpan]:
+    """Return what stands behind placeholders of a prompt, for its keys in the prefix cache."""
+    spans = [span for item in prompt.visuals for span in item.spans(vision)]
+    return spans if prompt.memory is None else [prompt.memory.span, *spans]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from valora_serve.engine.sequence import SequenceState
     from valora_serve.memory.adapter_memory import AdapterMemory
-    from valora_serve.model.prompt import Visual, VisualFeatures
+    from valora_serve.model.prompt import MemoryTokens, Visual, VisualFeatures
     from valora_serve.model.runner import ModelRunner
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,8 @@ class ImageEncoder:
     ) -> list[tuple[SequenceState, ImageError]]:
         """Set `SequenceState.features` for the images among the tokens of a step.
 
-        Images that are not cached are encoded together, across requests.
+        The same for memory tokens, which need no encoding but lie in the same cache. Images that
+        are not cached are encoded together, across requests.
 
         Args:
             shares: Requests, and the number of tokens that the step computes for each.
@@ -59,6 +60,9 @@ class ImageEncoder:
         groups: dict[tuple[object, ...], list[tuple[SequenceState, int]]] = {}
         for sequence, count in shares:
             end = sequence.computed + count
+            memory = sequence.prompt.memory
+            if memory is not None and sequence.computed <= memory.at[-1] and memory.at[0] < end:
+                sequence.memory = sequence.memory or self._memory(memory)
             for number, visual in enumerate(sequence.prompt.visuals):
                 reached = sequence.computed <= visual.at[-1] and visual.at[0] < end
                 if number in sequence.features or not reached or self._found(sequence, number):
@@ -83,6 +87,17 @@ class ImageEncoder:
         self.hits += 1
         sequence.features[number] = features
         return True
+
+    def _memory(self, memory: MemoryTokens) -> VisualFeatures:
+        """Return the memory tokens of a context on the device."""
+        key = b"memory|" + memory.key
+        features = self._kept.get(key)
+        if features is None:
+            features = self._runner.place(memory.embeddings)
+            self._keep(key, features)
+        else:
+            self._kept.move_to_end(key)
+        return features
 
     def _encode_group(
         self,

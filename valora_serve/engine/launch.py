@@ -115,7 +115,7 @@ class Launcher:
             sequence.computed += count
             view = sequence.view
             view.kv_tokens += count
-            view.held = len(work.table)
+            view.held = len(work.table) - sequence.given // self._blocks.block_size
             view.prompt_left = max(0, view.prompt_left - count)
             # The newest token may be known to the device only.
             commit(sequence.id, min(sequence.computed, len(sequence.ids)))
@@ -130,6 +130,7 @@ class Launcher:
             if not view.prompt_left:
                 view.images = 0
                 sequence.features.clear()
+                sequence.memory = None
                 if sequence.head is not None:
                     answering.append(sequence)
                     inputs.append(self._head_request(sequence))
@@ -210,6 +211,7 @@ class Launcher:
             tokens=None,
             table=self._blocks.table(sequence.id),
             adapter=NONE if sequence.adapter is None else self._adapters.slot(sequence.adapter),
+            plain=min(max(sequence.own_from - start, 0), count),
             delta=prompt.delta,
         )
         if not (sequence.chosen and count == 1):

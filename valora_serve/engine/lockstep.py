@@ -279,7 +279,7 @@ class FollowingRunner(_GroupRunner):
         rows = np.concatenate([one for one, _ in images])
         shape = (len(rows), self._lmm.width)
         parts = []
-        for _ in range(1 + images[0][1]):
+        for _ in range(1 + max(deep for _, deep in images)):
             part = torch.zeros(shape, dtype=self._lmm.dtype, device=self._device)
             self._group.broadcast(part)
             parts.append(part)

@@ -6,17 +6,24 @@ import logging
 from typing import TYPE_CHECKING
 
 from valora_serve.catalogue.adapters import read_adapter
+from valora_serve.catalogue.contexts import reread_context
 from valora_serve.catalogue.effect import check_effect
+from valora_serve.errors import AdapterError
+from valora_serve.memory.prefix_memory import pack_prefix
+from valora_serve.model.split_linears import SplitLinears
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping
     from pathlib import Path
 
+    from valora_data.contract.contexts import Memory
     from valora_serve.catalogue.adapters import Adapter
+    from valora_serve.catalogue.contexts import Context
     from valora_serve.catalogue.store import Staged, Store
     from valora_serve.engine.merge import MergeState
     from valora_serve.memory.adapter_memory import AdapterMemory
+    from valora_serve.memory.prefix_memory import PackedPrefix, PrefixMemory
     from valora_serve.memory.unified import PackedAdapter, UnifiedMemory
     from valora_serve.model.lmm import Lmm
 
@@ -34,10 +41,15 @@ class Named:
         store: Names that requests can use.
         memory: Packs adapters.
         adapters: Holds packed adapters.
+        prefixes: Holds packed prefixes of contexts.
         merge_state: State of the base weights.
         in_use: Keys of the adapters that unfinished requests use.
+        prefixes_in_use: Keys of the prefixes that they read.
         mergeable: Whether adapters can be merged into the base weights.
         on_change: Called after weights of the base model were moved or began to take adapters.
+
+    Attributes:
+        contexts: Number of contexts that requests can name.
     """
 
     def __init__(
@@ -46,18 +58,23 @@ class Named:
         store: Store,
         memory: UnifiedMemory,
         adapters: AdapterMemory,
+        prefixes: PrefixMemory,
         merge_state: MergeState,
         *,
         in_use: Container[str],
+        prefixes_in_use: Container[str],
         mergeable: bool,
         on_change: Callable[[], None],
     ) -> None:
         self._lmm, self._store = lmm, store
         self._memory, self._adapters, self._merge_state = memory, adapters, merge_state
+        self._prefixes, self._prefixes_in_use = prefixes, prefixes_in_use
         self._in_use, self._mergeable, self._on_change = in_use, mergeable, on_change
         self._row_norms = lmm.linears.row_norms() if mergeable else {}
         self._key_of: dict[str, str] = {}  # by content hash
         self._names: dict[str, list[str]] = {}  # of the adapters that a name needs, by key
+        self.contexts = 0
+        self._wanted_prefixes: set[str] = set()  # keys of those that a name needs
 
     def known(self) -> list[str]:
         """Return the keys of all adapters that a name needs, sorted."""
@@ -71,6 +88,10 @@ class Named:
         named = f"{adapter.folder.name}#{adapter.content[:12]}"
         return self._key_of.setdefault(adapter.content, named)
 
+    def prefix_key(self, context: Context) -> str:
+        """Return the key of a context's prefix; contexts of the same content share it."""
+        return self._key_of.setdefault(context.content, f"{context.name}#{context.content[:12]}")
+
     def by_name(self, facts: Mapping[str, str]) -> dict[str, str]:
         """Return what is known of some adapters, by each name that requests can use for them.
 
@@ -83,12 +104,16 @@ class Named:
         """Return the name of an adapter; its key if only running requests still need it."""
         return self._names.get(key, [key])[0]
 
-    def load(self, folder: Path, name: str | None = None) -> list[str]:
+    def load(
+        self, folder: Path, name: str | None = None, *, decode_only: bool = False
+    ) -> list[str]:
         """Read, check, pack and register a folder.
 
         Args:
             folder: A bundle, or a PEFT adapter if it gets a name.
             name: Name of the adapter, None for a bundle.
+            decode_only: Whether the adapter is applied only to the last token of a prompt and
+                those after it; a bundle says so itself.
 
         Returns:
             The names that requests can now use.
@@ -96,11 +121,11 @@ class Named:
         Raises:
             AdapterError: The folder cannot be served; nothing has changed then.
         """
-        return self.register(*self.read(folder, name))
+        return self.register(*self.read(folder, name, decode_only=decode_only))
 
     def read(
-        self, folder: Path, name: str | None = None
-    ) -> tuple[Staged, dict[str, PackedAdapter], dict[str, str]]:
+        self, folder: Path, name: str | None = None, *, decode_only: bool = False
+    ) -> tuple[Staged, dict[str, PackedAdapter], dict[str, str], dict[str, PackedPrefix]]:
         """Do the slow part of `load`, which changes nothing; may be called from any thread.
 
         Returns:
@@ -110,7 +135,10 @@ class Named:
             AdapterError: The folder cannot be served.
         """
         store = self._store
-        staged = store.stage_bundle(folder) if name is None else store.stage_adapter(name, folder)
+        if name is None:
+            staged = store.stage_bundle(folder)
+        else:
+            staged = store.stage_adapter(name, folder, decode_only=decode_only)
         adapters, dtype = staged.adapters.items(), self._memory.storage.dtype
         unmergeable = {}
         for content, adapter in adapters:
@@ -118,13 +146,36 @@ class Named:
             if reason is not None:
                 unmergeable[content] = reason
         pack = self._memory.pack
-        return staged, {content: pack(adapter) for content, adapter in adapters}, unmergeable
+        packed = {content: pack(adapter) for content, adapter in adapters}
+        return staged, packed, unmergeable, self._pack_prefixes(staged)
+
+    def _pack_prefixes(self, staged: Staged) -> dict[str, PackedPrefix]:
+        """Lay out the prefixes of contexts in host memory, by content hash."""
+        names = {
+            target.context.content: target.context.name
+            for target in staged.targets
+            if target.context is not None
+        }
+        return {
+            content: self._pack_prefix(names[content], content, memory)
+            for content, memory in staged.memories.items()
+        }
+
+    def _pack_prefix(self, name: str, content: str, memory: Memory) -> PackedPrefix:
+        if isinstance(self._lmm.linears, SplitLinears):
+            raise AdapterError(
+                f"context {name} has keys and values, which several GPUs cannot share: serve it "
+                "with --tensor-parallel 1 (and --replicas), or make its memory of memory_tokens"
+            )
+        keys, values = memory.tensors["keys"], memory.tensors["values"]
+        return pack_prefix(self._memory, name, content, keys, values)
 
     def register(
         self,
         staged: Staged,
         packed: Mapping[str, PackedAdapter],
         unmergeable: Mapping[str, str] | None = None,
+        prefixes: Mapping[str, PackedPrefix] | None = None,
     ) -> list[str]:
         """Make what was read nameable; all of it, or nothing.
 
@@ -132,6 +183,7 @@ class Named:
             staged: The names, and the adapters by content hash.
             packed: The same adapters laid out for the device, by content hash.
             unmergeable: Why adapters must not be merged, by content hash.
+            prefixes: Prefixes of contexts laid out for the device, by content hash.
 
         Returns:
             The names.
@@ -150,9 +202,22 @@ class Named:
             self._adapters.add(key, packed[content], reload, unmergeable=reason)
             if reason is not None:
                 log.warning("adapter %s is served, but never merged: %s", key, reason)
+        for target in staged.targets:
+            if target.context is not None and target.context.has_prefix:
+                self._add_prefix(target.context, (prefixes or {})[target.context.content])
         self._activate({name for one in packed.values() for name in one.groups})
         self._refresh()
         return [model.name for model in models]
+
+    def _add_prefix(self, context: Context, packed: PackedPrefix) -> None:
+        file, base = context.file, self._store.base_hash()
+        assert file is not None
+
+        def reload() -> PackedPrefix:
+            found, memory = reread_context(context, file, base, self._lmm.config.get_text_config())
+            return self._pack_prefix(context.name, found, memory)
+
+        self._prefixes.add(self.prefix_key(context), packed, reload)
 
     def unregister(self, name: str, *, bundle: bool) -> None:
         """Forget an adapter or a bundle; requests that run on it are finished.
@@ -176,6 +241,11 @@ class Named:
         if key not in self._names:
             self._retire((key,))
 
+    def released_prefix(self, key: str) -> None:
+        """Free a prefix whose last request has ended, if no name needs it any more."""
+        if key not in self._wanted_prefixes:
+            self._retire_prefixes((key,))
+
     def _refresh(self) -> None:
         """Find out which adapters are needed now, and free the others."""
         before = set(self._names)
@@ -184,6 +254,17 @@ class Named:
             # The first name is the adapter's own; domains that use it come later.
             self._names.setdefault(self.key(adapter), []).append(name)
         self._retire(before - set(self._names))
+        contexts = self._store.contexts().values()
+        self.contexts = len(contexts)
+        kept = {self.prefix_key(context) for context in contexts if context.has_prefix}
+        gone, self._wanted_prefixes = self._wanted_prefixes - kept, kept
+        self._retire_prefixes(gone)
+
+    def _retire_prefixes(self, keys: Iterable[str]) -> None:
+        """Free prefixes, except those that unfinished requests read."""
+        for key in keys:
+            if key not in self._prefixes_in_use and key in self._prefixes:
+                self._prefixes.remove(key)
 
     def _retire(self, keys: Iterable[str]) -> None:
         """Free adapters, except those that unfinished requests use: `released` frees them."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict, deque
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+from valora_serve.errors import ServeError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -13,47 +15,111 @@ if TYPE_CHECKING:
     from valora_serve.engine.sequence import SequenceState
     from valora_serve.memory.adapter_memory import AdapterMemory
     from valora_serve.memory.block_manager import BlockManager
+    from valora_serve.memory.prefix_memory import PrefixMemory
     from valora_serve.orchestrator.decision import RequestView
+
+LOOK_AHEAD: Final = 256
+"""Waiting requests whose prefixes are loaded before it is their turn."""
+
+PREFETCHES: Final = 32
+"""Most prefixes that are loaded at a time."""
 
 
 class Requests:
     """All unfinished requests.
 
-    A running request holds a place in the batch, KV pages and a pin on its adapter. It gets them
-    together (`admit`) and gives them back together (`release`).
+    A running request holds a place in the batch, KV pages, and pins on its adapter and on the
+    prefix of its context. It gets them together (`admit`) and gives them back together (`release`).
 
     Args:
         blocks: Page tables of running requests, and the prefix cache.
         adapters: Adapters of the engine.
+        prefixes: Prefixes of the engine's contexts.
         max_requests: Most requests that run at a time.
 
     Attributes:
         blocks: Page tables of running requests, and the prefix cache.
         adapters: Adapters of the engine.
+        prefixes: Prefixes of the engine's contexts.
         waiting: Requests in the queue by id: preempted ones, then the others as they arrived.
         running: Requests that hold memory, by id; also those whose head computes its result.
         wanted: Number of unfinished requests by key of their adapter; keys without any are absent.
+        wanted_prefixes: The same by key of their prefix.
         places: Free places in the batch.
         preemptions: How often a request was preempted since the start.
         prefix_queries: Prompt tokens looked up in the prefix cache since the start.
         prefix_hits: Prompt tokens found in it.
     """
 
-    def __init__(self, blocks: BlockManager, adapters: AdapterMemory, max_requests: int) -> None:
-        self.blocks, self.adapters = blocks, adapters
+    def __init__(
+        self,
+        blocks: BlockManager,
+        adapters: AdapterMemory,
+        prefixes: PrefixMemory,
+        max_requests: int,
+    ) -> None:
+        self.blocks, self.adapters, self.prefixes = blocks, adapters, prefixes
         self.waiting: OrderedDict[str, SequenceState] = OrderedDict()
         self.running: dict[str, SequenceState] = {}
         self.wanted: Counter[str] = Counter()
+        self.wanted_prefixes: Counter[str] = Counter()
         self.places = deque(range(max_requests))
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
         self._deadlines: list[tuple[float, str]] = []
 
     def queue(self) -> list[RequestView]:
-        """Return what policies see of the waiting requests, oldest first."""
-        views = [sequence.view for sequence in self.waiting.values()]
+        """Return what policies see of the waiting requests, oldest first.
+
+        Requests whose prefix is not on the device are left out: they only wait for that.
+        """
+        views = [
+            sequence.view
+            for sequence in self.waiting.values()
+            if sequence.prefix is None or self._sees(sequence)
+        ]
         # Preempted requests stand before others that may be older.
         views.sort(key=attrgetter("arrival"))
         return views
+
+    def _sees(self, sequence: SequenceState) -> bool:
+        """Update the pages that a request with a prefix needs; False if that is not there."""
+        key = sequence.prefix
+        if key is None or key not in self.prefixes.resident:
+            return False
+        pages = self.own_pages(sequence, len(sequence.ids) + 1)
+        if not self.prefixes.pinned(key):  # admitting the request takes them from those that count
+            pages += self.prefixes.pages(key)
+        sequence.view.pages = pages
+        return True
+
+    def own_pages(self, sequence: SequenceState, tokens: int) -> int:
+        """Return how many pages a request has for itself with this many tokens."""
+        size = self.blocks.block_size
+        return -(-tokens // size) - sequence.given // size
+
+    def load_prefixes(self) -> dict[str, ServeError]:
+        """Start loading the prefixes that waiting requests need, in the order of the queue.
+
+        Returns:
+            The errors of those that could not be loaded, by key.
+        """
+        prefixes = self.prefixes
+        failed = prefixes.poll()
+        if not self.wanted_prefixes:
+            return failed
+        oldest = sorted(self.waiting.values(), key=lambda sequence: sequence.arrival)[:LOOK_AHEAD]
+        for number, sequence in enumerate(oldest):
+            key = sequence.prefix
+            if len(prefixes.loading) >= PREFETCHES:
+                break
+            if key is None or key in failed or key in prefixes.resident | prefixes.loading:
+                continue
+            try:
+                # Only for the oldest may one be evicted that others wait for.
+                prefixes.load(key, urgent=number == 0)
+            except ServeError as error:
+                failed[key] = error
+        return failed
 
     def find(self, request_id: str) -> SequenceState | None:
         """Return an unfinished request, None if there is none of this id."""
@@ -67,9 +133,15 @@ class Requests:
         """Return the unfinished requests that run on an adapter."""
         return [sequence for sequence in self.all() if sequence.adapter == key]
 
+    def of_prefix(self, key: str) -> list[SequenceState]:
+        """Return the unfinished requests that read a prefix."""
+        return [sequence for sequence in self.all() if sequence.prefix == key]
+
     def add(self, sequence: SequenceState) -> None:
         """Put a new request at the end of the queue."""
         self.waiting[sequence.id] = sequence
+        if sequence.prefix is not None:
+            self.wanted_prefixes[sequence.prefix] += 1
         if sequence.adapter is not None:
             self.wanted[sequence.adapter] += 1
         if sequence.view.deadline is not None:
@@ -92,18 +164,19 @@ class Requests:
                 yield late
 
     def admit(self, sequence: SequenceState) -> bool:
-        """Let a waiting request run: give it a place, pages for its prompt, and its adapter.
+        """Let a waiting request run: give it a place, pages for its prompt, adapter and prefix.
 
         Returns:
-            Whether it runs now; False if a place, pages or its adapter are missing.
+            Whether it runs now; False if a place, pages, its adapter or its prefix are missing.
         """
         if sequence.place is not None:
             return True
-        key, blocks = sequence.adapter, self.blocks
+        key, prefix, blocks = sequence.adapter, sequence.prefix, self.blocks
         if not self.places or (key is not None and key not in self.adapters.resident):
             return False
-        if key is not None:
-            self.adapters.pin(key)
+        if prefix is not None and prefix not in self.prefixes.resident:
+            return False
+        self._pin(sequence)
         head = sequence.head
         limit = None
         if head is not None and head.reads_visual:
@@ -111,35 +184,60 @@ class Requests:
             limit = int(min(item.at[0] for item in sequence.prompt.visuals))
         if sequence.scores is not None:
             limit = 0  # the log probabilities of all tokens are computed
-        cached = blocks.open(sequence.id, sequence.ids, sequence.salt, sequence.spans, limit)
+        held = () if prefix is None else self.prefixes.held(prefix)
+        full, rest = divmod(sequence.given, blocks.block_size)
+        cached = blocks.open(
+            sequence.id,
+            sequence.ids,
+            sequence.salt,
+            sequence.spans,
+            limit,
+            since=sequence.own_from,
+            shared=held[:full],
+            root=sequence.root,
+        )
         if not blocks.reserve(sequence.id, len(sequence.ids) + (head is None)):
             blocks.close(sequence.id)
-            if key is not None:
-                self.adapters.unpin(key)
+            self._unpin(sequence)
             return False
+        if prefix is not None and rest and cached < sequence.given:
+            self.prefixes.copy_rest(prefix, blocks.table(sequence.id)[full])
+        cached = max(cached, sequence.given)
         del self.waiting[sequence.id]
         self.running[sequence.id] = sequence
         sequence.place = self.places.popleft()
         sequence.computed, sequence.chosen = cached, False
         if not sequence.preemptions:
             sequence.cached = min(cached, sequence.prompt_tokens)
-            self.prefix_queries += sequence.prompt_tokens
-            self.prefix_hits += sequence.cached
+            self.prefix_queries += sequence.prompt_tokens - sequence.given
+            self.prefix_hits += sequence.cached - sequence.given
         view = sequence.view
         view.running, view.pages = True, 0
         view.prompt_left, view.kv_tokens = len(sequence.ids) - cached, cached
         return True
 
+    def _pin(self, sequence: SequenceState) -> None:
+        if sequence.adapter is not None:
+            self.adapters.pin(sequence.adapter)
+        if sequence.prefix is not None:
+            self.prefixes.pin(sequence.prefix)
+
+    def _unpin(self, sequence: SequenceState) -> None:
+        if sequence.adapter is not None:
+            self.adapters.unpin(sequence.adapter)
+        if sequence.prefix is not None:
+            self.prefixes.unpin(sequence.prefix)
+
     def release(self, sequence: SequenceState) -> None:
-        """Give back a request's place, pages and pin on its adapter, if it has them."""
+        """Give back a request's place, pages and pins, if it has them."""
         if sequence.place is None:
             return
         self.places.append(sequence.place)
         sequence.place = None
         sequence.keys = self.blocks.close(sequence.id)
-        if sequence.adapter is not None:
-            self.adapters.unpin(sequence.adapter)
+        self._unpin(sequence)
         sequence.features.clear()
+        sequence.memory = None
 
     def preempt(self, sequence: SequenceState) -> None:
         """Release a running request and put it at the front of the queue, to be recomputed.
@@ -156,9 +254,9 @@ class Requests:
             sequence.scores.clear()
         view = sequence.view
         view.running, view.kv_tokens, view.held = False, 0, 0
-        view.prompt_left = len(sequence.ids)
+        view.prompt_left = len(sequence.ids) - sequence.given
         view.images = len(sequence.prompt.visuals)
-        view.pages = -(-(len(sequence.ids) + 1) // self.blocks.block_size)
+        view.pages = self.own_pages(sequence, len(sequence.ids) + 1)
         self.waiting[sequence.id] = sequence
         self.waiting.move_to_end(sequence.id, last=False)
 
@@ -171,3 +269,7 @@ class Requests:
             self.wanted[sequence.adapter] -= 1
             if not self.wanted[sequence.adapter]:
                 del self.wanted[sequence.adapter]
+        if sequence.prefix is not None:
+            self.wanted_prefixes[sequence.prefix] -= 1
+            if not self.wanted_prefixes[sequence.prefix]:
+                del self.wanted_prefixes[sequence.prefix]

@@ -50,7 +50,9 @@ class SequenceState:
         view: What policies see of it; kept up to date.
         ids: Token ids of prompt and answer, as far as the host knows them.
         prompt_tokens: Number of prompt tokens in `ids`.
-        salt: Start of its keys in the prefix cache: the adapter's content hash.
+        salt: What its keys in the prefix cache contain besides tokens: the adapter's content hash.
+        own_from: Index of the first token that its adapter is applied to: 0, or that of the
+            prompt's last token if the adapter is applied at decoding only.
         spans: Images in the prompt, for its keys in the prefix cache.
         vision: Content hash of the adapter's weights that change how images are encoded; empty if
             there are none.
@@ -61,6 +63,8 @@ class SequenceState:
         counts: How often each token has come, for its penalties; None without penalties.
         scores: Log probabilities of its prompt, one entry for each step that computed some; None if
             it wants none, or has got them.
+        prefix: Key of the prefix of its context, None without one.
+        root: Content hash of that prefix.
         mask_seconds: Time that its constraint has taken to compute masks, in seconds.
         place: Its place in the batch, None while it waits.
         computed: Tokens whose keys and values are in the cache, those of the step under way
@@ -69,6 +73,7 @@ class SequenceState:
         chosen: Whether its last token lies at its place on the device.
         cached: Prompt tokens that came from the prefix cache when it was first admitted.
         features: Encoded images by their number in the prompt, kept until the prompt is computed.
+        memory: Memory tokens of its context, for the same time.
         hidden: Hidden states that its head reads, [rows, width] a step.
         started: Time of its first step, in seconds of `time.monotonic`.
         first_token: Time of its first token, or of its head's result.
@@ -93,6 +98,9 @@ class SequenceState:
     arrival: float
     counts: TokenCounts | None = None
     scores: list[StepLogprobs] | None = None
+    own_from: int = 0
+    prefix: str | None = None
+    root: bytes = b""
     mask_seconds: float = 0.0
     place: int | None = None
     computed: int = 0
@@ -100,6 +108,7 @@ class SequenceState:
     chosen: bool = False
     cached: int = 0
     features: dict[int, VisualFeatures] = field(default_factory=dict)
+    memory: VisualFeatures | None = None
     hidden: list[Tensor] = field(default_factory=list)
     started: float | None = None
     first_token: float | None = None
@@ -123,6 +132,11 @@ class SequenceState:
         return self.length - self.prompt_tokens
 
     @property
+    def given(self) -> int:
+        """Tokens at the beginning whose keys and values its context gives."""
+        return self.prompt.given
+
+    @property
     def left(self) -> int:
         """Tokens still to be computed before the next one can be chosen."""
         return self.length - self.computed
@@ -138,16 +152,23 @@ class SequenceState:
     def visuals(
         self, start: int, end: int
     ) -> list[tuple[NDArray[np.int64], VisualFeatures, NDArray[np.int64]]]:
-        """Return the visual rows among tokens `start` to `end`.
+        """Return the rows among tokens `start` to `end` that images or memory tokens take.
 
         Returns:
-            For each image: rows counted from `start`, its features, and the features' rows.
+            For each image, and for the memory tokens: rows counted from `start`, its features, and
+            the features' rows.
         """
         found = []
         for number, visual in enumerate(self.prompt.visuals):
             which = np.flatnonzero((visual.at >= start) & (visual.at < end))
             if which.size:
                 found.append((visual.at[which] - start, self.features[number], which))
+        memory = self.prompt.memory
+        if memory is not None:
+            which = np.flatnonzero((memory.at >= start) & (memory.at < end))
+            if which.size:
+                assert self.memory is not None
+                found.append((memory.at[which] - start, self.memory, which))
         return found
 
     def targets(self, start: int, end: int) -> list[int]:

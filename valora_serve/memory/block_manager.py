@@ -27,6 +27,8 @@ class Owner(IntEnum):
     """Keys and values that no sequence uses; evicted when pages are short."""
     RESERVED = 4
     """Never given back: rows that pad a CUDA graph write here."""
+    CONTEXT = 5
+    """Keys and values of a context, which all requests about it read."""
 
 
 class PagePool:
@@ -52,7 +54,7 @@ class PagePool:
         self._cached: dict[int, None] = {}  # in order of last use
         self._users = [0] * pages
         self._owner = [Owner.FREE] * pages
-        self._counts = [pages, 0, 0, 0, 0]
+        self._counts = [pages, *[0] * (len(Owner) - 1)]
 
     @property
     def free(self) -> int:
@@ -68,7 +70,7 @@ class PagePool:
 
         Args:
             count: Number of pages.
-            owner: What they are used for: KV, ADAPTER or RESERVED.
+            owner: What they are used for: KV, ADAPTER, CONTEXT or RESERVED.
 
         Returns:
             The pages, each with one user, or None if fewer can be taken.
@@ -162,16 +164,23 @@ class _SequencePages:
     Attributes:
         tokens: Its token ids; the caller appends to them.
         salt: Content hash of its adapter.
+        since: Index of the first token that the adapter is applied to.
         spans: Images among its tokens.
         blocks: Its pages, in the order of its tokens.
-        keys: Keys of its full and computed blocks in the prefix cache.
+        shared: Number of pages at their beginning that belong to its context.
+        keys: Keys of its full and computed blocks in the prefix cache, from the first page on that
+            is not its context's.
+        root: Content hash of its context, empty without one.
     """
 
     tokens: Sequence[int]
     salt: bytes
+    since: int
     spans: Sequence[ImageSpan]
     blocks: list[int]
+    shared: int = 0
     keys: list[bytes] = field(default_factory=list)
+    root: bytes = b""
 
 
 class BlockManager:
@@ -179,7 +188,10 @@ class BlockManager:
 
     The key of a full block in the prefix cache hashes its tokens, the images behind them and the
     key of the block before it; for the first block the adapter's content hash (`salt`) takes that
-    place. Only full blocks are shared between sequences, so a shared block is never written to.
+    place. Where an adapter is applied from a later token on, its hash joins in at that token's
+    block, and the blocks before are those of the base model. A sequence that begins with a context
+    has that one's pages first; the context's hash stands for them. Only full blocks are shared
+    between sequences, so a shared block is never written to.
 
     Args:
         pool: Pages to take and give back.
@@ -216,6 +228,10 @@ class BlockManager:
         salt: bytes = b"",
         spans: Sequence[ImageSpan] = (),
         limit: int | None = None,
+        since: int = 0,
+        *,
+        shared: int = 0,
+        root: bytes = b"",
     ) -> tuple[int, list[int]]:
         """Look up the longest cached prefix of a prompt, without taking it.
 
@@ -225,22 +241,27 @@ class BlockManager:
             spans: Images among the tokens, by ascending start.
             limit: Most tokens to take from the cache; a head that reads visual tokens needs them
                 computed.
+            since: Index of the first token that the adapter is applied to, at least that of the
+                first token behind `shared`.
+            shared: Number of blocks at the beginning that a context has.
+            root: Content hash of the context.
 
         Returns:
-            Number of cached tokens, and their blocks. Only whole blocks are cached, and never the
+            Number of cached tokens, those of the context's blocks included, and the blocks behind
+            these. Only whole blocks are cached, and never the
             whole prompt, as its last token must be computed.
         """
         blocks: list[int] = []
         if self.caching:
             most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
-            key = salt
-            for index in range(most // self.block_size):
-                key = self._key(key, tokens, spans, index)
+            key = root
+            for index in range(shared, most // self.block_size):
+                key = self._key(self._before(key, salt, since, index), tokens, spans, index)
                 block = self._block_of.get(key)
                 if block is None:
                     break
                 blocks.append(block)
-        return len(blocks) * self.block_size, blocks
+        return (shared + len(blocks)) * self.block_size, blocks
 
     def open(
         self,
@@ -249,6 +270,10 @@ class BlockManager:
         salt: bytes = b"",
         spans: Sequence[ImageSpan] = (),
         limit: int | None = None,
+        since: int = 0,
+        *,
+        shared: Sequence[int] = (),
+        root: bytes = b"",
     ) -> int:
         """Open a sequence; its table starts with the cached prefix of its prompt.
 
@@ -259,20 +284,28 @@ class BlockManager:
             salt: Content hash of the adapter, empty for the base model.
             spans: Images among the tokens, by ascending start.
             limit: Most tokens to take from the cache.
+            since: Index of the first token that the adapter is applied to.
+            shared: Pages of a context, all full, with which the table begins; they stay the
+                context's.
+            root: Content hash of the context.
 
         Returns:
-            Number of cached tokens, which need not be computed.
+            Number of cached tokens, those of `shared` included, which need not be computed.
 
         Raises:
             ValueError: A sequence of this id is open.
         """
         if sequence in self._sequences:
             raise ValueError(f"sequence {sequence} is open already: close it first")
-        cached, blocks = self.match(tokens, salt, spans, limit)
+        cached, blocks = self.match(
+            tokens, salt, spans, limit, since, shared=len(shared), root=root
+        )
         for block in blocks:
             self.pool.share(block)
         keys = [self._key_of[block] for block in blocks]
-        self._sequences[sequence] = _SequencePages(tokens, salt, spans, blocks, keys)
+        self._sequences[sequence] = _SequencePages(
+            tokens, salt, since, spans, [*shared, *blocks], len(shared), keys, root
+        )
         return cached
 
     def pages_needed(self, sequence: Hashable, total_tokens: int) -> int:
@@ -307,7 +340,7 @@ class BlockManager:
         """
         entry = self._sequences[sequence]
         full = computed_tokens // self.block_size
-        if full <= len(entry.keys):
+        if full <= entry.shared + len(entry.keys):
             return
         if computed_tokens > len(entry.tokens) or full > len(entry.blocks):
             raise ValueError(
@@ -316,8 +349,9 @@ class BlockManager:
             )
         if not self.caching:
             return
-        for index in range(len(entry.keys), full):
-            before = entry.keys[-1] if entry.keys else entry.salt
+        for index in range(entry.shared + len(entry.keys), full):
+            last = entry.keys[-1] if entry.keys else entry.root
+            before = self._before(last, entry.salt, entry.since, index)
             key = self._key(before, entry.tokens, entry.spans, index)
             entry.keys.append(key)
             # If two sequences computed the same block at once, the first one is in the cache.
@@ -341,7 +375,7 @@ class BlockManager:
         """
         entry = self._sequences.pop(sequence)
         # Last block first, so that the end of a prefix is evicted before its beginning.
-        for block in reversed(entry.blocks):
+        for block in reversed(entry.blocks[entry.shared :]):
             self.pool.give(block, keep=block in self._key_of)
         return entry.keys
 
@@ -356,6 +390,17 @@ class BlockManager:
             if block is not None:
                 del self._key_of[block]
                 self.pool.uncache(block)
+
+    def _before(self, key: bytes, salt: bytes, since: int, index: int) -> bytes:
+        """Return what block `index` follows: the key of the block before it, and the salt.
+
+        The salt joins in at the block of token `since`, with that token's place in the block: the
+        tokens before it there have the base model's keys and values.
+        """
+        if index != since // self.block_size:
+            return key
+        place = since % self.block_size
+        return key + salt + (b"|%d" % place if salt and place else b"")
 
     def _key(
         self, before: bytes, tokens: Sequence[int], spans: Sequence[ImageSpan], index: int

@@ -271,7 +271,7 @@ class UnifiedMemory:
                 f"{self.pages}: "
                 "start the engine with more memory"
             )
-        buffer = _host_memory(layout.elements, self.storage.dtype)
+        buffer = host_memory(layout.elements, self.storage.dtype)
         for run in layout.runs:
             pair = adapter.modules[run.module]
             a, b = self._projections[run.module].cut(pair)
@@ -299,7 +299,7 @@ class UnifiedMemory:
             buffer=buffer,
         )
         if self.device.type == "cuda":
-            _pin(packed)
+            lock_memory(packed, packed.buffer)
         return packed
 
     def write(self, packed: PackedAdapter, pages: Sequence[int], slot: int) -> None:
@@ -326,6 +326,42 @@ class UnifiedMemory:
         for first, short in self._short:
             count = min(short.shape[2], self.max_rank)
             short[:, slot, :count] = self._table[0, first : first + len(short), :count]
+
+    def write_pages(self, content: torch.Tensor, pages: Sequence[int]) -> None:
+        """Copy keys and values to the device, on the current stream.
+
+        Args:
+            content: [pages, elements of a page] in the memory's dtype, in host memory.
+            pages: Pages for it.
+        """
+        size = self.page.elements
+        for page, part in zip(pages, content, strict=True):
+            self.storage[page * size : (page + 1) * size].copy_(part, non_blocking=True)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a page on the device, on the current stream."""
+        size = self.page.elements
+        part = self.storage[source * size : (source + 1) * size]
+        self.storage[target * size : (target + 1) * size].copy_(part)
+
+    def read_tokens(self, table: Sequence[int], tokens: int) -> torch.Tensor:
+        """Copy keys and values of a sequence, on the current stream.
+
+        Args:
+            table: Its pages, in order.
+            tokens: Number of its tokens, from the first one on.
+
+        Returns:
+            [2, layers, kv_heads, tokens, head_dim], keys and then values, on the device.
+        """
+        count = -(-tokens // self.page.block_size)
+        where = torch.tensor(list(table[:count]), device=self.device)
+        shape = (self.pages, self.page.elements)
+        held = self.storage[: self._zeros].view(shape)[where]
+        page = self.page
+        parts = held.view(count, page.layers, 2, page.block_size, page.kv_heads, page.head_dim)
+        tokenwise = parts.permute(2, 1, 4, 0, 3, 5).flatten(3, 4)
+        return tokenwise[:, :, :, :tokens].contiguous()
 
     def has_arrived(self, slot: int) -> bool:
         """Return whether all processes that hold a part of a slot's adapter have copied theirs.
@@ -438,26 +474,31 @@ class PackedAdapter:
         return self.buffer.numel() * self.buffer.element_size()
 
 
-def _host_memory(elements: int, dtype: torch.dtype) -> torch.Tensor:
+def host_memory(elements: int, dtype: torch.dtype) -> torch.Tensor:
     """Return zeros on memory pages of their own, so that each buffer can be locked alone."""
     return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize), dtype=dtype)
 
 
-def _pin(packed: PackedAdapter) -> None:
-    """Lock an adapter's host memory for asynchronous copies, for as long as the adapter lives.
+def lock_memory(packed: object, buffer: torch.Tensor) -> None:
+    """Lock host memory for asynchronous copies, for as long as what it belongs to lives.
+
+    Args:
+        packed: The adapter or prefix in it.
+        buffer: The memory, from `host_memory`.
 
     torch's allocator of pinned memory rounds up to powers of two, which wastes too much memory for
     thousands of adapters.
     """
     runtime = torch.cuda.cudart()
-    status = int(runtime.cudaHostRegister(packed.buffer.data_ptr(), packed.bytes, 0))
+    size = buffer.numel() * buffer.element_size()
+    status = int(runtime.cudaHostRegister(buffer.data_ptr(), size, 0))
     if status != 0:
         raise AdapterError(
-            f"cannot lock {packed.bytes} bytes of host memory for an adapter (CUDA error "
-            f"{status}): serve fewer adapters, or set a smaller host_bytes"
+            f"cannot lock {size} bytes of host memory (CUDA error {status}): serve fewer adapters "
+            "and contexts, or set a smaller host_bytes"
         )
-    weakref.finalize(packed, _unpin, packed.buffer).atexit = False
+    weakref.finalize(packed, _unlock, buffer).atexit = False
 
 
-def _unpin(buffer: torch.Tensor) -> None:
+def _unlock(buffer: torch.Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())

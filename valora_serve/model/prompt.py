@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from valora_data.contract.architectures.base import IMAGE, PIXELS, VIDEO
+from valora_data.contract.contexts import (
+    ADAPTER,
+    MEMORY_TOKENS,
+    around_memory,
+    system_turn,
+    tail_text,
+)
 from valora_data.contract.grid_pooling import places_of
 from valora_serve.errors import ImageError, RequestError
 from valora_serve.memory.block_manager import ImageSpan
@@ -21,8 +28,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from valora_data.contract.base_model import BaseModel
+    from valora_serve.catalogue.contexts import Context
     from valora_serve.types import Request
 
+
+PLACEHOLDER = 0
+"""Token id that stands for a token of a context, whose embedding is replaced or not needed."""
 
 PIXELS_PER_TOKEN = 2048
 """Most resized pixels that one visual token stands for: Qwen3-VL's, 32 x 32 of two frames."""
@@ -92,6 +103,26 @@ class VisualFeatures:
         return sum(part.numel() * part.element_size() for part in parts)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MemoryTokens:
+    """Memory tokens of a context in a prompt.
+
+    Attributes:
+        key: Content hash of the context.
+        at: [tokens] int64, their indices in the prompt, one after another.
+        embeddings: [tokens, width] on the CPU, what stands in place of token embeddings.
+    """
+
+    key: bytes
+    at: NDArray[np.int64]
+    embeddings: Tensor
+
+    @property
+    def span(self) -> ImageSpan:
+        """Their place, for the keys of the prefix cache."""
+        return ImageSpan(int(self.at[0]), int(self.at[-1]) + 1, b"memory|" + self.key)
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt, ready for the engine.
@@ -100,17 +131,35 @@ class Prompt:
         ids: Token ids, with one placeholder for each visual token.
         visuals: Images and videos, in the order of their first tokens.
         positions: [3, tokens] int64 if rotary positions have three parts; None if a token's
-            position is its index.
+            position is its index plus `delta`.
         delta: Position minus index of the generated tokens.
+        given: Tokens at the beginning whose keys and values a context gives; placeholders stand
+            for them.
+        memory: Memory tokens of a context, for which placeholders stand; None without any.
     """
 
     ids: list[int]
     visuals: tuple[Visual, ...] = ()
     positions: NDArray[np.int64] | None = None
     delta: int = 0
+    given: int = 0
+    memory: MemoryTokens | None = None
+
+    @property
+    def words(self) -> list[int]:
+        """Token ids without the placeholders of a context."""
+        if self.memory is None:
+            return self.ids[self.given :]
+        first, last = int(self.memory.at[0]), int(self.memory.at[-1])
+        return self.ids[:first] + self.ids[last + 1 :]
 
 
-def prepare_prompt(model: BaseModel, request: Request, domain_prompt: str | None = None) -> Prompt:
+def prepare_prompt(
+    model: BaseModel,
+    request: Request,
+    domain_prompt: str | None = None,
+    context: Context | None = None,
+) -> Prompt:
     """Tokenize a request and process its images and videos.
 
     Args:
@@ -118,6 +167,7 @@ def prepare_prompt(model: BaseModel, request: Request, domain_prompt: str | None
         request: The request.
         domain_prompt: The prompt of the requested domain; it precedes images that come without
             any text.
+        context: The context that the request is about, None for none.
 
     Raises:
         RequestError: The request has no prompt or several, or its placeholders do not match its
@@ -127,10 +177,12 @@ def prepare_prompt(model: BaseModel, request: Request, domain_prompt: str | None
              request.token_ids is not None]  # fmt: skip
     if sum(given) > 1:
         raise RequestError("request: give one of messages, text and token_ids")
+    inside = context is not None and context.form != ADAPTER
     if request.token_ids is not None:
-        return _from_ids(model, request)
+        return _within(model, _from_ids(model, request), context)
     if request.text is not None:
-        return _process(model, request.text, request.images, request.videos)
+        found = _process(model, request.text, request.images, request.videos, tail=inside)
+        return _within(model, found, context)
     messages = request.messages
     if messages is None:
         if not (request.images or request.videos) or domain_prompt is None:
@@ -145,11 +197,43 @@ def prepare_prompt(model: BaseModel, request: Request, domain_prompt: str | None
         messages, images = _frames_as_images(messages, images, videos)
         videos = ()
     messages = _contents_as_parts(messages)
+    if context is not None and any(turn.get("role") == "system" for turn in messages):
+        raise RequestError(
+            f"{context.name} is a context, which stands in place of the system turn: leave that out"
+        )
     try:
-        text = model.render(messages)
+        if context is None:
+            text = model.render(messages)
+        elif inside:
+            text = tail_text(model, messages)
+        else:
+            text = model.render([system_turn(""), *messages])
     except Exception as error:
         raise RequestError(f"messages do not fit the chat template: {error}") from error
-    return _process(model, text, images, videos)
+    return _within(model, _process(model, text, images, videos, tail=inside), context)
+
+
+def _within(model: BaseModel, tail: Prompt, context: Context | None) -> Prompt:
+    """Return a prompt behind its context, see `valora_data.contract.contexts`."""
+    if context is None or context.form == ADAPTER:
+        return tail
+    before: list[int] = []
+    after: list[int] = []
+    memory, given, shift = None, context.tokens, context.position
+    if context.form == MEMORY_TOKENS:
+        before, after = around_memory(model)
+        at = np.arange(len(before), len(before) + context.tokens)
+        assert context.embeddings is not None
+        memory = MemoryTokens(bytes.fromhex(context.content), at, context.embeddings)
+        given, shift = 0, len(before) + context.tokens + len(after)
+    ids = [*before, *[PLACEHOLDER] * context.tokens, *after, *tail.ids]
+    start = len(ids) - len(tail.ids)
+    visuals = tuple(replace(visual, at=visual.at + start) for visual in tail.visuals)
+    positions = tail.positions
+    if positions is not None:
+        first = np.broadcast_to(np.arange(start) + shift - start, (3, start))
+        positions = np.concatenate([first, positions + shift], axis=1)
+    return Prompt(ids, visuals, positions, tail.delta + shift - start, given, memory)
 
 
 def _from_ids(model: BaseModel, request: Request) -> Prompt:
@@ -166,18 +250,25 @@ def _from_ids(model: BaseModel, request: Request) -> Prompt:
 
 
 def _process(
-    model: BaseModel, text: str, images: Sequence[Image], videos: Sequence[Sequence[Image]]
+    model: BaseModel,
+    text: str,
+    images: Sequence[Image],
+    videos: Sequence[Sequence[Image]],
+    *,
+    tail: bool = False,
 ) -> Prompt:
+    """Return the prompt of a text; a `tail` gets no beginning-of-sequence token."""
+    special = False if tail else None
     _check_placeholders(model, "images", model.image_token, text, len(images))
     _check_placeholders(model, "videos", model.video_token, text, len(videos))
     if not (images or videos):
-        words = model.tokenize(text)
+        words = model.tokenize(text, special=special)
         if not words:
             raise RequestError("prompt: expected some text, got none")
         return Prompt(words)
     _check_resized(model, images, videos)
     try:
-        inputs = model.process(text, images, videos)
+        inputs = model.process(text, images, videos, special=special)
     except (ValueError, TypeError, StopIteration, IndexError) as error:
         raise ImageError(f"images and prompt do not fit each other: {error}") from error
     ids = inputs["input_ids"][0]

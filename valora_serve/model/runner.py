@@ -15,8 +15,9 @@ from valora_serve.model.attention.registry import make_backend
 from valora_serve.model.finite import finite_rows, mark_broken
 from valora_serve.model.graphs import DecodeGraphs, GraphRecorder, PromptGraphs
 from valora_serve.model.lmm import VisualRows
+from valora_serve.model.prompt import VisualFeatures
 from valora_serve.model.sampler import StepLogprobs, sample, top_logprobs
-from valora_serve.model.work import LoraTerms, StepResources, StepResult
+from valora_serve.model.work import LoraTerms, StepResources, StepResult, runs_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from valora_serve.model.attention.base import KVCache
     from valora_serve.model.graphs import DecodeGraph
     from valora_serve.model.lmm import Lmm
-    from valora_serve.model.prompt import Visual, VisualFeatures
+    from valora_serve.model.prompt import Visual
     from valora_serve.model.sampler import TokenChoice
     from valora_serve.model.work import AdapterTable, Work
 
@@ -141,7 +142,7 @@ class ModelRunner:
             tokens,
             self._send(positions if self._lmm.three_positions else positions[0]),
             Rows(starts, lengths, [work.table for work in works]),
-            None if terms is None else terms.repeated(counts),
+            None if terms is None else terms.repeated(runs_of(works)[1]),
             self._visual_rows(works, starts),
         )
         kept: list[Tensor | None] = [
@@ -190,14 +191,20 @@ class ModelRunner:
         for work, at in zip(works, starts.tolist(), strict=False):
             for offsets, features, which in work.visuals:
                 rows.append(offsets + at)
-                whole = len(which) == len(features.embeddings)
-                index = None if whole else self._send(which)
+                complete = len(which) == len(features.embeddings)
+                index = None if complete else self._send(which)
                 parts = (features.embeddings, *features.deep)
                 embeddings.append(parts[0] if index is None else parts[0][index])
                 deep.append([part if index is None else part[index] for part in parts[1:]])
         if not rows:
             return None
-        together = [torch.cat(layer) for layer in zip(*deep, strict=True)]
+        layers = max(map(len, deep))
+        # Memory tokens have no such features, also beside images that do.
+        whole = [
+            own or [torch.zeros_like(embedded)] * layers
+            for own, embedded in zip(deep, embeddings, strict=True)
+        ]
+        together = [torch.cat(layer) for layer in zip(*whole, strict=True)]
         return VisualRows(self._send(np.concatenate(rows)), torch.cat(embeddings), together)
 
     def _sample(self, logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
@@ -323,6 +330,10 @@ class ModelRunner:
         self._lmm.hidden(positions.new_zeros(rows), positions, plan)
 
     # ------------------------------------------------------------------ images
+
+    def place(self, embeddings: Tensor) -> VisualFeatures:
+        """Return embeddings [tokens, width] in host memory as they stand in a prompt."""
+        return VisualFeatures(embeddings.to(self._device, self._lmm.dtype))
 
     def encode(self, visuals: Sequence[Visual], adapters: Sequence[int]) -> list[VisualFeatures]:
         """Encode images or videos of one kind and shape together.

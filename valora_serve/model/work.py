@@ -35,6 +35,8 @@ class Work:
         tokens: [count] token ids; None for a decode step, whose token is on the device.
         table: Page table of the sequence: its pages in order.
         adapter: Slot of the request's adapter, `NONE` for the base model.
+        plain: Number of tokens at the start of the share that its adapter is not applied to, as it
+            is applied at decoding only.
         delta: Position minus index of the tokens, see `Prompt.delta`.
         positions: [3, count] int64, positions of prompt tokens in time, height and width; None
             where they follow from the index.
@@ -55,6 +57,7 @@ class Work:
     tokens: Sequence[int] | None
     table: Sequence[int]
     adapter: int = NONE
+    plain: int = 0
     delta: int = 0
     positions: NDArray[np.int64] | None = None
     visuals: Sequence[tuple[NDArray[np.int64], VisualFeatures, NDArray[np.int64]]] = ()
@@ -91,9 +94,28 @@ class StepResult:
         return ids
 
 
+def runs_of(works: Sequence[Work]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the runs of rows with one adapter: a work is one, or two if it begins without.
+
+    Returns:
+        Slot of each run's own adapter, `NONE` for none, and its number of rows: both [runs].
+    """
+    if not any(work.plain for work in works):
+        return (
+            np.array([work.adapter for work in works], np.int64),
+            np.array([work.count for work in works], np.int64),
+        )
+    runs: list[tuple[int, int]] = []
+    for work in works:
+        runs += [(NONE, work.plain)] * bool(work.plain)
+        runs += [(work.adapter, work.count - work.plain)] * (work.count > work.plain)
+    slots, counts = np.array(runs, np.int64).T
+    return slots, counts
+
+
 @dataclass(frozen=True, slots=True)
 class LoraTerms:
-    """LoRA terms of works or rows: which adapters apply, and with which coefficients.
+    """LoRA terms of runs of rows, or of rows: which adapters apply, and with which coefficients.
 
     A merged adapter needs no term. Beside it, in mixture mode, other rows have two terms: their
     own adapter with +1, and the merged one with −1, which takes it back out of the weights.
@@ -108,13 +130,13 @@ class LoraTerms:
 
     @classmethod
     def of(cls, works: Sequence[Work], merged: int) -> LoraTerms | None:
-        """Terms of every work; None if no work needs any.
+        """Terms of every run of rows, see `runs_of`; None if no row needs any.
 
         Args:
             works: The works of a step.
             merged: Slot of the adapter that is merged into the weights, `NONE` for none.
         """
-        own = np.array([work.adapter for work in works], np.int64)
+        own, _ = runs_of(works)
         if merged == NONE:
             if (own == NONE).all():
                 return None
@@ -133,7 +155,7 @@ class LoraTerms:
         return int(self.adapters.shape[1])
 
     def repeated(self, counts: NDArray[np.int64]) -> LoraTerms:
-        """Terms of every row, from those of works with `counts` rows each."""
+        """Terms of every row, from those of runs with `counts` rows each."""
         return LoraTerms(
             np.repeat(self.adapters, counts, axis=0), np.repeat(self.coefficients, counts, axis=0)
         )

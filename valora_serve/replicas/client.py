@@ -196,9 +196,12 @@ class ReplicatedEngine:
         """Return the state of every replica by its name; see `types.EngineClient`."""
         return {report.replica: report.stats for report in self._live()}
 
-    async def load_adapter(self, name: str, folder: Path) -> ServedModel:
+    async def load_adapter(
+        self, name: str, folder: Path, *, decode_only: bool = False
+    ) -> ServedModel:
         """Load a PEFT folder into all replicas; see `types.EngineClient`."""
-        part = await asyncio.to_thread(find_part, folder.absolute(), bundle=False)
+        found = await asyncio.to_thread(find_part, folder.absolute(), bundle=False)
+        part = dataclasses.replace(found, decode_only=decode_only)
         await self._change(lambda: (self._state.bundles, {**self._state.adapters, name: part}))
         return next(model for model in self._models if model.name == name)
 

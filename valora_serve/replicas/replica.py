@@ -248,7 +248,8 @@ class EngineReplica:
     async def _load_adapter(self, name: str, part: Any, *, strict: bool) -> None:
         try:
             await asyncio.to_thread(check_part, part, bundle=False)
-            await self._engine.load_adapter(name, Path(part.folder))
+            folder = Path(part.folder)
+            await self._engine.load_adapter(name, folder, decode_only=part.decode_only)
             self._missing.pop(name, None)
         except (AdapterError, RequestError) as error:
             if strict:

@@ -25,10 +25,12 @@ class Part:
         folder: Its folder, the same on every machine.
         sha256: Hash of its content: of a bundle's manifest, which has the hashes of all its files,
             or of an adapter's configuration and weights.
+        decode_only: Whether the adapter is applied at decoding only.
     """
 
     folder: str
     sha256: str
+    decode_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -416,9 +416,16 @@ class BaseModel:
         text = self.processor.apply_chat_template(messages, add_generation_prompt=generate)
         return str(text)
 
-    def tokenize(self, text: str) -> list[int]:
-        """Return the token ids of a prompt without images or videos."""
-        ids = self.tokenizer(text, add_special_tokens=self._adds_special_tokens(text))["input_ids"]
+    def tokenize(self, text: str, *, special: bool | None = None) -> list[int]:
+        """Return the token ids of a prompt without images or videos.
+
+        Args:
+            text: The prompt.
+            special: Whether the tokenizer adds the beginning-of-sequence token; None to add it
+                unless the chat template did.
+        """
+        special = self._adds_special_tokens(text) if special is None else special
+        ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         return [int(i) for i in ids]
 
     def resized_pixels(self, width: int, height: int) -> int:
@@ -435,6 +442,8 @@ class BaseModel:
         text: str,
         images: Sequence[Image] = (),
         videos: Sequence[Sequence[Image]] = (),
+        *,
+        special: bool | None = None,
     ) -> Any:
         """Return the processor's output for one prompt.
 
@@ -442,6 +451,7 @@ class BaseModel:
             text: The prompt, with a placeholder for each image and video.
             images: The images, in the order of the prompt.
             videos: The frames of the videos, in the order of the prompt; all frames are used.
+            special: As in `tokenize`.
         """
         media: dict[str, Any] = {}
         if images:
@@ -456,7 +466,7 @@ class BaseModel:
         return processor(
             text=[text],
             return_tensors="pt",
-            add_special_tokens=self._adds_special_tokens(text),
+            add_special_tokens=self._adds_special_tokens(text) if special is None else special,
             **media,
         )
 

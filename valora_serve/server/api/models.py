@@ -62,6 +62,7 @@ def card(model: ServedModel, context_length: int, quarantined: str | None = None
         media=model.media,
         bundle=model.bundle,
         rank=model.rank,
+        decode_only=model.decode_only,
         quarantined=quarantined,
         max_model_len=context_length,
     )
@@ -114,7 +115,12 @@ def router(context: ServerContext) -> APIRouter:
     @admin
     async def load_adapter(body: LoadAdapterRequest) -> Loaded:
         made = await whole(
-            served.load_adapter(body.lora_name, body.lora_path, replace=body.load_inplace)
+            served.load_adapter(
+                body.lora_name,
+                body.lora_path,
+                replace=body.load_inplace,
+                decode_only=body.decode_only,
+            )
         )
         return Loaded(models=[card(made, engine.context_length)])
 

@@ -474,6 +474,11 @@ class LoadAdapterRequest(_Body):
     lora_name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
     lora_path: str = Field(min_length=1, max_length=4096)
     load_inplace: bool = Field(default=False, description="replace the adapter of this name")
+    decode_only: bool = Field(
+        default=False,
+        description="apply it only to the last token of a prompt and those after it, so that "
+        "prompts share the base model's prefix cache; for adapters that were trained so",
+    )
 
 
 class UnloadAdapterRequest(_Body):
@@ -767,6 +772,7 @@ class ModelCard(_ResponseBody):
     media: str | None = None
     bundle: str | None = None
     rank: int | None = None
+    decode_only: bool = False
     quarantined: str | None = None
     max_model_len: int
 

@@ -52,6 +52,7 @@ class _SavedState(BaseModel):
         adapters: Folders of adapters loaded at run time, by name.
         bundles: Folders of bundles loaded at run time, by name.
         unloaded: Bundles of the command line that were unloaded or replaced at run time.
+        decode_only: Names of the adapters that are applied at decoding only.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -60,6 +61,7 @@ class _SavedState(BaseModel):
     adapters: dict[str, str] = {}
     bundles: dict[str, str] = {}
     unloaded: list[str] = []
+    decode_only: list[str] = []
 
     def copied(self) -> _SavedState:
         return self.model_copy(deep=True)
@@ -129,20 +131,24 @@ class ServedSet:
         for name, path in self._state.adapters.items():
             try:
                 folder = await asyncio.to_thread(self._adapter_folder, path)
-                await self._engine.load_adapter(name, folder)
+                late = name in self._state.decode_only
+                await self._engine.load_adapter(name, folder, decode_only=late)
             except Exception as error:  # noqa: BLE001 - the others are served all the same
                 problems.append(f"adapter {name} is not served again: {error}")
         for problem in problems:
             logs.LOG.error("%s", problem)
         return problems
 
-    async def load_adapter(self, name: str, path: str, *, replace: bool) -> ServedModel:
+    async def load_adapter(
+        self, name: str, path: str, *, replace: bool, decode_only: bool = False
+    ) -> ServedModel:
         """Load a PEFT adapter.
 
         Args:
             name: Name that requests will use.
             path: Folder of the adapter, absolute or relative to the adapter folder.
             replace: Whether an adapter of this name that was loaded at run time is replaced.
+            decode_only: Whether it is applied only to the last token of a prompt and those after.
 
         Raises:
             AdapterError: The path is outside the adapter folder, or the adapter is invalid.
@@ -159,16 +165,21 @@ class ServedSet:
             folder = await asyncio.to_thread(self._adapter_folder, path)
             new = self._state.copied()
             new.adapters[name] = str(folder)
+            new.decode_only = [one for one in new.decode_only if one != name]
+            new.decode_only += [name] * decode_only
+
+            async def load(state: _SavedState) -> ServedModel:
+                late = name in state.decode_only
+                path = Path(state.adapters[name])
+                return await self._engine.load_adapter(name, path, decode_only=late)
 
             async def undo() -> None:
                 if name in taken:
-                    await self._engine.load_adapter(name, Path(self._state.adapters[name]))
+                    await load(self._state)
                 else:
                     await self._engine.unload_adapter(name)
 
-            return await self._loaded(
-                f"adapter {name}", new, lambda: self._engine.load_adapter(name, folder), undo
-            )
+            return await self._loaded(f"adapter {name}", new, lambda: load(new), undo)
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter.
@@ -185,6 +196,7 @@ class ServedSet:
                 return
             new = self._state.copied()
             del new.adapters[name]
+            new.decode_only = [one for one in new.decode_only if one != name]
             # One that could not be restored is only forgotten.
             act = self._engine.unload_adapter if served is not None else None
             await self._unloaded(f"adapter {name}", name, new, act)

@@ -205,7 +205,7 @@ def test_chance_is_the_leaders(pair: tuple[Engine, Engine]) -> None:
     for engine in pair:
         engine.merge_state.switch(Mode.UNMERGED, None)
         for key in sorted(engine.adapters.resident):
-            engine.adapters._evict(key)
+            engine.adapters.evict(engine.adapters._entries[key])
     again = run(pair[1], asked)
     assert {name: got.tokens for name, got in again.items()} == {
         name: got.tokens for name, got in wanted.items()

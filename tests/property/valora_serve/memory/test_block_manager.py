@@ -262,3 +262,45 @@ def test_misuse_is_refused():
         PagePool(0)
     with pytest.raises(ValueError, match="at least 1"):
         BlockManager(pool, 0)
+
+
+def test_where_an_adapter_begins_counts() -> None:
+    manager = BlockManager(PagePool(20), 4)
+    tokens = list(range(9))
+    manager.open("late", tokens, b"one", since=5)
+    assert manager.reserve("late", 9)
+    manager.commit("late", 9)
+    assert manager.match(tokens, b"one", since=5)[0] == 8
+    assert manager.match(tokens, b"one", since=6)[0] == 4  # token 5 has the base model's here
+    assert manager.match(tokens, b"two", since=5)[0] == 4
+    assert manager.match(tokens)[0] == 4
+    assert manager.match(tokens, b"one")[0] == 0
+    manager.close("late")
+    manager.open("always", tokens, b"one")
+    assert manager.reserve("always", 9)
+    manager.commit("always", 9)
+    assert manager.match(tokens, b"one", since=3)[0] == 0
+
+
+def test_the_pages_of_a_context_stand_first_and_stay_its_own() -> None:
+    pool = PagePool(20)
+    manager = BlockManager(pool, 4)
+    held = pool.take(2, Owner.CONTEXT)
+    assert held is not None
+    tokens = list(
+        range(15)
+    )  # the first 10 are the context's, two of them in a page of each request
+    assert manager.open("a", tokens, b"", since=10, shared=held, root=b"doc") == 8
+    assert manager.reserve("a", 15)
+    assert manager.table("a")[:2] == held
+    manager.commit("a", 15)
+    manager.open("b", tokens, b"", since=10, shared=held, root=b"doc")
+    assert manager.table("b") == manager.table("a")[:3]
+    for other in ({"root": b"other"}, {"root": b"doc", "salt": b"one"}):
+        assert manager.match(tokens, since=10, shared=2, **other)[0] == 8  # type: ignore[arg-type]
+    assert manager.match(tokens)[0] == 0
+    manager.close("a")
+    manager.close("b")
+    assert pool.count(Owner.CONTEXT) == 2 and pool.count(Owner.CACHED) == 1
+    with pytest.raises(ValueError, match="expected keys and values, got CONTEXT"):
+        pool.share(held[0])

@@ -17,8 +17,9 @@ from valora_kernels.metadata import LoraBatch
 from valora_kernels.reference import atmm_reference
 from valora_serve.catalogue.adapters import Adapter, LoraPair
 from valora_serve.errors import AdapterError, BusyError
-from valora_serve.memory.adapter_memory import AdapterMemory, AdapterState
+from valora_serve.memory.adapter_memory import AdapterMemory
 from valora_serve.memory.block_manager import Owner, PagePool
+from valora_serve.memory.residency import Place
 from valora_serve.memory.unified import GroupSpec, PageShape, UnifiedMemory
 
 GROUPS = (
@@ -320,7 +321,7 @@ class Adapters(RuleBasedStateMachine):
         )
         assert len(self.adapters) == len(self.known)
         for key in self.known:
-            assert (self.adapters.state(key) is AdapterState.RESIDENT) == (key in resident)
+            assert (self.adapters.state(key) is Place.RESIDENT) == (key in resident)
         if self.bound is not None:
             biggest = max((a.rank * 2000 for a in self.known.values()), default=0)
             assert self.adapters.host_bytes <= self.bound + biggest
@@ -368,7 +369,7 @@ def test_what_cannot_be_read_again_hits_only_itself():
     adapters.add("good", memory.pack(good), lambda: memory.pack(good))
     adapters.add("bad", memory.pack(bad), read_bad)
     adapters.add("third", memory.pack(make_adapter({"q": 1}, 3)), lambda: memory.pack(bad))
-    assert adapters.state("good") is adapters.state("bad") is AdapterState.FILE
+    assert adapters.state("good") is adapters.state("bad") is Place.FILE
     assert adapters.load("good")
     with pytest.raises(AdapterError, match="was changed since"):
         adapters.load("bad")
@@ -379,7 +380,7 @@ def test_what_cannot_be_read_again_hits_only_itself():
     answers["bad"] = missing
     with pytest.raises(AdapterError, match="cannot be read again: no such file"):
         adapters.load("bad")
-    assert adapters.state("bad") is AdapterState.FILE and not adapters.loading
+    assert adapters.state("bad") is Place.FILE and not adapters.loading
     answers["bad"] = lambda: memory.pack(bad)
     assert adapters.load("bad") and adapters.ready("bad")
     check_rows(memory, bad, adapters.slot("bad"))

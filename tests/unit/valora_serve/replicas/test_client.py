@@ -303,7 +303,7 @@ def test_adapters_and_bundles_are_loaded_everywhere_or_nowhere(tmp_path):
     run(case())
 
 
-async def _refuse(name, folder):
+async def _refuse(name, folder, **_):
     raise errors.AdapterError("there is no room for it")
 
 

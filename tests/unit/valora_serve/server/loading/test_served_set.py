@@ -539,9 +539,9 @@ def test_a_replay_that_breaks_leaves_nothing_behind(place):
 
 def test_a_load_goes_on_when_its_client_leaves(place):
     class Slow(FakeEngine):
-        async def load_adapter(self, name, folder):
+        async def load_adapter(self, name, folder, *, decode_only=False):
             await asyncio.sleep(0.5)
-            return await super().load_adapter(name, folder)
+            return await super().load_adapter(name, folder, decode_only=decode_only)
 
     from tests.support.http_helpers import until
 

@@ -1,0 +1,238 @@
+"""Contexts and adapters at decoding only against transformers' caches and PEFT, in every mode."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.context_bundles import ContextReference, ContextSpec, make_context_bundle
+from tests.support.engine_reference import (
+    Got,
+    ask,
+    assert_empty,
+    collect,
+    finish,
+    make_engine,
+    noise,
+    relative,
+    run,
+)
+from tests.support.lmm_checkpoints import save_llava
+from tests.support.serve_helpers import LANGUAGE, MLP
+from valora_data.contract.bundle import MANIFEST
+from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX
+from valora_serve.engine.engine import Engine
+from valora_serve.errors import AdapterError, RequestError
+from valora_serve.orchestrator.registry import POLICIES
+from valora_serve.types import Mode, Request, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOLERANCE = 1e-5
+"""Relative error of log probabilities against transformers and PEFT, in fp32."""
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "always": {"rank": 8, "alpha": 16, "targets": LANGUAGE},
+    "late": {"rank": 3, "alpha": 7, "targets": f"{LANGUAGE}|{MLP}", "decode_only": True},
+}
+CONTEXTS = {
+    "whole": ContextSpec(PREFIX, 32),
+    "ragged": ContextSpec(PREFIX, 21, "always", gap=40),
+    "short": ContextSpec(PREFIX, 3, "late"),
+    "tokens": ContextSpec(MEMORY_TOKENS, 19, "always"),
+    "few": ContextSpec(MEMORY_TOKENS, 5, "late"),
+    "plain": ContextSpec(MEMORY_TOKENS, 16),
+    "closed": ContextSpec(ADAPTER, 0, "late"),
+}
+NAMES: list[str | None] = [*CONTEXTS, None, "documents/always", "documents/late"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_llava(tmp_path_factory.mktemp("llava"), seed=7))
+
+
+@pytest.fixture(scope="module")
+def bundle(base: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundle") / "documents"
+    return make_context_bundle(folder, base, CONTEXTS, ADAPTERS)
+
+
+@pytest.fixture(scope="module")
+def reference(base: str, bundle: Path) -> ContextReference:
+    return ContextReference(base, bundle, CONTEXTS, ADAPTERS)
+
+
+def engine_of(base: str, bundle: Path, **settings: Any) -> Engine:
+    engine = make_engine(base, **settings)
+    engine.load(bundle)
+    return engine
+
+
+def questions(names: list[str | None], *, tokens: int = 6) -> list[Request]:
+    """Questions of different lengths; every third has an image."""
+    words = ("What is this?", "Count all things, then tell me about them. " * 3, "Yes or no", "Why")
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=1)
+    return [
+        Request(
+            f"{number}-{name}",
+            model=name,
+            messages=ask(words[number % 4], images=number % 3 == 2),
+            images=[noise(30, 40, number)] * (number % 3 == 2),
+            sampling=sampling,
+        )
+        for number, name in enumerate(names)
+    ]
+
+
+def check(found: dict[str, Got], requests: list[Request], reference: ContextReference) -> None:
+    """Every request has the tokens and log probabilities of its own memory and adapter."""
+    for request in requests:
+        short = (request.model or "").rpartition("/")[2] or None
+        expected = reference(replace(request, model=short))
+        got = found[request.id]
+        assert got.error is None, got.error
+        assert got.tokens == expected.tokens, request.id
+        chosen = np.array([one.chosen.logprob for one in got.logprobs], np.float32)
+        rows = torch.arange(len(expected.tokens))
+        wanted = expected.logprobs()[rows, torch.tensor(expected.tokens)].numpy()
+        assert relative(chosen, wanted) < 10 * TOLERANCE, request.id
+
+
+def test_the_reference_tells_contexts_apart(reference: ContextReference) -> None:
+    asked = [replace(questions(["whole"])[0], model=name) for name in CONTEXTS]
+    assert len({tuple(reference(one).tokens) for one in asked}) == len(CONTEXTS)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies(base: str, bundle: Path, reference: ContextReference, policy: str) -> None:
+    engine = engine_of(base, bundle, policy=policy, max_requests=6)
+    requests = questions(NAMES + NAMES[::-1])
+    check(run(engine, requests, together=6), requests, reference)
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("settings", [
+    {"overlap": True}, {"chunk": 7}, {"prefix_cache": False}, {"block_size": 4},
+    {"pages": 14, "max_requests": 4}, {"attention": "torch"},
+])  # fmt: skip
+def test_settings(
+    base: str, bundle: Path, reference: ContextReference, settings: dict[str, Any]
+) -> None:
+    engine = engine_of(base, bundle, **settings)
+    requests = questions(NAMES * 2)
+    check(run(engine, requests, together=8), requests, reference)
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("mode", [Mode.MERGED, Mode.MIXTURE])
+@pytest.mark.parametrize("merged", ["always", "late"])
+def test_merged_adapters(
+    base: str, bundle: Path, reference: ContextReference, mode: Mode, merged: str
+) -> None:
+    engine = engine_of(base, bundle, policy="merge_only" if mode is Mode.MERGED else "valora")
+    key = next(key for key in engine.named.known() if key.startswith(merged))
+    engine.adapters.load(key)
+    engine.merge_state.switch(mode, key)
+    requests = questions([n for n in NAMES if n is not None])
+    check(run(engine, requests), requests, reference)
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("block_size", [2, 16])
+def test_the_prefix_cache_keeps_them_apart(
+    base: str, bundle: Path, reference: ContextReference, block_size: int
+) -> None:
+    engine = engine_of(base, bundle, block_size=block_size)
+    (first,) = questions(["same"])
+    asked = [replace(first, id=f"{n}-{name}", model=name) for n, name in enumerate(NAMES * 2)]
+    check(run(engine, asked, together=1), asked, reference)
+    # Prompts and answers may be told apart at another token; the words are the same.
+    ids = list(engine.prepare(replace(first, model=None)).prompt.ids)
+    for cut in range(1, 4):
+        model = "documents/late"
+        one = Request(f"cut-{cut}", model=model, token_ids=ids[:-cut], sampling=first.sampling)
+        alone = make_engine(base, block_size=block_size, prefix_cache=False)
+        alone.load(bundle)
+        assert run(engine, [one])[one.id].tokens == run(alone, [one])[one.id].tokens
+    assert_empty(engine)
+
+
+def test_adapters_at_decoding_only_share_the_base_models_cache(base: str, bundle: Path) -> None:
+    engine = engine_of(base, bundle)
+    words = SamplingParams(max_tokens=2, ignore_eos=True)
+    cached = []
+    for name in (None, "documents/late", "documents/always"):
+        request = Request(str(name), name, token_ids=list(range(20, 120)), sampling=words)
+        last = run(engine, [request])[request.id].last
+        assert last is not None and last.usage is not None
+        cached.append(last.usage.cached)
+    assert cached == [0, 96, 0]
+
+
+def test_a_prefix_is_in_memory_once_and_evicted_when_others_need_it(
+    base: str, bundle: Path, reference: ContextReference
+) -> None:
+    engine = engine_of(base, bundle, pages=20)
+    requests = questions(["whole"] * 6)
+    check(run(engine, requests), requests, reference)
+    assert engine.stats().pages_contexts == 2  # 32 tokens
+    assert engine.stats().context_loads == engine.stats().contexts_resident == 1
+    long = Request("long", token_ids=[30] * 280, sampling=SamplingParams(max_tokens=4))
+    assert run(engine, [long])["long"].error is None
+    assert engine.stats().pages_contexts == 0
+    check(run(engine, requests), requests, reference)
+    assert engine.stats().context_loads == 2
+    assert_empty(engine)
+
+
+def test_a_context_may_be_forgotten_while_it_is_read(
+    base: str, bundle: Path, reference: ContextReference
+) -> None:
+    engine = engine_of(base, bundle)
+    first, second, third = questions(["whole", "ragged", "whole"])
+    engine.add(engine.prepare(first))
+    engine.add(engine.prepare(second))
+    late = engine.prepare(third)
+    found: dict[str, Got] = {}
+    collect(engine.step(), found)
+    engine.named.unregister("documents", bundle=True)
+    assert len(engine.prefixes) == 2  # those that are read
+    check(finish(engine, found), [first, second], reference)
+    assert len(engine.prefixes) == 0
+    with pytest.raises(RequestError, match=r"^context whole was deleted: make it again$"):
+        engine.add(late)
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("request_of, message", [
+    (lambda: Request("a", "whole", messages=[
+        {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]),
+     "whole is a context, which stands in place of the system turn: leave that out"),
+    (lambda: Request("a", "whole", messages=ask("Hi"),
+                     sampling=SamplingParams(prompt_logprobs=1)),
+     "prompt_logprobs: the tokens of context whole have none"),
+])  # fmt: skip
+def test_refusals(base: str, bundle: Path, request_of: Any, message: str) -> None:
+    engine = engine_of(base, bundle)
+    with pytest.raises(RequestError, match=message):
+        engine.add(engine.prepare(request_of()))
+
+
+def test_a_memory_of_another_base_model_is_refused(base: str, bundle: Path, tmp_path: Path) -> None:
+    other = str(save_llava(tmp_path / "other", seed=8))
+    wrong = tmp_path / "wrong"
+    make_context_bundle(wrong, other, {"a": ContextSpec(PREFIX, 16)}, {})
+    engine = make_engine(base)
+    with pytest.raises(AdapterError, match="use that base model"):
+        engine.load(wrong)
+    manifest = json.loads((wrong / MANIFEST).read_text())
+    manifest["base"] = json.loads((bundle / MANIFEST).read_text())["base"]
+    (wrong / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(AdapterError, match=r"context a: .* was made for base model"):
+        engine.load(wrong)
+    assert engine.stats().contexts_known == 0

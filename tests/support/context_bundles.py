@@ -1,0 +1,266 @@
+"""Bundles with contexts of random memories, and what transformers and PEFT answer about them."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import DynamicCache
+
+from tests.support.engine_reference import Expected, Reference
+from tests.support.serve_helpers import load_base, make_adapter
+from valora_data.contract import contexts as contract
+from valora_data.contract.base_model import BaseModel, base_hash
+from valora_data.contract.bundle import write_manifest
+from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX, Encoder, Memory
+from valora_serve.types import Request
+
+
+@dataclass(frozen=True)
+class ContextSpec:
+    """A context of a test bundle.
+
+    Attributes:
+        form: Form of its memory.
+        tokens: Tokens of its memory.
+        adapter: Name of its adapter, None for the base model.
+        gap: By how much the tail's position is beyond the last token of a prefix.
+    """
+
+    form: str
+    tokens: int = 0
+    adapter: str | None = None
+    gap: int = 0
+
+
+def random_memory(base: str, spec: ContextSpec, seed: int) -> Memory | None:
+    """A memory that changes answers: its values are as large as those of a document."""
+    text: Any = load_base(base).config.get_text_config()
+    generator = torch.Generator().manual_seed(seed)
+    heads = int(text.num_key_value_heads)
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if spec.form == PREFIX:
+        shape = (int(text.num_hidden_layers), heads, spec.tokens, int(width))
+        keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
+        tensors = {"keys": keys, "values": values}
+        return Memory(PREFIX, base_hash(base), tensors, spec.tokens + spec.gap)
+    if spec.form == MEMORY_TOKENS:
+        shape = (spec.tokens, int(text.hidden_size))
+        return Memory(
+            MEMORY_TOKENS, base_hash(base), {"embeddings": torch.randn(shape, generator=generator)}
+        )
+    return None
+
+
+def make_context_bundle(
+    folder: Path,
+    base: str,
+    contexts: Mapping[str, ContextSpec],
+    adapters: Mapping[str, Mapping[str, Any]],
+    *,
+    name: str = "documents",
+    encoder: int = 0,
+    seed: int = 0,
+) -> Path:
+    """Write a bundle of contexts.
+
+    Args:
+        folder: Where it goes; what is there is replaced.
+        base: Id or folder of the base model.
+        contexts: The contexts, by name.
+        adapters: Arguments of `make_adapter`, and `decode_only`, by name.
+        name: Its name.
+        encoder: Tokens of the memories that its encoder `compress` makes; 0 for no encoder.
+        seed: Of the weights.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    made: dict[str, Any] = {}
+    for number, (adapter, options) in enumerate(adapters.items()):
+        chosen = dict(options)
+        late = chosen.pop("decode_only", False)
+        path = folder / "adapters" / adapter
+        make_adapter(path, base, seed=100 * seed + number, strength=0.25, **chosen)
+        (path / "README.md").unlink(missing_ok=True)
+        made[adapter] = {
+            "path": f"adapters/{adapter}",
+            "rank": 8,
+            "domains": [],
+            "decode_only": late,
+        }
+    entries, domains = {}, {}
+    for number, (context, spec) in enumerate(contexts.items()):
+        file = f"contexts/{context}.safetensors"
+        memory = random_memory(base, spec, 1000 * seed + number)
+        if memory is not None:
+            memory.write(folder / file)
+        entries[context] = {
+            "form": spec.form,
+            "file": None if memory is None else file,
+            "tokens": spec.tokens,
+            "position": spec.tokens + spec.gap,
+            "bytes": 0 if memory is None else memory.bytes,
+            "source_tokens": 400,
+            "source_sha256": contract.source_hash(context),
+            "encoder": None,
+        }
+        domains[context] = {
+            "task": "context",
+            "metric": "exact_match",
+            "required": 0.5,
+            "accuracy": {"test": 0.6},
+            "adapter": spec.adapter,
+            "head": None,
+            "prompt": "{}",
+        }
+    manifest: dict[str, Any] = {
+        "name": name,
+        "version": 1,
+        "strategy": "paper",
+        "base": {"id": base, "sha256": base_hash(base), "dtype": "float32"},
+        "adapters": made,
+        "domains": domains,
+        "contexts": entries,
+    }
+    if encoder:
+        path = folder / "encoders/compress"
+        make_adapter(path, base, seed=77, strength=0.25)
+        (path / "README.md").unlink(missing_ok=True)
+        generator = torch.Generator().manual_seed(78)
+        width = int(load_base(base).config.get_text_config().hidden_size)
+        queries = torch.randn((encoder, width), generator=generator)
+        Encoder(queries, torch.linspace(0.5, 1.5, width)).write(path)
+        manifest["encoders"] = {"compress": {"path": "encoders/compress", "tokens": encoder}}
+    write_manifest(folder, manifest)
+    return folder
+
+
+class ContextReference:
+    """Answers about contexts with transformers' caches and PEFT's adapters, one at a time.
+
+    Args:
+        base: Id or folder of the base model.
+        folder: Bundle, see `make_context_bundle`.
+        contexts: Its contexts.
+        adapters: Its adapters.
+    """
+
+    def __init__(
+        self,
+        base: str,
+        folder: Path,
+        contexts: Mapping[str, ContextSpec],
+        adapters: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        self._plain = Reference(base, {name: folder / "adapters" / name for name in adapters})
+        self._adapters, self._contexts, self._folder = adapters, contexts, folder
+        self._base = base
+        self.model = BaseModel(base, load_base(base), self._plain.processor)
+
+    def __call__(self, request: Request) -> Expected:
+        """Answer a request about a context, an adapter or the base model greedily."""
+        spec = self._contexts.get(request.model or "")
+        adapter = request.model if request.model in self._adapters else None
+        if spec is not None:
+            adapter = spec.adapter
+        position, cache = 0, DynamicCache()
+        turns = [
+            {**turn, "content": [{"type": "text", "text": turn["content"]}]}
+            if isinstance(turn["content"], str)
+            else turn
+            for turn in request.messages or ()
+        ]
+        inputs: Any
+        if spec is None:
+            inputs = self._plain.inputs(request)
+        elif spec.form == ADAPTER:
+            text = self.model.render([contract.system_turn(""), *turns])
+            inputs = self.model.process(text, request.images)
+        else:
+            tail = contract.tail_text(self.model, turns)
+            inputs = self._plain.processor(
+                text=[tail], return_tensors="pt", add_special_tokens=False,
+                **({"images": list(request.images)} if request.images else {}),
+            )  # fmt: skip
+        embedded = self._embedded(inputs)
+        if spec is not None and spec.form != ADAPTER:
+            file = self._folder / f"contexts/{request.model}.safetensors"
+            config = self.model.config.get_text_config()
+            memory = contract.read_memory(file, base_hash(self._base), config)
+            if spec.form == PREFIX:
+                position = memory.position
+                layers = [(keys.clone(), values.clone()) for keys, values in memory.layers()]
+                cache = DynamicCache(layers)
+            else:
+                before, after = contract.around_memory(self.model)
+                words = self.model.language_model.get_input_embeddings()
+                parts = [words(torch.tensor(before)), memory.tensors["embeddings"]]
+                parts += [words(torch.tensor(after))] if after else []
+                embedded = torch.cat([*parts, embedded])
+        return self._generate(request, embedded, cache, position, adapter)
+
+    def _embedded(self, inputs: Any) -> torch.Tensor:
+        """Input embeddings [tokens, width] of a processor's output, images included."""
+        words = self.model.language_model.get_input_embeddings()
+        found = words(inputs["input_ids"][0]).clone()
+        if "pixel_values" in inputs:
+            features = self.model.model.get_image_features(inputs["pixel_values"])
+            pooled = getattr(features, "pooler_output", features)
+            found[inputs["input_ids"][0] == self.model.image_token] = torch.cat(list(pooled))
+        return found
+
+    def _generate(
+        self,
+        request: Request,
+        embedded: torch.Tensor,
+        cache: Any,
+        position: int,
+        adapter: str | None,
+    ) -> Expected:
+        """Compute all but the last token of the prompt, that one, and then one after another."""
+        late = adapter is not None and bool(self._adapters[adapter].get("decode_only"))
+        tokens: list[int] = []
+        logits: list[torch.Tensor] = []
+        if len(embedded) > 1:
+            self._forward(embedded[:-1], cache, position, None if late else adapter)
+        position += len(embedded) - 1
+        row = embedded[-1:]
+        for _ in range(request.sampling.max_tokens or 1):
+            found = self._forward(row, cache, position, adapter)
+            logits.append(found)
+            tokens.append(int(found.argmax()))
+            if tokens[-1] in self.model.stop_ids and not request.sampling.ignore_eos:
+                break
+            position += 1
+            row = self.model.language_model.get_input_embeddings()(torch.tensor(tokens[-1:]))
+        return Expected(tokens, torch.stack(logits))
+
+    def _forward(
+        self, rows: torch.Tensor, cache: Any, position: int, adapter: str | None
+    ) -> torch.Tensor:
+        """Logits [vocabulary] behind the last of some rows, which join the cache."""
+        model = self._plain.model
+        positions = (position + torch.arange(len(rows)))[None]
+
+        def compute() -> torch.Tensor:
+            inner = model.get_base_model() if isinstance(model, PeftModel) else model
+            found = inner(
+                inputs_embeds=rows[None],
+                past_key_values=cache,
+                position_ids=positions,
+                use_cache=True,
+            )
+            last: torch.Tensor = found.logits[0, -1].float()
+            return last
+
+        with torch.no_grad():
+            if not isinstance(model, PeftModel):
+                return compute()
+            if adapter is None:
+                with model.disable_adapter():
+                    return compute()
+            model.set_adapter(adapter)
+            return compute()

@@ -1,0 +1,125 @@
+"""Contexts that requests can name: documents that were learnt once (docs/context.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from valora_data.contract.bundle import file_hash
+from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX, read_memory
+from valora_data.errors import BundleError
+from valora_serve.errors import AdapterError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from valora_data.contract.contexts import ContextEntry, Memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Context:
+    """A context, as requests about it need it.
+
+    Attributes:
+        name: Its name.
+        form: One of `valora_data.contract.contexts.FORMS`.
+        tokens: Tokens of its memory; 0 where an adapter alone answers.
+        position: Position of the first token behind a prefix.
+        content: Hexadecimal sha256 of its file; empty without one.
+        bytes: Size of its memory.
+        source_tokens: Tokens of the document.
+        file: Its file, None without one.
+        embeddings: [tokens, width] on the CPU, its memory tokens; None in other forms.
+    """
+
+    name: str
+    form: str
+    tokens: int = 0
+    position: int = 0
+    content: str = ""
+    bytes: int = 0
+    source_tokens: int = 0
+    file: Path | None = None
+    embeddings: Tensor | None = None
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether it has keys and values."""
+        return self.form == PREFIX
+
+
+def read_context(
+    name: str, entry: ContextEntry, folder: Path, base: str, config: Any
+) -> tuple[Context, Memory | None]:
+    """Read a context of a bundle.
+
+    Args:
+        name: Its name.
+        entry: Its entry in the manifest.
+        folder: Folder that its file is named relative to.
+        base: `base_hash` of the base model.
+        config: transformers' configuration of the language model.
+
+    Returns:
+        The context, and the memory whose keys and values are to be packed; None if it has none.
+
+    Raises:
+        AdapterError: The file is damaged, or was made for another base model.
+    """
+    if entry.form == ADAPTER or entry.file is None:
+        return Context(name, ADAPTER, source_tokens=entry.source_tokens), None
+    file = folder / entry.file
+    try:
+        memory, content = read_memory(file, base, config), file_hash(file)
+    except (BundleError, OSError) as error:
+        raise AdapterError(f"context {name}: {error}") from error
+    if memory.form != entry.form or memory.tokens != entry.tokens:
+        raise AdapterError(
+            f"context {name} is a {entry.form} of {entry.tokens} tokens, its file holds a "
+            f"{memory.form} of {memory.tokens}: export the bundle again"
+        )
+    return made_context(name, memory, content, entry.source_tokens, file)
+
+
+def reread_context(context: Context, file: Path, base: str, config: Any) -> tuple[str, Memory]:
+    """Read the file of a context again.
+
+    Returns:
+        Its content hash now, and its memory.
+
+    Raises:
+        AdapterError: The file is missing or damaged.
+    """
+    try:
+        return file_hash(file), read_memory(file, base, config)
+    except (BundleError, OSError) as error:
+        raise AdapterError(f"context {context.name} cannot be read again: {error}") from error
+
+
+def made_context(
+    name: str, memory: Memory, content: str, source_tokens: int, file: Path
+) -> tuple[Context, Memory | None]:
+    """Return a context of a memory, and the memory if it is to be packed.
+
+    Args:
+        name: Its name.
+        memory: Its memory.
+        content: Hexadecimal sha256 of its file.
+        source_tokens: Tokens of the document.
+        file: Its file.
+    """
+    embeddings = memory.tensors["embeddings"] if memory.form == MEMORY_TOKENS else None
+    context = Context(
+        name,
+        memory.form,
+        memory.tokens,
+        memory.position,
+        content,
+        memory.bytes,
+        source_tokens,
+        file,
+        embeddings,
+    )
+    return context, None if embeddings is not None else memory

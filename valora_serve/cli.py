@@ -22,7 +22,7 @@ from valora_serve.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from valora_serve.engine.async_engine import AsyncEngine
     from valora_serve.replicas.client import ReplicatedEngine
@@ -95,12 +95,21 @@ def serve(
     settings: ServerSettings,
     engine_settings: EngineSettings,
     replica_settings: ReplicaSettings,
+    on_started: Callable[[str], None] | None = None,
 ) -> int:
-    """Load and verify the bundles, print what is served, and serve until a signal comes."""
+    """Load and verify the bundles, print what is served, and serve until a signal comes.
+
+    Args:
+        bundles: Bundle folders, folders of bundles, or MLflow URIs.
+        settings: Settings of the server.
+        engine_settings: Settings of the engine.
+        replica_settings: Settings of replicas.
+        on_started: Called with the server's address once it answers.
+    """
     from valora_serve.server.telemetry import logs
 
     logs.set_up(settings.log_level, settings.log_format)
-    return asyncio.run(_serve(bundles, settings, engine_settings, replica_settings))
+    return asyncio.run(_serve(bundles, settings, engine_settings, replica_settings, on_started))
 
 
 async def _serve(
@@ -108,6 +117,7 @@ async def _serve(
     settings: ServerSettings,
     engine_settings: EngineSettings,
     replica_settings: ReplicaSettings,
+    on_started: Callable[[str], None] | None,
 ) -> int:
     from valora_serve.server.access.keys import KeyRing
     from valora_serve.server.listen import bind, check_certificate
@@ -124,7 +134,7 @@ async def _serve(
         if settings.adapter_folder:
             check_state(Path(settings.adapter_folder), Path(settings.state_file))
         return await _serve_at(
-            bind(settings), bundles, settings, engine_settings, replica_settings, began
+            bind(settings), bundles, settings, engine_settings, replica_settings, began, on_started
         )
 
 
@@ -135,6 +145,7 @@ async def _serve_at(
     engine_settings: EngineSettings,
     replica_settings: ReplicaSettings,
     began: float,
+    on_started: Callable[[str], None] | None,
 ) -> int:
     """Load the model and the bundles, and serve.
 
@@ -145,6 +156,7 @@ async def _serve_at(
         engine_settings: Settings of the engine.
         replica_settings: Settings of replicas.
         began: When the process began, in seconds of `time.monotonic`.
+        on_started: Called with the server's address once it answers.
     """
     from functools import partial
 
@@ -186,10 +198,13 @@ async def _serve_at(
     for problem in found.left_out:
         console.print(f"not served: {problem}", style="yellow", markup=False)
     scheme = "https" if settings.tls_cert else "http"
+    address = f"{scheme}://{settings.host}:{sockets[0].getsockname()[1]}/"
+    if on_started is not None:
+        server.on_started = partial(on_started, address)
     console.print(
         f"{plural(found.examples, 'golden example')} reproduced; ready after "
         f"{time.monotonic() - began:.1f} s "
-        f"at {scheme}://{settings.host}:{sockets[0].getsockname()[1]}/ (API: /docs)",
+        f"at {address} (API: /docs)",
         markup=False,
         highlight=False,
     )
@@ -265,8 +280,15 @@ def _append(file: Path, line: str) -> None:
         )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point."""
+def main(
+    arguments: Sequence[str] | None = None, on_started: Callable[[str], None] | None = None
+) -> int:
+    """Entry point.
+
+    Args:
+        arguments: Arguments of the command; those of the process if None.
+        on_started: Called with the server's address once it answers.
+    """
     given: list[Any] = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if given[:1] == ["key"]:
@@ -275,7 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from valora_serve.workloads import bench
 
             return bench.main(given[1:])
-        return serve(*read(given))
+        return serve(*read(given), on_started)
     except ValoraError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

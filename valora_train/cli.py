@@ -64,6 +64,11 @@ def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, A
     from valora_train.checks import check, check_with_libraries
 
     check(settings)
+    if settings.shelf is not None:
+        from valora_data.sources.shelf import read_shelf
+
+        for note in read_shelf(Path(settings.shelf).expanduser()).notes:
+            display.note("shelf", note)
     # What follows imports torch, which takes seconds.
     from valora_train.model.team import Team
 

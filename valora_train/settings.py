@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from valora_data.schema import Domain, Task
 from valora_data.sources.registry import FORMATS
+from valora_data.sources.shelf import read_shelf
 from valora_train.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
     from valora_data.sources.base import SourceFormat
 
+SHELF_SHARE = 0.97
+"""Share of its teacher's accuracy that a domain of a shelf must keep, unless it sets another."""
+_SHELF_PROMPTS = {Task.DETECTION: "detect", Task.CLASSIFICATION: "classify"}
 LABELS = "labels"
 """Value of `domains.*.teacher`: the labels are used instead of a teacher."""
 SplitName = Literal["train", "unlabelled", "val", "test"]
@@ -500,6 +505,8 @@ class Settings:
             process of its own; 0 for as many as there are cores, at most four, and for one domain
             after the other beside a GPU.
         task: The task.
+        shelf: Folder that Ultralytics trains into (`runs/`); each of its models becomes a domain
+            with that model as teacher, and `domains` may change its settings. Null for none.
         domains: The domains of the task, by name.
         teacher: Teacher settings of domains without their own.
         model: The large multimodal model.
@@ -516,6 +523,7 @@ class Settings:
     )
     processes: Whole = 1
     task: TaskSettings = field(default_factory=TaskSettings)
+    shelf: str | None = None
     domains: dict[str, DomainSettings] = field(default_factory=dict)
     teacher: TeacherSettings = field(default_factory=TeacherSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -557,6 +565,10 @@ def from_config(config: DictConfig) -> Settings:
     from pydantic import TypeAdapter, ValidationError
 
     values = OmegaConf.to_container(config, resolve=True)
+    if isinstance(values, dict) and values.get("shelf"):
+        share = (values.get("task") or {}).get("of_teacher") or SHELF_SHARE
+        folder = Path(str(values["shelf"])).expanduser()
+        values["domains"] = add_shelf(folder, values.get("domains") or {}, share)
     try:
         settings = TypeAdapter(Settings).validate_python(values, extra="forbid")
     except ValidationError as error:
@@ -569,6 +581,46 @@ def from_config(config: DictConfig) -> Settings:
         domain.domain()  # raises for invalid values
         _ = domain.source.format  # raises for an unknown kind
     return settings
+
+
+def add_shelf(folder: Path, domains: dict[str, Any], share: float = SHELF_SHARE) -> dict[str, Any]:
+    """Add the models of a shelf to the domains, as settings that have not been validated yet.
+
+    Args:
+        folder: Folder of the models (see `valora_data.sources.shelf`).
+        domains: Settings of domains by name, which take precedence over those of the shelf.
+        share: Share of its teacher's accuracy that each domain must keep.
+
+    Raises:
+        DataError: The folder holds no model that can be used.
+    """
+    found: dict[str, Any] = {}
+    for name, model in read_shelf(folder).models.items():
+        found[name] = {
+            "name": name,
+            "task": str(model.task),
+            "labels": list(model.labels),
+            "prompt": f"{_SHELF_PROMPTS[model.task]} {name.replace('_', ' ')}",
+            "required": None,
+            "of_teacher": share,
+            "teacher": str(model.weights),
+            "taught_by": {"kind": "yolo"},
+            "source": {
+                "kind": model.kind,
+                "path": str(model.data),
+                "fractions": {"train": 0.3, "unlabelled": 0.4, "val": 0.15, "test": 0.15},
+            },
+        }
+    return _merged(found, domains)
+
+
+def _merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Nested settings, of which `over` takes precedence."""
+    merged = dict(values)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
 
 
 def _check_contracts(settings: Settings) -> None:

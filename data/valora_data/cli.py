@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from valora_data.errors import DataError
 from valora_data.schema import Sample, Task
+from valora_data.sources.shelf import is_shelf, read_shelf
 from valora_data.tasks import task_names
 from valora_data.wording import plural
 
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     console = Console(stderr=False)
     try:
+        if options.command == "check" and options.kind is None and is_shelf(Path(options.path)):
+            return _check_shelf(Path(options.path), Path(options.out), console)
         source = _source(options)
         if options.command == "check":
             return _check(source, Path(options.out), console)
@@ -92,6 +95,34 @@ def _source(options: argparse.Namespace) -> Source:
         kind, task, labels, path=options.path, images=options.images,
         annotations=options.annotations, columns=columns, frames=options.frames,
     )  # fmt: skip
+
+
+def _check_shelf(folder: Path, out: Path, console: Console) -> int:
+    """Show which domains a folder of small models would become, and check their data."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from valora_data.sources.base import Source
+
+    shelf = read_shelf(folder)
+    table = Table(title=f"{plural(len(shelf.models), 'domain')} in {folder}", title_justify="left")
+    for name in ("domain", "task", "labels", "teacher", "its score", "data"):
+        table.add_column(name, overflow="fold", justify="right" if name == "its score" else "left")
+    for name, model in shelf.models.items():
+        shown = ", ".join(model.labels[:SHOWN_LABELS])
+        score = "" if model.score is None else f"{model.score:.3f}"
+        table.add_row(name, model.task, shown, str(model.weights), score, str(model.data))
+    console.print(table)
+    for note in shelf.notes:
+        console.print(f"[yellow]![/] {escape(note)}", highlight=False, soft_wrap=True)
+    wrong = 0
+    for name, model in shelf.models.items():
+        console.print(f"\n[bold]{name}[/]")
+        source = Source(model.kind, model.task, model.labels, name=name, path=str(model.data))
+        wrong += _check(source, out / name, console)
+    command = f"make fuse TASK=own ARGS=shelf={folder}"
+    console.print(f"\nfuse them: {command}", highlight=False, soft_wrap=True)
+    return 1 if wrong else 0
 
 
 def _check(source: Source, out: Path, console: Console) -> int:

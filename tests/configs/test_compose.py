@@ -25,6 +25,7 @@ def of_ones_own(kind: str) -> list[str]:
     more = {
         "images": ["domains.cat.teacher=x.pt"], "vqa": ["domains.cat.source.annotations=y.json"],
         "labelstudio": ["domains.cat.source.images=x"], "refcoco": ["domains.cat.labels=[]"],
+        **{name: ["domains.cat.labels=[]"] for name in ("swift", "qwen2.5-vl", "qwen3-vl")},
     }  # fmt: skip
     return [*OWN, *more.get(kind, [])]
 
@@ -187,7 +188,7 @@ def test_the_papers_requirements_are_the_default():
         ("task.type=poetry", "bad setting task.type='poetry'"),
         (
             "domains.person.source.kind=tar",
-            "unknown source kind 'tar': choose one of coco, cvat, hub",
+            "unknown source kind 'tar': choose one of coco, cvat, fiftyone",
         ),
     ],
 )

@@ -220,7 +220,12 @@ class Server(uvicorn.Server):
         drain: State of the shutdown.
         drain_seconds: Time in seconds that running requests have to finish.
         sockets: Bound sockets.
+
+    Attributes:
+        on_started: Called once the server listens; None for nothing.
     """
+
+    on_started: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -239,6 +244,12 @@ class Server(uvicorn.Server):
         own = threading.current_thread() is threading.main_thread()  # not one of several, in tests
         with short_pauses() if own else contextlib.nullcontext():
             await super().serve(ready(self._sockets if sockets is None else sockets))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        if self.started and self.on_started is not None:
+            self.on_started()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

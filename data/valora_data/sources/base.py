@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from valora_data.errors import DataError
 from valora_data.schema import Sample, Split, Task
-from valora_data.sources.formats.tables import load_json
+from valora_data.sources.formats.tables import load_json, read_lines
 from valora_data.sources.formats.videos import FRAMES
 
 if TYPE_CHECKING:
@@ -130,11 +130,26 @@ class Location:
         Raises:
             DataError: The file is not valid JSON.
         """
-        if self.file.suffix != ".json" or not self.file.is_file():
-            return frozenset()
-        content = load_json(self.file)
-        first = content[0] if isinstance(content, list) and content else content
-        return frozenset(first) if isinstance(first, dict) else frozenset()
+        return frozenset(self.entry) if self.file.suffix == ".json" else frozenset()
+
+    @cached_property
+    def entry(self) -> dict[str, Any]:
+        """The object of a JSON file, or its first entry; the first row of JSON Lines.
+
+        Empty if it is no object.
+
+        Raises:
+            DataError: The file is not valid JSON.
+        """
+        if not self.file.is_file():
+            return {}
+        content: Any = {}
+        if self.file.suffix == ".json":
+            content = load_json(self.file)
+            content = content[0] if isinstance(content, list) and content else content
+        elif self.file.suffix == ".jsonl":
+            content = next((row for _, row in read_lines(self.file)), {})
+        return content if isinstance(content, dict) else {}
 
 
 class SourceFormat(ABC):

@@ -6,17 +6,21 @@ import hashlib
 import hmac
 import re
 import secrets
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valora_serve.errors import ForbiddenError, SettingsError, UnauthorizedError
+from valora_serve.server.telemetry import logs
 
 if TYPE_CHECKING:
     from valora_serve.server.settings import ServerSettings
 
 ROLES = ("user", "admin")
 PREFIX = "sk-valora-"
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at the keys file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,26 +81,30 @@ def read_keys(path: Path) -> list[Key]:
 
 
 class KeyRing:
-    """API keys that the server accepts; without any, everybody has access."""
+    """API keys that the server accepts; without any, everybody has access.
+
+    Args:
+        keys: The keys.
+    """
 
     def __init__(self, keys: list[Key]) -> None:
         self._keys = keys
 
     @classmethod
     def from_settings(cls, settings: ServerSettings) -> KeyRing:
-        """Keys of the settings: those of `keys_file`, and `api_key`."""
-        keys = read_keys(Path(settings.keys_file)) if settings.keys_file else []
+        """Keys of the settings: those of `keys_file`, which is watched, and `api_key`."""
+        fixed = []
         if settings.api_key:
-            keys.append(Key("api_key", "admin", hashed(settings.api_key)))
-        if settings.keys_file and not keys:
-            raise SettingsError(
-                f"keys file {settings.keys_file} holds no key: make one with "
-                "`valora-serve key NAME`"
-            )
-        return cls(keys)
+            fixed.append(Key("api_key", "admin", hashed(settings.api_key)))
+        if settings.keys_file is None:
+            return cls(fixed)
+        return WatchedKeyRing(Path(settings.keys_file), fixed)
 
     def __bool__(self) -> bool:
         return bool(self._keys)
+
+    def update(self) -> None:
+        """Take over keys that were added or removed; a ring without a file has none."""
 
     def check(self, authorization: str | None, *, admin: bool = False) -> Key | None:
         """Find the key of an Authorization header.
@@ -114,6 +122,7 @@ class KeyRing:
             UnauthorizedError: The key is missing or unknown.
             ForbiddenError: The key does not have the role admin.
         """
+        self.update()
         if not self._keys:
             return None
         scheme, _, secret = (authorization or "").partition(" ")
@@ -131,3 +140,64 @@ class KeyRing:
         if admin and found.role != "admin":
             raise ForbiddenError(f"Key {found.name} may not do this: it takes an admin key")
         return found
+
+
+class WatchedKeyRing(KeyRing):
+    """Keys of a file, which may change while the server runs.
+
+    A file that cannot be read, or holds no key, changes nothing: a server with keys never becomes
+    one without, and a half-written file locks nobody out.
+
+    Args:
+        path: The file.
+        fixed: Keys besides those of the file.
+
+    Raises:
+        SettingsError: The file cannot be read, or there is no key at all.
+    """
+
+    def __init__(self, path: Path, fixed: list[Key]) -> None:
+        self._path, self._fixed = path, fixed
+        self._looked = time.monotonic()
+        self._version = _version(path)
+        super().__init__(self._read())
+
+    def update(self) -> None:
+        """Read the file again if it has changed; looked at once in `LOOK_SECONDS`."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        version = _version(self._path)
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            keys = self._read()
+        except SettingsError as error:
+            logs.LOG.error("API keys stay as they were: %s", error)
+            return
+        added = {key.name for key in keys} - {key.name for key in self._keys}
+        removed = {key.name for key in self._keys} - {key.name for key in keys}
+        logs.LOG.info(
+            "API keys read again: %d (new: %s; removed: %s)", len(keys),
+            ", ".join(sorted(added)) or "none", ", ".join(sorted(removed)) or "none",
+        )  # fmt: skip
+        self._keys = keys
+
+    def _read(self) -> list[Key]:
+        keys = [*read_keys(self._path), *self._fixed]
+        if not keys:
+            raise SettingsError(
+                f"keys file {self._path} holds no key: make one with `valora-serve key NAME`"
+            )
+        return keys
+
+
+def _version(path: Path) -> tuple[int, int, int] | None:
+    """What changes with a file's content; None if it cannot be looked at."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return None
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns

@@ -139,6 +139,15 @@ def _below(root: Path, path: Path) -> str:
     return (path.relative_to(root) if path.is_relative_to(root) else path).as_posix()
 
 
+def class_names(yaml_path: Path) -> list[str]:
+    """Class names of a data set, in the order of their ids.
+
+    Raises:
+        DataError: If the file is missing, corrupt or without names.
+    """
+    return [name for _, name in sorted(_names(yaml_path.name, _parsed(yaml_path)).items())]
+
+
 def yolo_splits(yaml_path: Path) -> frozenset[Split]:
     """The splits that a YAML file names.
 

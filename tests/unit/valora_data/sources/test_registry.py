@@ -117,7 +117,7 @@ def test_a_folder_of_classes_with_settings_beside_them_is_one(tmp_path: Path) ->
 
 def test_what_does_not_fit() -> None:
     with pytest.raises(
-        DataError, match="unknown source kind 'tar': choose one of coco, cvat, hub, im"
+        DataError, match="unknown source kind 'tar': choose one of coco, cvat, fiftyone, hub"
     ):
         open_source(Source("tar", Task.VQA, path="x"))
     with pytest.raises(DataError, match="yolo has no answers for task vqa: choose one of hub, im"):
@@ -213,6 +213,6 @@ def test_a_format_of_another_package(
     with pytest.raises(DataError, match="csv has no answers for task vqa: choose one of hub"):
         open_source(Source("csv", Task.VQA, path=str(file)))
     with pytest.raises(
-        DataError, match="unknown source kind 'xml': choose one of coco, csv, cvat, hub"
+        DataError, match="unknown source kind 'xml': choose one of coco, csv, cvat, fiftyone"
     ):
         open_source(Source("xml", Task.VQA, path=str(file)))

@@ -107,6 +107,47 @@ def labelstudio(folder: Path) -> None:
     write_json(folder / "export.json", tasks)
 
 
+def fiftyone(folder: Path) -> None:
+    samples = [
+        {"filepath": f"data/{name}", "tags": [], "ground_truth": {
+            "_cls": "Detections", "detections": [{
+                "_cls": "Detection", "label": ("ship", "buoy")[number % 2],
+                "bounding_box": [0.1, 0.2, 0.5, 0.4],
+            }],
+        }}
+        for number, name in enumerate(pictures(folder / "data"))
+    ]  # fmt: skip
+    write_json(folder / "samples.json", {"samples": samples})
+
+
+def swift(folder: Path) -> None:
+    rows = [
+        {"images": [name], "messages": [
+            {"role": "user", "content": "<image>Where is <ref-object>?"},
+            {"role": "assistant", "content": "<bbox>"},
+        ], "objects": {"ref": ["the spot"], "bbox": [[4, 6, 50, 40]]}}
+        for name in pictures(folder / "images")
+    ]  # fmt: skip
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def qwen(folder: Path, width: int = 96) -> list[dict[str, object]]:
+    """Entries whose boxes reach from the middle to the right edge."""
+    names = pictures(folder / "images")
+    for name in names if width != 96 else ():
+        natural_picture(int(name.split(".")[0])).resize((width, 96)).save(folder / "images" / name)
+    right = 1000 if width == 96 else width
+    said = json.dumps([{"bbox_2d": [right // 2, 10, right, 90], "label": "the mark"}])
+    asked = {"from": "human", "value": "<image>\nfind the mark"}
+    turns = [asked, {"from": "gpt", "value": said}]
+    return [{"image": name, "conversations": turns} for name in names]
+
+
+def qwen_grid(folder: Path) -> None:
+    lines = (json.dumps(entry) + "\n" for entry in qwen(folder))
+    (folder / "train.jsonl").write_text("".join(lines))
+
+
 def with_unlabelled(folder: Path) -> None:
     yolo(folder, "nut", "bolt")
     pictures(folder / "raw", 10, 500)
@@ -187,12 +228,13 @@ def again(folder: Path) -> None:
 
 MAKERS: dict[str, Callable[[Path], None]] = {
     "cells": lambda folder: yolo(folder, "red", "white"), "pets": coco, "chess": roboflow,
-    "masks": voc, "tools": cvat, "fruit": labelstudio, "parts": with_unlabelled,
-    "street": unlabelled, "flowers": classes,
+    "masks": voc, "tools": cvat, "fruit": labelstudio, "boats": fiftyone,
+    "parts": with_unlabelled, "street": unlabelled, "flowers": classes,
     "leaves": lambda folder: table(folder, lambda i: {"species": ("oak", "elm")[i % 2]}),
     "birds": hub, "gestures": videos, "talk": llava, "yesno": vqa,
     "scenes": lambda folder: table(folder, lambda i: {"caption": f"picture {i}"}),
-    "where": refcoco,
+    "where": refcoco, "spots": swift, "marks": qwen_grid,
+    "signs": lambda folder: write_json(folder / "train.json", qwen(folder, 1200)),
     "coins": lambda folder: table(folder, lambda i: {"count": i % 3}), "again": again,
 }  # fmt: skip
 

@@ -41,3 +41,28 @@ def test_a_damaged_keys_file_is_said_without_repeating_it(tmp_path, line):
     with pytest.raises(SettingsError, match="line 2") as caught:
         read_keys(file)
     assert "sk-valora-x" not in str(caught.value)
+
+
+def test_keys_are_rotated_without_a_restart(keys_file, monkeypatch):
+    from valora_serve.server.access import keys
+
+    monkeypatch.setattr(keys, "LOOK_SECONDS", 0.0)
+    file, secrets = keys_file
+    before = file.read_text()
+    with serving(keys_file=str(file)) as server:
+        secret, line = keys.new_key("new", "user")
+        file.write_text(f"{before}\n{line}\n")
+        assert ask(server, secret).status_code == 200
+        assert ask(server, secrets["app"]).status_code == 200
+        file.write_text(f"{line}\n")  # the others are withdrawn
+        assert ask(server, secrets["app"]).status_code == 401
+        assert ask(server, secret).status_code == 200
+        for damage in ("", "# nothing\n", "name root x\n"):  # never open, and nobody locked out
+            file.write_text(damage)
+            assert server.client.post(CHAT, json=chat()).status_code == 401
+            assert ask(server, secret).status_code == 200
+        file.unlink()
+        assert ask(server, secret).status_code == 200
+        file.write_text(before)
+        assert ask(server, secrets["app"]).status_code == 200
+        assert ask(server, secret).status_code == 401

@@ -1,0 +1,125 @@
+"""Ultralytics' runs as domains: data sets that have moved, better runs, names."""
+
+import os
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+
+from tests.support.data_sets import natural_picture
+from valora_data.cli import main
+from valora_data.errors import DataError
+from valora_data.schema import Task
+from valora_data.sources.shelf import is_shelf, read_shelf
+from valora_train.cli import config_folder
+from valora_train.settings import from_config
+
+
+def data_set(folder, *names, file="data.yaml", splits=("train", "val", "test"), count=2):
+    number = len(folder.name)
+    for split in splits:
+        for place in range(count):
+            image = folder / "images" / split / f"{place}.png"
+            image.parent.mkdir(parents=True, exist_ok=True)
+            number += 1
+            natural_picture(number).save(image)
+            label = folder / "labels" / split / f"{place}.txt"
+            label.parent.mkdir(parents=True, exist_ok=True)
+            label.write_text("0 0.5 0.5 0.25 0.5\n")
+    content = {split: f"images/{split}" for split in splits} | {"names": dict(enumerate(names))}
+    (folder / file).write_text(yaml.safe_dump(content))
+    return folder / file
+
+
+def run(folder, data, task="detect", score=None, age=0, weights="best.pt"):
+    (folder / "weights").mkdir(parents=True)
+    (folder / "weights" / weights).write_bytes(b"no pickle")
+    os.utime(folder / "weights" / weights, (1e9 + age, 1e9 + age))
+    args = {"task": task, "mode": "train", "model": "yolo11n.pt", "data": str(data)}
+    (folder / "args.yaml").write_text(yaml.safe_dump(args))
+    if score is not None:
+        rows = f"epoch,  metrics/mAP50-95(B)\n1, 0.1\n2, {score}\n3, 0.05\n"
+        (folder / "results.csv").write_text(rows)
+    return folder
+
+
+def test_models_with_their_data(tmp_path):
+    pets = data_set(tmp_path / "pets", "cat", "dog")
+    tools = data_set(tmp_path / "tools", "saw", file="tools.yaml", splits=("train", "val"))
+    for split in ("train", "val"):
+        for label in ("rose", "oak"):
+            (tmp_path / "plants" / split / label).mkdir(parents=True)
+    runs = tmp_path / "runs"
+    run(runs / "detect" / "train", pets, score=0.4)
+    run(runs / "detect" / "multitrain" / "saws", tools, task="segment", weights="last.pt")
+    run(runs / "classify" / "train2", tmp_path / "plants", task="classify")
+    run(runs / "obb" / "train", pets, task="obb")
+    assert is_shelf(runs)
+    assert not is_shelf(tmp_path / "pets")
+    shelf = read_shelf(runs)
+    assert {
+        name: (model.task, model.labels, model.kind) for name, model in shelf.models.items()
+    } == {
+        "plants": (Task.CLASSIFICATION, ("oak", "rose"), "imagefolder"),
+        "saws": (Task.DETECTION, ("saw",), "yolo"),
+        "pets": (Task.DETECTION, ("cat", "dog"), "yolo"),
+    }
+    assert shelf.models["pets"].score == 0.4
+    assert shelf.models["saws"].weights.name == "last.pt"
+    said = " ".join(shelf.notes)
+    assert "task obb" in said
+    assert "the data of saws has no test split" in said
+    assert "the data of pets" not in said
+
+
+def test_the_better_run_of_a_data_set_is_taken(tmp_path):
+    pets = data_set(tmp_path / "pets", "cat")
+    runs = tmp_path / "runs" / "detect"
+    run(runs / "train", pets, score=0.4, age=0)
+    run(runs / "train2", pets, score=0.6, age=1)
+    run(runs / "train3", pets, score=0.5, age=2)
+    shelf = read_shelf(tmp_path / "runs")
+    assert shelf.models["pets"].run.name == "train2"
+    assert sum("left out" in note for note in shelf.notes) == 2
+    run(runs / "train4", pets, age=3)  # not known: the newest counts
+    assert read_shelf(tmp_path / "runs").models["pets"].run.name == "train4"
+
+
+def test_a_data_set_that_has_moved_is_found_beside_the_shelf(tmp_path):
+    data_set(tmp_path / "project" / "datasets" / "pets", "cat")
+    run(tmp_path / "project" / "runs" / "train", "/home/other/datasets/pets/data.yaml")
+    shelf = read_shelf(tmp_path / "project" / "runs")
+    assert shelf.models["pets"].data == tmp_path / "project" / "datasets" / "pets" / "data.yaml"
+
+
+def test_what_cannot_be_used_is_a_sentence(tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        read_shelf(tmp_path / "runs")
+    run(tmp_path / "runs" / "train", "gone.yaml")
+    with pytest.raises(DataError, match=r"gone\.yaml is not there any more"):
+        read_shelf(tmp_path / "runs")
+
+
+def test_check_shows_what_it_would_fuse(tmp_path, capsys):
+    run(tmp_path / "runs" / "cats", data_set(tmp_path / "pets", "cat"))
+    run(tmp_path / "runs" / "saws", data_set(tmp_path / "tools", "saw"))
+    assert main(["check", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    for part in ("2 domains", "cats", "saws", f"make fuse TASK=own ARGS=shelf={tmp_path / 'runs'}"):
+        assert part in said.replace("\n", "") or part in said
+    assert (tmp_path / "out" / "cats" / "train.png").is_file()
+
+
+def test_the_factory_reads_a_shelf(tmp_path):
+    run(tmp_path / "runs" / "cats", data_set(tmp_path / "pets", "cat"))
+    run(tmp_path / "runs" / "saws", data_set(tmp_path / "tools", "saw"))
+    given = ["task=own", f"shelf={tmp_path / 'runs'}", "+domains.saws.of_teacher=0.9",
+             "+domains.saws.source.max_faulty=0.5", "task.only=[saws,cats]"]  # fmt: skip
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        saws, cats = from_config(compose("config", overrides=given)).chosen()
+    assert (saws.of_teacher, cats.of_teacher) == (0.9, 0.97)
+    assert saws.source.max_faulty == 0.5
+    assert (cats.labels, cats.prompt, cats.required) == (["cat"], "detect cats", None)
+    assert cats.teacher == str(tmp_path / "runs" / "cats" / "weights" / "best.pt")
+    assert cats.taught_by.kind == "yolo"
+    assert cats.source.path == str(tmp_path / "pets" / "data.yaml")

@@ -1,0 +1,159 @@
+"""`valora predict` over the fake engine: what is kept, what is asked again, what is refused."""
+
+import asyncio
+import json
+import os
+from dataclasses import replace
+
+import pytest
+
+from tests.support.data_sets import picture, write_video
+from tests.support.fake_engine import CAPTION, PERSON, SCENE, FakeEngine
+from valora_serve.predict import command
+from valora_serve.predict.records import read_predictions
+from valora_serve.predict.run import Question, answer_all, find_jobs, make_request
+
+
+class Engine(FakeEngine):
+    """Counts what it was asked; `fails_after` requests it is interrupted."""
+
+    fails_after = None
+
+    async def generate(self, request):
+        if self.fails_after is not None and len(self.asked) >= self.fails_after:
+            raise KeyboardInterrupt
+        async for output in super().generate(request):
+            yield output
+
+
+class Engines(list):
+    """The engines that the command has started; each is interrupted after some requests."""
+
+    fails_after = None
+
+    async def start(self, settings):
+        self.append(Engine())
+        self[-1].fails_after = self.fails_after
+        return self[-1]
+
+
+@pytest.fixture
+def engines(monkeypatch, tmp_path):
+    found = Engines()
+    monkeypatch.setattr("valora_serve.engine.start.start_engine", found.start)
+    bundle = tmp_path / "bundle"
+    bundle.mkdir()
+    content = {
+        "schema_version": 2, "name": "d", "version": 1, "files": {}, "adapters": {},
+        "base": {"id": "tiny", "sha256": "0"},
+        "domains": {"person": {"adapter": None}, "car": {"adapter": None}},
+    }  # fmt: skip
+    (bundle / "bundle.json").write_text(json.dumps(content))
+    for number in range(5):
+        picture(tmp_path / "in" / f"{number}.png", number, (40 + number, 20))
+    return found
+
+
+def predict(tmp_path, *more):
+    return command.main([
+        str(tmp_path / "in"), "--bundle", str(tmp_path / "bundle"), "--out", str(tmp_path / "out"),
+        *more,
+    ])  # fmt: skip
+
+
+def rows(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").open()]
+
+
+def test_every_domain_answers_every_file(engines, tmp_path, capsys):
+    assert predict(tmp_path, "--format", "jsonl,coco,csv", "--min-score", "0.3") == 0
+    found = {(row["file"], row["domain"]): row for row in rows(tmp_path)}
+    assert set(found) == {(f"{n}.png", name) for n in range(5) for name in ("person", "car")}
+    boxes = found["2.png", "person"]["answer"]["detections"]
+    assert [row["box"] for row in boxes] == [[0, 0, 21, 10], [10.5, 5, 42, 20]]
+    assert {request.min_score for request in engines[0].asked} == {0.3}
+    assert engines[0].closed
+    assert (tmp_path / "out" / "coco.json").is_file()
+    assert (tmp_path / "out" / "predictions.csv").is_file()
+    assert "person" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_continues(engines, tmp_path, capsys):
+    engines.fails_after = 4
+    assert predict(tmp_path, "--at-once", "1") == 130
+    assert "run the same command again" in capsys.readouterr().err
+    assert len(rows(tmp_path)) == 4
+    path = tmp_path / "out" / "predictions.jsonl"
+    path.write_bytes(path.read_bytes()[:-5])  # killed while it wrote
+    engines.fails_after = None
+    assert predict(tmp_path, "--at-once", "1") == 0
+    assert len(engines[1].asked) == 7
+    assert len(rows(tmp_path)) == 10
+    assert predict(tmp_path) == 0
+    assert engines[2].asked == []
+
+
+def test_changed_and_new_files_are_answered_again(engines, tmp_path):
+    assert predict(tmp_path) == 0
+    picture(tmp_path / "in" / "0.png", 50, (80, 20))
+    picture(tmp_path / "in" / "more" / "6.png", 6, (40, 20))
+    assert predict(tmp_path) == 0
+    assert len(engines[1].asked) == 4
+    made = read_predictions(tmp_path / "out" / "predictions.jsonl")
+    found = {(item.file, item.domain): item for item in made}
+    assert len(found) == 12
+    assert found["0.png", "person"].width == 80
+
+
+def test_a_broken_file_costs_only_its_answers(engines, tmp_path, capsys):
+    (tmp_path / "in" / "1.png").write_bytes(b"broken")
+    assert predict(tmp_path, "--domain", "car") == 1
+    assert "1.png, car: 1.png cannot be decoded" in capsys.readouterr().err
+    assert len(engines[0].asked) == 4
+    picture(tmp_path / "in" / "1.png", 1, (40, 20))
+    assert predict(tmp_path, "--domain", "car") == 0
+    assert len(engines[1].asked) == 1
+
+
+def test_predictions_of_other_settings_are_not_mixed(engines, tmp_path, capsys):
+    assert predict(tmp_path) == 0
+    assert predict(tmp_path, "--min-score", "0.1") == 1
+    assert "of another run, with other min_score" in capsys.readouterr().err
+    assert len(engines) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--format", "xml"], "unknown format 'xml'"),
+        (["--min-score", "3"], "name one from 0 to 1"),
+        (["--at-once", "0"], "name at least 1"),
+        (["--domain", "cow"], "there is no domain 'cow': choose from person, car"),
+    ],
+)
+def test_mistakes_are_sentences(engines, tmp_path, capsys, more, said):
+    assert predict(tmp_path, *more) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_videos_questions_and_texts(tmp_path):
+    write_video(tmp_path / "in.mp4", [10 * n for n in range(12)])
+    video = replace(SCENE, media="video", images=4)
+    jobs, kept = find_jobs(tmp_path, [video], {})
+    assert ([job.name for job in jobs], kept) == (["in.mp4"], 0)
+    asked = replace(CAPTION, prompt="what color is {}?", prompted=True)
+    request = make_request("1", asked, ["image"], Question("the car", max_tokens=9))
+    assert request.messages[0]["content"][0]["text"] == "what color is the car?"
+    assert request.sampling.max_tokens == 9
+    engine, found = FakeEngine(), []
+    engine._served |= {model.name: model for model in (video, CAPTION, PERSON)}
+    asyncio.run(answer_all(engine, jobs, Question(), found.append, 4))
+    assert len(engine.asked[0].videos[0]) == 4
+    picture(tmp_path / "a.png", 1, (40, 20))
+    jobs, _ = find_jobs(tmp_path / "a.png", [CAPTION], {})
+    asyncio.run(answer_all(engine, jobs, Question(), found.append, 4))
+    assert found[0].answer["label"] == "street"
+    assert found[1].answer["text"].startswith("a red star")
+    os.utime(tmp_path / "a.png", (1, 1))
+    done = {("a.png", "caption"): found[1].version}
+    assert len(find_jobs(tmp_path / "a.png", [CAPTION], done)[0]) == 1

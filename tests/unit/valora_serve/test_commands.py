@@ -1,0 +1,94 @@
+"""The command `valora` and its parts that need no model."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from valora_serve import commands, doctor
+from valora_serve.demo import command as demo
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_every_command_can_be_asked_for_help(capsys):
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for name, place in declared["entry-points"]["valora.commands"].items():
+        module, _, attribute = place.partition(":")
+        assert callable(getattr(import_module(module), attribute)), name
+    assert commands.main([]) == 0
+    said = capsys.readouterr().out
+    assert all(f"  {name} " in said for name in commands.ABOUT)
+    for name in set(commands.COMMANDS) - {"fuse"}:
+        try:
+            assert commands.main([name, "--help"]) == 0
+        except SystemExit as end:
+            assert end.code == 0, name
+        assert "usage:" in capsys.readouterr().out, name
+
+
+def test_an_unknown_command_is_refused_with_the_known_ones(capsys):
+    assert commands.main(["bake"]) == 2
+    assert "unknown command 'bake': choose one of" in capsys.readouterr().err
+
+
+def test_a_missing_library_is_named_with_its_extra(monkeypatch, capsys):
+    def missing(name):
+        raise ModuleNotFoundError("No module named 'fastapi'", name="fastapi")
+
+    monkeypatch.setattr(commands.COMMANDS, "_load", missing)
+    monkeypatch.setattr(commands.COMMANDS, "_loaded", {})
+    assert commands.main(["demo"]) == 1
+    assert "pip install 'valora[serve]'" in capsys.readouterr().err
+
+
+def test_the_gathering_command_imports_nothing_heavy():
+    code = (
+        "import sys, valora_serve.commands as c; c.main(['--help'])\n"
+        "heavy = {'torch', 'fastapi', 'transformers', 'hydra', 'valora_train'}\n"
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_doctor_says_what_is_wrong_and_how_to_mend_it(monkeypatch, capsys):
+    assert doctor.main(["python", "files", "machine"]) == 0
+    said = capsys.readouterr().out
+    assert "✓ Python" in said
+    assert "nothing is wrong" in said
+    monkeypatch.setattr(doctor, "PYTHONS", ((3, 99),))
+    monkeypatch.setattr(doctor, "EXTRAS", {"serve": ("no_such_module",)})
+    assert doctor.main(["python", "extras"]) == 1
+    said = capsys.readouterr().out
+    assert "install Python 3.99" in said
+    assert "pip install 'valora[serve]'" in said
+    assert "1 of these must be mended" in said
+
+
+def test_the_demo_serves_the_bundle_of_the_package(monkeypatch, capsys):
+    given, opened = [], []
+
+    def serve(arguments, on_started):
+        given.extend(arguments)
+        on_started("http://127.0.0.1:8000/")
+        return 0
+
+    monkeypatch.setattr(demo.cli, "main", serve)
+    monkeypatch.setattr(demo.webbrowser, "open", opened.append)
+    assert demo.main(["--no-browser", "--port", "0"]) == 0
+    assert given[1:] == ["--no-profile", "--port", "0"]
+    assert "The console is at http://127.0.0.1:8000/" in capsys.readouterr().err
+    (manifest,) = Path(given[0]).glob("*/bundle.json")
+    assert json.loads(manifest.read_text())["base"]["id"] == "tiny"
+    assert opened == []
+
+
+def test_a_package_without_its_bundle_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "BUNDLES", tmp_path)
+    with pytest.raises(Exception, match="holds no bundle"):
+        demo.find_bundle()

@@ -1,0 +1,98 @@
+"""Command ``valora``: gathers the commands of all packages under one name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from valora_data.errors import UnknownNameError, ValoraError
+from valora_data.registry import Registry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Command = Callable[[], int | None]
+"""Reads ``sys.argv`` as a console script does, and returns the exit status."""
+
+COMMANDS: Registry[Command] = Registry(
+    "valora.commands",
+    "command",
+    {
+        "demo": "valora_serve.demo.command:main",
+        "serve": "valora_serve.cli:main",
+        "predict": "valora_serve.predict.command:main",
+        "data": "valora_data.cli:main",
+        "sim": "valora_serve.workloads.cli:main",
+        "doctor": "valora_serve.doctor:main",
+    },
+)
+"""Commands by name. The factory, which nothing that serves may import, registers `fuse` in the
+entry-point group, as any other package does."""
+
+ABOUT = {
+    "demo": "serve the bundle that ships with the package, and open the console",
+    "fuse": "small models to a checked bundle (valora-train)",
+    "serve": "serve bundles over HTTP (valora-serve)",
+    "predict": "answer a folder of images or videos with a bundle, without a server",
+    "data": "look at a data set before it is used (valora-data)",
+    "sim": "compare policies and routers on a simulated workload (valora-sim)",
+    "doctor": "check this machine, and say what is missing and how to mend it",
+}
+"""What the commands of this repository do, in the order of use."""
+_HELP = {"-h", "--help", "help"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point.
+
+    Args:
+        arguments: Name of a command and its arguments; those of the process if None.
+
+    Returns:
+        Exit status of the command; 2 if there is none of this name.
+    """
+    name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or ["help"]
+    if name in _HELP:
+        print(_overview())
+        return 0
+    if name == "--version":
+        from importlib.metadata import version
+
+        print(f"valora {version('valora')}")
+        return 0
+    try:
+        command = COMMANDS[name]
+    except UnknownNameError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        return _missing(name, error)
+    sys.argv = [f"valora {name}", *rest]
+    try:
+        return command() or 0
+    except ValoraError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _missing(name: str, error: ModuleNotFoundError) -> int:
+    if (error.name or "").startswith("valora_"):
+        raise error
+    extra = "train" if name == "fuse" else "serve"
+    print(f"error: {error.name} is missing: pip install 'valora[{extra}]'", file=sys.stderr)
+    return 1
+
+
+def _overview() -> str:
+    """Names of all commands, with what they do."""
+    others = sorted(set(COMMANDS) - set(ABOUT))
+    lines = [f"  {name:<9} {ABOUT.get(name, '(of another package)')}" for name in [*ABOUT, *others]]
+    return "\n".join([
+        "usage: valora COMMAND [arguments]", "", *lines, "",
+        "valora COMMAND --help explains a command.",
+    ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""``valora demo``: serves the bundle that ships with the package."""

@@ -1,0 +1,278 @@
+"""Command ``valora predict``: a bundle's answers for a folder of images or videos."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from valora_data.contract.bundle import MANIFEST, file_hash, read_manifest
+from valora_data.errors import ValoraError
+from valora_data.wording import plural
+from valora_serve.errors import SettingsError
+from valora_serve.predict.formats.registry import WRITERS
+from valora_serve.predict.records import (
+    PREDICTIONS,
+    DomainFacts,
+    Journal,
+    Prediction,
+    Results,
+    check_run,
+    read_predictions,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.progress import Progress
+
+    from valora_serve.predict.run import Question
+    from valora_serve.types import EngineClient, ServedModel
+
+_ABOUT = """\
+Answer every image or video of a folder with the domains of a bundle, without a server. An
+interrupted run continues where it was; files that have changed are answered again."""
+_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point.
+
+    Returns:
+        0; 1 if a file could not be answered or something is wrong; 130 if interrupted.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        return asyncio.run(_run(options))
+    except ValoraError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("interrupted: run the same command again to continue", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        "valora predict", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("folder", type=Path, help="folder of images or videos, or one file")
+    made.add_argument("--bundle", required=True, help="folder of a bundle, or one of bundles")
+    made.add_argument("--out", type=Path, default=Path("predictions"), help="output folder")
+    made.add_argument(
+        "--format",
+        default="jsonl",
+        help=f"formats, separated by commas: {', '.join(WRITERS)} (default: jsonl)",
+    )
+    made.add_argument("--domain", help="domains to ask, separated by commas (default: all)")
+    made.add_argument("--prompt", help="question or phrase, for domains that need one")
+    made.add_argument("--min-score", type=float, help="least confidence of boxes, 0 to 1")
+    made.add_argument("--max-tokens", type=int, help="most tokens of written answers")
+    made.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 … (default: the GPU)")
+    made.add_argument("--base", help="folder of the base model (default: the bundle's)")
+    made.add_argument("--at-once", type=int, default=32, help="most files in the engine at a time")
+    made.add_argument(
+        "--no-golden", action="store_true", help="do not replay the bundle's golden examples first"
+    )
+    return made
+
+
+async def _run(options: argparse.Namespace) -> int:
+    from valora_serve.engine.settings import EngineSettings
+    from valora_serve.engine.start import start_engine
+    from valora_serve.predict.run import Question
+    from valora_serve.server.loading import startup
+
+    began, console = time.monotonic(), Console(stderr=True)
+    formats = [name.strip() for name in options.format.split(",") if name.strip()]
+    for name in formats:
+        WRITERS[name]  # an unknown one is refused before a model is loaded
+    _check(options)
+    folders = startup.find_bundles([options.bundle], options.out / "downloads")
+    facts = {
+        "folder": str(options.folder.resolve()),
+        "bundles": {str(folder): file_hash(folder / MANIFEST) for folder in folders},
+        "prompt": options.prompt,
+        "min_score": options.min_score,
+        "max_tokens": options.max_tokens,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    check_run(options.out, facts)
+    base = options.base or str(read_manifest(folders[0])["base"]["id"])
+    settings = EngineSettings(
+        base=base,
+        device=options.device,
+        quantize=startup.find_rounding(folders),
+        profile=False,  # a measurement would take longer than most folders
+        policy="slora",  # first come, first served: nobody waits for a single answer
+    )
+    with console.status("Loading the model …"):
+        engine = await start_engine(settings)
+    try:
+        models = await _load(engine, folders, golden=not options.no_golden)
+        asked = _chosen(models, options, console)
+        question = Question(options.prompt, options.min_score, options.max_tokens)
+        failed = await _answer(engine, asked, options, question, console)
+    finally:
+        await engine.close()
+    used = list(dict.fromkeys(model.bundle or "" for model in asked))
+    results = Results(
+        options.out,
+        (options.folder if options.folder.is_dir() else options.folder.parent).resolve(),
+        ", ".join(used),
+        {m.name: DomainFacts(m.name, m.task or "text", m.labels, m.boxes) for m in asked},
+    )
+    _summary(results, console)
+    for name in formats:
+        console.print(f"{name}: {WRITERS[name](results)}", highlight=False, soft_wrap=True)
+    console.print(f"took {time.monotonic() - began:.1f} s", highlight=False)
+    return 1 if failed else 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.min_score is not None and not 0 <= options.min_score <= 1:
+        raise SettingsError(f"--min-score is {options.min_score}: name one from 0 to 1")
+    for name in ("at_once", "max_tokens"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise SettingsError(f"--{name.replace('_', '-')} is {value}: name at least 1")
+    if not options.folder.exists():
+        raise SettingsError(f"{options.folder} does not exist: check the path")
+
+
+async def _load(
+    engine: EngineClient, folders: Sequence[Path], *, golden: bool
+) -> list[ServedModel]:
+    """Load the bundles and replay their golden examples; the domains."""
+    from valora_serve.server.loading import golden as examples
+    from valora_serve.server.media.pool import shared_pool
+
+    found = []
+    for folder in folders:
+        found += [m for m in await engine.load_bundle(folder) if m.kind == "domain"]
+        if golden:
+            shared_pool().start()
+            await examples.replay(engine, folder)
+    return found
+
+
+def _chosen(
+    models: Sequence[ServedModel], options: argparse.Namespace, console: Console
+) -> list[ServedModel]:
+    """The domains to ask.
+
+    Raises:
+        SettingsError: A name is unknown, or a domain needs words and there are none.
+    """
+    from valora_serve.predict.run import needs_words
+
+    named = [name.strip() for name in (options.domain or "").split(",") if name.strip()]
+    known = {model.name: model for model in models}
+    for name in named:
+        if name not in known:
+            raise SettingsError(f"there is no domain {name!r}: choose from {', '.join(known)}")
+    asked = [known[name] for name in named] or list(models)
+    if options.prompt is None:
+        silent = [model.name for model in asked if needs_words(model)]
+        if named and silent:
+            raise SettingsError(f"{silent[0]} answers questions: give one with --prompt")
+        asked = [model for model in asked if model.name not in silent]
+        if silent:
+            text = f"{', '.join(silent)} left out: they answer questions, which --prompt gives"
+            console.print(text, style="yellow", highlight=False)
+    if not asked:
+        raise SettingsError("no domain is left to ask: name one with --domain, or give --prompt")
+    return asked
+
+
+async def _answer(
+    engine: EngineClient,
+    asked: Sequence[ServedModel],
+    options: argparse.Namespace,
+    question: Question,
+    console: Console,
+) -> int:
+    """Answer what is left.
+
+    Returns:
+        Number of answers that failed.
+    """
+    from valora_serve.predict.run import answer_all, find_jobs
+
+    done = {
+        (made.file, made.domain): made.version
+        for made in read_predictions(options.out / PREDICTIONS)
+        if made.error is None
+    }
+    jobs, answered = find_jobs(options.folder, asked, done)
+    if answered:
+        console.print(f"{plural(answered, 'answer')} of an earlier run kept", highlight=False)
+    if not jobs:
+        return 0
+    journal, failed = Journal(options.out / PREDICTIONS), 0
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        with _progress(console) as progress:
+            bar = progress.add_task("answers", total=sum(len(job.domains) for job in jobs))
+
+            def note(made: Prediction) -> None:
+                nonlocal failed
+                journal.add(made)
+                progress.advance(bar)
+                if made.error is not None:
+                    failed += 1
+                    text = f"{made.file}, {made.domain}: {made.error}"
+                    progress.console.print(text, style="yellow", markup=False, highlight=False)
+
+            await answer_all(engine, jobs, question, note, options.at_once)
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+        journal.close()
+    if failed:
+        text = f"{plural(failed, 'answer')} failed; the next run tries them again"
+        console.print(text, style="yellow", highlight=False)
+    return failed
+
+
+def _progress(console: Console) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    return Progress(
+        "[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(),
+        TimeRemainingColumn(), console=console,
+    )  # fmt: skip
+
+
+def _summary(results: Results, console: Console) -> None:
+    """Print how many answers there are, by domain and label."""
+    from rich.table import Table
+
+    answers: Counter[str] = Counter()
+    labels: dict[str, Counter[str]] = {name: Counter() for name in results.domains}
+    for made in results.predictions():
+        answers[made.domain] += 1
+        if results.domains[made.domain].boxes:
+            labels[made.domain].update(found["label"] for found in made.detections)
+        elif made.answer.get("label") is not None:
+            labels[made.domain][made.answer["label"]] += 1
+    table = Table(title=f"Answers of {results.model}", title_justify="left")
+    for name in ("domain", "task", "files", "found"):
+        table.add_column(name, justify="right" if name == "files" else "left")
+    for name, facts in results.domains.items():
+        found = ", ".join(f"{label} {count}" for label, count in labels[name].most_common(8))
+        table.add_row(name, facts.task, str(answers[name]), found)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""File formats that predictions are written in, one module for each."""

@@ -48,6 +48,8 @@ DISCARD_SECONDS = 5.0
 LARGE_BODY = 2**20  # bytes; from there on, joining the pieces leaves Python's lock to others
 SMALL_PIECE = 8192  # bytes of a body that are counted at once; larger pieces wait for their turn
 LONGEST_URL = 8192
+OPEN_INFERENCE = "/v2"
+"""Path of the Open Inference Protocol, whose errors have a form of their own."""
 LOGGED_PATH = 200  # characters of a path that the access log shows
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
@@ -133,7 +135,7 @@ class Envelope:
         async def failed(error: ServeError) -> None:
             self._metrics.failed(error.code)
             if not status:
-                await error_answer(error)(scope, receive, sending)
+                await error_answer(error, scope["path"])(scope, receive, sending)
 
         try:
             await self._answer(inner, headers, receive, sending)
@@ -298,7 +300,7 @@ def _check_type(rules: Rules, headers: Mapping[bytes, str]) -> None:
     kind = sent.partition(";")[0].strip().lower()
     if kind not in rules.content_types:
         has = f"The content type is {kind[:100]!a}" if kind else "The request has no content type"
-        others = "".join(f" or {other}" for other in rules.content_types[1:])
+        others = "".join(f" or {other}" for other in rules.content_types[1:] if other)
         raise ContentTypeError(
             f"{has}, and this path reads {rules.content_types[0]}{others}: send it with "
             f"-H 'content-type: {rules.content_types[0]}'"
@@ -364,8 +366,8 @@ def error_body(error: ValoraError) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def error_answer(error: ValoraError) -> JSONResponse:
-    """Response of an error, in OpenAI's format."""
+def error_answer(error: ValoraError, path: str = "") -> JSONResponse:
+    """Response of an error, in the format of the path's API: OpenAI's, or the bare sentence."""
     headers = {}
     if (wait := getattr(error, "retry_after", None)) is not None:
         headers["Retry-After"] = str(max(1, math.ceil(wait)))
@@ -374,7 +376,13 @@ def error_answer(error: ValoraError) -> JSONResponse:
         headers["WWW-Authenticate"] = "Bearer"
     if status in (408, 413):
         headers["Connection"] = "close"  # the rest of the body is not read
-    return AsciiJson({"error": error_body(error)}, status, headers)
+    return AsciiJson(_formed(error_body(error), path), status, headers)
+
+
+def _formed(body: dict[str, Any], path: str) -> dict[str, Any]:
+    """An error's body; the Open Inference Protocol has nothing but the sentence."""
+    plain = path == OPEN_INFERENCE or path.startswith(f"{OPEN_INFERENCE}/")
+    return {"error": body["message"] if plain else body}
 
 
 class AsciiJson(JSONResponse):
@@ -393,12 +401,12 @@ def handle_errors(app: FastAPI, metrics: Metrics) -> None:
         metrics.failed(getattr(error, "code", "invalid_request"))
         if getattr(error, "status", 400) >= 500:
             logs.LOG.warning("%s", error)
-        return error_answer(error)
+        return error_answer(error, request.url.path)
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         metrics.failed("invalid_request")
-        return error_answer(_refusal(error))
+        return error_answer(_refusal(error), request.url.path)
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -411,7 +419,8 @@ def handle_errors(app: FastAPI, metrics: Metrics) -> None:
             said = f"{_method(request.scope)} is not possible at this path: use {allowed}"
         body = {"message": said, "type": "invalid_request_error", "param": None,
                 "code": None}  # fmt: skip
-        return AsciiJson({"error": body}, error.status_code, error.headers)
+        formed = _formed(body, request.url.path)
+        return AsciiJson(formed, error.status_code, error.headers)
 
     app.add_exception_handler(ValoraError, ours)
     app.add_exception_handler(RequestValidationError, invalid)

@@ -48,7 +48,7 @@ class Rules:
         max_body_bytes: Largest request body in bytes; None for the server's general limit.
         disabled: Reason why every request is refused with status 403; None if the route is enabled.
         content_types: Content types of bodies that the route reads; by default JSON if it declares
-            a body. Others get status 415. Empty for any.
+            a body. Others get status 415. Empty for any; an empty text stands for a missing type.
         json: Most that a JSON body may hold.
         any_host: Whether the route answers under any host name, as probes of a cluster ask.
     """

@@ -237,12 +237,14 @@ def test_every_json_route_says_which_content_type_it_reads(tmp_path):
         assert len(posts) >= 7
         for path in posts:
             answer = server.client.post(
-                path.replace("{domain}", "person"), content="a=1",
+                path.replace("{domain}", "person").replace("{name}", "person"), content="a=1",
                 headers={"authorization": f"Bearer {key}",
                          "content-type": "application/x-www-form-urlencoded"},
             )  # fmt: skip
             assert answer.status_code == 415, path
-            assert "-H 'content-type: application/json'" in answer.json()["error"]["message"]
+            said = answer.json()["error"]
+            said = said["message"] if isinstance(said, dict) else said
+            assert "-H 'content-type: application/json'" in said
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,9 @@ class SourceSettings:
 
     Attributes:
         kind: Format of the data set: `scenes` (drawn here), `coco`, `yolo`, `imagefolder`,
-            `videofolder`, `llava`, `vqa`, `refcoco`, `hub`, `shards`, or one that another package
-            registers (see `valora_data.sources.registry`).
+            `videofolder`, `llava`, `vqa`, `refcoco`, `hub`, `shards`; of documents `records` (drawn
+            here), `documents`, `texts`, `album`; or one that another package registers (see
+            `valora_data.sources.registry`).
         path: Path of the file or folder, or name of the data set on the hub.
         images: Folder of the images, for formats whose files name them.
         annotations: File of the annotations, for `vqa`.
@@ -62,6 +63,8 @@ class SourceSettings:
             the other one).
         unlabelled: Folder of images without labels, as the unlabelled split; null if the source
             itself has that split, or it is to be taken from the training part.
+        document: Id of the document, for files of several documents.
+        entries: Records of a drawn document, for `records`.
     """
 
     kind: str = "scenes"
@@ -76,6 +79,8 @@ class SourceSettings:
     max_faulty: Share = 0.05
     leaks: Literal["refuse", "keep_test", "keep_train"] = "refuse"
     unlabelled: str | None = None
+    document: str | None = None
+    entries: Annotated[int, Field(gt=0, le=900)] = 30
 
     @property
     def format(self) -> SourceFormat:
@@ -403,6 +408,28 @@ class HeadSettings:
 
 
 @dataclass(frozen=True)
+class ContextSettings:
+    """How documents are remembered (task `context`).
+
+    Attributes:
+        form: `prefix` (trained keys and values), `memory_tokens` (trained input embeddings), or
+            `adapter` (LoRA alone, closed book). With a memory, LoRA is added where the memory alone
+            does not keep what is required.
+        tokens: Tokens of a memory.
+        logits: Weight of the divergence from the base model's logits with the document in its
+            prompt.
+        hidden: Weight of the distance from its hidden states.
+        answers: Weight of the cross entropy of the answers.
+    """
+
+    form: Literal["prefix", "memory_tokens", "adapter"] = "prefix"
+    tokens: Count = 64
+    logits: Weight = 1.0
+    hidden: Weight = 1.0
+    answers: Weight = 0.0
+
+
+@dataclass(frozen=True)
 class FusionSettings:
     """How domains are packed into adapters (VaLoRA §4.2.1).
 
@@ -512,6 +539,7 @@ class Settings:
         model: The large multimodal model.
         fusion: How domains are packed.
         heads: Heads and written answers.
+        context: How documents are remembered; `heads.options.context` of task `context`.
         train: Training of adapters.
         oracle: What `command=oracle` trains.
         compare: What `command=compare` trains.
@@ -529,6 +557,7 @@ class Settings:
     model: ModelSettings = field(default_factory=ModelSettings)
     fusion: FusionSettings = field(default_factory=FusionSettings)
     heads: HeadSettings = field(default_factory=HeadSettings)
+    context: ContextSettings = field(default_factory=ContextSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     oracle: OracleSettings = field(default_factory=OracleSettings)
     compare: CompareSettings = field(default_factory=CompareSettings)
@@ -730,7 +759,8 @@ def _names(kind: Any) -> set[str]:
 _GROUPS = {
     kind.__name__: kind
     for kind in (TaskSettings, DomainSettings, SourceSettings, TeacherSettings, ModelSettings,
-                 FusionSettings, HeadSettings, TrainSettings, LoraSettings, AugmentSettings,
+                 FusionSettings, HeadSettings, ContextSettings, TrainSettings, LoraSettings,
+                 AugmentSettings,
                  OracleSettings, CompareSettings, PathSettings)
 }  # fmt: skip
 

@@ -132,6 +132,8 @@ class Duplicates:
         if other != split:
             self._pairs.append(Pair((other, sample.id), key, Likeness.EQUAL))
             return
+        if not sample.images:  # questions about a document, which its splits share
+            return
         first = self._exact.setdefault(content_hash(sample), key)
         if first != key:
             self._pairs.append(Pair(first, key, Likeness.EQUAL))

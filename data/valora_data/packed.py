@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import DataError
 from valora_data.images import decode_image
+from valora_data.schema import Document
 from valora_data.shards import Shard
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from PIL.Image import Image
 
     from valora_data.schema import Sample
 
@@ -38,13 +41,23 @@ def pack(shard: Shard, file: Path) -> None:
         for number in range(len(shard)):
             row = shard.row(number)
             for place, image in enumerate(row["images"]):
-                content = io.BytesIO()
-                decode_image(image["bytes"]).save(content, "WEBP", lossless=True, exact=True)
-                archive.writestr(f"{number}/{place}", content.getvalue())
+                archive.writestr(f"{number}/{place}", _lossless(decode_image(image["bytes"])))
             rows.append(row | {"images": len(row["images"])})
-        text = json.dumps({"labels": shard.labels, "rows": rows}, ensure_ascii=False)
+        content: dict[str, Any] = {"labels": shard.labels, "rows": rows}
+        if (document := shard.document) is not None:
+            content["document"] = {"text": document.text, "images": len(document.images)}
+            for place, image in enumerate(document.images):
+                archive.writestr(f"document/{place}", _lossless(image))
+        text = json.dumps(content, ensure_ascii=False)
         archive.writestr(ROWS, text, zipfile.ZIP_DEFLATED)
     temporary.replace(file)
+
+
+def _lossless(image: Image) -> bytes:
+    """An image as a file that keeps every pixel."""
+    content = io.BytesIO()
+    image.save(content, "WEBP", lossless=True, exact=True)
+    return content.getvalue()
 
 
 def read(file: Path) -> list[Sample]:
@@ -73,6 +86,12 @@ class _Packed(Shard):
         content = json.loads(archive.read(ROWS))
         self._archive, self._rows = archive, content["rows"]
         self.labels = tuple(content["labels"])
+        self.document = None
+        if (facts := content.get("document")) is not None:
+            images = [
+                decode_image(archive.read(f"document/{place}")) for place in range(facts["images"])
+            ]
+            self.document = Document(facts["text"], tuple(images))
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from valora_data.duplicates import Duplicates, Likeness, groups_of
 from valora_data.errors import DataError
-from valora_data.schema import Answer, Sample, Split
+from valora_data.schema import Answer, Document, Sample, Split
 from valora_data.shards import ShardWriter, open_shard
 from valora_data.splits import split_of
 from valora_data.wording import plural
@@ -144,8 +144,12 @@ class _Writers:
         self._writer(split).add(sample)
         self.counts[split] += 1
 
-    def add_row(self, split: Split, row: dict[str, Any], answer: Answer) -> None:
+    def add_row(
+        self, split: Split, row: dict[str, Any], answer: Answer, document: Document | None
+    ) -> None:
         """Write a row of a shard with the same labels, whose answer is known."""
+        for name in (TRUTH, split) if split is Split.UNLABELLED else (split,):
+            self._writer(name).ask_about(document)
         if split is Split.UNLABELLED:
             self._writer(TRUTH).add_row(row)
             self.answered = self.answered or answer != Answer()
@@ -227,7 +231,7 @@ def _divide(
                 dropped += 1
                 continue
             split = Split(part) if part in given else split_of(leader[1], shares, seed)
-            writers.add_row(split, row, answer)
+            writers.add_row(split, row, answer, shard.document)
     if dropped:
         log.warning(
             "%d samples left out, whose image is in another split, too (source.leaks=%s)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from math import isclose
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +20,7 @@ class Task(str):
     """Name of a task type, one of `valora_data.tasks.task_names`.
 
     There is one object for each name, so that names can be compared with `is`. The attributes are
-    the built-in types: those of VaLoRA §6.1, and counting. Other packages add more.
+    the built-in types: those of VaLoRA §6.1, counting, and contexts. Other packages add more.
 
     Args:
         name: The name.
@@ -35,6 +36,7 @@ class Task(str):
     CAPTION: ClassVar[Task]
     GROUNDING: ClassVar[Task]
     COUNTING: ClassVar[Task]
+    CONTEXT: ClassVar[Task]
 
     _known: ClassVar[dict[str, Task]] = {}
 
@@ -77,6 +79,7 @@ Task.VQA = Task("vqa")
 Task.CAPTION = Task("caption")
 Task.GROUNDING = Task("grounding")
 Task.COUNTING = Task("counting")
+Task.CONTEXT = Task("context")
 
 
 class Split(StrEnum):
@@ -181,15 +184,29 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Document:
+    """What a domain of task `context` is about: it is learnt once, and not sent with questions.
+
+    Attributes:
+        text: The text; empty for an album without words.
+        images: Images of an album, in order; none for a text.
+    """
+
+    text: str
+    images: tuple[Image, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
-    """One image, several images or the frames of a video, with their answer.
+    """One image, several images or the frames of a video, with their answer; or a question alone.
 
     Attributes:
         id: Unique and stable within the domain and split, e.g. ``person/val/00012``.
-        image: RGB image; the first one if there are several.
+        image: RGB image; the first one if there are several; `no_image()` if there is none.
         answer: The true answer, or a teacher's.
         prompt: This sample's own question or phrase; None to use the domain's prompt.
         rest: The images or frames after the first, in order.
+        document: The document that the sample asks about; None where there is none.
     """
 
     id: str
@@ -197,11 +214,20 @@ class Sample:
     answer: Answer
     prompt: str | None = None
     rest: tuple[Image, ...] = ()
+    document: Document | None = None
 
     @property
     def images(self) -> tuple[Image, ...]:
-        """All images or frames in order, at least one."""
-        return (self.image, *self.rest)
+        """All images or frames in order; none for a question alone."""
+        return () if self.image is no_image() else (self.image, *self.rest)
+
+
+@cache
+def no_image() -> Image:
+    """Return what stands for the image of a sample that has none: a white pixel."""
+    from PIL import Image
+
+    return Image.new("RGB", (1, 1), "white")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ the data set's features; where a domain has no label set, `label` and `category`
 
 Samples are written one by one and read through a memory map, so a set may be larger than memory.
 A shard may refer to the images of another one beside it (`images_of.json`), whose samples it
-answers differently; its own `images` are empty then.
+answers differently; its own `images` are empty then. The document that all samples of a shard ask
+about is in `document.json`, with the images of an album as `document-0.png`, ….
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, overload
 from valora_data.errors import DataError
 from valora_data.hashing import hash_path
 from valora_data.images import decode_image, encoded_file
-from valora_data.schema import Answer, Box, Sample
+from valora_data.schema import Answer, Box, Document, Sample, no_image
 from valora_data.wording import plural
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 IMAGES_OF = "images_of.json"
 """File with the name of the shard beside this one that holds its images."""
+DOCUMENT = "document.json"
+"""File with the document that the samples of a shard ask about."""
 BUFFERED = 64
 """Samples that are held in memory while writing."""
 
@@ -107,6 +110,7 @@ class ShardWriter:
 
         self._labels = tuple(labels)
         self._images_of = images_of
+        self._document: Document | None = None
         self._folder = folder
         self._table = folder.with_name(f"{folder.name}.arrow.partial")
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -119,10 +123,24 @@ class ShardWriter:
         """Write a sample.
 
         Raises:
-            DataError: If it has a label outside the label set, or not one soft label for each.
+            DataError: If it has a label outside the label set, or not one soft label for each, or
+                asks about another document than those before.
         """
         self._check(sample)
+        self.ask_about(sample.document)
         self.add_row(_row(sample, stored=self._images_of is None))
+
+    def ask_about(self, document: Document | None) -> None:
+        """Say which document all samples ask about.
+
+        Raises:
+            DataError: Earlier samples ask about another one.
+        """
+        if self.count and document is not self._document and document != self._document:
+            raise DataError(
+                f"samples of {self._folder.name} ask about several documents: make each a domain"
+            )
+        self._document = document
 
     def add_row(self, row: dict[str, Any]) -> None:
         """Write a row of `Shard.rows`, whose labels are known."""
@@ -175,6 +193,12 @@ class ShardWriter:
         # The library would store a fingerprint of the file's time: equal samples give equal files.
         name = hash_path(self._table)[:16]
         Dataset(table, fingerprint=name).save_to_disk(self._folder)
+        if self._document is not None:
+            facts = {"text": self._document.text, "images": len(self._document.images)}
+            for place, image in enumerate(self._document.images):
+                image.save(self._folder / f"document-{place}.png")
+            text = json.dumps(facts, ensure_ascii=False)
+            (self._folder / DOCUMENT).write_text(text, encoding="utf-8")
         if self._images_of is not None:
             text = json.dumps({"folder": self._images_of})
             (self._folder / IMAGES_OF).write_text(text, encoding="utf-8")
@@ -205,15 +229,18 @@ class Shard(Sequence[Sample]):
 
     Attributes:
         labels: The label set; empty where answers are language.
+        document: The document that the samples ask about; None where there is none.
     """
 
-    def __init__(self, dataset: Any, images: Any = None) -> None:
+    def __init__(self, dataset: Any, images: Any = None, document: Document | None = None) -> None:
         """Wrap a data set; use `open_shard` for a folder.
 
         Args:
             dataset: The rows.
             images: Rows in the same order that hold the images; None if `dataset` does.
+            document: The document that the samples ask about, if there is one.
         """
+        self.document = document
         self._dataset = dataset.with_format("arrow")  # which leaves images as they are stored
         self._images = None if images is None else images.with_format("arrow")
         self.labels: tuple[str, ...] = tuple(getattr(dataset.features["label"], "names", ()))
@@ -242,8 +269,8 @@ class Shard(Sequence[Sample]):
 
     def _sample(self, row: dict[str, Any]) -> Sample:
         answer = self._answer(row)
-        first, *rest = (decode_image(image["bytes"]) for image in row["images"])
-        return Sample(row["id"], first, answer, row["prompt"], tuple(rest))
+        first, *rest = [decode_image(image["bytes"]) for image in row["images"]] or [no_image()]
+        return Sample(row["id"], first, answer, row["prompt"], tuple(rest), self.document)
 
     def _answer(self, row: dict[str, Any]) -> Answer:
         objects = row["objects"]
@@ -297,7 +324,27 @@ def open_shard(folder: Path) -> Shard:
         raise DataError(
             f"{folder} is not a readable data set (no column {', '.join(missing)}): make it again"
         )
-    return Shard(dataset, _other_images(folder))
+    return Shard(dataset, _other_images(folder), _document(folder))
+
+
+def _document(folder: Path) -> Document | None:
+    """The document of a shard, if it has one."""
+    from PIL import Image
+
+    file = folder / DOCUMENT
+    if not file.is_file():
+        return None
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        images = []
+        for place in range(facts["images"]):
+            with Image.open(folder / f"document-{place}.png") as image:
+                images.append(image.convert("RGB"))
+        return Document(facts["text"], tuple(images))
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{folder} has no readable document ({error}): make the data set again"
+        ) from error
 
 
 def _other_images(folder: Path) -> Any:

@@ -55,11 +55,14 @@ VQA = TaskSpec("vqa", "answers", "optional", prompted=True)
 CAPTION = TaskSpec("cider", "captions", largest=10.0)
 GROUNDING = TaskSpec("acc@iou0.5", "boxes", prompted=True)
 COUNTING = TaskSpec("exact", "count", "required")
+CONTEXT = TaskSpec("exact_match", "answers", prompted=True)
 
 GROUP = "valora.tasks"
 """Entry-point group of task types; an entry point names a subclass of `DomainTask`."""
 
-_BUILTIN = ("classification", "detection", "video", "vqa", "caption", "grounding", "counting")
+_BUILTIN = (
+    "classification", "detection", "video", "vqa", "caption", "grounding", "counting", "context",
+)  # fmt: skip
 _SPECS: Registry[TaskSpec | TaskType] = Registry(
     GROUP,
     "task type",

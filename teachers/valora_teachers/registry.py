@@ -26,6 +26,7 @@ KINDS: Registry[type[TeacherKind]] = Registry(
         "small": "valora_teachers.kinds.small:Small",
         "huggingface": "valora_teachers.kinds.huggingface:HuggingFace",
         "function": "valora_teachers.kinds.function:Function",
+        "in_context": "valora_teachers.kinds.in_context:InContext",
     },
     TeacherError,
 )

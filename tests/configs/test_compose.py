@@ -26,6 +26,7 @@ def of_ones_own(kind: str) -> list[str]:
         "images": ["domains.cat.teacher=x.pt"], "vqa": ["domains.cat.source.annotations=y.json"],
         "labelstudio": ["domains.cat.source.images=x"], "refcoco": ["domains.cat.labels=[]"],
         **{name: ["domains.cat.labels=[]"] for name in ("swift", "qwen2.5-vl", "qwen3-vl")},
+        **{key: ["domains.cat.labels=[]"] for key in ("documents", "texts", "album")},
     }  # fmt: skip
     return [*OWN, *more.get(kind, [])]
 
@@ -188,7 +189,7 @@ def test_the_papers_requirements_are_the_default():
         ("task.type=poetry", "bad setting task.type='poetry'"),
         (
             "domains.person.source.kind=tar",
-            "unknown source kind 'tar': choose one of coco, cvat, fiftyone",
+            "unknown source kind 'tar': choose one of album, coco, cvat",
         ),
     ],
 )
@@ -211,10 +212,10 @@ def test_the_shelf_holds_every_built_in_domain():
     for how in (["task=shelf"], ["experiment=shelf"]):
         found = settings(*how)
         names = [domain.name for domain in found.chosen()]
-        built_in = [name for task in Task.all() for name in builtin_names(task)]
+        built_in = [name for task in Task.all() for name in builtin_names(task)]  # no documents
         assert sorted(names) == sorted(built_in)
         assert len(names) > 30
-        assert {domain.task for domain in found.chosen()} == set(Task.all())
+        assert {domain.task for domain in found.chosen()} == {*Task.all()} - {Task.CONTEXT}
         yolo = {domain.name for domain in found.chosen() if domain.taught_by is not None}
         assert yolo == set(builtin_names(Task.DETECTION))
         assert found.fusion.of_dedicated == 0.95

@@ -1,7 +1,8 @@
 """Data of the base model: tokenizer, processor, and an endless stream of training samples.
 
 A sample is one turn, `<s><|user|>` prompt `<image>`… `<|assistant|>` answer `</s>`. The prompt
-precedes the image, so that the visual tokens can attend to it.
+precedes the image, so that the visual tokens can attend to it. Samples about documents and albums
+begin with a system turn that holds them, and ask several questions, one turn after the other.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import multiprocessing
 import re
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
 from typing import Any
@@ -18,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from valora_data.sources.documents.albums import draw_album
+from valora_data.sources.documents.records import RECORD_TOKENS, WORDINGS, draw_document
 from valora_data.sources.generic.questions import (
     CAPTIONED,
     TASKS,
@@ -169,14 +173,16 @@ class Bucket:
     Attributes:
         images: Images per sample.
         length: Tokens per sample, visual tokens included.
-        share: Share of training steps.
+        share: Share of training steps, relative to the other buckets'.
         batch: Samples per step, relative to the batch size.
+        turns: Questions per sample; several if a document or an album is asked about.
     """
 
     images: int
     length: int
     share: float
     batch: float = 1.0
+    turns: int = 1
 
 
 BUCKETS = {
@@ -185,7 +191,18 @@ BUCKETS = {
     "two": Bucket(2, 2 * VISUAL_TOKENS + 18, 0.04, 0.5),
     "three": Bucket(3, 3 * VISUAL_TOKENS + 18, 0.03, 0.5),
     "four": Bucket(4, 4 * VISUAL_TOKENS + 18, 0.03, 0.5),
+    "records_128": Bucket(0, 128 + 13 * 6, 0.20, 0.5, 6),
+    "records_256": Bucket(0, 256 + 13 * 8, 0.08, 0.25, 8),
+    "records_512": Bucket(0, 512 + 13 * 8, 0.06, 0.15, 8),
+    "records_1024": Bucket(0, 1024 + 13 * 10, 0.04, 0.08, 10),
+    "records_1900": Bucket(0, 1900 + 13 * 10, 0.04, 0.05, 10),
+    "album_4": Bucket(4, 4 * VISUAL_TOKENS + 18 * 4, 0.03, 0.25, 4),
+    "album_12": Bucket(12, 12 * VISUAL_TOKENS + 18 * 6, 0.02, 0.08, 6),
+    "album_28": Bucket(28, 28 * VISUAL_TOKENS + 18 * 8, 0.02, 0.05, 8),
 }
+"""Groups of samples. The shares of those about single scenes add up to 1; documents and albums come
+on top, so that the other abilities keep their shares among each other."""
+RECORDS, ALBUM = "records", "album"
 SHORT_TASKS = (
     ["detect"] * 8 + ["count"] * 5 + ["where"] * 2 + ["color"] * 3 + ["pattern"] * 2 + ["size"]
     + ["yes_no"] * 4 + ["relation"] * 3 + ["classify"] * 3 + ["repeat"]
@@ -197,12 +214,20 @@ INDEX = {
 }
 """Index of each shape, colour and pattern within its kind."""
 
-LOGGED = [*TASKS, "which_image", "motion", "repeat"]
+LOGGED = [
+    *TASKS,
+    "which_image",
+    "motion",
+    "repeat",
+    *(n for n, b in BUCKETS.items() if b.turns > 1),
+]
 SHARE_OF_FEW = {"short": 0.2, "long": 0.75}
 """Share of scenes with a single object (short), or with few enough objects for a caption (long)."""
 
 CHUNK = 32
 """Number of samples that a worker makes at a time."""
+ALBUMS = 4
+"""Number of albums that a worker makes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +241,7 @@ class Chunk:
         n_things: (u,) int64, number of objects of each image.
         pick: (b, images) int64, indices of the images of each sample, in order.
         ids: (b, length) int64, token ids, padded on the right.
-        span: (b, 2) int64, start and end of the answer tokens.
+        span: (b, turns, 2) int64, start and end of the tokens of each answer.
         boxes: (b, MOST_THINGS, 4) float32, boxes to detect, relative to the image size.
         n_boxes: (b,) int64, number of boxes to detect; −1 where the sample is not about detection.
         task: (b,) int64, index into `LOGGED`.
@@ -258,13 +283,16 @@ class SampleMaker:
     def __init__(self, seed: int, tokenizer: Tokenizer) -> None:
         self.rng = np.random.default_rng(seed)
         self.tokenizer = tokenizer
-        self.special = {token: tokenizer.token_to_id(token) for token in SPECIALS}
+        known = tokenizer.get_vocab()
+        self.special = {token: known[token] for token in SPECIALS}
         hidden = {*self.special.values(), *domain_tokens(tokenizer).tolist()}
         self.speakable = np.array([i for i in range(tokenizer.get_vocab_size()) if i not in hidden])
 
     def make(self, name: str) -> Chunk:
         """Make a chunk of the bucket `name`."""
         bucket = BUCKETS[name]
+        if bucket.turns > 1:
+            return self._make_contexts(name, bucket)
         images: list[Scene] = []
         samples: list[tuple[Question, list[int]]] = []
         while len(samples) < CHUNK:
@@ -294,13 +322,83 @@ class SampleMaker:
             n_things=np.array([len(scene.things) for scene in images]),
             pick=np.array([pick for _, pick in samples[:CHUNK]]),
             ids=np.stack([ids for ids, _ in encoded]),
-            span=np.array([span for _, span in encoded]),
+            span=np.array([[span] for _, span in encoded]),
             boxes=boxes,
             n_boxes=np.array(
                 [len(q.boxes) if q.task == "detect" else -1 for q, _ in samples[:CHUNK]]
             ),
             task=np.array([LOGGED.index(q.task) for q, _ in samples[:CHUNK]]),
         )
+
+    def _make_contexts(self, name: str, bucket: Bucket) -> Chunk:
+        """Make a chunk of documents, or of albums, with several questions each."""
+        # A chunk without images would leave the vision tower out: its tutor gets a scene.
+        images = [] if bucket.images else [draw_scene(self._seed(), MOST_THINGS)]
+        picks: list[list[int]] = []
+        rows, spans = [], []
+        for _ in range(ALBUMS if bucket.images else CHUNK):
+            first = len(images)
+            if bucket.images:
+                scenes, asked = draw_album(self.rng, self._seed(), bucket.images, bucket.turns)
+                images += scenes
+                picks.append([first + place for place in range(bucket.images)])
+                head: list[int] = [self.special["<image>"]] * (VISUAL_TOKENS * bucket.images)
+            else:
+                document, asked = self._ask_records(bucket)
+                picks.append([])
+                head = self.tokenizer.encode(document).ids
+            ids, span = self._encode_turns(head, asked, bucket)
+            rows.append(ids)
+            spans.append(span)
+        n = len(rows)
+        things = np.zeros((len(images), MOST_THINGS, 7), dtype=np.float32)
+        for i, scene in enumerate(images):
+            for j, thing in enumerate(scene.things):
+                things[i, j, :4] = np.array(thing.box) / SIZE
+                things[i, j, 4:] = INDEX[thing.shape], INDEX[thing.color], INDEX[thing.pattern]
+        return Chunk(
+            pixels=np.stack([scene.pixels for scene in images]),
+            things=things,
+            n_things=np.array([len(scene.things) for scene in images]),
+            pick=np.array(picks, dtype=np.int64).reshape(n, bucket.images),
+            ids=np.stack(rows),
+            span=np.array(spans),
+            boxes=np.zeros((n, MOST_THINGS, 4), dtype=np.float32),
+            n_boxes=np.full(n, -1),
+            task=np.full(n, LOGGED.index(name)),
+        )
+
+    def _ask_records(self, bucket: Bucket) -> tuple[str, list[tuple[str, str]]]:
+        """A record document that fills a part of the bucket, and questions about its facts."""
+        rng = self.rng
+        most = (bucket.length - 13 * bucket.turns - 4) // RECORD_TOKENS
+        document = draw_document(rng, int(rng.integers(max(1, most // 2), most + 1)))
+        chosen = rng.integers(len(document.facts), size=bucket.turns)
+        wordings = rng.integers(len(next(iter(WORDINGS.values()))), size=bucket.turns)
+        return document.text, [
+            (document.facts[fact].question(int(wording)), document.facts[fact].value)
+            for fact, wording in zip(chosen.tolist(), wordings, strict=True)
+        ]
+
+    def _encode_turns(
+        self, head: list[int], asked: list[tuple[str, str]], bucket: Bucket
+    ) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]]]:
+        """Token ids of a system turn and of questions with their answers, (length,)."""
+        special = self.special
+        ids: list[int] = [special["<s>"], special["<|system|>"], *head]
+        spans: list[tuple[int, int]] = []
+        for question, answer in asked:
+            ids += [special["<|user|>"], *self.tokenizer.encode(question).ids]
+            ids += [special["<|assistant|>"]]
+            start = len(ids)
+            ids += [*self.tokenizer.encode(answer).ids, special["</s>"]]
+            spans.append((start, len(ids)))
+        if len(ids) > bucket.length:
+            raise ValueError(f"{len(ids)} tokens do not fit in {bucket.length}: {asked}")
+        padded = np.full(bucket.length, special["<pad>"], dtype=np.int64)
+        padded[: len(ids)] = ids
+        spans += [(0, 0)] * (bucket.turns - len(spans))
+        return padded, spans
 
     def _seed(self) -> int:
         return int(self.rng.integers(TRAINING_SEEDS, 2**62))
@@ -362,12 +460,12 @@ class SampleMaker:
         return padded, (start, len(ids))
 
 
-def _work(seed: int, tokenizer: str, out: Queue[tuple[str, Chunk]]) -> None:
+def _work(seed: int, tokenizer: str, names: Sequence[str], out: Queue[tuple[str, Chunk]]) -> None:
     maker = SampleMaker(seed, Tokenizer.from_str(tokenizer))
-    names, shares = list(BUCKETS), [bucket.share * bucket.batch for bucket in BUCKETS.values()]
+    shares = [BUCKETS[name].share * BUCKETS[name].batch for name in names]
     shares = [share / sum(shares) for share in shares]
     while True:
-        bucket = str(maker.rng.choice(names, p=shares))
+        bucket = str(maker.rng.choice(list(names), p=shares))
         out.put((bucket, maker.make(bucket)))
 
 
@@ -382,18 +480,30 @@ class Stream:
         tokenizer: Tokenizer of `build_tokenizer`.
         workers: Number of processes.
         pool: Largest number of chunks per bucket.
+        buckets: Names of the buckets.
     """
 
-    def __init__(self, seed: int, tokenizer: Tokenizer, workers: int, pool: int = 2000) -> None:
+    def __init__(
+        self,
+        seed: int,
+        tokenizer: Tokenizer,
+        workers: int,
+        pool: int = 2000,
+        buckets: Sequence[str] = tuple(BUCKETS),
+    ) -> None:
         self.rng = np.random.default_rng(seed)
-        self.pool: dict[str, list[Chunk]] = {name: [] for name in BUCKETS}
+        self.pool: dict[str, list[Chunk]] = {name: [] for name in buckets}
+        shares = np.array([BUCKETS[name].share for name in buckets])
+        self.shares = shares / shares.sum()
         self.most = pool
         self.made = 0
         context = multiprocessing.get_context("spawn")
         self.queue: Queue[tuple[str, Chunk]] = context.Queue(maxsize=4 * workers)
         text = tokenizer.to_str()
         self.workers = [
-            context.Process(target=_work, args=(seed + 1 + i, text, self.queue), daemon=True)
+            context.Process(
+                target=_work, args=(seed + 1 + i, text, buckets, self.queue), daemon=True
+            )
             for i in range(workers)
         ]
         for worker in self.workers:
@@ -426,8 +536,7 @@ class Stream:
 
     def batch(self, size: int) -> Chunk:
         """A batch of about `size` samples of one bucket, which is drawn according to its share."""
-        names = list(BUCKETS)
-        name = str(self.rng.choice(names, p=[bucket.share for bucket in BUCKETS.values()]))
+        name = str(self.rng.choice(list(self.pool), p=self.shares))
         chunks = self.pool[name]
-        wanted = max(1, round(size * BUCKETS[name].batch / CHUNK))
+        wanted = max(1, round(size * BUCKETS[name].batch / len(chunks[0].task)))
         return Chunk.join([chunks[i] for i in self.rng.integers(len(chunks), size=wanted)])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ from torch.nn import functional as F
 from torchvision.ops import box_iou
 
 from valora_data.contract.boxes import decode, suppress
+from valora_data.contract.contexts import system_turn
+from valora_data.sources.documents.albums import draw_album
+from valora_data.sources.documents.records import RECORD_TOKENS, draw_document
 from valora_data.sources.generic.questions import (
     TASKS,
     Question,
@@ -38,14 +41,34 @@ TARGETS = {
     "caption": 0.70,
 }  # fmt: skip
 """Accuracy that is required of an ability; the others are only reported."""
+DOCUMENT_TOKENS = (128, 256, 512, 1024, 1900)
+"""Lengths of record documents, at most, that questions are asked about."""
+ALBUM_IMAGES = (4, 12, 28)
+"""Numbers of images of albums that questions are asked about."""
 
 
 @dataclass(frozen=True, slots=True)
 class SceneQuestion:
-    """A question with its images."""
+    """A question with its images.
+
+    Attributes:
+        question: The question.
+        scenes: Its images, in order.
+        document: The document that it is about, in a system turn; with scenes, those are its
+            album. None for a question that its images follow.
+    """
 
     question: Question
     scenes: tuple[Scene, ...]
+    document: str | None = None
+
+    def turns(self) -> list[dict[str, Any]]:
+        """The turns of the prompt."""
+        parts: list[dict[str, str]] = [{"type": "text", "text": self.question.prompt}]
+        if self.document is not None:
+            head = system_turn(self.document, len(self.scenes))
+            return [head, {"role": "user", "content": parts}]
+        return [{"role": "user", "content": [*parts, *[{"type": "image"}] * len(self.scenes)]}]
 
 
 def questions(task: str, n: int, first_seed: int, *, novel: bool = False) -> list[SceneQuestion]:
@@ -83,6 +106,40 @@ def questions(task: str, n: int, first_seed: int, *, novel: bool = False) -> lis
     return items
 
 
+def record_questions(n: int, tokens: int, first_seed: int) -> list[SceneQuestion]:
+    """Questions about record documents, each about one of its own, in the held-out seeds.
+
+    Args:
+        n: Number of questions.
+        tokens: Tokens of a document, at most; nearly as many are used.
+        first_seed: Seed of the first document.
+    """
+    items = []
+    for number in range(n):
+        rng = np.random.default_rng(first_seed + number)
+        document = draw_document(rng, max(1, (tokens - 4) // RECORD_TOKENS))
+        fact = document.facts[int(rng.integers(len(document.facts)))]
+        question = Question("records", fact.question(-1), fact.value)
+        items.append(SceneQuestion(question, (), document.text))
+    return items
+
+
+def album_questions(n: int, images: int, first_seed: int) -> list[SceneQuestion]:
+    """Questions about albums, each about one of its own.
+
+    Args:
+        n: Number of questions.
+        images: Number of images of an album.
+        first_seed: Seed of the first album.
+    """
+    items = []
+    for number in range(n):
+        seed = first_seed + 1000 * number
+        scenes, asked = draw_album(np.random.default_rng(seed), seed, images, 1)
+        items.append(SceneQuestion(Question("album", *asked[0]), tuple(scenes), ""))
+    return items
+
+
 class Checkpoint:
     """A checkpoint with its processor and detection head, computed in float32.
 
@@ -105,15 +162,11 @@ class Checkpoint:
         """Model inputs for questions, padded on the left."""
         texts, images = [], []
         for item in items:
-            parts: list[dict[str, str]] = [{"type": "text", "text": item.question.prompt}]
-            parts += [{"type": "image"}] * len(item.scenes)
-            texts.append(
-                self.processor.apply_chat_template(
-                    [{"role": "user", "content": parts}], add_generation_prompt=True
-                )
-            )
+            text = self.processor.apply_chat_template(item.turns(), add_generation_prompt=True)
+            texts.append(text)
             images.append([Image.fromarray(scene.pixels) for scene in item.scenes])
-        inputs = self.processor(text=texts, images=images, padding=True, return_tensors="pt")
+        media = {"images": images} if any(images) else {}
+        inputs = self.processor(text=texts, **media, padding=True, return_tensors="pt")
         return inputs.to(self.device)
 
     @torch.inference_mode()
@@ -222,12 +275,36 @@ def measure(model: Checkpoint, n: int, tasks: Iterable[str]) -> dict[str, float]
     return figures
 
 
+def measure_contexts(model: Checkpoint, n: int) -> dict[str, float]:
+    """Accuracy on `n` held-out questions about documents, by length, and about albums, by images.
+
+    `records_alone` is what the questions reach without their documents.
+    """
+
+    def right(items: list[SceneQuestion], batch: int) -> float:
+        said = model.write(items, batch)
+        hits = [one == item.question.answer for one, item in zip(said, items, strict=True)]
+        return sum(hits) / n
+
+    figures = {}
+    for tokens in DOCUMENT_TOKENS:
+        items = record_questions(n, tokens, TEST_SEEDS)
+        figures[f"records_{tokens}"] = right(items, max(1, 16_384 // tokens))
+    alone = [replace(item, document="") for item in record_questions(n, 128, TEST_SEEDS)]
+    figures["records_alone"] = right(alone, 64)
+    for images in ALBUM_IMAGES:
+        items = album_questions(n, images, TEST_SEEDS)
+        figures[f"album_{images}"] = right(items, max(1, 128 // images))
+    return figures
+
+
 def evaluate(folder: Path, n: int = 600) -> dict[str, float]:
     """Measure every ability, print a table and add the figures to `figures.json`."""
     from rich.console import Console
     from rich.table import Table
 
-    figures = measure(Checkpoint(folder), n, [*TASKS, "which_image", "motion"])
+    model = Checkpoint(folder)
+    figures = measure(model, n, [*TASKS, "which_image", "motion"]) | measure_contexts(model, n)
     table = Table("ability", "reached", "required", title=f"{n} held-out questions each")
     for name, value in figures.items():
         target = TARGETS.get(name)

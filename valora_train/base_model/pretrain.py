@@ -20,7 +20,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from valora_data.contract.boxes import cell_centres, decode, encode
 from valora_data.sources.generic.scenes import COLORS, PATTERNS, SIZE
 from valora_data.sources.generic.shapes import SHAPES
 from valora_train.base_model.data import (
+    BUCKETS,
     LOGGED,
     PATCH,
     VOCABULARY,
@@ -198,12 +199,17 @@ class Batch:
         pixels, things, n_things, pick, ids, boxes, n_boxes, task: As in `Chunk`.
         row: (a,) int64, index of the sample of each answer token.
         column: (a,) int64, position of each answer token in its sample.
+        turn: (a,) int64, index of each answer token's answer among the answers of all samples.
+        asked: (q,) int64, indices of the answers that there are; `of`: (q,), index of their tasks.
         wanted: (d,) int64, indices of the samples that ask for detection.
     """
 
     def __init__(self, chunk: Chunk, device: torch.device) -> None:
         at = np.arange(chunk.ids.shape[1])
-        row, column = np.nonzero((at >= chunk.span[:, :1]) & (at < chunk.span[:, 1:]))
+        inside = (at >= chunk.span[..., :1]) & (at < chunk.span[..., 1:])  # (b, turns, length)
+        row, turn, column = np.nonzero(inside)
+        turn += row * chunk.span.shape[1]
+        asked = np.flatnonzero((chunk.span[..., 1] > 0).reshape(-1))
 
         def move(array: npt.NDArray[Any]) -> Tensor:
             """Copy to the device, asynchronously if it is a GPU."""
@@ -215,7 +221,9 @@ class Batch:
         self.things, self.n_things = move(chunk.things), move(chunk.n_things)
         self.pick, self.ids, self.task = move(chunk.pick), move(chunk.ids), move(chunk.task)
         self.boxes, self.n_boxes = move(chunk.boxes), move(chunk.n_boxes)
-        self.row, self.column = move(row), move(column)
+        self.row, self.column, self.turn = move(row), move(column), move(turn)
+        self.asked, self.turns = move(asked), chunk.span.shape[0] * chunk.span.shape[1]
+        self.of = move(chunk.task[asked // chunk.span.shape[1]])
         self.wanted = move(np.flatnonzero(chunk.n_boxes >= 0))
 
 
@@ -296,10 +304,11 @@ class Pretraining:
         target = batch.ids[row, column]
         words = F.cross_entropy(logits, target)
         with torch.no_grad():
-            wrong = torch.zeros(len(batch.ids), device=self.device)
-            wrong.index_add_(0, row, (logits.argmax(-1) != target).float())
-            self.right.index_add_(0, batch.task, (wrong == 0).float())
-            self.asked.index_add_(0, batch.task, torch.ones_like(wrong))
+            wrong = torch.zeros(batch.turns, device=self.device)
+            wrong.index_add_(0, batch.turn, (logits.argmax(-1) != target).float())
+            right = (wrong[batch.asked] == 0).float()
+            self.right.index_add_(0, batch.of, right)
+            self.asked.index_add_(0, batch.of, torch.ones_like(right))
         tutor = self.tutor(visual, batch.things, batch.n_things)
         boxes = torch.zeros_like(words)
         if len(batch.wanted):
@@ -385,6 +394,7 @@ def train(
     workers: int,
     seed: int,
     start_from: Path | None = None,
+    buckets: Sequence[str] = tuple(BUCKETS),
 ) -> None:
     """Pretrain, and write the checkpoint every two minutes and at the end.
 
@@ -396,6 +406,7 @@ def train(
         workers: Number of processes that draw scenes.
         seed: Seed of weights and scenes.
         start_from: Checkpoint to start from, with a new schedule; None for fresh weights.
+        buckets: Names of the groups of samples to train on.
     """
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
@@ -405,7 +416,7 @@ def train(
         model, head = build_model(processor), PretrainingHead()
     else:
         model, head, processor = load(start_from)
-    stream = Stream(seed, processor.tokenizer.backend_tokenizer, workers)
+    stream = Stream(seed, processor.tokenizer.backend_tokenizer, workers, buckets=buckets)
     size = sum(p.numel() for p in model.parameters())
     print(f"{size / 1e6:.2f} M parameters on {device}, {workers} workers", flush=True)
     task = Pretraining(model, head, processor, device)
@@ -448,7 +459,8 @@ def train(
         "hardware": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "torch": torch.__version__.split("+")[0],
         "command": f"python -m valora_train.base_model.pretrain --minutes {minutes}"
-        f" --batch {batch_size} --rate {rate} --seed {seed}" + (" --start" if start_from else ""),
+        f" --batch {batch_size} --rate {rate} --seed {seed}" + (" --start" if start_from else "")
+        + (f" --buckets {' '.join(buckets)}" if set(buckets) != set(BUCKETS) else ""),
         "minutes": minutes,
         "steps": steps,
         "samples_seen": seen,
@@ -468,11 +480,18 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=Path, help="checkpoint to start from")
+    parser.add_argument(
+        "--buckets", nargs="+", choices=list(BUCKETS), default=list(BUCKETS), metavar="NAME",
+        help=f"groups of samples to train on: {', '.join(BUCKETS)} (default: all)",
+    )  # fmt: skip
     parser.add_argument("--evaluate", action="store_true", help="evaluate without training")
     parser.add_argument("--questions", type=int, default=600, help="held-out questions per ability")
     args = parser.parse_args()
     if not args.evaluate:
-        train(args.out, args.minutes, args.batch, args.rate, args.workers, args.seed, args.start)
+        train(
+            args.out, args.minutes, args.batch, args.rate, args.workers, args.seed, args.start,
+            args.buckets,
+        )  # fmt: skip
     from valora_train.base_model.evaluation import evaluate
 
     evaluate(args.out, args.questions)

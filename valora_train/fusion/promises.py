@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING, Any
 
-from valora_data.contract.heads import write_head
 from valora_data.schema import Split
 from valora_train.errors import SettingsError
 from valora_train.fusion.requirement import CONTRACT, contract_of
@@ -113,9 +112,7 @@ class Promises:
         folder = self._folder / HEAD_ONLY
         folder.mkdir(exist_ok=True)
         if head is not None:
-            write_head(
-                folder / f"{domain}.safetensors", self._trainer.task(domain).stored_head(head)
-            )
+            self._trainer.task(domain).write_head(head, folder / f"{domain}.safetensors")
         promised = self._promise(domain, None, head, val, test, reached)
         if self._requirements[domain].met_by(val.accuracy):  # it may take no adapter
             promised["speed"] = self._measure_speed(None, domain, head)
@@ -128,14 +125,14 @@ class Promises:
         folder = self._folder / HEAD_ONLY
         promised = read_json(folder / f"{name}.json")
         files = {f"{name}.png": f"pictures/{name}.png"}
-        if promised["head"] is not None:
-            files[f"{name}.safetensors"] = promised["head"]
+        if (file := head_file(promised)) is not None:
+            files[f"{name}.safetensors"] = file
         for source, target in files.items():
             (self._folder / target).parent.mkdir(exist_ok=True)
             shutil.copyfile(folder / source, self._folder / target)
         if "speed" not in promised:
-            file = None if promised["head"] is None else self._folder / promised["head"]
-            head = load_head(self._trainer.task(name), file, self._lmm.width)
+            place = None if file is None else self._folder / file
+            head = load_head(self._trainer.task(name), place, self._lmm.width)
             promised["speed"] = self._measure_speed(None, name, head)
             write_json(folder / f"{name}.json", promised)  # for fusions that take it over
         self.speed[name] = promised.pop("speed")
@@ -158,10 +155,10 @@ class Promises:
         test = self._trainer.evaluate(adapter, domain, Split.TEST)
         head: Any = self._trainer.heads(adapter).get(domain)
         (self._folder / "heads").mkdir(exist_ok=True)
-        if head is not None:
-            stored = self._trainer.task(domain).stored_head(head)
-            write_head(self._folder / "heads" / f"{domain}.safetensors", stored)
         promised = self._promise(domain, adapter, head, val, test, self._state.head_only[domain])
+        if (file := head_file(promised)) is not None:
+            (self._folder / file).parent.mkdir(exist_ok=True)
+            self._trainer.task(domain).write_head(head, self._folder / file)
         self._promised[domain] = {**promised, "reason": reason}
         self.speed[domain] = self._measure_speed(adapter, domain, head)
         return test
@@ -204,7 +201,7 @@ class Promises:
             **self._asked(name, accuracy),
             "accuracy": accuracy,
             "adapter": adapter,
-            "head": None if head is None else f"heads/{name}.safetensors",
+            "head": None if head is None or task.remembers else f"heads/{name}.safetensors",
             "labels": settings.labels,
             "prompt": settings.prompt,
             "media": "video" if task.video else "images",
@@ -240,13 +237,24 @@ class Promises:
     def carry_over_domain(self, name: str, parent: Parent) -> None:
         """Copy the head, the picture and the figures of a domain of an earlier fusion."""
         facts = dict(parent.result["domains"][name])
-        for file in [f"pictures/{name}.png"] + ([facts["head"]] if facts["head"] else []):
+        head = head_file(facts)
+        for file in [f"pictures/{name}.png", *([] if head is None else [head])]:
             (self._folder / file).parent.mkdir(exist_ok=True)
             shutil.copyfile(parent.folder / file, self._folder / file)
         facts["accuracy"] = facts["accuracy"] | self._teachers[name]
         self._promised[name] = facts | self._asked(name, facts["accuracy"])
         if (speed := parent.result.get("speed", {}).get(name)) is not None:
             self.speed[name] = speed
+
+
+def head_file(promised: Mapping[str, Any]) -> str | None:
+    """File of a domain's head, or of its memory, relative to the fusion; None if it has none.
+
+    Args:
+        promised: What the fusion says of the domain.
+    """
+    file = promised["head"] or promised.get("context", {}).get("file")
+    return None if file is None else str(file)
 
 
 def adapter_facts(folder: Path) -> dict[str, Any]:

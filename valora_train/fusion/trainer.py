@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from valora_data.schema import Sample, Split
+from valora_train.model import memory
 from valora_train.model.prompts import Encoded, HeadInputs, HiddenStates
 from valora_train.model.team import Team
 from valora_train.tasks.augment import Augmenter
@@ -86,6 +87,7 @@ class DomainData:
         seed: int = 0,
     ) -> None:
         self.task = task
+        task.prepare(taught)
         samples = list(taught)
         mirrored = [task.mirrored(sample) for sample in taught] if mirror else []
         samples += mirrored
@@ -433,7 +435,7 @@ class Trainer:
 
     def _slowness(self, domain: str, heads: Mapping[str, nn.Module]) -> int:
         """Forward passes for each answer: a written one takes many, of one token each."""
-        written = domain not in heads
+        written = domain not in heads or self._data[domain].task.remembers
         return max(1, self._data[domain].task.settings.max_tokens // 8) if written else 1
 
     def _validated(
@@ -546,19 +548,36 @@ class Trainer:
         self, heads: Mapping[str, nn.Module], batch: Mapping[str, Tensor], size: int
     ) -> Tensor:
         """Loss of some samples of a batch of `size` samples, as their part of its mean."""
+        total = torch.zeros((), device=self._lmm.device)
+        for remembers in (False, True):
+            mine = {
+                name: rows
+                for name, rows in batch.items()
+                if self._data[name].task.remembers is remembers
+            }
+            if not mine:
+                continue
+            states = self._batch_states(heads, mine, remembers)
+            for (name, rows), part in zip(
+                mine.items(), states.split([len(rows) for rows in mine.values()]), strict=True
+            ):
+                data = self._data[name]
+                targets = None if data.targets is None else data.targets[rows]
+                loss = data.task.loss(heads.get(name), part, targets, self._lmm)
+                total = total + loss * (len(rows) / size)
+        return total
+
+    def _batch_states(
+        self, heads: Mapping[str, nn.Module], batch: Mapping[str, Tensor], remembers: bool
+    ) -> HiddenStates:
+        """Hidden states of a batch, all of whose domains read a memory, or none."""
         encoded = [
             self._data[name].inputs[row] for name, rows in batch.items() for row in rows.tolist()
         ]
-        states = self._lmm.states(encoded)
-        total = states.hidden.new_zeros((), dtype=torch.float32)
-        for (name, rows), part in zip(
-            batch.items(), states.split([len(rows) for rows in batch.values()]), strict=True
-        ):
-            data = self._data[name]
-            targets = None if data.targets is None else data.targets[rows]
-            loss = data.task.loss(heads.get(name), part, targets, self._lmm)
-            total = total + loss * (len(rows) / size)
-        return total
+        if not remembers:
+            return self._lmm.states(encoded)
+        memories: list[Any] = [heads.get(name) for name, rows in batch.items() for _ in rows]
+        return memory.states(self._lmm, encoded, memories)
 
     @contextmanager
     def before_each_step(self, adapter: str, call: Callable[[], None]) -> Iterator[None]:
@@ -616,6 +635,9 @@ class Trainer:
             return None
         data = self._data[domain]
         self._lmm.adapters.activate(None)
+        if data.task.remembers:
+            self._train_memory(domain, head, seed, on_step, on_figures)
+            return head
         kept = _evenly(len(data.inputs), self._settings.probe_samples)
         read = self._read([data.inputs[row] for row in kept])
         targets = data.targets[torch.tensor(kept)]
@@ -646,6 +668,37 @@ class Trainer:
             on_figures(step + 1, figures)
             on_step(step + 1, steps, float(loss.detach()))
         return head
+
+    def _train_memory(
+        self,
+        domain: str,
+        memory: nn.Module,
+        seed: int,
+        on_step: Callable[[int, int, float], None],
+        on_figures: OnFigures,
+    ) -> None:
+        """Train the memory of a document on the frozen base model."""
+        generator = torch.Generator().manual_seed(seed)
+        steps, settings = self._settings.probe_steps, self._settings
+        optimizer = torch.optim.AdamW(
+            [{"params": memory.parameters(), "peak": settings.head_lr}], weight_decay=0.0
+        )
+        watch = _Watch(settings, steps, 0, [domain], self._slowness(domain, {}))
+        for step in range(steps):
+            self._set_lr(optimizer, step / steps)
+            rows = self._rows(self._data[domain].inputs, settings.batch_size, generator)
+            optimizer.zero_grad(set_to_none=True)
+            loss = self._learn({domain: memory}, {domain: rows})
+            loss = self._team.add_up(list(memory.parameters()), loss)
+            nn.utils.clip_grad_norm_(memory.parameters(), settings.clip)
+            optimizer.step()
+            figures = {"lr": settings.head_lr * self._lr_factor(step / steps)}
+            if step + 1 in watch.points and self._team.agree(watch.due(step + 1)):
+                with watch.measuring():
+                    found = self.evaluate(None, domain, Split.VAL, memory, watch.samples)
+                figures[f"validation/{domain}"] = found.accuracy
+            on_figures(step + 1, figures)
+            on_step(step + 1, steps, loss)
 
     def _read(self, inputs: Sequence[Encoded]) -> HeadInputs:
         """What a head reads of samples; on the host if it would fill much of the GPU."""

@@ -75,7 +75,7 @@ def measure_speed(
 
     Returns:
         `images_per_second`, the median over the batches of about two seconds, in which every frame
-        of a video counts; and `machine`.
+        of a video counts, and a question without an image as one; and `machine`.
     """
     batch = samples[:BATCH]
     first = _seconds(answer, batch[: 1 if alone else BATCH], device)
@@ -89,7 +89,7 @@ def measure_speed(
 
 
 def _images(samples: Sequence[Sample]) -> int:
-    return sum(len(sample.images) for sample in samples)
+    return sum(max(1, len(sample.images)) for sample in samples)
 
 
 def _seconds(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from valora_data.contract.architectures.base import IMAGE, PIXELS, VIDEO
+from valora_data.contract.contexts import tail_tokens
 from valora_data.contract.grid_pooling import places_of
 from valora_data.errors import BundleError, DataError
 from valora_train.model.prompts import Encoded
@@ -54,9 +55,11 @@ class Encoder:
             One entry for each example, in order.
 
         Raises:
-            DataError: An example has no image, or a video no frames.
+            DataError: A video has no frames.
             BundleError: The base model's images cannot be laid out on a grid.
         """
+        if examples and not any(example.images or example.video for example in examples):
+            return [self._tail(example) for example in examples]
         fixed = self._model.fixed_grid
         found: list[Encoded] = []
         for batch in _batches(examples, self._batch_size):
@@ -71,6 +74,16 @@ class Encoder:
                     part = self._with_features(part)
             found += part
         return found
+
+    def _tail(self, example: Example) -> Encoded:
+        """Encode a question about a context: the tail of its prompt, with the answer."""
+        parts = [{"type": "text", "text": example.question}]
+        ids = torch.tensor(tail_tokens(self._model, [{"role": "user", "content": parts}]))
+        item = Encoded(
+            ids, torch.zeros(len(ids), dtype=torch.bool), len(ids), (0, 0), (0, 0),
+            torch.zeros(0, dtype=torch.int64),
+        )  # fmt: skip
+        return self._with_answer(item, example)
 
     def _on_fixed_grid(self, batch: Sequence[Example], grid: tuple[int, int]) -> list[Encoded]:
         """Encode examples of a model whose images all have the same number of visual tokens.

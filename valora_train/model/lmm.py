@@ -93,7 +93,7 @@ class Lmm(BaseModel):
             batch: Encoded examples of any lengths.
         """
         self.language_model.train(self._checkpointing and torch.is_grad_enabled())
-        with self._precision():
+        with self.precision():
             embedded, visual, ids, extra = self._embed(batch)
             output = self.language_model(inputs_embeds=embedded, use_cache=False, **extra)
         return HiddenStates(
@@ -137,13 +137,13 @@ class Lmm(BaseModel):
         for rows in by_length.values():  # equal lengths need no padding
             for start in range(0, len(rows), self._batch_size):
                 some = rows[start : start + self._batch_size]
-                with self._precision():
+                with self.precision():
                     texts = self._write([batch[row] for row in some], max_tokens)
                 for row, text in zip(some, texts, strict=True):
                     answers[row] = text
         return answers
 
-    def _precision(self) -> AbstractContextManager[Any]:
+    def precision(self) -> AbstractContextManager[Any]:
         """On a 16-bit base, let adapters compute in its type; their weights stay float32."""
         if self.dtype == torch.float32:
             return nullcontext()
@@ -170,8 +170,4 @@ class Lmm(BaseModel):
             )
             tokens.append(self.logits(output.last_hidden_state[:, -1]).argmax(-1))
             ended |= torch.isin(tokens[-1], stops)
-        texts = []
-        for row in torch.stack(tokens, dim=1).tolist():
-            end = next((i for i, token in enumerate(row) if token in self.stop_ids), len(row))
-            texts.append(self.tokenizer.decode(row[:end], skip_special_tokens=True).strip())
-        return texts
+        return [self.text_of(row) for row in torch.stack(tokens, dim=1).tolist()]

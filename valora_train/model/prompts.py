@@ -24,7 +24,8 @@ class Example:
 
     Attributes:
         question: Text of the turn; it precedes the images.
-        images: Images, or frames of a video, in order.
+        images: Images, or frames of a video, in order; none for a question about a context, of
+            which only the tail is encoded (see `valora_data.contract.contexts`).
         video: Whether the images are the frames of one video.
         answer: Returns the text to learn, given the size of the first image as the encoder sees
             it; None if a head answers.

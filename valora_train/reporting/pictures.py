@@ -93,7 +93,7 @@ def answer_sheet(
     tiles = []
     used = set()
     for sample, answer in zip(samples, answers, strict=True):
-        tile, scale = show_photograph(sample.images, TILE)
+        tile, scale = show_photograph(sample.images or (sample.image,), TILE)
         right = _is_right(answer, sample.answer)
         verdict = RIGHT if right else WRONG
         used |= {verdict} if right else {verdict, EXPECTED}

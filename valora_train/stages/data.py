@@ -61,6 +61,11 @@ def data_stage(domain: DomainSettings, work: Path | None = None) -> Stage:
     except DataError as error:
         raise DataError(f"data of domain {domain.name}: {error}") from error
     described = as_dict(source)
+    # Stages of sources without documents keep their hashes.
+    if source.document is None:
+        del described["document"]
+    if source.kind != "records":
+        del described["entries"]
     if "source" in inputs:  # content counts, not where it lies
         for key in ("images", "annotations", "unlabelled"):
             place = described[key]
@@ -138,6 +143,8 @@ def _source(domain: DomainSettings) -> Source:
         counts={str(split): count for split, count in source.counts.items()},
         seed=source.seed,
         unlabelled=source.unlabelled,
+        document=source.document,
+        entries=source.entries,
     )
 
 

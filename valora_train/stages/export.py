@@ -168,7 +168,7 @@ def _write_bundle(
     version: int,
 ) -> None:
     folder.mkdir(parents=True)
-    for part in ("adapters", "heads", "pictures"):
+    for part in ("adapters", "heads", "contexts", "pictures"):
         if (fused / part).is_dir():  # there may be no adapter, or no head
             shutil.copytree(intact(fused / part), folder / part)
     manifest = _manifest(settings, domains, fused, result, version)
@@ -190,6 +190,9 @@ def _manifest(
     result: dict[str, Any],
     version: int,
 ) -> dict[str, Any]:
+    contexts = {
+        name: facts["context"] for name, facts in result["domains"].items() if "context" in facts
+    }
     return {
         "name": settings.task.name,
         "version": version,
@@ -216,9 +219,11 @@ def _manifest(
             for name, held in result["packing"].items()
         },
         "domains": {
-            name: facts | {"speed": result.get("speed", {}).get(name)}
+            name: {key: value for key, value in facts.items() if key != "context"}
+            | {"speed": result.get("speed", {}).get(name)}
             for name, facts in result["domains"].items()
         },
+        **({"contexts": contexts} if contexts else {}),
         "attempts": len(result["attempts"]),
         "rejected": rejected_lines(result["attempts"]),
         "lineage": {
@@ -267,7 +272,9 @@ def _golden_examples(
         for place, image in enumerate(sample.images):
             files.append(f"golden/{name}-{number}{f'-{place}' if place else ''}.png")
             image.save(folder / files[-1])
-        example: dict[str, Any] = {"domain": name, "image": files[0]}
+        example: dict[str, Any] = {"domain": name}
+        if files:
+            example["image"] = files[0]
         if files[1:]:
             example["rest"] = files[1:]
         if task.video:

@@ -19,7 +19,7 @@ from valora_data import shards
 from valora_data.contract.base_model import check_base
 from valora_data.contract.bundle import GOLDEN, Bundle, read_bundle
 from valora_data.errors import ValoraError
-from valora_data.schema import Answer, Domain, Sample, Split, Task
+from valora_data.schema import Answer, Domain, Sample, Split, Task, no_image
 from valora_data.wording import plural
 from valora_train.errors import GateError
 from valora_train.model.lmm import Lmm
@@ -70,9 +70,11 @@ class BundleModel:
             self._lmm.adapters.load(name, bundle.folder / adapter["path"])
         self.tasks: dict[str, DomainTask] = {}
         self._heads: dict[str, Any] = {}
+        contexts = bundle.contexts
         for name, facts in bundle.domains.items():
             self.tasks[name] = self._task(name, facts)
-            file = bundle.folder / facts["head"] if facts["head"] else None
+            part = facts["head"] or (contexts[name].file if name in contexts else None)
+            file = bundle.folder / part if part else None
             self._heads[name] = load_head(self.tasks[name], file, self._lmm.width)
 
     def _task(self, name: str, facts: Mapping[str, Any]) -> DomainTask:
@@ -98,11 +100,16 @@ class BundleModel:
 def golden_sample(folder: Path, example: Mapping[str, Any]) -> Sample:
     """The sample of a golden example."""
     images = []
-    for file in [example["image"], *example.get("rest", [])]:
+    for file in [*([example["image"]] if "image" in example else []), *example.get("rest", [])]:
         with Image.open(folder / file) as image:
             images.append(image.convert("RGB"))
-    name = example["image"]
-    return Sample(name, images[0], Answer(), example.get("prompt"), tuple(images[1:]))
+    first, *rest = images or [no_image()]
+    return Sample(golden_name(example), first, Answer(), example.get("prompt"), tuple(rest))
+
+
+def golden_name(example: Mapping[str, Any]) -> str:
+    """What messages call a golden example: its image, or its question."""
+    return str(example.get("image", example.get("prompt", "")))
 
 
 def check_golden(model: BundleModel, bundle: Bundle) -> int:
@@ -123,7 +130,7 @@ def check_golden(model: BundleModel, bundle: Bundle) -> int:
         found = task.golden(prediction, threshold)
         if not task.matches(found, example["expected"], threshold):
             raise GateError(
-                f"golden example {example['image']} of {domain} came out differently: expected "
+                f"golden example {golden_name(example)} of {domain} came out differently: expected "
                 f"{example['expected']}, got {found}; export the bundle again"
             )
     return len(examples)

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from valora_data.contract.heads import read_head, write_head
 from valora_data.errors import BundleError
 from valora_train.errors import SettingsError
 from valora_train.model.prompts import Example
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor, nn
 
@@ -79,6 +81,8 @@ class DomainTask(ABC):
         whole_prompt: Whether the tokens behind the last visual token are needed.
         geometric: Whether crops, rotations and shifts of an image leave its answer right, its boxes
             being moved along; otherwise augmentation changes colours and sharpness only.
+        remembers: Whether the head is a memory that stands before the prompt
+            (`valora_train.model.memory`), instead of reading hidden states.
         options_type: A dataclass of the settings that only this task type has; they are given in
             `heads.options`, below the name of the task type. None if it has none.
         options: The domain's settings of that dataclass; None if the task type has none.
@@ -87,6 +91,7 @@ class DomainTask(ABC):
     spec: ClassVar[TaskSpec]
     whole_prompt: ClassVar[bool] = True
     geometric: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False
     options_type: ClassVar[type | None] = None
 
     def __init__(self, domain: Domain, settings: HeadSettings, video: bool = False) -> None:
@@ -166,6 +171,13 @@ class DomainTask(ABC):
 
     # --- learning -------------------------------------------------------------------------------
 
+    def prepare(self, samples: Sequence[Sample]) -> None:  # noqa: B027  # overriding it is optional
+        """Look at the training samples before anything is learnt; by default nothing.
+
+        Args:
+            samples: The training samples, at least one.
+        """
+
     def prompt(self, sample: Sample) -> Example:
         """The prompt for a sample: the question, and all images or frames."""
         return Example(self.domain.question(sample), sample.images, self.video)
@@ -234,6 +246,22 @@ class DomainTask(ABC):
             f"domain {self.domain.name} of task {self.domain.task} cannot use a {head.kind} head: "
             "export the bundle again"
         )
+
+    def write_head(self, head: Any, file: Path) -> None:
+        """Write a trained head to a file."""
+        write_head(file, self.stored_head(head))
+
+    def read_head(self, file: Path, width: int) -> nn.Module:
+        """Read a head from a file.
+
+        Args:
+            file: The file.
+            width: Size of the model's hidden states.
+
+        Raises:
+            BundleError: The file is damaged or holds a head that does not fit.
+        """
+        return self.load_head(read_head(file, width))
 
     # --- answering ------------------------------------------------------------------------------
 

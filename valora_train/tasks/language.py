@@ -16,7 +16,7 @@ from valora_train.tasks.base import DomainTask, Prediction
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from valora_data.schema import Answer, Sample
     from valora_train.model.lmm import Lmm
@@ -71,13 +71,15 @@ class LanguageTask(DomainTask):
             f"domains.{self.domain.name}.mirror=false"
         )
 
-    def targets(self, samples: Sequence[Sample], encoded: Sequence[Encoded]) -> None:
+    def targets(self, samples: Sequence[Sample], encoded: Sequence[Encoded]) -> Any:
         """None: the answers follow the prompts."""
+        return None
 
-    def new_head(self, lmm: Lmm, first: Encoded, seed: int) -> None:
+    def new_head(self, lmm: Lmm, first: Encoded, seed: int) -> nn.Module | None:
         """None: the language model's own head writes."""
+        return None
 
-    def loss(self, head: None, states: HiddenStates, targets: None, lmm: Lmm) -> Tensor:
+    def loss(self, head: Any, states: HiddenStates, targets: Any, lmm: Lmm) -> Tensor:
         """Cross entropy of each token of the answer, given those before it."""
         hidden, tokens = states.answer_pairs()
         return F.cross_entropy(lmm.logits(hidden), tokens)

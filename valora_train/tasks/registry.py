@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from valora_data.contract.heads import read_head
 from valora_data.errors import DataError
 from valora_data.registry import Registry
 from valora_data.tasks import GROUP
@@ -30,6 +29,7 @@ TASK_TYPES: Registry[type[DomainTask]] = Registry(
         "caption": "valora_train.tasks.caption:CaptionTask",
         "grounding": "valora_train.tasks.grounding:GroundingTask",
         "counting": "valora_train.tasks.counting:CountingTask",
+        "context": "valora_train.tasks.context:ContextTask",
     },
     DataError,
 )
@@ -88,4 +88,4 @@ def load_head(task: DomainTask, file: Path | None, width: int) -> nn.Module | No
     Raises:
         BundleError: The file is damaged or holds a head that does not fit.
     """
-    return None if file is None else task.load_head(read_head(file, width))
+    return None if file is None else task.read_head(file, width)

@@ -428,6 +428,11 @@ class BaseModel:
         ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         return [int(i) for i in ids]
 
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Return the text of an answer, which ends before the first token that ends answers."""
+        end = next((i for i, token in enumerate(tokens) if token in self.stop_ids), len(tokens))
+        return str(self.tokenizer.decode(tokens[:end], skip_special_tokens=True).strip())
+
     def resized_pixels(self, width: int, height: int) -> int:
         """Return to how many pixels the processor resizes an image, before it crops or pads it.
 

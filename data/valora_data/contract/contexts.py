@@ -144,8 +144,9 @@ class ContextEntry:
         form: One of `FORMS`.
         file: File of the memory, relative to the bundle; None for `ADAPTER`.
         tokens: Tokens of the memory; 0 for `ADAPTER`.
-        position: Position of the tail's first token with `PREFIX`, at least `tokens`: keys may
-            keep the positions that they had in the document.
+        position: Position of the tail's first token with `PREFIX`. It may be more than `tokens`
+            (keys may keep the positions that they had in the document) or less (where positions
+            have three parts, those of images grow more slowly than their tokens).
         bytes: Size of the memory's tensors; 0 for `ADAPTER`.
         source_tokens: Tokens of the document's head.
         source_sha256: Hash of the document, see `source_hash`.
@@ -208,10 +209,8 @@ def context_entry(facts: Mapping[str, Any], place: str) -> ContextEntry:
     least = 0 if form == ADAPTER else 1
     if not least <= counts["tokens"] <= (MOST_TOKENS if least else 0):
         raise ValueError(f"{place}tokens: {counts['tokens']} is impossible for form {form}")
-    if form == PREFIX and counts["position"] < counts["tokens"]:
-        raise ValueError(
-            f"{place}position: expected at least {counts['tokens']}, got {counts['position']}"
-        )
+    if form == PREFIX and not counts["position"]:
+        raise ValueError(f"{place}position: expected 1 or more, got 0")
     return ContextEntry(form=form, file=file, source_sha256=digest, encoder=encoder, **counts)
 
 
@@ -306,7 +305,7 @@ def read_memory(file: Path, base: str, config: Any) -> Memory:
     memory = Memory(form, base, tensors, _position(facts, file))
     if form == PREFIX and tensors["keys"].shape != tensors["values"].shape:
         raise BundleError(f"{file} has keys and values of different sizes: make it again")
-    if not memory.tokens or (form == PREFIX and memory.position < memory.tokens):
+    if not memory.tokens or (form == PREFIX and not memory.position):
         raise BundleError(
             f"{file} has {plural(memory.tokens, 'token')} before position {memory.position}: make "
             "it again"

@@ -45,6 +45,8 @@ class Source:
         seed: Seed for drawing.
         reader: Opens images and collects faults; None for a reader that tolerates few.
         unlabelled: Folder of images without labels, as the unlabelled split; None for none.
+        document: Id of the document, for files of several.
+        entries: Records of a drawn document.
     """
 
     kind: str
@@ -60,6 +62,8 @@ class Source:
     seed: int = 0
     reader: ImageReader | None = None
     unlabelled: str | None = None
+    document: str | None = None
+    entries: int = 30
 
     @property
     def location(self) -> str:

@@ -19,6 +19,10 @@ FORMATS: Registry[type[SourceFormat]] = Registry(
     "source kind",
     {  # in the order in which `detect_kind` asks: the first that recognises a path is taken
         "scenes": "valora_data.sources.formats.scenes:ScenesFormat",
+        "records": "valora_data.sources.formats.documents:RecordsFormat",
+        "album": "valora_data.sources.formats.documents:AlbumFormat",
+        "documents": "valora_data.sources.formats.documents:DocumentsFormat",
+        "texts": "valora_data.sources.formats.documents:TextsFormat",
         "shards": "valora_data.sources.formats.shards:ShardsFormat",
         "hub": "valora_data.sources.formats.hub:HubFormat",
         "roboflow": "valora_data.sources.formats.roboflow:RoboflowFormat",

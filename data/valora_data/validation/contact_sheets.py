@@ -91,7 +91,7 @@ def _tile(
     side: int = TILE,
     titles: Sequence[str] | None = None,
 ) -> Image:
-    tile, scale = show_photograph(sample.images, side)
+    tile, scale = show_photograph(sample.images or (sample.image,), side)
     boxes = sample.answer.boxes
     colours = [colour_of[box.label] for box in boxes]
     lines = [sample.id] if titles is None else list(titles)

@@ -104,7 +104,7 @@ def test_questions_about_one_image_are_no_duplicates(
     assert "1 picture occurs again in its own split" in out
 
 
-@pytest.mark.parametrize("task", Task.all())
+@pytest.mark.parametrize("task", [task for task in Task.all() if task is not Task.CONTEXT])
 def test_what_the_factory_wrote(task: Task, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     from valora_data.sources.scenes.builtin import builtin_names
 
@@ -163,7 +163,7 @@ def test_mistakes_are_told_in_one_sentence(
         (["check", str(tmp_path / "no")], "no does not exist: check the path"),
         (["check", str(pets), "--task", "vqa"], "has no metadata.jsonl, which task vqa needs"),
         (["check", str(pets), "--column", "x"], "--column x names no column"),
-        (["check", str(pets), "--kind", "tar"], "unknown source kind 'tar': choose one of coco"),
+        (["check", str(pets), "--kind", "tar"], "unknown source kind 'tar': choose one of album"),
         (["check", str(pets), "--kind", "scenes"], "does not tell its task: give one with --task"),
         (["check", str(pets), "--kind", "shards"], "holds no shards"),
         (["preview", str(pets), "--split", "test"], "no split 'test', only all, val"),

@@ -82,7 +82,7 @@ def test_a_kind_of_another_package_is_trained_and_labels(installed, tmp_path, mo
 
 def test_unknown_names_list_what_there_is(tmp_path, installed):
     installed("valora.teachers", "mean_box", EXAMPLE)
-    known = "function, huggingface, mean_box, small, yolo, yolo_world"
+    known = "function, huggingface, in_context, mean_box, small, yolo, yolo_world"
     with pytest.raises(TeacherError, match=f"unknown teacher kind 'oracle': choose one of {known}"):
         load_teacher("oracle", tmp_path, ["cat"])
     with pytest.raises(TeacherError, match=r"unknown option seed of teacher mean_box: .* scale"):

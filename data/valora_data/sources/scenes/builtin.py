@@ -40,7 +40,7 @@ def builtin_names(task: Task) -> tuple[str, ...]:
     """Names of a task's built-in domains."""
     if task is Task.DETECTION:
         return detection_scenes.DOMAINS
-    names = tuple(SCENES[task])
+    names = tuple(SCENES.get(task, ()))
     return (DIGITS, *names) if task is Task.CLASSIFICATION else names
 
 

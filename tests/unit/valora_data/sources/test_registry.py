@@ -117,7 +117,7 @@ def test_a_folder_of_classes_with_settings_beside_them_is_one(tmp_path: Path) ->
 
 def test_what_does_not_fit() -> None:
     with pytest.raises(
-        DataError, match="unknown source kind 'tar': choose one of coco, cvat, fiftyone, hub"
+        DataError, match="unknown source kind 'tar': choose one of album, coco, cvat, doc"
     ):
         open_source(Source("tar", Task.VQA, path="x"))
     with pytest.raises(DataError, match="yolo has no answers for task vqa: choose one of hub, im"):
@@ -205,14 +205,14 @@ def test_a_format_of_another_package(
     for sample in found[Split.TRAIN]:
         assert sample.answer.label == ("cat", "dog")[int(sample.id.removesuffix(".png")) % 2]
 
-    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "notes.bin").write_text("hello")
     with pytest.raises(
         DataError, match=r"expected a folder, or one of COCO JSON, CSV of file,label"
     ):
-        detect_kind(tmp_path / "notes.txt")
+        detect_kind(tmp_path / "notes.bin")
     with pytest.raises(DataError, match="csv has no answers for task vqa: choose one of hub"):
         open_source(Source("csv", Task.VQA, path=str(file)))
     with pytest.raises(
-        DataError, match="unknown source kind 'xml': choose one of coco, csv, cvat, fiftyone"
+        DataError, match="unknown source kind 'xml': choose one of album, coco, csv, cvat"
     ):
         open_source(Source("xml", Task.VQA, path=str(file)))

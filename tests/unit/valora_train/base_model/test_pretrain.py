@@ -8,8 +8,10 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
+from valora_data.sources.documents.records import VALUES
 from valora_data.sources.generic.scenes import DOMAIN_WORDS, draw_scene
 from valora_train.base_model.data import (
+    ALBUMS,
     BUCKETS,
     CHUNK,
     LOGGED,
@@ -27,12 +29,21 @@ from valora_train.base_model.evaluation import (
     Checkpoint,
     Question,
     SceneQuestion,
+    album_questions,
     f1,
     is_right,
     matches,
     questions,
+    record_questions,
 )
-from valora_train.base_model.pretrain import GRID, PretrainingHead, assign, detection_loss, schedule
+from valora_train.base_model.pretrain import (
+    GRID,
+    Batch,
+    PretrainingHead,
+    assign,
+    detection_loss,
+    schedule,
+)
 
 TINY = Path(__file__).parents[4] / "data/valora_data/tiny"
 
@@ -173,8 +184,10 @@ def test_samples_are_deterministic_and_name_no_domain(tokenizer, name):
     chunk, again = (SampleMaker(3, tokenizer).make(name) for _ in range(2))
     assert np.array_equal(chunk.pixels, again.pixels)
     assert np.array_equal(chunk.ids, again.ids)
-    assert chunk.pick.shape == (CHUNK, BUCKETS[name].images)
-    assert chunk.pick.max() < len(chunk.pixels)
+    count = len(chunk.ids)
+    assert count == (ALBUMS if name.startswith("album") else CHUNK)
+    assert chunk.pick.shape == (count, BUCKETS[name].images)
+    assert chunk.pick.max(initial=0) < len(chunk.pixels)
     image = tokenizer.token_to_id("<image>")
     assert ((chunk.ids == image).sum(1) == VISUAL_TOKENS * BUCKETS[name].images).all()
     assert not np.isin(chunk.ids, domain_tokens(tokenizer)).any()
@@ -184,7 +197,41 @@ def test_samples_are_deterministic_and_name_no_domain(tokenizer, name):
         assert not DOMAIN_WORDS & set(re.findall("[a-z]+", text))
     assert ((chunk.n_boxes >= 0) == (chunk.task == LOGGED.index("detect"))).all()
     joined = Chunk.join([chunk, again])
-    assert np.array_equal(joined.pixels[joined.pick[CHUNK:]], again.pixels[again.pick])
+    assert np.array_equal(joined.pixels[joined.pick[count:]], again.pixels[again.pick])
+
+
+@pytest.mark.parametrize("name", [name for name in BUCKETS if BUCKETS[name].turns > 1])
+def test_documents_answer_the_questions_that_follow_them(tokenizer, name):
+    chunk = SampleMaker(4, tokenizer).make(name)
+    for ids, spans in zip(chunk.ids, chunk.span, strict=True):
+        text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        head, *turns = re.split(r"<\|user\|>", text.replace("<pad>", ""))
+        assert head.startswith("<s><|system|>")
+        answers = [turn.split("<|assistant|>")[1].removesuffix("</s>") for turn in turns]
+        told = [ids[start:end] for start, end in spans if end]
+        assert [tokenizer.decode(one.tolist()) for one in told] == answers
+        assert all(one[-1] == tokenizer.token_to_id("</s>") for one in told)
+        for turn, answer in zip(turns, answers, strict=True):
+            if BUCKETS[name].images:
+                continue
+            question = turn.split("<|assistant|>")[0]
+            (key,) = re.findall(r"\d+", question)
+            (attribute,) = set(VALUES) & set(re.findall("[a-z]+", question))
+            assert f"{key} {attribute} {answer}\n" in head.split("<|system|>")[1] + "\n"
+    batch = Batch(chunk, torch.device("cpu"))
+    assert len(batch.asked) == int((chunk.span[..., 1] > 0).sum())
+    assert set(batch.turn.tolist()) == set(batch.asked.tolist())
+
+
+def test_held_out_documents_are_asked_in_the_wording_for_measuring():
+    items = record_questions(20, 256, TEST_SEEDS)
+    for item in items:
+        assert item.question.prompt.startswith("what ") and item.question.answer in item.document
+        (system, user) = item.turns()
+        assert (system["role"], user["role"]) == ("system", "user")
+    assert len({item.document for item in items}) == 20
+    (album,) = album_questions(1, 4, TEST_SEEDS)
+    assert len(album.scenes) == 4 and album.turns()[0]["content"][1:] == [{"type": "image"}] * 4
 
 
 def test_cells_answer_for_the_boxes_they_hold():

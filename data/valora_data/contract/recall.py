@@ -1,0 +1,173 @@
+"""How a base model reads a document and answers from what it kept, with transformers alone.
+
+This is the reference of `valora_data.contract.contexts` in code: training, teachers and tests use
+it, and the server must compute the same.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from valora_data.contract.architectures.base import IMAGE
+from valora_data.contract.contexts import head_text
+from valora_data.errors import DataError
+from valora_data.wording import plural
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    from PIL.Image import Image
+
+    from valora_data.contract.base_model import BaseModel
+
+ROOM = 64
+"""Positions that are left for a question and its answer behind a document."""
+
+
+def head_inputs(model: BaseModel, document: str, images: Sequence[Image] = ()) -> Any:
+    """Return the processor's output for the head of prompts about a document.
+
+    Args:
+        model: The base model.
+        document: The document's text.
+        images: Images of an album.
+    """
+    return model.process(head_text(model, document, len(images)), images)
+
+
+def read_head(
+    model: BaseModel, document: str, images: Sequence[Image] = ()
+) -> tuple[Tensor, Tensor, int]:
+    """Compute keys and values of the head of prompts about a document.
+
+    Args:
+        model: The base model; its active adapter counts.
+        document: The document's text.
+        images: Images of an album.
+
+    Returns:
+        Keys and values, [layers, kv_heads, tokens, head_dim] each, and the position of the tail.
+
+    Raises:
+        DataError: The document does not fit into the model's context.
+    """
+    return _read(model, head_inputs(model, document, images), bool(images))
+
+
+def read_tokens(model: BaseModel, ids: Sequence[int]) -> tuple[Tensor, Tensor, int]:
+    """Compute keys and values of a head of these tokens, as `read_head` does."""
+    return _read(model, {"input_ids": torch.tensor([list(ids)])}, False)
+
+
+@torch.no_grad()
+def _read(model: BaseModel, inputs: Any, images: bool) -> tuple[Tensor, Tensor, int]:
+    ids = inputs["input_ids"].to(model.device)
+    most = model.context_length - ROOM
+    if ids.shape[1] > most:
+        raise DataError(
+            f"the document has {plural(ids.shape[1], 'token')}, but base model {model.base} reads "
+            f"at most {most} beside a question: split the document, or choose another base model"
+        )
+    embedded = model.model.get_input_embeddings()(ids)
+    extra: dict[str, Any] = {}
+    if images:
+        visual = ids == model.image_token
+        parts = model.split(IMAGE, inputs, int(visual.sum()))
+        features, deep = model.visual_features([part.tensors for part in parts])
+        embedded = embedded.masked_scatter(visual[..., None], torch.cat(features).to(embedded))
+        if deep:
+            extra |= model.architecture.deep_arguments(visual, deep)
+    positions = model.positions(inputs) if images else None
+    position = ids.shape[1]
+    if positions is not None:
+        extra["position_ids"] = positions[0][:, None].to(model.device)
+        position = int(positions[0].max()) + 1
+    model.language_model.eval()
+    output = model.language_model(inputs_embeds=embedded, use_cache=True, **extra)
+    layers = output.past_key_values.layers
+    keys = torch.cat([layer.keys for layer in layers])
+    values = torch.cat([layer.values for layer in layers])
+    return keys, values, position
+
+
+def run_tails(
+    model: BaseModel,
+    embedded: Tensor,
+    first: int,
+    keys: Tensor | None = None,
+    values: Tensor | None = None,
+    *,
+    cached: bool = False,
+) -> tuple[Tensor, Any]:
+    """Compute hidden states behind a prefix, or without one.
+
+    Args:
+        model: The base model, with its active adapter.
+        embedded: (n, length, width), input embeddings, padded on the right.
+        first: Position of their first token.
+        keys: [layers, n, kv_heads, tokens, head_dim], those of the prefix of each row.
+        values: As `keys`.
+        cached: Whether to keep keys and values for `write_on`.
+
+    Returns:
+        (n, length, width), hidden states after the final norm, and the cache.
+    """
+    from transformers import DynamicCache
+
+    past = None
+    if keys is not None and values is not None:
+        pairs = zip(keys.to(model.dtype), values.to(model.dtype), strict=True)
+        past = DynamicCache(list(pairs))
+    output = model.language_model(
+        inputs_embeds=embedded,
+        past_key_values=past,
+        use_cache=cached or past is not None,
+        position_ids=_positions(model, first, embedded.shape[1], len(embedded)),
+    )
+    return output.last_hidden_state, output.past_key_values
+
+
+@torch.no_grad()
+def write_on(
+    model: BaseModel,
+    hidden: Tensor,
+    cache: Any,
+    position: int,
+    most: int,
+    precision: AbstractContextManager[Any] | None = None,
+) -> list[str]:
+    """Write the likeliest answers, token by token.
+
+    Args:
+        model: The base model, with its active adapter.
+        hidden: (n, length, width), hidden states of prompts of one length.
+        cache: Their keys and values.
+        position: Position of the first token of the answers.
+        most: Most tokens of an answer.
+        precision: What the model computes in, see `valora_train.model.lmm.Lmm.precision`.
+    """
+    stops = torch.tensor(sorted(model.stop_ids), device=hidden.device)
+    tokens = [model.logits(hidden[:, -1]).argmax(-1)]
+    ended = torch.isin(tokens[0], stops)
+    with precision or nullcontext():
+        while len(tokens) < most and not bool(ended.all()):
+            output = model.language_model(
+                inputs_embeds=model.model.get_input_embeddings()(tokens[-1][:, None]),
+                past_key_values=cache,
+                use_cache=True,
+                position_ids=_positions(model, position + len(tokens) - 1, 1, len(hidden)),
+            )
+            tokens.append(model.logits(output.last_hidden_state[:, -1]).argmax(-1))
+            ended |= torch.isin(tokens[-1], stops)
+    return [model.text_of(row) for row in torch.stack(tokens, dim=1).tolist()]
+
+
+def _positions(model: BaseModel, first: int, count: int, rows: int) -> Tensor:
+    """Consecutive positions: (rows, count), or (3, rows, count) where they have three parts."""
+    found = torch.arange(first, first + count, device=model.device).expand(rows, -1)
+    return found.expand(3, -1, -1) if model.three_positions else found

@@ -1,0 +1,1 @@
+"""Documents that are learnt once and asked about: drawn ones, and those of users."""

@@ -1,0 +1,225 @@
+"""Documents and albums as formats: a domain is one document, its samples are questions about it.
+
+What is trained on are questions of self-study (`unlabelled`), whose answers a teacher gives that
+reads the document, and given ones of split `train`; `val` and `test` are given questions, or, where
+there are none, further ones of self-study.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from valora_data.errors import DataError
+from valora_data.schema import Answer, Document, Sample, Split, Task, no_image
+from valora_data.sources.base import Location, Source, SourceFormat, Splits
+from valora_data.sources.documents.reading import (
+    TEXTS,
+    Asked,
+    Told,
+    questions_file,
+    read_documents,
+    read_texts,
+    text_files,
+)
+from valora_data.sources.documents.self_study import continuations, gaps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+SELF_STUDY = 400
+"""Most questions of self-study where `source.counts` does not say how many."""
+
+
+class ContextFormat(SourceFormat):
+    """A format of documents."""
+
+    def supports(self, task: Task) -> bool:
+        """Contexts only."""
+        return task is Task.CONTEXT
+
+    def guess_task(self, path: str) -> Task:
+        """Contexts."""
+        return Task.CONTEXT
+
+
+class DocumentsFormat(ContextFormat):
+    """JSON lines of documents with questions; `source.document` names the one of the domain."""
+
+    files = "JSON lines of documents"
+
+    def recognises(self, location: Location) -> bool:
+        """JSON lines whose first entry has a text or an article."""
+        if location.path.suffix != ".jsonl" or not location.path.is_file():
+            return False
+        try:
+            return bool(read_documents(location.path))
+        except DataError:
+            return False
+
+    def open(self, source: Source) -> Splits:
+        """The questions about one document."""
+        told = find_document(Path(source.location), source.document)
+        return splits_of(Document(told.text), told.asked, source)
+
+
+def find_document(file: Path, name: str | None) -> Told:
+    """The document of a file that a name asks for, or the only one.
+
+    Raises:
+        DataError: There is no such document, or several and no name.
+    """
+    found = read_documents(file)
+    named = [told for told in found if name is None or told.name == name]
+    if len(named) != 1:
+        shown = ", ".join(told.name for told in found[:10]) + (", …" if len(found) > 10 else "")
+        raise DataError(
+            f"{file.name} holds {len(found)} documents ({shown}): name one of them in "
+            "source.document"
+        )
+    return named[0]
+
+
+class TextsFormat(ContextFormat):
+    """A text or PDF file, or a folder of them: one document, or a collection as one document.
+
+    `questions.jsonl` in the folder holds questions, if there are any.
+    """
+
+    files = "text or PDF"
+
+    def recognises(self, location: Location) -> bool:
+        """Text files, PDFs, and folders that hold nothing else."""
+        return bool(location.suffixes) and location.suffixes <= {*TEXTS, ".pdf"}
+
+    def open(self, source: Source) -> Splits:
+        """Questions about the whole text."""
+        place = Path(source.location)
+        asked = tuple(questions_file(place)) if place.is_dir() else ()
+        return splits_of(Document(read_texts(place)), asked, source)
+
+    def reads(self, source: Source) -> Iterator[Path]:
+        """The text files, and the questions."""
+        place = Path(source.location)
+        yield from text_files(place)
+        if (place / "questions.jsonl").is_file():
+            yield place / "questions.jsonl"
+
+
+class AlbumFormat(ContextFormat):
+    """A folder of images with `questions.jsonl`: an album."""
+
+    def open(self, source: Source) -> Splits:
+        """Questions about all images."""
+        from valora_data.sources.formats.images import image_files, read_images
+
+        folder = Path(source.location)
+        if not any(image_files(folder)):
+            raise DataError(f"album {folder} holds no images: check the path")
+        images = tuple(sample.image for sample in read_images(folder, source.reader))
+        asked = tuple(questions_file(folder))
+        if not asked:
+            raise DataError(
+                f"album {folder} has no questions.jsonl, and pictures alone ask nothing: add "
+                "questions with answers"
+            )
+        return splits_of(Document("", images), asked, source)
+
+
+class RecordsFormat(ContextFormat):
+    """A drawn document of records; `source.entries` says of how many."""
+
+    drawn = True
+
+    def open(self, source: Source) -> Splits:
+        """All facts in the wordings of self-study; in the last one, half for val, half for test."""
+        from valora_data.sources.documents.records import WORDINGS, draw_document
+
+        rng = _rng(source)
+        drawn = draw_document(rng, source.entries)
+        studied = [
+            Asked(fact.question(wording), (fact.value,))
+            for wording in range(len(next(iter(WORDINGS.values()))) - 1)
+            for fact in drawn.facts
+        ]
+        order = rng.permutation(len(drawn.facts))
+        held = [Asked(drawn.facts[n].question(-1), (drawn.facts[n].value,)) for n in order]
+        half = len(held) // 2
+        parts = {
+            Split.TRAIN: studied, Split.UNLABELLED: studied,
+            Split.VAL: held[:half], Split.TEST: held[half:],
+        }  # fmt: skip
+        return _streams(Document(drawn.text), parts, source)
+
+
+def splits_of(document: Document, asked: Sequence[Asked], source: Source) -> Splits:
+    """The splits of a document with given questions, or with those of self-study alone.
+
+    Args:
+        document: The document.
+        asked: Given questions; those without a split are dealt to val and test.
+        source: The source.
+
+    Raises:
+        DataError: There are too few questions to measure with.
+    """
+    rng = _rng(source)
+    study = [Asked(question, (answer,)) for question, answer in continuations(document.text)]
+    cloze = [Asked(question, (answer,)) for question, answer in gaps(document.text, rng)]
+    parts: dict[Split, list[Asked]] = {split: [] for split in Split}
+    given = list(asked)
+    if given:
+        study += cloze
+    else:
+        given = cloze
+    free = [one for one in given if one.split is None]
+    for one in given:
+        if one.split is not None:
+            if one.split not in ("train", "val", "test"):
+                raise DataError(
+                    f"question {one.question[:60]!r} of {source.name} has split {one.split!r}: "
+                    "choose train, val or test"
+                )
+            parts[Split(one.split)].append(one)
+    for place, number in enumerate(rng.permutation(len(free))):
+        parts[Split.TEST if place % 2 else Split.VAL].append(free[number])
+    if document.images and not parts[Split.TRAIN]:
+        # Pictures give no questions of self-study: half of those for validation are studied.
+        count = len(parts[Split.VAL]) // 2
+        parts[Split.TRAIN], parts[Split.VAL] = parts[Split.VAL][:count], parts[Split.VAL][count:]
+    parts[Split.UNLABELLED] = [
+        *parts[Split.TRAIN],
+        *(study[n] for n in rng.permutation(len(study))),
+    ]
+    parts[Split.TRAIN] = parts[Split.TRAIN] or parts[Split.UNLABELLED]
+    if not all(parts.values()):
+        raise DataError(
+            f"document {source.name} has {len(asked)} questions, too few to learn from and to "
+            "measure with: add questions with answers"
+        )
+    return _streams(document, parts, source)
+
+
+def _rng(source: Source) -> np.random.Generator:
+    """The random numbers of a document, by its name and the source's seed."""
+    key = sha256(f"{source.seed}/{source.name}".encode()).digest()
+    return np.random.default_rng(int.from_bytes(key[:16], "little"))
+
+
+def _streams(document: Document, parts: Mapping[Split, list[Asked]], source: Source) -> Splits:
+    """Samples of each split, at most as many as `source.counts` says."""
+    found: dict[Split | None, Any] = {}
+    for split, asked in parts.items():
+        most = source.counts.get(split, SELF_STUDY)
+        found[split] = partial(_samples, document, asked[:most], f"{source.name}/{split}")
+    return found
+
+
+def _samples(document: Document, asked: Sequence[Asked], prefix: str) -> Iterator[Sample]:
+    for number, one in enumerate(asked):
+        answer = Answer(answers=one.answers)
+        yield Sample(f"{prefix}/{number:05d}", no_image(), answer, one.question, document=document)

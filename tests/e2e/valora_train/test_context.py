@@ -1,0 +1,100 @@
+"""Documents through the whole factory: memories alone, memories that share an adapter, the gate."""
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from rich.console import Console
+
+from tests.support.lmm_checkpoints import CHECKPOINTS
+from valora_data import shards
+from valora_data.contract.bundle import Bundle, read_bundle
+from valora_data.contract.contexts import read_memory
+from valora_data.schema import Split
+from valora_train.cli import config_folder, run
+from valora_train.reporting.progress import Display
+from valora_train.settings import from_config
+from valora_train.stages.gate import BundleModel
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+NAMES = ("ledger_1", "ledger_2")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return CHECKPOINTS["llava"](tmp_path_factory.mktemp("llava"), seed=3)
+
+
+def fuse(base: Path, folder: Path, *more: str) -> tuple[Bundle, str]:
+    """A bundle of two documents of four facts, whose answers are learnt from the labels."""
+    quick = [
+        "task=context", f"model.id={base}", f"task.only=[{','.join(NAMES)}]",
+        f"paths.work={folder}/work", f"paths.bundles={folder}/bundles",
+        f"paths.tracking=sqlite:///{folder}/m.db", "processes=1", "fusion.unreachable=keep",
+        "context.tokens=12", "heads.max_tokens=4", "train.threads=1", "train.head_lr=0.02",
+        "train.batch_size=8", "train.probe_steps=60", "train.steps=60", "train.steps_per_held=40",
+        "context.logits=0", "context.hidden=0", "context.answers=1",
+    ]  # fmt: skip
+    for name in NAMES:
+        quick += [f"domains.{name}.source.entries=1", f"domains.{name}.teacher=labels"]
+        quick += [f"domains.{name}.of_teacher=null", f"domains.{name}.required=0.3"]
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        settings = from_config(compose("config", overrides=[*quick, *more]))
+    console = Console(record=True, width=300, file=StringIO())
+    run(settings, Display(console))
+    return read_bundle(folder / "bundles" / "context"), console.export_text()
+
+
+def work(folder: Path, stage: str) -> Path:
+    (found,) = (folder / "work").glob(f"{stage}-*[0-9a-f]")
+    return found
+
+
+def test_memories_alone_take_no_adapter(base: Path, tmp_path: Path) -> None:
+    bundle, said = fuse(base, tmp_path, *(f"domains.{name}.required=0.001" for name in NAMES))
+    assert "without LoRA" in said
+    model = BundleModel(bundle)
+    for name in NAMES:
+        facts, entry = bundle.domains[name], bundle.contexts[name]
+        assert (facts["head"], facts["task"], entry.form, entry.tokens) == (
+            None, "context", "prefix", 12,
+        )  # fmt: skip
+        file = bundle.folder / str(entry.file)
+        text = json.loads((base / "config.json").read_text())["text_config"]
+        config: Any = type("Config", (), text)
+        memory = read_memory(file, bundle.manifest["base"]["sha256"], config)
+        assert memory.bytes == entry.bytes
+        assert entry.source_tokens > 12
+        # What was learnt is answered, as the trainer measured it.
+        samples = shards.read(work(tmp_path, f"distill-{name}") / "taught")
+        right = model.accuracy(name, samples)
+        assert right >= 0.5, right
+        # Another document's memory knows nothing of it.
+        other = NAMES[1 - NAMES.index(name)]
+        assert model.accuracy(other, samples) < right / 2
+    golden = json.loads((bundle.folder / "golden/golden.json").read_text())
+    assert {example["domain"] for example in golden} == set(NAMES)
+    assert not any("image" in example for example in golden)
+
+
+def test_memories_may_share_an_adapter(base: Path, tmp_path: Path) -> None:
+    bundle, _ = fuse(base, tmp_path, "context.form=memory_tokens", "fusion.head_only=false")
+    adapters = {bundle.domains[name]["adapter"] for name in NAMES}
+    assert len(adapters) >= 1 and None not in adapters
+    for name in NAMES:
+        entry = bundle.contexts[name]
+        assert (entry.form, entry.position) == ("memory_tokens", 0)
+    torch.manual_seed(0)
+
+
+def test_an_adapter_alone_is_a_closed_book(base: Path, tmp_path: Path) -> None:
+    bundle, _ = fuse(base, tmp_path, "context.form=adapter", "task.only=[ledger_1]")
+    entry = bundle.contexts["ledger_1"]
+    assert (entry.form, entry.file, entry.tokens, entry.bytes) == ("adapter", None, 0, 0)
+    assert bundle.domains["ledger_1"]["adapter"] == "adapter-1"
+    samples = shards.read(work(tmp_path, "data-ledger_1") / Split.TRAIN)
+    assert BundleModel(bundle).accuracy("ledger_1", samples) >= 0.5

@@ -1,0 +1,62 @@
+"""Drawn documents and albums: random facts, and questions that only the document answers."""
+
+from collections import Counter
+
+import numpy as np
+
+from valora_data.contract.base_model import base_folder
+from valora_data.sources.documents.albums import draw_album
+from valora_data.sources.documents.records import (
+    RECORD_TOKENS,
+    VALUES,
+    WORDINGS,
+    draw_document,
+)
+from valora_data.sources.generic.scenes import domain_words_in
+
+
+def test_every_fact_is_in_the_text_once():
+    document = draw_document(np.random.default_rng(1), 20)
+    lines = document.text.splitlines()
+    assert len(lines) == len(document.facts) == 20 * len(VALUES)
+    assert lines == [f"{fact.key} {fact.attribute} {fact.value}" for fact in document.facts]
+    assert len({(fact.key, fact.attribute) for fact in document.facts}) == len(lines)
+
+
+def test_values_are_drawn_alike_whatever_the_key():
+    rng = np.random.default_rng(2)
+    facts = [fact for _ in range(200) for fact in draw_document(rng, 10).facts]
+    for name, choices in VALUES.items():
+        counts = Counter(fact.value for fact in facts if fact.attribute == name)
+        assert set(counts) <= set(choices)
+        # A question alone can do no better than the commonest value.
+        assert max(counts.values()) / sum(counts.values()) < 2 / len(choices) + 0.02
+
+
+def test_documents_differ_and_wordings_of_self_study_are_not_those_of_measuring():
+    first, second = (draw_document(np.random.default_rng(seed), 5) for seed in (3, 4))
+    assert first.text != second.text
+    for wordings in WORDINGS.values():
+        assert len(set(wordings)) == len(wordings)
+        assert all("{key}" in wording for wording in wordings)
+
+
+def test_documents_are_made_of_the_base_models_tokens():
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(f"{base_folder('tiny')}/tokenizer.json")
+    document = draw_document(np.random.default_rng(5), 100)
+    assert len(tokenizer.encode(document.text).ids) <= 100 * RECORD_TOKENS
+    for fact in document.facts:
+        assert len(tokenizer.encode(fact.value).ids) <= 2
+    assert not domain_words_in(document.text)
+    assert not any(domain_words_in(word) for words in WORDINGS.values() for word in words)
+
+
+def test_an_album_is_asked_about_things_that_it_shows_once():
+    scenes, asked = draw_album(np.random.default_rng(6), 20_000_000, 8, 6)
+    assert len(scenes) == 8 and 1 <= len(asked) <= 6
+    things = [thing for scene in scenes for thing in scene.things]
+    for question, answer in asked:
+        named = [thing for thing in things if f" {thing.shape}?" in question]
+        assert len(named) == 1 and answer in (named[0].color, named[0].pattern)

@@ -1,0 +1,215 @@
+"""Documents of users: every format, how questions are split, and what is refused."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from valora_data import packed, shards
+from valora_data.errors import DataError
+from valora_data.prepare import prepare
+from valora_data.schema import Split, Task
+from valora_data.sources.base import Source
+from valora_data.sources.documents.self_study import GAP, continuations, gaps
+from valora_data.sources.registry import detect_kind, open_source
+
+TEXT = (
+    "The lighthouse of Vardo was built in 1896 by two brothers from Bergen. Its lamp burns oil of "
+    "herring. On clear nights it is seen from 40 miles away; ships greet it with three short "
+    "blasts. The keeper writes every passing ship into a green book."
+)
+QUESTIONS = [{"question": f"question {n}?", "answer": f"answer {n}"} for n in range(8)]
+
+
+def lines(path, *entries):
+    path.write_text("\n".join(json.dumps(entry) for entry in entries))
+    return path
+
+
+def read(kind, path, **more):
+    source = Source(kind, Task.CONTEXT, name="vardo", path=str(path), **more)
+    return {split: list(stream()) for split, stream in open_source(source).items()}
+
+
+def test_given_questions_are_measured_and_self_study_is_learnt(tmp_path):
+    file = lines(tmp_path / "d.jsonl", {"id": "a", "text": TEXT, "questions": QUESTIONS})
+    assert detect_kind(file) == "documents"
+    found = read("documents", file)
+    asked = {split: {sample.prompt for sample in samples} for split, samples in found.items()}
+    assert not asked[Split.VAL] & asked[Split.TEST]
+    assert asked[Split.VAL] | asked[Split.TEST] == {item["question"] for item in QUESTIONS}
+    assert not asked[Split.UNLABELLED] & (asked[Split.VAL] | asked[Split.TEST])
+    assert all(sample.document.text == TEXT for samples in found.values() for sample in samples)
+    assert all(sample.images == () for samples in found.values() for sample in samples)
+    assert found == read("documents", file)  # the same each time
+
+
+def test_splits_that_a_file_gives_are_kept(tmp_path):
+    given = [
+        item | {"split": split}
+        for item, split in zip(QUESTIONS[:6], ["train", "val", "test"] * 2, strict=True)
+    ]
+    file = lines(tmp_path / "d.jsonl", {"text": TEXT, "questions": given})
+    found = read("documents", file)
+    assert [sample.prompt for sample in found[Split.TEST]] == ["question 2?", "question 5?"]
+    assert {"question 0?", "question 3?"} <= {one.prompt for one in found[Split.UNLABELLED]}
+
+
+def test_quality_is_read_as_it_is_distributed(tmp_path):
+    def entry(number):
+        return {
+            "article_id": "52", "article": TEXT,
+            "questions": [{"question": f"who {number}{n}?", "options": ["a", "b", "c", "d"],
+                           "gold_label": n + 1} for n in range(4)],
+        }  # fmt: skip
+
+    file = lines(tmp_path / "QuALITY.train", entry(0), entry(1))
+    found = read("documents", file)
+    samples = [*found[Split.VAL], *found[Split.TEST]]
+    assert len(samples) == 8
+    assert {sample.answer.answers for sample in samples} == {("A",), ("B",), ("C",), ("D",)}
+    assert samples[0].prompt.endswith("\n(A) a\n(B) b\n(C) c\n(D) d")
+
+
+def test_one_document_of_a_file_is_named(tmp_path):
+    file = lines(
+        tmp_path / "d.jsonl",
+        {"id": "a", "text": TEXT, "questions": QUESTIONS},
+        {"id": "b", "text": "Other. " + TEXT, "questions": QUESTIONS},
+    )
+    found = read("documents", file, document="b")
+    assert found[Split.TEST][0].document.text.startswith("Other.")
+    for name in (None, "c"):
+        with pytest.raises(DataError, match=r"holds 2 documents \(a, b\): name one"):
+            read("documents", file, document=name)
+
+
+def test_a_folder_of_texts_is_one_document_that_asks_itself(tmp_path):
+    (tmp_path / "a.md").write_text(TEXT)
+    (tmp_path / "b.txt").write_text("A second file has four more sentences in it than one.")
+    assert detect_kind(tmp_path) == "texts"
+    found = read("texts", tmp_path)
+    assert all(found.values())
+    assert TEXT in found[Split.VAL][0].document.text
+    assert all(GAP in sample.prompt for sample in found[Split.TEST])
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
+    assert {len(read("texts", tmp_path)[split]) for split in (Split.VAL, Split.TEST)} == {4}
+
+
+def test_self_study_asks_what_the_text_answers():
+    for question, answer in continuations(TEXT):
+        said = question.removeprefix("continue: ")
+        assert f"{said} {answer}" in TEXT.replace("\n", " ")
+    for question, answer in gaps(TEXT, np.random.default_rng(0)):
+        filled = question.removeprefix("which word is missing: ").replace(GAP, answer)
+        assert set(filled.split()) <= {*TEXT.split(), answer} | set(TEXT.replace(".", " .").split())
+
+
+def pdf(text):
+    """A PDF of one page, with or without text, written by hand."""
+    content = f"BT /F1 12 Tf 72 700 Td ({text}) Tj ET" if text else ""
+    objects = [
+        "<< /Type /Catalog /Pages 2 0 R >>",
+        "<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        "<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R "
+        "/Resources << /Font << /F1 5 0 R >> >> >>",
+        f"<< /Length {len(content)} >>\nstream\n{content}\nendstream",
+        "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]
+    out = io.BytesIO(b"%PDF-1.4\n")
+    out.seek(0, 2)
+    places = []
+    for number, item in enumerate(objects, 1):
+        places.append(out.tell())
+        out.write(f"{number} 0 obj\n{item}\nendobj\n".encode())
+    start = out.tell()
+    table = "".join(f"{place:010d} 00000 n \n" for place in places)
+    out.write(f"xref\n0 6\n0000000000 65535 f \n{table}".encode())
+    out.write(f"trailer << /Size 6 /Root 1 0 R >>\nstartxref\n{start}\n%%EOF".encode())
+    return out.getvalue()
+
+
+def test_the_text_of_a_pdf_is_read(tmp_path):
+    (tmp_path / "a.pdf").write_bytes(pdf(TEXT))
+    assert read("texts", tmp_path)[Split.TEST][0].document.text == TEXT
+
+
+def test_an_album_is_its_images_and_its_questions(tmp_path):
+    for number in range(3):
+        Image.new("RGB", (20, 20), (number * 80, 0, 0)).save(tmp_path / f"{number}.png")
+    with pytest.raises(DataError, match=r"no questions.jsonl"):
+        read("album", tmp_path)
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
+    found = read("album", tmp_path)
+    assert len(found[Split.TEST][0].document.images) == 3
+    assert all(found.values())
+
+
+def test_a_shard_keeps_the_document(tmp_path):
+    album = tmp_path / "album"
+    album.mkdir()
+    for number in range(2):
+        Image.new("RGB", (9, 7), (number, 3, 5)).save(album / f"{number}.png")
+    (album / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
+    source = Source("album", Task.CONTEXT, name="vardo", path=str(album))
+    counts = prepare(open_source(source), (), {}, tmp_path / "out")
+    assert counts[Split.TEST] == 4
+    sample = shards.read(tmp_path / "out" / "test")[0]
+    assert [image.getpixel((0, 0)) for image in sample.document.images] == [(0, 3, 5), (1, 3, 5)]
+    packed.pack(shards.open_shard(tmp_path / "out" / "test"), tmp_path / "test.zip")
+    other = packed.read(tmp_path / "test.zip")[0]
+    assert (other.prompt, other.images) == (sample.prompt, ())
+    for one, two in zip(other.document.images, sample.document.images, strict=True):
+        assert one.tobytes() == two.tobytes()
+    # Splits that are dealt here keep it, too.
+    leaks = prepare(open_source(source), (), {}, tmp_path / "kept", leaks="keep_test")
+    assert leaks == counts
+    assert len(shards.read(tmp_path / "kept" / "val")[0].document.images) == 2
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"text": " "}, "document a is empty: add its text"),
+        ({"text": TEXT, "questions": [{"question": "who?"}]}, r"\('who\?'\) has no answer"),
+        ({"text": TEXT, "questions": [{"answer": "x"}]}, "has no `question`"),
+        ({"title": TEXT}, "has no `text`"),
+        ({"text": TEXT, "questions": "who?"}, "is no list"),
+        ({"text": "Too short.", "questions": []}, "too few to learn from"),
+        ({"text": TEXT, "questions": [{"question": "a", "answer": "b", "split": "x"}]}, "'x'"),
+    ],
+)
+def test_bad_documents_are_refused_in_one_sentence(entry, words, tmp_path):
+    with pytest.raises(DataError, match=words):
+        read("documents", lines(tmp_path / "d.jsonl", {"id": "a"} | entry))
+
+
+def test_bad_files_are_refused_in_one_sentence(tmp_path):
+    with pytest.raises(DataError, match=r"holds no \.txt"):
+        read("texts", tmp_path)
+    (tmp_path / "scan.pdf").write_bytes(pdf(""))
+    with pytest.raises(DataError, match=r"scan\.pdf holds no text on 1 page.*OCR"):
+        read("texts", tmp_path)
+    (tmp_path / "scan.pdf").write_bytes(b"%PDF-broken")
+    with pytest.raises(DataError, match=r"scan\.pdf cannot be read as a PDF"):
+        read("texts", tmp_path)
+    (tmp_path / "scan.pdf").unlink()
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(DataError, match="is empty"):
+        read("texts", tmp_path)
+    (tmp_path / "d.jsonl").write_text("no json")
+    with pytest.raises(DataError, match="line 1 is no JSON"):
+        read("documents", tmp_path / "d.jsonl")
+
+
+def test_drawn_documents_measure_in_a_wording_that_is_not_studied():
+    source = Source("records", Task.CONTEXT, name="vardo", entries=5)
+    found = {split: list(stream()) for split, stream in open_source(source).items()}
+    assert [len(found[split]) for split in Split] == [60, 60, 10, 10]
+    assert all(one.prompt.startswith("what ") for one in [*found[Split.VAL], *found[Split.TEST]])
+    assert not any(one.prompt.startswith("what ") for one in found[Split.UNLABELLED])
+    other = Source("records", Task.CONTEXT, name="bergen", entries=5)
+    (sample,) = list(open_source(other)[Split.TEST]())[:1]
+    assert sample.document != found[Split.TEST][0].document

@@ -1,0 +1,131 @@
+"""Memories in training: what they replace, computed by transformers from the whole prompt."""
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.support.lmm_checkpoints import CHECKPOINTS
+from valora_data.contract.contexts import read_memory
+from valora_data.errors import DataError
+from valora_data.schema import Document
+from valora_train.model import memory
+from valora_train.model.lmm import Lmm
+from valora_train.model.prompts import Example
+from valora_train.settings import LoraSettings, ModelSettings
+
+DOCUMENT = Document("417 color red\n820 thing star\n417 table 52")
+QUESTIONS = ["417 color?", "which thing has 820?", "what table has 417?"]
+
+
+@pytest.fixture(scope="module", params=["llava", "qwen2_5_vl", "qwen3_vl"])
+def lmm(request, tmp_path_factory):
+    base = CHECKPOINTS[request.param](tmp_path_factory.mktemp("base"), seed=3)
+    return Lmm(ModelSettings(id=str(base)), LoraSettings())
+
+
+def prompt(lmm, document, question):
+    """The processor's output for a document and a question, as the template writes them."""
+    parts = [{"type": "text", "text": document.text}, *[{"type": "image"}] * len(document.images)]
+    asked = {"role": "user", "content": [{"type": "text", "text": question}]}
+    text = lmm.render([{"role": "system", "content": parts}, asked])
+    return lmm.process(text, document.images)
+
+
+def examples(answer=None):
+    told = None if answer is None else (lambda _: answer)
+    return [Example(question, (), answer=told) for question in QUESTIONS]
+
+
+def test_the_memory_of_a_whole_document_is_the_whole_prompt(lmm):
+    read = memory.read_document(lmm, DOCUMENT)
+    batch = lmm.encode(examples())
+    found = memory.states(lmm, batch, [read] * len(batch))
+    for row, question in enumerate(QUESTIONS):
+        inputs = prompt(lmm, DOCUMENT, question)
+        with torch.no_grad():
+            whole = lmm.model.model(**inputs).last_hidden_state[0]
+        count = batch[row].length
+        torch.testing.assert_close(found.hidden[row, :count], whole[-count:], atol=2e-5, rtol=1e-4)
+
+
+def test_answers_are_those_of_the_whole_prompt(lmm):
+    read = memory.read_document(lmm, DOCUMENT)
+    written = memory.write(lmm, lmm.encode(examples()), [read] * len(QUESTIONS), 6)
+    for question, text in zip(QUESTIONS, written, strict=True):
+        inputs = prompt(lmm, DOCUMENT, question)
+        ids = lmm.model.generate(**inputs, max_new_tokens=6, do_sample=False)
+        assert text == lmm.text_of(ids[0, inputs["input_ids"].shape[1] :].tolist())
+
+
+def test_the_memory_of_an_album_is_the_whole_prompt(lmm):
+    images = tuple(Image.new("RGB", (40, 40), colour) for colour in ("red", "blue"))
+    album = Document("", images)
+    read = memory.read_document(lmm, album)
+    batch = lmm.encode(examples())[:1]
+    found = memory.states(lmm, batch, [read])
+    inputs = prompt(lmm, album, QUESTIONS[0])
+    with torch.no_grad():
+        whole = lmm.model.model(**inputs).last_hidden_state[0]
+    torch.testing.assert_close(found.hidden[0], whole[-batch[0].length :], atol=1e-4, rtol=1e-3)
+
+
+def test_embeddings_of_the_document_as_memory_tokens_are_the_whole_prompt(lmm):
+    ids = lmm.tokenizer(DOCUMENT.text, add_special_tokens=False)["input_ids"]
+    tokens = memory.new_memory_tokens(lmm, DOCUMENT, len(ids))
+    batch = lmm.encode(examples("red"))
+    whole = memory.states(lmm, batch, [memory.read_document(lmm, DOCUMENT)] * 3)
+    found = memory.states(lmm, batch, [tokens] * 3)
+    for row, item in enumerate(batch):
+        count = item.length
+        torch.testing.assert_close(
+            found.hidden[row, :count], whole.hidden[row, :count], atol=2e-5, rtol=1e-4
+        )
+    assert found.answer_pairs()[1].tolist() == whole.answer_pairs()[1].tolist()
+
+
+def test_rows_with_different_memories_are_computed_as_if_alone(lmm):
+    other = Document("131 color blue")
+    memories = [
+        memory.read_document(lmm, DOCUMENT), None, memory.new_memory_tokens(lmm, other, 3)
+    ]  # fmt: skip
+    batch = lmm.encode(examples("red"))
+    together = memory.states(lmm, batch, memories)
+    for row, item in enumerate(batch):
+        alone = memory.states(lmm, [item], [memories[row]])
+        torch.testing.assert_close(
+            together.hidden[row, : item.length], alone.hidden[0], atol=2e-5, rtol=1e-4
+        )
+
+
+def test_gradients_reach_each_memory_and_only_it(lmm):
+    mine, others = (memory.new_prefix(lmm, DOCUMENT, 12) for _ in range(2))
+    batch = lmm.encode(examples("red"))
+    hidden = memory.states(lmm, batch, [mine, others, mine]).hidden
+    hidden[0].sum().backward()
+    assert mine.keys.grad.abs().sum() > 0 and mine.values.grad.abs().sum() > 0
+    assert others.values.grad is None or not others.values.grad.any()
+
+
+def test_a_new_prefix_is_the_beginning_of_the_document(lmm):
+    count = memory.document_tokens(lmm, DOCUMENT)
+    whole = memory.read_document(lmm, DOCUMENT)
+    same = memory.new_prefix(lmm, DOCUMENT, count)
+    torch.testing.assert_close(same.keys, whole.keys, atol=1e-5, rtol=1e-5)
+    short = memory.new_prefix(lmm, DOCUMENT, 12)
+    assert (short.tokens, short.position) == (12, 12)
+
+
+def test_a_memory_is_stored_as_it_is(lmm, tmp_path):
+    module = memory.new_prefix(lmm, DOCUMENT, 12)
+    memory.stored(module, "b" * 64, torch.float32).write(tmp_path / "m.safetensors")
+    found = read_memory(tmp_path / "m.safetensors", "b" * 64, lmm.config.get_text_config())
+    again = memory.module_of(found)
+    assert torch.equal(again.keys, module.keys) and torch.equal(again.values, module.values)
+    assert again.position == module.position
+
+
+def test_what_cannot_be_remembered_is_refused(lmm):
+    with pytest.raises(DataError, match="beside a question: split the document"):
+        memory.read_document(lmm, Document("red star " * 60_000))
+    with pytest.raises(DataError, match=r"raise context\.tokens"):
+        memory.new_prefix(lmm, DOCUMENT, 1)

@@ -1,0 +1,258 @@
+"""Questions about a document that was learnt once: the memory stands before the prompt.
+
+The memory is the head of the domain, so that fusion trains, keeps and rolls it back like any other
+head. What is learnt are the answers of the base model that has the document in its prompt: their
+tokens, its logits and its hidden states (self-study, as in Cartridges and Knowledge Modules).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from valora_data.contract.base_model import base_hash
+from valora_data.contract.contexts import (
+    ADAPTER,
+    PREFIX,
+    ContextEntry,
+    read_memory,
+    source_hash,
+)
+from valora_data.errors import BundleError, DataError
+from valora_data.schema import Answer
+from valora_data.tasks import CONTEXT
+from valora_data.wording import plural
+from valora_train.metrics.measures import Scores
+from valora_train.metrics.vqa_score import normalized
+from valora_train.model import memory
+from valora_train.model.prompts import Example
+from valora_train.settings import ContextSettings
+from valora_train.tasks.language import LanguageTask
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+    from valora_data.schema import Document, Domain, Sample
+    from valora_train.model.lmm import Lmm
+    from valora_train.model.memory import AnyMemory
+    from valora_train.model.prompts import Encoded, HiddenStates, Size
+    from valora_train.settings import HeadSettings
+
+READ_AT_ONCE = 65_536
+"""Tokens that are kept at once, documents included, while soft targets are computed."""
+
+
+class SoftTargets:
+    """What the base model computes for answers with the document in its prompt.
+
+    Args:
+        hidden: For each sample (answer tokens, width), its hidden states before each token.
+    """
+
+    def __init__(self, hidden: Sequence[Tensor]) -> None:
+        self._hidden = list(hidden)
+
+    def to(self, device: torch.device | str) -> SoftTargets:
+        """Return the same on a device."""
+        return SoftTargets([part.to(device) for part in self._hidden])
+
+    def __getitem__(self, rows: Tensor) -> Tensor:
+        """Hidden states of the answers of some samples: (tokens, width)."""
+        return torch.cat([self._hidden[row] for row in rows.tolist()])
+
+
+class ContextTask(LanguageTask):
+    """Answers questions about a document from its memory."""
+
+    spec = CONTEXT
+    remembers = True
+    options_type = ContextSettings
+
+    def __init__(self, domain: Domain, settings: HeadSettings, lmm: Lmm) -> None:
+        super().__init__(domain, settings)
+        self._lmm = lmm
+        self._document: Document | None = None
+
+    @classmethod
+    def create(
+        cls,
+        domain: Domain,
+        settings: HeadSettings,
+        lmm: Lmm,
+        *,
+        video: bool,
+        first_head: Tensor | None,
+    ) -> ContextTask:
+        """Build the task of a domain for a model."""
+        return cls(domain, settings, lmm)
+
+    @classmethod
+    def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
+        """Share of answers that equal one of the true ones, but for case and punctuation.
+
+        Raises:
+            DataError: The truth of a sample is not known.
+        """
+        hits = []
+        for one, other in zip(predicted, truth, strict=True):
+            if not other.answers:
+                raise DataError(
+                    "a question of task context has no answer to compare with: answer it, or leave "
+                    "it out"
+                )
+            hits.append(normalized(one.choice or "") in map(normalized, other.answers))
+        return Scores(np.array(hits, np.float64))
+
+    # --- learning -------------------------------------------------------------------------------
+
+    def prepare(self, samples: Sequence[Sample]) -> None:
+        """Remember the document that the samples ask about.
+
+        Raises:
+            DataError: They ask about none, or it has fewer tokens than its memory.
+        """
+        self._document = samples[0].document
+        if self._document is None:
+            raise DataError(
+                f"the samples of domain {self.domain.name} ask about no document: give it a source "
+                "of documents, such as documents, quality, texts or album"
+            )
+        length, form = memory.document_tokens(self._lmm, self._document), self.options.form
+        if form != ADAPTER and self.options.tokens > length:
+            raise DataError(
+                f"the document of domain {self.domain.name} has {plural(length, 'token')}, fewer "
+                f"than the {self.options.tokens} of its memory: lower context.tokens"
+            )
+
+    @property
+    def document(self) -> Document:
+        """The document; only where samples were read."""
+        assert self._document is not None, "`prepare` sets it"
+        return self._document
+
+    def prompt(self, sample: Sample) -> Example:
+        """The question alone."""
+        return Example(self.domain.question(sample), ())
+
+    def training_example(self, sample: Sample) -> Example:
+        """The question with the answer to write.
+
+        Raises:
+            DataError: The sample has no answer.
+        """
+        if not (sample.answer.choice or "").strip():
+            raise DataError(
+                f"question {sample.id} of domain {self.domain.name} has no answer to learn: answer "
+                "it, or leave it out"
+            )
+        return replace(self.prompt(sample), answer=lambda _: sample.answer.choice or "")
+
+    def target_text(self, sample: Sample, seen: Size) -> str | None:
+        """The answer."""
+        return sample.answer.choice
+
+    def parse(self, text: str, sample: Sample, seen: Size) -> Answer:
+        """The text as the answer."""
+        return Answer(answers=(text,))
+
+    @torch.no_grad()
+    def targets(self, samples: Sequence[Sample], encoded: Sequence[Encoded]) -> SoftTargets:
+        """Hidden states of the base model that has the document in its prompt."""
+        lmm = self._lmm
+        lmm.adapters.activate(None)
+        read = memory.read_document(lmm, self.document)
+        found: list[Tensor] = []
+        step = max(1, READ_AT_ONCE // max(read.tokens, 1))
+        for start in range(0, len(encoded), step):
+            batch = encoded[start : start + step]
+            states = memory.states(lmm, batch, [read] * len(batch))
+            hidden, _ = states.answer_pairs()
+            found += hidden.float().split([item.length - item.prompt for item in batch])
+        return SoftTargets(found)
+
+    def new_head(self, lmm: Lmm, first: Encoded, seed: int) -> nn.Module | None:
+        """A memory that begins as the beginning of the document; none in the form `adapter`."""
+        tokens = self.options.tokens
+        if self.options.form == ADAPTER:
+            return None
+        lmm.adapters.activate(None)
+        if self.options.form == PREFIX:
+            return memory.new_prefix(lmm, self.document, tokens)
+        return memory.new_memory_tokens(lmm, self.document, tokens)
+
+    def loss(self, head: Any, states: HiddenStates, targets: Tensor, lmm: Lmm) -> Tensor:
+        """Distance from what the base model computes with the document in its prompt.
+
+        The mean over answer tokens of the Kullback-Leibler divergence of its logits, of one minus
+        the cosine of hidden states, and of the cross entropy of the answers, as they are weighted.
+        """
+        weights = self.options
+        hidden, tokens = states.answer_pairs()
+        logits = lmm.logits(hidden)
+        total = hidden.new_zeros((), dtype=torch.float32)
+        if weights.logits:
+            with torch.no_grad():
+                truth = F.log_softmax(lmm.logits(targets.to(hidden)), -1)
+            gap = F.kl_div(F.log_softmax(logits, -1), truth, log_target=True, reduction="batchmean")
+            total = total + weights.logits * gap
+        if weights.hidden:
+            apart = 1 - F.cosine_similarity(hidden.float(), targets, dim=-1)
+            total = total + weights.hidden * apart.mean()
+        if weights.answers:
+            total = total + weights.answers * F.cross_entropy(logits, tokens)
+        return total
+
+    # --- answering ------------------------------------------------------------------------------
+
+    def outputs(self, head: Any, lmm: Lmm, batch: Sequence[Encoded]) -> list[tuple[str, Size]]:
+        """The generated texts."""
+        texts = memory.write(lmm, batch, [head] * len(batch), self.settings.max_tokens)
+        return [(text, (0, 0)) for text in texts]
+
+    # --- memories in bundles --------------------------------------------------------------------
+
+    def write_head(self, head: AnyMemory, file: Path) -> None:
+        """Write the memory."""
+        lmm = self._lmm
+        memory.stored(head, base_hash(lmm.base), lmm.dtype).write(file)
+
+    def read_head(self, file: Path, width: int) -> AnyMemory:
+        """Read the memory.
+
+        Raises:
+            BundleError: It is damaged, or of another base model.
+        """
+        lmm = self._lmm
+        found = read_memory(file, base_hash(lmm.base), lmm.config.get_text_config())
+        if found.form != self.options.form and self._document is not None:
+            raise BundleError(f"{file} holds a {found.form}, expected a {self.options.form}")
+        return memory.module_of(found).to(lmm.device)
+
+    def metadata(self, head: Any) -> dict[str, Any]:
+        """The maximum length of answers, and the domain's entry in the bundle's `contexts`."""
+        facts = super().metadata(head)
+        if self._document is None:
+            return facts
+        document = self.document
+        name, form = self.domain.name, ADAPTER if head is None else head.form
+        size = 0
+        if head is not None:
+            size = sum(part.nelement() for part in head.tensors().values())
+            size *= torch.empty((), dtype=self._lmm.dtype).element_size()
+        entry = ContextEntry(
+            form=form,
+            file=None if head is None else f"contexts/{name}.safetensors",
+            tokens=0 if head is None else head.tokens,
+            position=0 if head is None else head.position,
+            bytes=size,
+            source_tokens=memory.document_tokens(self._lmm, document),
+            source_sha256=source_hash(document.text, document.images),
+        )
+        return facts | {"context": entry.as_json()}

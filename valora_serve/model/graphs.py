@@ -66,6 +66,13 @@ class GraphRecorder:
             self._pool = graph.pool()
         return graph, found
 
+    def forget(self) -> None:
+        """Take a new pool from now on; all graphs are dropped.
+
+        torch refuses to capture into a pool that no graph uses any more.
+        """
+        self._pool = None
+
 
 @dataclass(slots=True)
 class DecodeGraph:

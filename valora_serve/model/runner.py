@@ -80,7 +80,7 @@ class ModelRunner:
             max_segments=max_adapters + 1,
         )
         self._lora = LoraBatch(max_tokens, self._resources.max_segments, self._device)
-        recorder = GraphRecorder(self._device)
+        self._recorder = recorder = GraphRecorder(self._device)
         sizes = graphs if self._device.type == "cuda" else ()
         self._decode_graphs = DecodeGraphs(self._resources, recorder, sizes)
         self._prompt_graphs = PromptGraphs(self._resources, recorder, prompt_graphs)
@@ -281,6 +281,7 @@ class ModelRunner:
             torch.cuda.synchronize(self._device)
         self._decode_graphs.forget()
         self._prompt_graphs.forget()
+        self._recorder.forget()
 
     def compile_kernels(self, terms: Sequence[int] = (0, 1, 2)) -> None:
         """Run the kernels that steps without a graph may need, as each is compiled at first use.

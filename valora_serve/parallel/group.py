@@ -92,7 +92,7 @@ class Group:
             timeout=datetime.timedelta(seconds=SECONDS),
             device_id=device if cuda else None,
         )
-        peers = PeerMemory.open(rank, size, device, store) if cuda else None
+        peers = PeerMemory.open(rank, size, device) if cuda else None
         return cls(rank, size, device, peers)
 
     @property

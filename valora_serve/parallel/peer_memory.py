@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,9 +21,6 @@ log = logging.getLogger(__name__)
 
 LIMIT = 1 << 20
 """Most bytes of a tensor; every GPU reads all others' whole, so that NCCL wins with long ones."""
-
-NAME = "peer-memory"
-"""Key of the group's name in the store."""
 
 ALIGNMENT = 16
 """Bytes that the kernel reads at once."""
@@ -38,7 +34,7 @@ class PeerMemory:
     """Memory of this GPU that the other GPUs of a group can read, and theirs.
 
     Attributes:
-        name: Name of the group, for torch.
+        name: Name of the group of torch.distributed.
         rank: Number of this process.
         size: Number of processes.
         buffers: Memory of this GPU by data type: [elements].
@@ -51,37 +47,37 @@ class PeerMemory:
     buffers: dict[torch.dtype, Tensor] = field(default_factory=dict)
     handles: list[Any] = field(default_factory=list)
 
+    opened: ClassVar[bool] = False
+    """Whether this process has opened one: torch keeps the store of a group's name for the life of
+    the process, so that a second group would wait at the first one's."""
+
     @classmethod
-    def open(cls, rank: int, size: int, device: torch.device, store: Any) -> PeerMemory | None:
+    def open(cls, rank: int, size: int, device: torch.device) -> PeerMemory | None:
         """Share memory with the other processes, which must call this, too.
 
         Args:
             rank: Number of this process.
             size: Number of processes.
             device: Device of this process.
-            store: The leader's store.
 
         Returns:
-            The memory; None where a GPU cannot read the others' memory.
+            The memory; None where a GPU cannot read the others' memory, or for the second group of
+            a process.
         """
         others = [number for number in range(size) if number != rank]
         first = (device.index or 0) - rank
         reads = all(torch.cuda.can_device_access_peer(device, first + other) for other in others)
-        agreed = torch.tensor([int(reads)], device=device)
+        agreed = torch.tensor([int(reads and not cls.opened)], device=device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
         if not int(agreed):
             return None
+        cls.opened = True
         from torch.distributed import _symmetric_memory
 
         symmetric: Any = _symmetric_memory
-
-        # torch keeps the store of each name for the life of the process, also of a group that has
-        # ended.
-        if rank == 0:
-            store.set(NAME, f"valora-{uuid.uuid4().hex}")
-        found = cls(store.get(NAME).decode(), rank, size)
+        world: Any = dist.group.WORLD
+        found = cls(world.group_name, rank, size)
         try:
-            symmetric._SymmetricMemory.set_group_info(found.name, rank, size, store)
             for dtype in (torch.bfloat16, torch.float32):
                 buffer = symmetric.empty(LIMIT // dtype.itemsize, dtype=dtype, device=device)
                 found.handles.append(symmetric.rendezvous(buffer, found.name))

@@ -163,6 +163,8 @@ class Request:
         head: Whether the domain's head answers, if it has one; otherwise text is generated.
         embed: Whether the answer is an embedding instead: a `HeadResult` of kind ``embedding``
             whose `logits` are [1, width], the last hidden state of the prompt's last token.
+        keep_kv: Whether the keys and values of the prompt are returned, see `Output.kv`; only for
+            embeddings.
         min_score: Least confidence of a box head's boxes; the domain's threshold if None.
         sampling: How tokens are chosen and when generation stops.
         deadline: Seconds from arrival within which the request must be answered; None for no limit.
@@ -179,6 +181,7 @@ class Request:
     videos: Sequence[Sequence[Image]] = ()
     head: bool = True
     embed: bool = False
+    keep_kv: bool = False
     min_score: float | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     deadline: float | None = None
@@ -279,6 +282,8 @@ class Output:
             with a token.
         finish: Why the request ended; None if more outputs follow.
         head: Result of the head; in the last output.
+        kv: Keys and values of the prompt, if the request keeps them: a tensor [2, layers, kv_heads,
+            tokens, head_dim] on the device; in the last output.
         error: What went wrong, if `finish` is ``error`` or ``cancelled``.
         usage: Token counts; in the last output.
         times: Times of the request; in the last output.
@@ -292,6 +297,7 @@ class Output:
     prompt: PromptLogprobs | None = None
     finish: Finish | None = None
     head: HeadResult | None = None
+    kv: Any = None
     error: ServeError | None = None
     usage: Usage | None = None
     times: Times | None = None
@@ -350,6 +356,7 @@ class ServedModel:
         memory_tokens: Tokens of that memory.
         memory_bytes: Its size in bytes.
         source_tokens: Tokens of the document that it stands for.
+        encodes: Tokens of the memories that an encoder makes of documents; None for what is none.
         loaded_at: Unix time at which it was loaded.
     """
 
@@ -378,6 +385,7 @@ class ServedModel:
     memory_tokens: int | None = None
     memory_bytes: int | None = None
     source_tokens: int | None = None
+    encodes: int | None = None
     loaded_at: float = 0.0
 
 
@@ -448,6 +456,28 @@ class EngineStats:
     quarantined: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class NewContext:
+    """A document that is to become a context while others are served.
+
+    Attributes:
+        name: Name that requests will use.
+        document: The document's text.
+        form: ``prefix`` for its own keys and values, ``memory_tokens`` for those of an encoder.
+        tokens: Tokens that a prefix keeps, None for all; an encoder makes as many as it has.
+        encoder: Name of the encoder, ``bundle/encoder``; None for the only one.
+        adapter: Name of the adapter that answers. None for the one that the encoder's other
+            contexts have, if there is one, otherwise for the base model.
+    """
+
+    name: str
+    document: str
+    form: str = "prefix"
+    tokens: int | None = None
+    encoder: str | None = None
+    adapter: str | None = None
+
+
 class EngineClient(Protocol):
     """Interface that the server uses; `AsyncEngine` implements it, and a fake in the tests."""
 
@@ -507,6 +537,34 @@ class EngineClient(Protocol):
 
         Raises:
             UnknownModelError: No bundle has this name.
+        """
+
+    async def make_context(self, wanted: NewContext, folder: Path) -> ServedModel:
+        """Compress a document into a folder, and serve it; a context of this name is replaced.
+
+        Args:
+            wanted: The context.
+            folder: Its folder, which does not exist yet.
+
+        Raises:
+            RequestError: The document cannot be compressed; nothing has changed then.
+            UnknownModelError: There is no such encoder.
+            AdapterError: The context cannot be served; nothing has changed then.
+        """
+
+    async def load_context(self, name: str, folder: Path) -> ServedModel:
+        """Serve a context that `make_context` has made before.
+
+        Raises:
+            AdapterError: It cannot be served; nothing has changed then.
+        """
+
+    async def unload_context(self, name: str) -> None:
+        """Forget a context that was made at run time; unfinished requests are still answered.
+
+        Raises:
+            UnknownModelError: No context has this name.
+            BusyError: It belongs to a bundle.
         """
 
     def count_tokens(self, text: str) -> int:

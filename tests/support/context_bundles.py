@@ -105,7 +105,7 @@ def make_context_bundle(
             "bytes": 0 if memory is None else memory.bytes,
             "source_tokens": 400,
             "source_sha256": contract.source_hash(context),
-            "encoder": None,
+            "encoder": "compress" if encoder and spec.form == MEMORY_TOKENS else None,
         }
         domains[context] = {
             "task": "context",

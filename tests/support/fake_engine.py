@@ -289,6 +289,34 @@ class FakeEngine:
         self._served[name] = made
         return made
 
+    async def make_context(self, wanted, folder):
+        if not wanted.document.strip():
+            raise errors.RequestError(
+                f"context {wanted.name}: the document is empty: send its text"
+            )
+        folder.mkdir(parents=True)
+        (folder / "context.json").write_text(json.dumps([wanted.document, wanted.form]))
+        return await self.load_context(wanted.name, folder)
+
+    async def load_context(self, name, folder):
+        try:
+            document, form = json.loads((folder / "context.json").read_text())
+        except OSError as error:
+            raise errors.AdapterError(f"{folder} holds no context: make it again") from error
+        made = ServedModel(
+            name, "domain", str(folder), "tiny", task="context", prompt="{}", prompted=True,
+            form=form, memory_tokens=4, memory_bytes=64, source_tokens=len(document.split()),
+        )  # fmt: skip
+        self._served[name] = made
+        return made
+
+    async def unload_context(self, name):
+        if name not in self._served or self._served[name].form is None:
+            raise errors.UnknownModelError(f"no context is named {name}: known are none")
+        if self._served[name].bundle:
+            raise errors.BusyError(f"context {name} belongs to bundle {self._served[name].bundle}")
+        del self._served[name]
+
     async def unload_adapter(self, name):
         if name not in self._served or self._served[name].kind != "adapter":
             raise errors.UnknownModelError(f"There is no adapter {name}")

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from valora_data.contract.bundle import file_hash
-from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX, read_memory
+from valora_data.contract.contexts import (
+    ADAPTER,
+    MEMORY_TOKENS,
+    PREFIX,
+    context_entry,
+    read_memory,
+)
+from valora_data.contract.files import read_json, shown
 from valora_data.errors import BundleError
 from valora_serve.errors import AdapterError
 
@@ -16,6 +24,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from valora_data.contract.contexts import ContextEntry, Memory
+
+FACTS_FILE = "context.json"
+"""What a context that was made at run time is."""
+MEMORY_FILE = "memory.safetensors"
+"""Its memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +43,7 @@ class Context:
         content: Hexadecimal sha256 of its file; empty without one.
         bytes: Size of its memory.
         source_tokens: Tokens of the document.
+        encoder: Encoder of its bundle that made it, None for none.
         file: Its file, None without one.
         embeddings: [tokens, width] on the CPU, its memory tokens; None in other forms.
     """
@@ -41,6 +55,7 @@ class Context:
     content: str = ""
     bytes: int = 0
     source_tokens: int = 0
+    encoder: str | None = None
     file: Path | None = None
     embeddings: Tensor | None = None
 
@@ -80,7 +95,20 @@ def read_context(
             f"context {name} is a {entry.form} of {entry.tokens} tokens, its file holds a "
             f"{memory.form} of {memory.tokens}: export the bundle again"
         )
-    return made_context(name, memory, content, entry.source_tokens, file)
+    embeddings = memory.tensors["embeddings"] if memory.form == MEMORY_TOKENS else None
+    context = Context(
+        name,
+        memory.form,
+        memory.tokens,
+        memory.position,
+        content,
+        memory.bytes,
+        entry.source_tokens,
+        entry.encoder,
+        file,
+        embeddings,
+    )
+    return context, None if embeddings is not None else memory
 
 
 def reread_context(context: Context, file: Path, base: str, config: Any) -> tuple[str, Memory]:
@@ -98,28 +126,42 @@ def reread_context(context: Context, file: Path, base: str, config: Any) -> tupl
         raise AdapterError(f"context {context.name} cannot be read again: {error}") from error
 
 
-def made_context(
-    name: str, memory: Memory, content: str, source_tokens: int, file: Path
-) -> tuple[Context, Memory | None]:
-    """Return a context of a memory, and the memory if it is to be packed.
+def write_context(folder: Path, memory: Memory, entry: ContextEntry, adapter: str | None) -> None:
+    """Write a context that was made at run time into a folder.
 
     Args:
-        name: Its name.
+        folder: The folder, which does not exist yet.
         memory: Its memory.
-        content: Hexadecimal sha256 of its file.
-        source_tokens: Tokens of the document.
-        file: Its file.
+        entry: What a manifest would say of it.
+        adapter: Name of the adapter that answers, None for the base model.
     """
-    embeddings = memory.tensors["embeddings"] if memory.form == MEMORY_TOKENS else None
-    context = Context(
-        name,
-        memory.form,
-        memory.tokens,
-        memory.position,
-        content,
-        memory.bytes,
-        source_tokens,
-        file,
-        embeddings,
-    )
-    return context, None if embeddings is not None else memory
+    memory.write(folder / MEMORY_FILE)
+    text = json.dumps({**entry.as_json(), "adapter": adapter}, indent=1)
+    (folder / FACTS_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_facts(folder: Path) -> tuple[ContextEntry, str | None]:
+    """Read what `write_context` wrote besides the memory.
+
+    Returns:
+        The entry, and the name of the adapter that answers.
+
+    Raises:
+        AdapterError: It is missing or damaged.
+    """
+    try:
+        return _parse_facts(read_json(folder / FACTS_FILE))
+    except (BundleError, TypeError, ValueError) as error:
+        raise AdapterError(f"{folder} holds no context ({error}): make it again") from error
+
+
+def _parse_facts(facts: Any) -> tuple[ContextEntry, str | None]:
+    if not isinstance(facts, dict):
+        raise TypeError(f"expected an object, got {shown(facts)}")
+    adapter = facts.pop("adapter", None)
+    if not isinstance(adapter, str | None):
+        raise TypeError(f"adapter: expected a text, got {shown(adapter)}")
+    entry = context_entry(facts, "")
+    if entry.file != MEMORY_FILE:
+        raise ValueError(f"file: expected {MEMORY_FILE}, got {shown(entry.file)}")
+    return entry, adapter

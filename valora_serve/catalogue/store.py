@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data.contract.base_model import base_hash, check_base
 from valora_data.contract.bundle import GOLDEN, read_bundle
+from valora_data.contract.contexts import ENCODER_FILE, read_encoder
 from valora_data.contract.files import read_json, shown
 from valora_data.contract.heads import read_head
 from valora_data.errors import BundleError
 from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, Adapter, ModelTargets, read_adapter
-from valora_serve.catalogue.contexts import Context, read_context
+from valora_serve.catalogue.contexts import Context, read_context, read_facts
 from valora_serve.errors import AdapterError, BusyError, UnknownModelError
 from valora_serve.types import ServedModel
 
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
     import torch
 
     from valora_data.contract.bundle import Bundle
-    from valora_data.contract.contexts import Memory
+    from valora_data.contract.contexts import Encoder, Memory
     from valora_data.contract.heads import Head
 
+CONTEXT_TASK = "context"
+"""Task of contexts."""
 NAME_LENGTH = 256
 """Most characters of the name of an adapter or a domain."""
 
@@ -45,12 +48,14 @@ class ResolvedModel:
         adapter: Adapter to apply, without its matrices; None for the base model.
         head: Head of the domain, None if it generates text.
         context: Context that the domain answers about, None for others.
+        encoder: What an encoder of memory tokens has beside its adapter, None for others.
     """
 
     model: ServedModel
     adapter: Adapter | None = None
     head: Head | None = None
     context: Context | None = None
+    encoder: Encoder | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,6 +235,7 @@ class Store:
                 loaded_at=loaded_at,
             )
             listed[short] = ResolvedModel(model, _without_matrices(adapter))
+        encoders = [self._encoder(bundle, *one, adapters) for one in bundle.encoders.items()]
         golden = _golden_examples(bundle)
         memories: dict[str, Memory] = {}
         contexts: dict[str, Context] = {}
@@ -247,8 +253,132 @@ class Store:
             )
             for name, facts in bundle.domains.items()
         ]
-        targets = (*listed.values(), *domains)
+        targets = (*listed.values(), *encoders, *domains)
         return Staged(bundle.name, targets, adapters, bundle.folder, memories)
+
+    def _encoder(
+        self, bundle: Bundle, short: str, facts: dict[str, Any], adapters: dict[str, Adapter]
+    ) -> ResolvedModel:
+        """An encoder of a bundle, listed as the adapter that it is."""
+        self._check_name(name := f"{bundle.name}/{short}")
+        folder = bundle.folder / facts["path"]
+        for file in (CONFIG, WEIGHTS, ENCODER_FILE):
+            _verified(bundle, f"{facts['path']}/{file}")
+        adapter = read_adapter(folder, self._targets)
+        adapters[adapter.content] = adapter
+        model = ServedModel(
+            name=name,
+            kind="adapter",
+            root=str(folder),
+            parent=self.base,
+            adapter=name,
+            bundle=f"{bundle.name}@{bundle.version}",
+            rank=adapter.rank,
+            encodes=int(facts["tokens"]),
+            loaded_at=time.time(),
+        )
+        encoder = read_encoder(folder, self._config)
+        if len(encoder.queries) != facts["tokens"]:
+            raise AdapterError(
+                f"bundle {bundle.folder}: encoder {short} makes {facts['tokens']} tokens, but has "
+                f"{len(encoder.queries)} queries: export it again"
+            )
+        return ResolvedModel(model, _without_matrices(adapter), encoder=encoder)
+
+    def stage_context(self, name: str, folder: Path) -> Staged:
+        """Read a context that was made at run time, without making it nameable.
+
+        Args:
+            name: Its name.
+            folder: Its folder, see `contexts.write_context`.
+
+        Raises:
+            AdapterError: It cannot be served, or its adapter is not served.
+        """
+        self._check_name(name)
+        entry, adapter = read_facts(folder)
+        context, memory = read_context(name, entry, folder, self.base_hash(), self._config)
+        by = None if adapter is None else self.adapter_of(name, adapter)
+        model = ServedModel(
+            name=name,
+            kind="domain",
+            root=str(folder),
+            parent=self.base if by is None else by.model.name,
+            adapter=None if by is None else by.model.name,
+            task=CONTEXT_TASK,
+            prompt="{}",
+            prompted=True,
+            rank=None if by is None else by.model.rank,
+            decode_only=by is not None and by.model.decode_only,
+            loaded_at=time.time(),
+        )
+        used = None if by is None else by.adapter
+        target = ResolvedModel(_about(model, context), used, context=context)
+        memories = {} if memory is None else {context.content: memory}
+        return Staged(None, (target,), {}, folder, memories)
+
+    def adapter_of(self, context: str, name: str) -> ResolvedModel:
+        """Return the adapter that answers about a context.
+
+        Raises:
+            AdapterError: No adapter has this name.
+        """
+        found = self._named.get(name)
+        if found is None or found.model.kind != "adapter":
+            raise AdapterError(
+                f"context {context} is to be answered by adapter {shown(name)}, which is not "
+                "served: load it first"
+            )
+        return found
+
+    def encoder(self, name: str | None) -> ResolvedModel:
+        """Return an encoder of memory tokens.
+
+        Args:
+            name: Its name, ``bundle/encoder``; None for the only one.
+
+        Raises:
+            UnknownModelError: There is no such encoder, or several.
+        """
+        known = {n: one for n, one in self._named.items() if one.encoder is not None}
+        if name is None and len(known) == 1:
+            return next(iter(known.values()))
+        if name is None or name not in known:
+            asked = "no encoder is named" if name is None else f"{shown(name)} is no encoder"
+            listed = f"use one of {', '.join(known)}" if known else "load a bundle that has one"
+            raise UnknownModelError(f"{asked}: {listed}, or make a prefix")
+        return known[name]
+
+    def decoder_of(self, encoder: str) -> str | None:
+        """Return the adapter of the contexts that an encoder made; None if that is not one."""
+        bundle, _, short = encoder.partition("/")
+        found = {
+            one.model.adapter
+            for one in self._named.values()
+            if one.context is not None
+            and one.context.encoder == short
+            and self._bundle_of(one.model.name) == bundle
+        }
+        return found.pop() if len(found) == 1 else None
+
+    def unregister_context(self, name: str) -> ServedModel:
+        """Forget a context that was made at run time.
+
+        Returns:
+            Its entry in the list of models.
+
+        Raises:
+            UnknownModelError: No context has this name.
+            BusyError: The context belongs to a bundle.
+        """
+        target = self._named.get(name)
+        if target is None or target.context is None:
+            known = ", ".join(self.contexts()) or "none"
+            raise UnknownModelError(f"no context is named {shown(name)}: known are {known}")
+        if (bundle := self._bundle_of(name)) is not None:
+            raise BusyError(f"context {name} belongs to bundle {bundle}: unload the bundle")
+        self._named = {key: one for key, one in self._named.items() if key != name}
+        return target.model
 
     def _domain(
         self,

@@ -235,6 +235,7 @@ class Answers:
                 prompt=prompt,
                 finish=finish,
                 head=head,
+                kv=sequence.kv if finish is Finish.HEAD else None,
                 error=error,
                 usage=Usage(sequence.prompt_tokens, completion, image, sequence.cached),
                 times=Times(

@@ -6,22 +6,25 @@ import asyncio
 import contextlib
 import copy
 import logging
+import secrets
 import threading
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from valora_serve.catalogue.contexts import write_context
 from valora_serve.engine.profile import ensure_costs
 from valora_serve.errors import RequestError, ServeError, StoppedError
 from valora_serve.types import EngineStats, Finish, Output, Times, failure
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable
     from pathlib import Path
 
     from valora_serve.engine.engine import Engine
-    from valora_serve.types import Request, ServedModel
+    from valora_serve.engine.sequence import Prepared
+    from valora_serve.types import NewContext, Request, ServedModel
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +171,16 @@ class AsyncEngine:
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
         """Answer a request with a stream of outputs; see `types.EngineClient`."""
+        async with contextlib.aclosing(
+            self._answer(request, lambda: self._engine.prepare(request))
+        ) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _answer(
+        self, request: Request, prepare: Callable[[], Prepared]
+    ) -> AsyncGenerator[Output, None]:
+        """Answer a request; `prepare` is called in the thread that prepares prompts."""
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Output] = asyncio.Queue()
         arrival = time.monotonic()
@@ -178,7 +191,7 @@ class AsyncEngine:
         done = False
         try:
             self._check_open()
-            prepared = await loop.run_in_executor(self._preparing, self._engine.prepare, request)
+            prepared = await loop.run_in_executor(self._preparing, prepare)
             await asyncio.wrap_future(self._call(lambda: self._engine.add(prepared)))
             while not done:
                 output = await queue.get()
@@ -269,6 +282,42 @@ class AsyncEngine:
         """Unload a bundle with its domains and adapters; see `types.EngineClient`."""
         named = self._engine.named
         await asyncio.wrap_future(self._call(lambda: named.unregister(name, bundle=True)))
+
+    async def make_context(self, wanted: NewContext, folder: Path) -> ServedModel:
+        """Compress a document into a folder, and serve it; see `types.EngineClient`."""
+        loop = asyncio.get_running_loop()
+        name = f"context-{secrets.token_hex(8)}"
+        job = await loop.run_in_executor(
+            self._preparing, self._engine.prepare_compression, wanted, name
+        )
+        last: Output | None = None
+        answering = self._answer(job.prepared.request, lambda: job.prepared)
+        async with contextlib.aclosing(answering) as outputs:
+            async for output in outputs:
+                last = output
+        if last is None:
+            raise StoppedError("The engine stopped while it read the document: try again")
+        done = last
+
+        def write() -> None:
+            memory = job.memory(done)
+            write_context(folder, memory, job.entry(memory), job.adapter)
+
+        await loop.run_in_executor(self._loading, write)
+        return await self.load_context(wanted.name, folder)
+
+    async def load_context(self, name: str, folder: Path) -> ServedModel:
+        """Serve a context that was made before; see `types.EngineClient`."""
+        named = self._engine.named
+        loop = asyncio.get_running_loop()
+        read = await loop.run_in_executor(self._loading, named.read_context, name, folder)
+        await asyncio.wrap_future(self._call(lambda: named.register(*read)))
+        return next(model for model in self.models() if model.name == name)
+
+    async def unload_context(self, name: str) -> None:
+        """Forget a context; see `types.EngineClient`."""
+        named = self._engine.named
+        await asyncio.wrap_future(self._call(lambda: named.unregister_context(name)))
 
     # ------------------------------------------------------------------ facts
 

@@ -37,6 +37,7 @@ from valora_data.wording import plural
 from valora_serve.catalogue.store import Store
 from valora_serve.engine import sizing
 from valora_serve.engine.answers import Answers
+from valora_serve.engine.compress import prepare_compression
 from valora_serve.engine.crew import Crew
 from valora_serve.engine.images import ImageEncoder
 from valora_serve.engine.launch import Launcher
@@ -73,12 +74,13 @@ from valora_serve.orchestrator.cost_model import load_or_estimate
 from valora_serve.orchestrator.decision import RequestView, StepLimits, View, window
 from valora_serve.orchestrator.registry import make_policy, modes_of
 from valora_serve.orchestrator.trace import DecisionTrace
-from valora_serve.types import EngineStats, Finish, Mode, Output
+from valora_serve.types import EngineStats, Finish, Mode, Output, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from valora_serve.catalogue.contexts import Context
+    from valora_serve.engine.compress import Compression
     from valora_serve.engine.crew import Seat
     from valora_serve.engine.launch import Flight
     from valora_serve.engine.settings import EngineSettings
@@ -88,7 +90,7 @@ if TYPE_CHECKING:
     from valora_serve.orchestrator.cost_model import CostModel
     from valora_serve.orchestrator.decision import Decision
     from valora_serve.parallel.partition import LoraParallel
-    from valora_serve.types import Request
+    from valora_serve.types import NewContext
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +221,13 @@ class Engine:
             self._broken,
         )
         self._launcher = Launcher(
-            lmm, self.runner, self.requests, self.images, self.merge_state, self._answers.fail
+            lmm,
+            self.runner,
+            self.requests,
+            self.images,
+            self.merge_state,
+            self.memory,
+            self._answers.fail,
         )
         self.cost = cost_model or load_or_estimate(
             sizing.cost_folder(settings), sizing.machine_of(settings, self.device), lmm.base
@@ -342,7 +350,20 @@ class Engine:
         prompt = prepare_prompt(self.lmm, request, target.model.prompt, target.context)
         return Prepared(request, target, prompt)
 
-    def _check_characters(self, request: Request) -> None:
+    def prepare_compression(self, wanted: NewContext, name: str) -> Compression:
+        """Prepare the request that makes a context of a document; may be called from any thread.
+
+        Args:
+            wanted: The context.
+            name: Id of the request.
+
+        Raises:
+            ServeError: It cannot be made.
+        """
+        self._check_characters(Request(name, text=wanted.document), "document")
+        return prepare_compression(self.lmm, self.store, wanted, name, self.context_length)
+
+    def _check_characters(self, request: Request, what: str = "prompt") -> None:
         """Refuse a text that cannot fit, before it takes seconds to be tokenized.
 
         Raises:
@@ -356,7 +377,7 @@ class Engine:
         most, chars = self.context_length * self._longest_token, sum(map(len, texts))
         if chars > most:
             raise TooLongError(
-                f"the prompt has {chars} characters, more than the {most} that fit into the "
+                f"the {what} has {chars} characters, more than the {most} that fit into the "
                 f"context of {self.context_length} tokens: shorten it"
             )
 
@@ -373,7 +394,7 @@ class Engine:
             raise RequestError(f"request id {request.id} is in use: choose another one")
         head = target.head if request.head else None
         if request.embed:
-            head = EMBEDDING
+            head = prepared.head or EMBEDDING
         ids = list(prompt.ids)
         if head is not None:
             visual = sum(len(item.at) for item in prompt.visuals)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from valora_serve.engine.merge import MergeState
     from valora_serve.engine.requests import Requests
     from valora_serve.engine.sequence import SequenceState
+    from valora_serve.memory.unified import UnifiedMemory
     from valora_serve.model.heads import HeadLogits
     from valora_serve.model.lmm import Lmm
     from valora_serve.model.runner import ModelRunner
@@ -66,6 +67,7 @@ class Launcher:
         requests: Unfinished requests.
         images: Encodes images.
         merge_state: State of the base weights.
+        memory: Pages on the device.
         fail: Ends a request with an error.
 
     Attributes:
@@ -80,12 +82,14 @@ class Launcher:
         requests: Requests,
         images: ImageEncoder,
         merge_state: MergeState,
+        memory: UnifiedMemory,
         fail: Callable[[SequenceState, ServeError], None],
     ) -> None:
         self.steps = self.prompt_tokens = 0
         self._lmm, self._runner, self._requests = lmm, runner, requests
         self._blocks, self._adapters = requests.blocks, requests.adapters
         self._images, self._merge_state, self._fail = images, merge_state, fail
+        self._memory = memory
         self._heads = HeadSet()
 
     def launch(self, decision: Decision) -> Flight | None:
@@ -136,6 +140,9 @@ class Launcher:
                     inputs.append(self._head_request(sequence))
         heads = self._heads.launch(inputs) if inputs else None
         for sequence in answering:  # its keys and values are not needed any more
+            if sequence.request.keep_kv:
+                table = self._blocks.table(sequence.id)
+                sequence.kv = self._memory.read_tokens(table, sequence.prompt_tokens)
             self._requests.release(sequence)
         state = self._merge_state
         return Flight(choosing, result, answering, heads, state.mode, state.adapter)

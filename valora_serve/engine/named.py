@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from valora_data.errors import BundleError
 from valora_serve.catalogue.adapters import read_adapter
 from valora_serve.catalogue.contexts import reread_context
 from valora_serve.catalogue.effect import check_effect
@@ -149,6 +150,23 @@ class Named:
         packed = {content: pack(adapter) for content, adapter in adapters}
         return staged, packed, unmergeable, self._pack_prefixes(staged)
 
+    def read_context(
+        self, name: str, folder: Path
+    ) -> tuple[Staged, dict[str, PackedAdapter], dict[str, str], dict[str, PackedPrefix]]:
+        """Read a context that was made at run time; may be called from any thread.
+
+        Returns:
+            Arguments for `register`.
+
+        Raises:
+            AdapterError: It cannot be served.
+        """
+        try:
+            staged = self._store.stage_context(name, folder)
+        except BundleError as error:
+            raise AdapterError(f"context {name}: {error}") from error
+        return staged, {}, {}, self._pack_prefixes(staged)
+
     def _pack_prefixes(self, staged: Staged) -> dict[str, PackedPrefix]:
         """Lay out the prefixes of contexts in host memory, by content hash."""
         names = {
@@ -234,6 +252,16 @@ class Named:
             self._store.unregister_bundle(name)
         else:
             self._store.unregister_adapter(name)
+        self._refresh()
+
+    def unregister_context(self, name: str) -> None:
+        """Forget a context that was made at run time; requests that read it are finished.
+
+        Raises:
+            UnknownModelError: No context has this name.
+            BusyError: The context belongs to a bundle.
+        """
+        self._store.unregister_context(name)
         self._refresh()
 
     def released(self, key: str) -> None:

@@ -182,6 +182,8 @@ class Requests:
         if head is not None and head.reads_visual:
             # The head needs the hidden states of all visual tokens: compute them.
             limit = int(min(item.at[0] for item in sequence.prompt.visuals))
+        elif head is not None:
+            limit = max(0, sequence.prompt_tokens - head.last_tokens)
         if sequence.scores is not None:
             limit = 0  # the log probabilities of all tokens are computed
         held = () if prefix is None else self.prefixes.held(prefix)

@@ -31,11 +31,13 @@ class Prepared:
         request: The request.
         target: What its name stood for when it was prepared.
         prompt: Its token ids and images, ready for the model.
+        head: Head that answers instead of the target's, None for that one.
     """
 
     request: Request
     target: ResolvedModel
     prompt: Prompt
+    head: Head | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +77,7 @@ class SequenceState:
         features: Encoded images by their number in the prompt, kept until the prompt is computed.
         memory: Memory tokens of its context, for the same time.
         hidden: Hidden states that its head reads, [rows, width] a step.
+        kv: Keys and values of its prompt, if it keeps them, see `Output.kv`.
         started: Time of its first step, in seconds of `time.monotonic`.
         first_token: Time of its first token, or of its head's result.
         finish: Why it ended, None while it runs.
@@ -110,6 +113,7 @@ class SequenceState:
     features: dict[int, VisualFeatures] = field(default_factory=dict)
     memory: VisualFeatures | None = None
     hidden: list[Tensor] = field(default_factory=list)
+    kv: Tensor | None = None
     started: float | None = None
     first_token: float | None = None
     finish: Finish | None = None
@@ -204,7 +208,7 @@ class SequenceState:
         """Return which tokens of `start` to `end` the head reads, counted from `start`."""
         assert self.head is not None
         if not self.head.reads_visual:
-            last = self.prompt_tokens - 1
-            return np.array([last - start] if start <= last < end else [], np.int64)
+            first = max(self.prompt_tokens - self.head.last_tokens, start)
+            return np.arange(first, max(min(end, self.prompt_tokens), first)) - start
         at = np.concatenate([visual.at for visual in self.prompt.visuals])
         return at[(at >= start) & (at < end)] - start

@@ -87,6 +87,22 @@ EMBEDDING = EmbeddingHead()
 """The head of all requests for embeddings."""
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MemoryHead(EmbeddingHead):
+    """Returns the last hidden states of the queries with which a document's prompt ends.
+
+    Attributes:
+        tokens: Number of queries.
+    """
+
+    tokens: int
+
+    @property
+    def last_tokens(self) -> int:
+        """Number of queries."""
+        return self.tokens
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadRequest:
     """The input of a head for one request.
@@ -279,7 +295,8 @@ def _rows(item: HeadRequest) -> torch.Tensor:
         # The indices are computed on the host: a mask on the device would need a synchronisation.
         visual = hidden[_on_device(torch.nonzero(item.visual.cpu()).flatten(), hidden)]
     places = None if item.places is None else _on_device(item.places, hidden)
-    return item.head.inputs(hidden[-1:], visual, places if item.head.reads_places else None)
+    last = hidden[-item.head.last_tokens :]
+    return item.head.inputs(last, visual, places if item.head.reads_places else None)
 
 
 def _on_device(indices: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
     from valora_serve.replicas.wire import Batch, Done, Facts, Report
-    from valora_serve.types import Request, ServedModel
+    from valora_serve.types import NewContext, Request, ServedModel
 
 log = logging.getLogger(__name__)
 
@@ -246,6 +246,30 @@ class ReplicatedEngine:
 
         await self._change(without)
 
+    async def make_context(self, wanted: NewContext, folder: Path) -> ServedModel:
+        """Refuse a context; see `types.EngineClient`."""
+        del folder
+        raise RequestError(
+            f"context {wanted.name}: replicas serve the contexts of bundles, but make none: make "
+            "it with a server that has one engine, or put it into a bundle"
+        )
+
+    async def load_context(self, name: str, folder: Path) -> ServedModel:
+        """Refuse a context; see `types.EngineClient`."""
+        del folder
+        raise AdapterError(
+            f"context {name} was made at run time, and replicas serve only those of bundles: start "
+            "one engine, or put it into a bundle"
+        )
+
+    async def unload_context(self, name: str) -> None:
+        """Refuse to forget a context, as all belong to bundles; see `types.EngineClient`."""
+        bundle = next((m.bundle for m in self._models if m.name == name and m.form), None)
+        if bundle is None:
+            known = ", ".join(model.name for model in self._models if model.form) or "none"
+            raise UnknownModelError(f"no context is named {name}: known are {known}")
+        raise BusyError(f"context {name} belongs to bundle {bundle}: unload the bundle")
+
     async def warm_up(self) -> None:
         """Capture CUDA graphs and measure costs in all replicas."""
         for done in await self._everywhere("warm_up"):
@@ -393,7 +417,7 @@ def total(states: list[EngineStats]) -> EngineStats:
             made[item.name] = {r: sum(counts.get(r, 0) for counts in values) for r in reasons}
         elif isinstance(values[0], dict):
             made[item.name] = {name: text for texts in values for name, text in texts.items()}
-        elif item.name == "adapters_known":
+        elif item.name in ("adapters_known", "contexts_known"):
             made[item.name] = max(values)  # all replicas know the same ones
         elif type(values[0]) is int:
             made[item.name] = sum(values)

@@ -396,6 +396,11 @@ class Head(ABC):
         return True
 
     @property
+    def last_tokens(self) -> int:
+        """Number of tokens at the end of the prompt that it reads, unless it reads visual ones."""
+        return 1
+
+    @property
     def reads_places(self) -> bool:
         """Whether it needs to know where in its image each visual token lies."""
         return False

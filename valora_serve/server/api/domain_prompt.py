@@ -64,6 +64,8 @@ def as_measured(model: ServedModel, messages: Sequence[Message], *, head: bool) 
     """
     if model.kind != "domain":
         return Asked(list(messages))
+    if model.form is not None:
+        return _about_context(model, messages)
     return _for_head(model, messages) if head else _for_language_model(model, messages)
 
 
@@ -113,7 +115,9 @@ def check_measured_media(
     Raises:
         ImageError: The domain's head cannot answer.
     """
-    if model.kind != "domain" or not (images or videos) or (model.head is not None and not head):
+    if model.kind != "domain" or model.form or not (images or videos):
+        return []
+    if model.head is not None and not head:
         return []
     wrong = None
     if model.media == "video" and (images or len(videos) != 1):
@@ -140,12 +144,31 @@ def check_measured_media(
 
 def completion_warnings(model: ServedModel) -> list[str]:
     """Warnings for a text completion, which reads neither a domain's prompt nor an image."""
-    if model.kind != "domain":
+    if model.kind != "domain" or model.form is not None:
         return []
     return [
         f"{model.name} was measured with its prompt ({shown(model.prompt)}) and images, which text "
         "completions lack: its accuracy does not hold, ask /v1/chat/completions instead"
     ]
+
+
+def _about_context(model: ServedModel, messages: Sequence[Message]) -> Asked:
+    """The conversation about a context, in place of whose head the context stands."""
+    turns = [one for one in messages if one.role not in ("system", "developer")]
+    if not turns:
+        raise RequestError(f"{model.name} answers questions about a document: send one")
+    warnings = []
+    if len(turns) < len(messages):
+        warnings.append(
+            f"{model.name} is a context, which stands in place of the system prompt: ignored the "
+            "system prompt"
+        )
+    last = turns[-1]
+    prompt = model.prompt or PLACE
+    if prompt != PLACE and last.role == "user" and _text(last):
+        text = TextPart(type="text", text=_filled(prompt, _text(last)))
+        turns[-1] = _with_parts(last, [text, *_media(last)])
+    return Asked(turns, warnings)
 
 
 def _for_head(model: ServedModel, messages: Sequence[Message]) -> Asked:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -21,15 +20,12 @@ from valora_serve.server.api.schema import (
     UnloadAdapterRequest,
     UnloadBundleRequest,
 )
+from valora_serve.server.loading.changes import Changes
 from valora_serve.server.service import without_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
     from valora_serve.server.context import ServerContext
     from valora_serve.types import ServedModel
-
-T = TypeVar("T")
 
 MAX_BODY_BYTES = 64 * 1024  # names and paths only
 
@@ -63,6 +59,10 @@ def card(model: ServedModel, context_length: int, quarantined: str | None = None
         bundle=model.bundle,
         rank=model.rank,
         decode_only=model.decode_only,
+        form=model.form,
+        memory_tokens=model.memory_tokens,
+        source_tokens=model.source_tokens,
+        encodes=model.encodes,
         quarantined=quarantined,
         max_model_len=context_length,
     )
@@ -76,22 +76,7 @@ def router(context: ServerContext) -> APIRouter:
     if not context.settings.allow_runtime_loading:
         disabled = "This server loads nothing at run time: start it with --allow-runtime-loading"
     admin = allow(Access.ADMIN, max_body_bytes=MAX_BODY_BYTES, disabled=disabled)
-
-    changing: set[asyncio.Task[Any]] = set()
-
-    async def whole(change: Coroutine[Any, Any, T]) -> T:
-        """Make a change to its end, also if its client leaves meanwhile."""
-
-        async def made() -> T:
-            try:
-                return await change
-            finally:
-                context.service.refresh()
-
-        task = asyncio.create_task(made())
-        changing.add(task)  # the event loop itself holds tasks weakly
-        task.add_done_callback(changing.discard)
-        return await asyncio.shield(task)
+    whole = Changes(context.service).whole
 
     @routes.get(
         "/v1/models", tags=["OpenAI"], response_model=ModelList,

@@ -25,6 +25,7 @@ _BUILTIN = {
     "vision": "valora_serve.server.api.vision:router",
     "open_inference": "valora_serve.server.api.open_inference:router",
     "models": "valora_serve.server.api.models:router",
+    "contexts": "valora_serve.server.api.contexts:router",
     "system": "valora_serve.server.api.system:router",
 }
 ENDPOINTS: Registry[Endpoint] = Registry("valora.endpoints", "endpoint", _BUILTIN)

@@ -481,6 +481,31 @@ class LoadAdapterRequest(_Body):
     )
 
 
+class ContextRequest(_Body):
+    """Body of ``POST /v1/contexts``."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+    document: Text = Field(description="text of the document")
+    form: Literal["prefix", "memory_tokens"] = Field(
+        default="prefix",
+        description="`prefix`: the document's own keys and values; `memory_tokens`: those that an "
+        "encoder of a bundle makes of it",
+    )
+    tokens: int | None = Field(
+        default=None, ge=1, le=2**20, description="tokens that a prefix keeps; all by default"
+    )
+    encoder: str | None = Field(
+        default=None, max_length=256, description="bundle/encoder; by default the only one"
+    )
+    adapter: str | None = Field(
+        default=None,
+        max_length=256,
+        description="adapter that answers; by default that of the encoder's other contexts, or the "
+        "base model",
+    )
+    replace: bool = Field(default=False, description="replace the context of this name")
+
+
 class UnloadAdapterRequest(_Body):
     """Body of ``/v1/unload_lora_adapter``."""
 
@@ -773,8 +798,36 @@ class ModelCard(_ResponseBody):
     bundle: str | None = None
     rank: int | None = None
     decode_only: bool = False
+    form: str | None = None
+    memory_tokens: int | None = None
+    source_tokens: int | None = None
+    encodes: int | None = None
     quarantined: str | None = None
     max_model_len: int
+
+
+class ContextCard(_ResponseBody):
+    """A context: a document that requests can ask about without sending it."""
+
+    id: str
+    object: Literal["context"] = "context"
+    created: int
+    form: str = Field(description="prefix, memory_tokens or adapter")
+    tokens: int = Field(description="tokens of its memory")
+    bytes: int = Field(description="size of its memory")
+    source_tokens: int = Field(description="tokens of the document")
+    adapter: str | None = None
+    decode_only: bool = False
+    bundle: str | None = None
+    accuracy: float | None = None
+    required: float | None = None
+
+
+class ContextList(_ResponseBody):
+    """Response of ``GET /v1/contexts``."""
+
+    object: Literal["list"] = "list"
+    data: list[ContextCard]
 
 
 class ModelList(_ResponseBody):
@@ -822,6 +875,9 @@ class Status(_ResponseBody):
     pages_free: int
     pages_kv: int
     pages_adapters: int
+    pages_contexts: int
+    contexts_resident: int
+    contexts_known: int
     adapters_resident: list[str]
     adapters_known: int
     prefix_hit_ratio: float | None

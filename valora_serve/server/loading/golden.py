@@ -81,7 +81,7 @@ class _Example:
     Attributes:
         domain: Its domain.
         threshold: Confidence from which the domain's boxes count.
-        files: Its images or frames, in order.
+        files: Its images or frames, in order; none for a question about a context.
         video: Whether they are the frames of a video.
         question: Its own question, None for the domain's prompt.
         max_tokens: Most tokens of its answer, None for the default.
@@ -107,8 +107,11 @@ def _read(folder: Path) -> list[_Example]:
         raise ValueError(f"expected a list of at most {MOST_EXAMPLES} examples")
     examples = []
     for entry in stored:
-        names = [entry["image"], *(entry.get("rest") or ())]
-        question, tokens = entry.get("question"), entry.get("max_tokens")
+        asked = "question" if "image" in entry else "prompt"  # a context has no image
+        names = [entry["image"], *(entry.get("rest") or ())] if asked == "question" else []
+        question, tokens = entry.get(asked), entry.get("max_tokens")
+        if not names and not question:
+            raise ValueError("expected an image or a prompt")
         if len(names) > MOST_IMAGES or not all(isinstance(name, str) for name in names):
             raise ValueError(f"expected at most {MOST_IMAGES} names of images")
         if not isinstance(question, str | None) or len(question or "") > PROMPT_LENGTH:
@@ -133,7 +136,8 @@ def _read(folder: Path) -> list[_Example]:
 
 
 async def _check(engine: EngineClient, folder: Path, number: int, example: _Example) -> None:
-    domain, file, threshold = example.domain, example.files[0], example.threshold
+    domain, threshold = example.domain, example.threshold
+    named = example.files[0].name if example.files else shown(example.question)
     pictures = await _pictures(example)
     request = _request(f"golden-{folder.name}-{number}", example, pictures)
     head: HeadResult | None = None
@@ -142,7 +146,7 @@ async def _check(engine: EngineClient, folder: Path, number: int, example: _Exam
         text += output.text
         if output.finish in (Finish.ERROR, Finish.CANCELLED):
             raise AdapterError(
-                f"golden example {file.name} of {domain} is not answered ({output.error}): the "
+                f"golden example {named} of {domain} is not answered ({output.error}): the "
                 "bundle is not served"
             )
         head = output.head or head
@@ -153,7 +157,7 @@ async def _check(engine: EngineClient, folder: Path, number: int, example: _Exam
     )
     if not same:
         raise AdapterError(
-            f"golden example {file.name} of {domain} came out differently here: expected "
+            f"golden example {named} of {domain} came out differently here: expected "
             f"{shown(expected)}, got {shown(found)}; the bundle is not served (set golden to false "
             "to serve it all the same)"
         )

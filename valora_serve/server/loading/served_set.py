@@ -1,4 +1,4 @@
-"""Loads and unloads adapters and bundles at run time, and restores them after a restart.
+"""Loads adapters and bundles and makes contexts at run time, and restores them after a restart.
 
 What is served, what the state file says and what the client is told agree, whatever fails: a load
 is recorded in a draft first, then made, then the draft is renamed to the state file; an unload is
@@ -8,16 +8,14 @@ made last. Whatever can fail for lack of space thus fails before anything has ch
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-import os
+import secrets
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from pydantic import BaseModel, ConfigDict
-
 from valora_data.contract.bundle import MANIFEST
-from valora_data.contract.files import UnreadableError, parse_json, read_bytes, read_json
+from valora_data.contract.files import UnreadableError, read_json
 from valora_data.errors import ValoraError
 from valora_serve.errors import (
     AdapterError,
@@ -26,45 +24,24 @@ from valora_serve.errors import (
     StorageError,
     UnknownModelError,
 )
+from valora_serve.server.loading.state_file import SavedState, StateFile, read_state
 from valora_serve.server.telemetry import logs
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from valora_serve.types import EngineClient, ServedModel
+    from valora_serve.types import EngineClient, NewContext, ServedModel
 
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz"}
 ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z"}
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_FILES = 20_000
 """Most files and folders in an adapter's or bundle's folder."""
-VERSION = 1
-"""Version of the state file's format."""
+
+CONTEXTS = "contexts"
+"""Folder of the contexts that were made at run time, in the adapter folder."""
 
 T = TypeVar("T")
-
-
-class _SavedState(BaseModel):
-    """Content of the state file.
-
-    Attributes:
-        version: Version of the format.
-        adapters: Folders of adapters loaded at run time, by name.
-        bundles: Folders of bundles loaded at run time, by name.
-        unloaded: Bundles of the command line that were unloaded or replaced at run time.
-        decode_only: Names of the adapters that are applied at decoding only.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    version: int = VERSION
-    adapters: dict[str, str] = {}
-    bundles: dict[str, str] = {}
-    unloaded: list[str] = []
-    decode_only: list[str] = []
-
-    def copied(self) -> _SavedState:
-        return self.model_copy(deep=True)
 
 
 class ServedSet:
@@ -88,9 +65,9 @@ class ServedSet:
             _check_folder(folder)
         self._engine = engine
         self._folder = folder.resolve() if folder is not None else None
-        self._file = state_file
+        self._file = StateFile(state_file)
         self._replay = replay
-        self._state = _SavedState()
+        self._state = SavedState()
         self._lock = asyncio.Lock()
 
     @property
@@ -110,7 +87,7 @@ class ServedSet:
         """
         if self._folder is None:
             return []
-        self._state = _read_state(self._file)
+        self._state = read_state(self._file.path)
         return list(dict.fromkeys((*self._state.unloaded, *self._state.bundles)))
 
     async def restore(self) -> list[str]:
@@ -135,6 +112,12 @@ class ServedSet:
                 await self._engine.load_adapter(name, folder, decode_only=late)
             except Exception as error:  # noqa: BLE001 - the others are served all the same
                 problems.append(f"adapter {name} is not served again: {error}")
+        for name, path in self._state.contexts.items():  # after the adapters that answer
+            try:
+                folder = await asyncio.to_thread(self._checked, path)
+                await self._engine.load_context(name, folder)
+            except Exception as error:  # noqa: BLE001 - the others are served all the same
+                problems.append(f"context {name} is not served again: {error}")
         for problem in problems:
             logs.LOG.error("%s", problem)
         return problems
@@ -168,7 +151,7 @@ class ServedSet:
             new.decode_only = [one for one in new.decode_only if one != name]
             new.decode_only += [name] * decode_only
 
-            async def load(state: _SavedState) -> ServedModel:
+            async def load(state: SavedState) -> ServedModel:
                 late = name in state.decode_only
                 path = Path(state.adapters[name])
                 return await self._engine.load_adapter(name, path, decode_only=late)
@@ -200,6 +183,78 @@ class ServedSet:
             # One that could not be restored is only forgotten.
             act = self._engine.unload_adapter if served is not None else None
             await self._unloaded(f"adapter {name}", name, new, act)
+
+    async def make_context(self, wanted: NewContext, *, replace: bool) -> ServedModel:
+        """Make a context of a document and serve it; its files lie in the adapter folder.
+
+        Args:
+            wanted: The context.
+            replace: Whether a context of this name that was made at run time is replaced.
+
+        Raises:
+            RequestError: The document cannot be compressed; nothing has changed then.
+            AdapterError: The context cannot be served; nothing has changed then.
+            BusyError: The name is taken.
+            StorageError: It cannot be written or recorded; nothing has changed then.
+        """
+        name = wanted.name
+        async with self._lock:
+            if self._folder is None:
+                raise AdapterError("Nothing can be made at run time: start with --adapter-folder")
+            taken = {model.name: model for model in self._engine.models()}
+            if name in taken and not (replace and name in self._state.contexts):
+                raise BusyError(
+                    f"The name {name} is taken by a served {taken[name].kind}: delete it first, or "
+                    "set replace for a context that was made at run time"
+                )
+            folder = self._folder / CONTEXTS / f"{name}-{secrets.token_hex(4)}"
+            new = self._state.copied()
+            new.contexts[name] = str(folder)
+
+            async def make() -> ServedModel:
+                try:
+                    return await self._engine.make_context(wanted, folder)
+                except OSError as error:
+                    raise self._unrecorded(f"context {name}", error) from error
+
+            async def undo() -> None:
+                if name in taken:
+                    await self._engine.load_context(name, Path(self._state.contexts[name]))
+                else:
+                    await self._engine.unload_context(name)
+
+            before = self._state.contexts.get(name)
+            try:
+                made = await self._loaded(f"context {name}", new, make, undo)
+            except BaseException:
+                await asyncio.to_thread(_remove, folder)
+                raise
+            if before is not None:
+                await asyncio.to_thread(_remove, Path(before))
+            return made
+
+    async def forget_context(self, name: str) -> None:
+        """Forget a context that was made at run time, and delete its files.
+
+        Raises:
+            UnknownModelError: There is no context of this name.
+            BusyError: It belongs to a bundle.
+            StorageError: It cannot be recorded; nothing has changed then.
+        """
+        async with self._lock:
+            served = next((m for m in self._engine.models() if m.name == name), None)
+            if name not in self._state.contexts or (served is not None and served.bundle):
+                await self._engine.unload_context(name)  # says what is wrong with the name
+                return
+            new = self._state.copied()
+            folder = new.contexts.pop(name)
+            # One that could not be restored is only forgotten.
+            act = self._engine.unload_context if served is not None else None
+            await self._unloaded(f"context {name}", name, new, act)
+            try:
+                await asyncio.to_thread(lambda: _remove(self._checked(folder)))
+            except AdapterError as error:  # it is gone, or the adapter folder is another one now
+                logs.LOG.warning("the files of context %s are left where they are: %s", name, error)
 
     async def load_bundle(self, path: str) -> list[ServedModel]:
         """Load a bundle and replay its golden examples.
@@ -251,7 +306,7 @@ class ServedSet:
     async def _loaded(
         self,
         what: str,
-        new: _SavedState,
+        new: SavedState,
         act: Callable[[], Awaitable[T]],
         undo: Callable[[], Awaitable[None]],
     ) -> T:
@@ -264,18 +319,18 @@ class ServedSet:
             undo: Puts the engine back.
         """
         try:
-            draft = await asyncio.to_thread(self._draft, new)
+            draft = await asyncio.to_thread(self._file.draft, new)
         except OSError as error:
             raise self._unrecorded(what, error) from error
         try:
             made = await act()
         except BaseException:
-            self._discard(draft)
+            self._file.discard(draft)
             raise
         try:
-            await asyncio.to_thread(self._publish, draft)
+            await asyncio.to_thread(self._file.publish, draft)
         except OSError as error:
-            self._discard(draft)
+            self._file.discard(draft)
             try:
                 await undo()
             except ValoraError as failure:
@@ -291,13 +346,13 @@ class ServedSet:
         self,
         what: str,
         name: str,
-        new: _SavedState,
+        new: SavedState,
         act: Callable[[str], Awaitable[None]] | None,
     ) -> None:
         """Record that something is unloaded and unload it: both, or neither."""
         old = self._state
         try:
-            await asyncio.to_thread(lambda: self._publish(self._draft(new)))
+            await asyncio.to_thread(self._file.write, new)
         except OSError as error:
             raise self._unrecorded(what, error) from error
         self._state = new
@@ -308,10 +363,10 @@ class ServedSet:
         except BaseException:
             self._state = old
             try:
-                await asyncio.to_thread(lambda: self._publish(self._draft(old)))
+                await asyncio.to_thread(self._file.write, old)
             except OSError as error:
                 logs.LOG.error("%s is still served, but %s does not say so: %s",
-                               what, self._file, error)  # fmt: skip
+                               what, self._file.path, error)  # fmt: skip
             raise
 
     def _unrecorded(
@@ -324,8 +379,8 @@ class ServedSet:
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             remedy = "let the server write there"
         return StorageError(
-            f"{what} could not be recorded in {self._file} ({error.strerror or error}), so {but}: "
-            f"{remedy}, and try again"
+            f"{what} could not be recorded in {self._file.path} ({error.strerror or error}), so "
+            f"{but}: {remedy}, and try again"
         )
 
     async def _load_bundle(self, folder: Path, before: dict[str, Path]) -> list[ServedModel]:
@@ -416,37 +471,6 @@ class ServedSet:
             raise outside from error
         return folder
 
-    def _draft(self, state: _SavedState) -> Path:
-        """Write a state beside the state file, down to the disk."""
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        draft = self._file.with_name(self._file.name + ".partial")
-        try:
-            with draft.open("w", encoding="utf-8") as file:
-                file.write(state.model_dump_json(indent=1))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError:
-            self._discard(draft)
-            raise
-        return draft
-
-    def _publish(self, draft: Path) -> None:
-        """Rename a draft to the state file, which has its old or its new content at any time."""
-        draft.replace(self._file)
-        try:
-            descriptor = os.open(self._file.parent, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        except OSError as error:  # only a loss of power could undo the renaming now
-            logs.LOG.warning("the folder of %s could not be synchronized: %s", self._file, error)
-
-    @staticmethod
-    def _discard(draft: Path) -> None:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-
 
 def check_state(folder: Path, file: Path) -> None:
     """Check the folder of adapters and the state file, before a model is loaded.
@@ -456,7 +480,7 @@ def check_state(folder: Path, file: Path) -> None:
             another version.
     """
     _check_folder(folder)
-    _read_state(file)
+    read_state(file)
 
 
 def _check_folder(folder: Path) -> None:
@@ -464,40 +488,9 @@ def _check_folder(folder: Path) -> None:
         raise SettingsError(f"adapter_folder {folder} is no folder: make it, or name another")
 
 
-def _read_state(file: Path) -> _SavedState:
-    """Read a state file; an empty state if there is none.
-
-    Raises:
-        SettingsError: The file cannot be read, is damaged, or is of another version.
-    """
-    start_without = "or delete it to start without run-time loads"
-    try:
-        file.lstat()
-        saved = parse_json(read_bytes(file, 16 << 20))
-    except FileNotFoundError:
-        return _SavedState()
-    except OSError as error:
-        raise SettingsError(
-            f"state file {file} cannot be read ({error.strerror}): give the server "
-            f"permission, {start_without}"
-        ) from error
-    except UnreadableError as error:
-        denied = error.reason.startswith("cannot be read")
-        raise SettingsError(
-            f"state file {file} "
-            + (error.reason if denied else f"is damaged, as it {error.reason}")
-            + f": restore it, {start_without}"
-        ) from error
-    version = saved.get("version", VERSION) if isinstance(saved, dict) else VERSION
-    if type(version) is int and version != VERSION:
-        age = "a newer" if version > VERSION else "another"
-        raise SettingsError(
-            f"state file {file} is of {age} version of VaLoRA: start that version, {start_without}"
-        )
-    try:
-        return _SavedState.model_validate(saved)
-    except ValueError as error:
-        raise SettingsError(f"state file {file} is damaged: restore it, {start_without}") from error
+def _remove(folder: Path) -> None:
+    """Delete the files of a context."""
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _unreadable(folder: Path, error: OSError) -> AdapterError:

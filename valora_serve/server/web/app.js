@@ -48,10 +48,10 @@ async function loadModels() {
   const before = el("model").value;
   models = listed;
   el("model").replaceChildren();
-  for (const [kind, title] of [["domain", "Domains"], ["adapter", "Adapters"], ["base", "Base model"]]) {
+  for (const [kind, title] of [["domain", "Domains"], ["context", "Documents"], ["adapter", "Adapters"], ["base", "Base model"]]) {
     const group = document.createElement("optgroup");
     group.label = title;
-    for (const model of listed.filter((item) => item.kind === kind)) {
+    for (const model of listed.filter((item) => (item.form ? "context" : item.kind) === kind)) {
       group.append(new Option(model.id, model.id));
     }
     if (group.children.length) el("model").append(group);
@@ -72,11 +72,12 @@ function describe() {
   if (model.task) parts.push(model.task);
   parts.push(model.head ? `${model.head} head` : "language model");
   if (model.kind === "domain") parts.push(model.adapter || "no adapter");
+  if (model.form) parts.push(`${model.source_tokens} tokens of a document, held in ${model.memory_tokens}`);
   if (model.accuracy !== null) parts.push(`${model.metric} ${model.accuracy.toFixed(3)} promised`);
   if (model.teacher) parts.push(`teacher ${model.teacher.toFixed(3)}`);
   if (model.labels.length) parts.push(model.labels.slice(0, 12).join(", "));
   el("about").textContent = parts.join(" · ");
-  el("prompt").placeholder = model.prompt || (model.kind === "domain" ? "the domain's own prompt" : "write a prompt");
+  el("prompt").placeholder = model.form ? "ask about the document" : model.prompt || (model.kind === "domain" ? "the domain's own prompt" : "write a prompt");
   el("least-field").hidden = !model.boxes;
 }
 
@@ -397,9 +398,10 @@ async function refresh() {
     el("s-image").textContent = percent(now.image_hit_ratio);
     el("s-memory").textContent = bytes(now.memory_bytes);
     el("p-kv").style.width = `${(100 * now.pages_kv) / total}%`;
+    el("p-contexts").style.width = `${(100 * now.pages_contexts) / total}%`;
     el("p-adapters").style.width = `${(100 * now.pages_adapters) / total}%`;
     el("pages-said").textContent =
-      `${now.pages_kv} KV cache, ${now.pages_adapters} adapters, ${now.pages_free} free of ${now.pages_total} pages`;
+      `${now.pages_kv} KV cache, ${now.pages_contexts} documents, ${now.pages_adapters} adapters, ${now.pages_free} free of ${now.pages_total} pages`;
   } catch {
     el("state").textContent = "not reachable";
   }

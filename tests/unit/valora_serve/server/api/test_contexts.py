@@ -1,0 +1,157 @@
+"""``/v1/contexts``: who may, what is refused, what is remembered; and questions about contexts."""
+
+import asyncio
+import errno
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.support.disk_faults import failing
+from tests.support.fake_engine import FakeEngine
+from tests.support.http_helpers import serving
+from valora_serve.errors import BusyError, StorageError
+from valora_serve.server.loading.served_set import ServedSet
+from valora_serve.types import NewContext
+
+SECRET = "an-admin-key-of-32-characters-ok"
+HEADERS = {"authorization": f"Bearer {SECRET}"}
+
+
+@pytest.fixture
+def place(tmp_path):
+    (tmp_path / "adapters").mkdir()
+    return tmp_path
+
+
+def settings(place):
+    return {
+        "allow_runtime_loading": True, "adapter_folder": str(place / "adapters"),
+        "api_key": SECRET, "state_file": str(place / "served.json"),
+    }  # fmt: skip
+
+
+def test_a_document_becomes_a_context_that_can_be_asked(place):
+    with serving(FakeEngine(), **settings(place)) as server:
+        client = server.client
+        body = {"name": "rules", "document": "No dogs after eight."}
+        made = client.post("/v1/contexts", json=body, headers=HEADERS).json()
+        assert (made["id"], made["form"], made["tokens"]) == ("rules", "prefix", 4)
+        assert (made["bytes"], made["source_tokens"]) == (64, 4)
+        listed = client.get("/v1/contexts", headers=HEADERS).json()
+        assert listed == {"object": "list", "data": [made]}
+        model = client.get("/v1/models/rules", headers=HEADERS).json()
+        assert (model["form"], model["memory_tokens"], model["source_tokens"]) == ("prefix", 4, 4)
+
+        question = {"model": "rules", "messages": [{"role": "user", "content": "When?"}]}
+        plain = client.post("/v1/chat/completions", json=question, headers=HEADERS).json()
+        assert plain["valora"]["warnings"] == []
+        asked = server.engine.asked[-1].messages
+        assert asked == [{"role": "user", "content": [{"type": "text", "text": "When?"}]}] or (
+            asked == [{"role": "user", "content": "When?"}]
+        )
+        question["messages"].insert(0, {"role": "system", "content": "Be kind."})
+        warned = client.post("/v1/chat/completions", json=question, headers=HEADERS).json()
+        assert "ignored the system prompt" in warned["valora"]["warnings"][0]
+        assert [turn["role"] for turn in server.engine.asked[-1].messages] == ["user"]
+
+        again = client.post("/v1/contexts", json=body, headers=HEADERS)
+        assert again.status_code == 409 and "set replace" in again.json()["error"]["message"]
+        more = body | {"document": "No dogs.", "replace": True}
+        assert client.post("/v1/contexts", json=more, headers=HEADERS).json()["source_tokens"] == 2
+        assert len(list((place / "adapters/contexts").iterdir())) == 1
+        gone = client.delete("/v1/contexts/rules", headers=HEADERS)
+        assert gone.json()["message"] == "context rules is no longer served"
+        assert not list((place / "adapters/contexts").iterdir())
+        assert client.delete("/v1/contexts/rules", headers=HEADERS).status_code == 404
+        assert client.get("/v1/contexts", headers=HEADERS).json()["data"] == []
+
+
+@pytest.mark.parametrize("body, status, message", [
+    ({"name": "a", "document": " "}, 400, "the document is empty"),
+    ({"name": "../a", "document": "x"}, 400, "name"),
+    ({"name": "a", "document": "x", "form": "adapter"}, 400, "form"),
+    ({"name": "a", "document": "x", "tokens": 0}, 400, "tokens"),
+    ({"name": "person", "document": "x"}, 409, "The name person is taken by a served domain"),
+])  # fmt: skip
+def test_refusals_change_nothing(place, body, status, message):
+    with serving(FakeEngine(), **settings(place)) as server:
+        found = server.client.post("/v1/contexts", json=body, headers=HEADERS)
+        assert found.status_code == status, found.text
+        assert message in found.json()["error"]["message"]
+        assert server.client.get("/v1/contexts", headers=HEADERS).json()["data"] == []
+    folder = place / "adapters/contexts"
+    assert not folder.exists() or not list(folder.iterdir())
+
+
+def test_only_admins_make_contexts_and_only_if_that_is_allowed(place):
+    body = {"name": "a", "document": "x"}
+    with serving(FakeEngine(), **settings(place)) as server:
+        assert server.client.post("/v1/contexts", json=body).status_code == 401
+    with serving(FakeEngine(), api_key=SECRET) as server:
+        found = server.client.post("/v1/contexts", json=body, headers=HEADERS)
+        assert found.status_code == 403 and "--allow-runtime-loading" in found.text
+        assert server.client.get("/v1/contexts", headers=HEADERS).status_code == 200
+
+
+def served_set(place, engine=None):
+    folder = place / "adapters"
+    return ServedSet(engine or FakeEngine(), folder, place / "state/served.json")
+
+
+def test_a_restart_serves_contexts_again_and_says_what_is_gone(place):
+    async def life():
+        served = served_set(place)
+        for name in ("one", "two", "three"):
+            await served.make_context(NewContext(name, f"About {name}."), replace=False)
+        await served.forget_context("two")
+
+    asyncio.run(life())
+    saved = json.loads((place / "state/served.json").read_text())["contexts"]
+    assert list(saved) == ["one", "three"]
+    next((place / "adapters/contexts").glob("three-*/context.json")).unlink()
+
+    async def again():
+        engine = FakeEngine()
+        served = served_set(place, engine)
+        served.read()
+        problems = await served.restore()
+        return {model.name for model in engine.models() if model.form}, problems, served
+
+    names, problems, served = asyncio.run(again())
+    assert names == {"one"}
+    assert len(problems) == 1 and problems[0].startswith("context three is not served again: ")
+    asyncio.run(served.forget_context("three"))
+    assert list(json.loads((place / "state/served.json").read_text())["contexts"]) == ["one"]
+
+
+def test_a_context_that_cannot_be_recorded_is_not_served(place):
+    engine = FakeEngine()
+    served = served_set(place, engine)
+    asyncio.run(served.make_context(NewContext("one", "First."), replace=False))
+    before = {model.name: model for model in engine.models()}
+
+    async def refused():
+        full = OSError(errno.ENOSPC, "No space left on device")
+        for at in range(5):
+            with failing(place / "state", at, full), pytest.raises(StorageError, match="nothing"):
+                await served.make_context(NewContext("one", "Second text."), replace=True)
+        with failing(place / "state", 1, full), pytest.raises(StorageError, match="nothing"):
+            await served.forget_context("one")
+
+    asyncio.run(refused())
+    assert {model.name: model for model in engine.models()} == before
+    assert len(list((place / "adapters/contexts").iterdir())) == 1
+
+
+def test_contexts_of_bundles_stay(place):
+    engine = FakeEngine()
+    served = served_set(place, engine)
+
+    async def life():
+        made = await served.make_context(NewContext("one", "First."), replace=False)
+        engine._served["two"] = replace(made, name="two", bundle="docs@1")
+        with pytest.raises(BusyError, match="belongs to bundle docs@1"):
+            await served.forget_context("two")
+
+    asyncio.run(life())

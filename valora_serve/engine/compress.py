@@ -1,0 +1,182 @@
+"""Makes a context of a document while others are served: one pass through the model, no training.
+
+A `prefix` is made of the document's own keys and values, all of them or the most distinct ones;
+`memory_tokens` are what an encoder of a bundle makes of it. The document is a request like others:
+it is queued, and its prompt computed in chunks between the steps of those that generate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from valora_data.contract.contexts import (
+    MEMORY_TOKENS,
+    PREFIX,
+    ContextEntry,
+    Memory,
+    around_memory,
+    head_text,
+    source_hash,
+)
+from valora_data.errors import BundleError
+from valora_data.wording import plural
+from valora_serve.catalogue.contexts import MEMORY_FILE
+from valora_serve.engine.sequence import Prepared
+from valora_serve.errors import RequestError, ServeError, TooLongError
+from valora_serve.model.heads import EMBEDDING, MemoryHead
+from valora_serve.model.keep_keys import keep_keys
+from valora_serve.model.prompt import PLACEHOLDER, MemoryTokens, Prompt
+from valora_serve.model.split_linears import SplitLinears
+from valora_serve.types import Request
+
+if TYPE_CHECKING:
+    from valora_data.contract.contexts import Encoder
+    from valora_serve.catalogue.store import Store
+    from valora_serve.model.lmm import Lmm
+    from valora_serve.types import NewContext, Output
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compression:
+    """A document that is to become a context.
+
+    Attributes:
+        wanted: What was asked for.
+        prepared: The request that reads the document.
+        tokens: Tokens of the document's head.
+        base: `base_hash` of the base model.
+        dtype: Dtype of the memory.
+        adapter: Name of the adapter that answers, None for the base model.
+        encoder: Name of the encoder and what it has beside its adapter, None for a prefix.
+    """
+
+    wanted: NewContext
+    prepared: Prepared
+    tokens: int
+    base: str
+    dtype: torch.dtype
+    adapter: str | None
+    encoder: tuple[str, Encoder] | None
+
+    def memory(self, output: Output) -> Memory:
+        """Return the memory that the request's last output holds, on the CPU.
+
+        Raises:
+            ServeError: The request failed.
+        """
+        if output.error is not None:
+            raise output.error
+        if self.encoder is not None:
+            if output.head is None or output.head.logits is None:
+                raise ServeError(f"context {self.wanted.name}: the encoder gave nothing")
+            hidden = torch.from_numpy(output.head.logits)
+            found = self.encoder[1].memory(hidden).to(self.dtype)
+            return Memory(MEMORY_TOKENS, self.base, {"embeddings": found})
+        kept = keep_keys(output.kv, self.wanted.tokens or self.tokens).cpu()
+        return Memory(PREFIX, self.base, {"keys": kept[0], "values": kept[1]}, self.tokens)
+
+    def entry(self, memory: Memory) -> ContextEntry:
+        """Return what a manifest would say of the context."""
+        return ContextEntry(
+            form=memory.form,
+            file=MEMORY_FILE,
+            tokens=memory.tokens,
+            position=memory.position,
+            bytes=memory.bytes,
+            source_tokens=self.tokens,
+            source_sha256=source_hash(self.wanted.document),
+            encoder=None if self.encoder is None else self.encoder[0],
+        )
+
+
+def prepare_compression(
+    lmm: Lmm, store: Store, wanted: NewContext, name: str, most: int
+) -> Compression:
+    """Tokenize a document; may be called from any thread.
+
+    Args:
+        lmm: The base model.
+        store: Names of adapters and encoders.
+        wanted: What is asked for.
+        name: Id of the request to the engine.
+        most: Tokens that fit into the model's context.
+
+    Raises:
+        TooLongError: The document does not fit.
+        RequestError: The document is empty or shorter than its memory, or the settings contradict
+            each other.
+        UnknownModelError: There is no such encoder.
+        AdapterError: There is no such adapter.
+    """
+    _check(lmm, wanted)
+    adapter = wanted.adapter
+    try:
+        ids = lmm.tokenize(head_text(lmm, wanted.document))
+        base = store.base_hash()
+    except BundleError as error:
+        raise RequestError(f"context {wanted.name}: {error}") from error
+    request = Request(name, embed=True, keep_kv=wanted.form == PREFIX, stream=False)
+    if wanted.form == PREFIX:
+        if adapter is not None:
+            store.adapter_of(wanted.name, adapter)
+        _check_length(wanted, wanted.tokens or 1, len(ids), most)
+        target, prompt, encoder = store.resolve(None), Prompt(ids), None
+        head = EMBEDDING
+    else:
+        target = store.encoder(wanted.encoder)
+        assert target.encoder is not None
+        encoder = (target.model.name, target.encoder)
+        adapter = adapter or store.decoder_of(target.model.name)
+        if adapter is not None:
+            store.adapter_of(wanted.name, adapter)
+        count = len(target.encoder.queries)
+        words = lmm.tokenize(wanted.document, special=False)
+        _check_length(wanted, count, len(words), most - count)
+        read = [*around_memory(lmm)[0], *words]
+        at = np.arange(len(read), len(read) + count)
+        assert target.adapter is not None
+        key = b"queries|" + bytes.fromhex(target.adapter.content)
+        queries = MemoryTokens(key, at, target.encoder.queries)
+        prompt = Prompt([*read, *[PLACEHOLDER] * count], memory=queries)
+        head = MemoryHead(tokens=count)
+    prepared = Prepared(request, target, prompt, head)
+    return Compression(wanted, prepared, len(ids), base, lmm.dtype, adapter, encoder)
+
+
+def _check(lmm: Lmm, wanted: NewContext) -> None:
+    """Check what does not need the document's tokens."""
+    if not wanted.document.strip():
+        raise RequestError(f"context {wanted.name}: the document is empty: send its text")
+    if wanted.document.startswith("%PDF-"):
+        raise RequestError(f"context {wanted.name}: the document is a PDF file: send its text")
+    if wanted.form not in (PREFIX, MEMORY_TOKENS):
+        raise RequestError(
+            f"form: expected {PREFIX} or {MEMORY_TOKENS}, got {wanted.form}: other forms are "
+            "trained (make fuse TASK=context)"
+        )
+    if wanted.form == MEMORY_TOKENS and wanted.tokens is not None:
+        raise RequestError(f"tokens: the encoder decides how many {MEMORY_TOKENS} it makes")
+    if wanted.form == PREFIX and wanted.encoder is not None:
+        raise RequestError(f"encoder: a {PREFIX} needs none: set form to {MEMORY_TOKENS}")
+    if wanted.form == PREFIX and isinstance(lmm.linears, SplitLinears):
+        raise RequestError(
+            f"context {wanted.name}: several GPUs that share a model cannot make a {PREFIX}: set "
+            f"form to {MEMORY_TOKENS}"
+        )
+
+
+def _check_length(wanted: NewContext, least: int, found: int, most: int) -> None:
+    if found >= most:
+        raise TooLongError(
+            f"context {wanted.name}: the document has {found} tokens, and fewer than {most} fit "
+            "into the model's context: cut it into several contexts"
+        )
+    if found < least:
+        raise RequestError(
+            f"context {wanted.name}: the document has {plural(found, 'token')}, fewer than the "
+            f"{least} of its memory: ask it as part of the prompt, or make a smaller memory"
+        )

@@ -1,0 +1,37 @@
+"""Which keys and values of a document a prefix keeps, without training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FIRST = 4
+"""Tokens at the beginning that are always kept, as every later token attends to them (StreamingLLM,
+Xiao et al. 2023)."""
+
+
+def keep_keys(kv: Tensor, count: int) -> Tensor:
+    """Return the keys and values of the most distinct tokens, in each layer and head of its own.
+
+    The tokens whose keys differ most from the mean key of their head are kept, with the positions
+    that they had (KeyDiff, Park et al. 2025): keys that are alike get alike attention.
+
+    Args:
+        kv: [2, layers, kv_heads, tokens, head_dim], keys after their rotary positions, and values.
+        count: Tokens to keep, at most all.
+
+    Returns:
+        [2, layers, kv_heads, count, head_dim], in the order of the document.
+    """
+    tokens = kv.shape[3]
+    if count >= tokens:
+        return kv
+    unit = torch.nn.functional.normalize(kv[0].float(), dim=-1)
+    alike = (unit * unit.mean(-2, keepdim=True)).sum(-1)
+    alike[..., :FIRST] = -torch.inf
+    kept = alike.topk(count, largest=False).indices.sort().values
+    return kv.gather(3, kept[None, ..., None].expand(2, *kept.shape, kv.shape[-1]))

@@ -1,0 +1,143 @@
+"""The state file: what was loaded and unloaded at run time, for the next start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict
+
+from valora_data.contract.files import UnreadableError, parse_json, read_bytes
+from valora_serve.errors import SettingsError
+from valora_serve.server.telemetry import logs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+VERSION = 1
+"""Version of the state file's format."""
+
+
+class SavedState(BaseModel):
+    """Content of the state file.
+
+    Attributes:
+        version: Version of the format.
+        adapters: Folders of adapters loaded at run time, by name.
+        bundles: Folders of bundles loaded at run time, by name.
+        contexts: Folders of contexts made at run time, by name.
+        unloaded: Bundles of the command line that were unloaded or replaced at run time.
+        decode_only: Names of the adapters that are applied at decoding only.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    version: int = VERSION
+    adapters: dict[str, str] = {}
+    bundles: dict[str, str] = {}
+    contexts: dict[str, str] = {}
+    unloaded: list[str] = []
+    decode_only: list[str] = []
+
+    def copied(self) -> SavedState:
+        """Return a copy that can be changed."""
+        return self.model_copy(deep=True)
+
+
+class StateFile:
+    """A state file, which has its old or its new content at any time.
+
+    Args:
+        path: Its path.
+
+    Attributes:
+        path: Its path.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def draft(self, state: SavedState) -> Path:
+        """Write a state beside the state file, down to the disk.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.path.with_name(self.path.name + ".partial")
+        try:
+            with draft.open("w", encoding="utf-8") as file:
+                file.write(state.model_dump_json(indent=1))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            self.discard(draft)
+            raise
+        return draft
+
+    def publish(self, draft: Path) -> None:
+        """Rename a draft to the state file.
+
+        Raises:
+            OSError: It cannot be renamed.
+        """
+        draft.replace(self.path)
+        try:
+            descriptor = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:  # only a loss of power could undo the renaming now
+            logs.LOG.warning("the folder of %s could not be synchronized: %s", self.path, error)
+
+    def write(self, state: SavedState) -> None:
+        """Replace the content.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self.publish(self.draft(state))
+
+    @staticmethod
+    def discard(draft: Path) -> None:
+        """Remove a draft."""
+        with contextlib.suppress(OSError):
+            draft.unlink()
+
+
+def read_state(file: Path) -> SavedState:
+    """Read a state file; an empty state if there is none.
+
+    Raises:
+        SettingsError: The file cannot be read, is damaged, or is of another version.
+    """
+    start_without = "or delete it to start without run-time loads"
+    try:
+        file.lstat()
+        saved = parse_json(read_bytes(file, 16 << 20))
+    except FileNotFoundError:
+        return SavedState()
+    except OSError as error:
+        raise SettingsError(
+            f"state file {file} cannot be read ({error.strerror}): give the server "
+            f"permission, {start_without}"
+        ) from error
+    except UnreadableError as error:
+        denied = error.reason.startswith("cannot be read")
+        raise SettingsError(
+            f"state file {file} "
+            + (error.reason if denied else f"is damaged, as it {error.reason}")
+            + f": restore it, {start_without}"
+        ) from error
+    version = saved.get("version", VERSION) if isinstance(saved, dict) else VERSION
+    if type(version) is int and version != VERSION:
+        age = "a newer" if version > VERSION else "another"
+        raise SettingsError(
+            f"state file {file} is of {age} version of VaLoRA: start that version, {start_without}"
+        )
+    try:
+        return SavedState.model_validate(saved)
+    except ValueError as error:
+        raise SettingsError(f"state file {file} is damaged: restore it, {start_without}") from error

@@ -15,7 +15,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,13 +25,18 @@ from tests.bench.valora_serve.bench_follower import NCCL, SILENT, change, time_g
 from tests.bench.valora_serve.split_models import ATTENTION, MLP, save_adapters, save_base
 from valora_serve.engine.crew import Crew
 from valora_serve.engine.engine import Engine
-from valora_serve.engine.profile import _shape, _time
+from valora_serve.engine.profile import _shape
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.engine.sizing import cost_folder, machine_of
 from valora_serve.parallel.choice import Measured, read_table, save_table, table_file
 from valora_serve.types import Mode
 
+if TYPE_CHECKING:
+    from valora_serve.model.work import Work
+
 ADAPTERS = 16
+STEPS = 20
+"""Steps that are launched one behind the other, as when the engine serves."""
 ROWS = (1, 16, 64, 512, 2048)
 WAYS = {
     "one": ("one GPU", "auto", ""),
@@ -53,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--context", type=int, default=512)
     made.add_argument("--save", action="store_true", help="write the table of lora_parallel=auto")
     made.add_argument("--ways", nargs="+", default=[*WAYS], choices=WAYS, help="default: all")
+    made.add_argument("--kernels", action="store_true", help="what a step's time consists of")
     made.add_argument("--keep", type=Path, help="folder to keep base model and adapters in")
     made.add_argument("--one", nargs=3, metavar=("FOLDER", "GPUS", "WAY"), help=argparse.SUPPRESS)
     return made
@@ -88,12 +96,46 @@ def measure(given: argparse.Namespace) -> None:
             for distinct in sorted({0, min(rows, ADAPTERS)}):
                 shares = [(given.context, 1)] * rows
                 for _, works, _ in _shape(engine, Mode.UNMERGED, None, distinct, shares):
-                    found[f"{rows}/{distinct}"] = min(_time(engine, works) for _ in range(5)) * 1e3
+                    found[f"{rows}/{distinct}"] = step_ms(engine, works)
+                    if given.kernels:
+                        print_kernels(engine, works, f"{rows} rows, {distinct} adapters")
+        if gpus > 1:
+            assert engine.crew is not None
+            found["memory is shared"] = engine.crew.group.peers is not None
         if given.save and gpus > 1:
             found["groups"] = groups(engine)
         print(json.dumps(found))
     finally:
         engine.close()
+
+
+def step_ms(engine: Engine, works: list[Work]) -> float:
+    """Milliseconds of a step among many that are launched one behind the other."""
+    slot = engine.merge_state.slot
+    engine.runner.step(works, slot).read()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            last = engine.runner.step(works, slot)
+        last.read()
+        times.append((time.perf_counter() - start) / STEPS * 1e3)
+    return min(times)
+
+
+def print_kernels(engine: Engine, works: list[Work], what: str) -> None:
+    """Print what a step's time on the leader's GPU consists of."""
+    kind = torch.profiler.ProfilerActivity
+    watched = kind.CUDA if engine.device.type == "cuda" else kind.CPU
+    with torch.profiler.profile(activities=[watched]) as profile:
+        for _ in range(STEPS):
+            last = engine.runner.step(works, engine.merge_state.slot)
+        last.read()
+    rows = sorted(profile.key_averages(), key=lambda row: -row.device_time_total)[:14]
+    print(f"{what}: kernels on the leader's GPU", file=sys.stderr)
+    for row in rows:
+        calls, total = row.count / STEPS, row.device_time_total / STEPS
+        print(f"{total:9.1f} us in {calls:6.1f} calls: {row.key[:90]}", file=sys.stderr, flush=True)
 
 
 def groups(engine: Engine) -> list[dict[str, object]]:
@@ -130,6 +172,7 @@ def run(given: argparse.Namespace, folder: Path, gpus: int, way: str, variable: 
         *(f"--{name}={getattr(given, name)}" for name in
           ("device", "gpus", "layers", "width", "rank", "context")),
         "--batches", *map(str, given.batches), *(["--save"] if given.save else []),
+        *(["--kernels"] if given.kernels else []),
         "--one", str(folder), str(gpus), way,
     ]  # fmt: skip
     done = subprocess.run(
@@ -164,7 +207,7 @@ def main() -> None:
             found[label] = run(given, folder, *rest)
             print(label, json.dumps(found[label]), flush=True)
     first = found[ways[0][0]]
-    cases = [key for key in first if key != "groups"]
+    cases = [key for key in first if "/" in key]
     print(f"\nDecode step in ms, and its share of the first's (context {given.context} tokens)\n")
     print("| batch / adapters | " + " | ".join(found) + " |")
     print("|---|" + "---|" * len(found))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from valora_data.schema import Domain, Task
+from valora_data.sources.base import Source
 from valora_data.sources.registry import FORMATS
 from valora_data.sources.shelf import read_shelf
 from valora_train.errors import SettingsError
@@ -166,6 +167,27 @@ class DomainSettings:
             self, task=self.task or task.type, required=required, of_teacher=of_teacher,
             relative=False,
         )  # fmt: skip
+
+    def data(self) -> Source:
+        """What its data are read from; `resolved` has filled in the task."""
+        assert self.task is not None, "`Settings.chosen` fills it in"
+        source = self.source
+        return Source(
+            kind=source.kind,
+            task=self.task,
+            labels=tuple(self.labels),
+            name=self.name,
+            path=source.path,
+            images=source.images,
+            annotations=source.annotations,
+            columns=source.columns,
+            frames=source.frames,
+            counts={str(split): count for split, count in source.counts.items()},
+            seed=source.seed,
+            unlabelled=source.unlabelled,
+            document=source.document,
+            entries=source.entries,
+        )
 
     @property
     def mirrors(self) -> bool:

@@ -11,6 +11,7 @@ from valora_train.settings import (
     LoraSettings,
     ModelSettings,
     Settings,
+    SourceSettings,
     TaskSettings,
     TrainSettings,
 )
@@ -26,7 +27,11 @@ def trial_inputs(folder: Path, base: Path, **train) -> Path:
         task=TaskSettings(name="colours", type=Task.DETECTION),
         domains={
             name: DomainSettings(
-                name=name, task=Task.DETECTION, labels=[name], prompt=f"detect {name}"
+                name=name,
+                task=Task.DETECTION,
+                labels=[name],
+                prompt=f"detect {name}",
+                source=SourceSettings(kind="shards", path=str(folder)),
             )
             for name in COLOURS
         },

@@ -18,7 +18,6 @@ from valora_data.identity import code_hash, hub_commit
 from valora_data.prepare import TRUTH, prepare
 from valora_data.schema import Split
 from valora_data.shards import open_shard
-from valora_data.sources.base import Source
 from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.registry import files_of, open_source
 from valora_train.settings import as_dict
@@ -90,7 +89,7 @@ def _inputs(domain: DomainSettings, work: Path | None) -> dict[str, str]:
     if source.format.remote and not root.exists():
         inputs["commit"] = hub_commit(source.path.partition(":")[0], "dataset")
     else:
-        inputs["source"] = hash_files(files_of(_source(domain)), root, cache)
+        inputs["source"] = hash_files(files_of(domain.data()), root, cache)
     return inputs
 
 
@@ -112,7 +111,7 @@ def build_data(domain: DomainSettings, folder: Path, on_step: Step = lambda *_: 
     reader = ImageReader(source.path or domain.name, tolerance=source.max_faulty)
     try:
         prepare(
-            open_source(replace(_source(domain), reader=reader)),
+            open_source(replace(domain.data(), reader=reader)),
             domain.labels, fractions, folder, source.seed,
             lambda done: on_step(done, max(done, total), 0.0),
             leaks=source.leaks, near=not source.format.drawn,
@@ -125,27 +124,6 @@ def build_data(domain: DomainSettings, folder: Path, on_step: Step = lambda *_: 
         write_json(folder / FAULTS, found)
     _check_choices(domain, folder)
     _check_objects(domain, folder)
-
-
-def _source(domain: DomainSettings) -> Source:
-    assert domain.task is not None, "`Settings.chosen` fills it in"
-    source = domain.source
-    return Source(
-        kind=source.kind,
-        task=domain.task,
-        labels=tuple(domain.labels),
-        name=domain.name,
-        path=source.path,
-        images=source.images,
-        annotations=source.annotations,
-        columns=source.columns,
-        frames=source.frames,
-        counts={str(split): count for split, count in source.counts.items()},
-        seed=source.seed,
-        unlabelled=source.unlabelled,
-        document=source.document,
-        entries=source.entries,
-    )
 
 
 def _check_objects(domain: DomainSettings, folder: Path) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import ValoraError
 from valora_train.trials.comparison import run_comparison
-from valora_train.trials.inputs import INPUTS, read_inputs
+from valora_train.trials.inputs import INPUTS, complete_inputs, read_inputs
 from valora_train.trials.oracle import oracle_trials
 from valora_train.trials.pool import Progress, run_trials
 from valora_train.trials.store import TrialStore
@@ -79,6 +79,8 @@ def _run(given: argparse.Namespace) -> int:
         raise ValoraError(
             f"unknown domain {', '.join(sorted(unknown))}: choose from {', '.join(inputs.domains)}"
         )
+    if complete_inputs(inputs, given.processes):
+        print("drew the images of built-in domains", flush=True)
     store = TrialStore(given.out or given.folder)
     start = time.monotonic()
 

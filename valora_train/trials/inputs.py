@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from valora_data import packed, shards
 from valora_train.errors import SettingsError
 from valora_train.fusion.requirement import Requirement
+from valora_train.processes import worker_processes
 from valora_train.settings import Settings, as_dict
 from valora_train.stage import intact, read_json, write_json
 
@@ -173,6 +174,8 @@ def read_inputs(file: Path) -> TrialInputs:
 def pack_inputs(inputs: TrialInputs, folder: Path) -> Path:
     """Copy inputs with all samples into a folder that works on any machine.
 
+    Images of built-in domains are left out: `complete_inputs` draws them there.
+
     Args:
         inputs: The inputs.
         folder: The folder; what is in it of an earlier call is kept if it is the same.
@@ -183,6 +186,8 @@ def pack_inputs(inputs: TrialInputs, folder: Path) -> Path:
     domains = {}
     for name, item in inputs.domains.items():
         samples = {}
+        domain = inputs.domain(name)
+        drawn = domain.data() if domain.source.format.drawn else None
         for part, path in item.samples.items():
             place = f"{SAMPLES}/{name}-{part}-{item.facts[part][:12]}{packed.SUFFIX}"
             source = inputs.folder / path
@@ -191,7 +196,34 @@ def pack_inputs(inputs: TrialInputs, folder: Path) -> Path:
                     (folder / SAMPLES).mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(source, folder / place)
                 else:
-                    packed.pack(shards.open_shard(intact(source)), folder / place)
+                    packed.pack(shards.open_shard(intact(source)), folder / place, drawn)
             samples[part] = place
         domains[name] = replace(item, samples=samples)
     return replace(inputs, domains=domains, folder=folder).write(folder / INPUTS)
+
+
+def complete_inputs(inputs: TrialInputs, processes: int) -> int:
+    """Draw the images that packed inputs leave out.
+
+    Args:
+        inputs: The inputs.
+        processes: Processes that draw side by side.
+
+    Returns:
+        Number of files that had none.
+
+    Raises:
+        DataError: If a file is damaged, or this machine draws other pixels.
+    """
+    found = {
+        inputs.folder / path for item in inputs.domains.values() for path in item.samples.values()
+    }
+    files = sorted(file for file in found if file.suffix == packed.SUFFIX and packed.is_drawn(file))
+    if not files:
+        return 0
+    with worker_processes(min(processes, len(files)), "--processes", _nothing) as executor:
+        return sum(executor.map(packed.complete, files))
+
+
+def _nothing() -> None:
+    """Begin a process that draws."""

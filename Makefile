@@ -95,6 +95,10 @@ bench-http: $(READY) ## Measure the HTTP server: overhead, open connections, mem
 bench-serve: $(READY) ## Measure the engine end to end on a 7B shape (needs a CUDA GPU)
 	@$(BIN)/python -m tests.bench.valora_serve.bench_serve $(ARGS)
 
+.PHONY: bench-contexts
+bench-contexts: $(READY) ## Measure documents as contexts and in the prompt (needs a CUDA GPU)
+	@$(BIN)/python -m tests.bench.valora_serve.bench_contexts $(ARGS)
+
 .PHONY: bench-tensor-parallel
 bench-tensor-parallel: $(READY) ## Measure decode steps on one and two GPUs (needs two CUDA GPUs)
 	@$(BIN)/python -m tests.bench.valora_serve.bench_tensor_parallel $(ARGS)

@@ -228,11 +228,11 @@ class Named:
         return [model.name for model in models]
 
     def _add_prefix(self, context: Context, packed: PackedPrefix) -> None:
-        file, base = context.file, self._store.base_hash()
+        file, config = context.file, self._lmm.config.get_text_config()
         assert file is not None
 
         def reload() -> PackedPrefix:
-            found, memory = reread_context(context, file, base, self._lmm.config.get_text_config())
+            found, memory = reread_context(context, file, self._store.base_hash(), config)
             return self._pack_prefix(context.name, found, memory)
 
         self._prefixes.add(self.prefix_key(context), packed, reload)

@@ -59,7 +59,8 @@ class Bench:
     def __init__(self, arguments):
         self.arguments = arguments
         self.device = torch.device(arguments.device)
-        self.model = llava_7b(self.device, arguments.layers, arguments.width)
+        context = getattr(arguments, "context", 4096)
+        self.model = llava_7b(self.device, arguments.layers, arguments.width, context=context)
         self.lmm = Lmm("llava-7b", self.model, PROCESSOR, self.device)
         self.engine = None
         self.started = None

@@ -113,8 +113,11 @@ def complete(file: Path) -> bool:
     places = {row["id"]: number for number, row in enumerate(content["rows"])}
     images: dict[str, bytes | Image] = {}
     found = 0
+    wanted = {_prefix(name) for name in places}
     for draw in open_source(source).values():
         for sample in draw():
+            if _prefix(sample.id) not in wanted:
+                break  # another split
             number = places.get(sample.id)
             if number is None:
                 continue
@@ -132,6 +135,11 @@ def complete(file: Path) -> bool:
         raise DataError(f"{file} has samples that {source.name} does not have: pack it again")
     _write(file, content, images)
     return True
+
+
+def _prefix(name: str) -> str:
+    """What the ids of a split of a built-in domain have in common."""
+    return name.rpartition("/")[0]
 
 
 def read(file: Path) -> list[Sample]:

@@ -528,6 +528,19 @@ class CompareSettings:
 
 
 @dataclass(frozen=True)
+class BaselineSettings:
+    """Which ways to answer about documents `command=baselines` measures.
+
+    Attributes:
+        methods: Names of `valora_train.trials.contexts.METHODS`; empty for all.
+        tokens: Sizes of memories, and of what is retrieved, in tokens.
+    """
+
+    methods: list[str] = field(default_factory=list)
+    tokens: list[Count] = field(default_factory=lambda: [16, 32, 64, 128])
+
+
+@dataclass(frozen=True)
 class PathSettings:
     """Folders of outputs, relative to the working directory.
 
@@ -548,8 +561,9 @@ class Settings:
 
     Attributes:
         command: The last stage to run: `teach`, `distill`, `fuse` or `export`; or `estimate`, to
-            predict what all of them take; `oracle`, which trains every group of the domains; or
-            `compare`, which trains other ways to serve them.
+            predict what all of them take; `oracle`, which trains every group of the domains;
+            `compare`, which trains other ways to serve them; or `baselines`, which measures ways to
+            answer about documents.
         processes: Domains that are prepared side by side (data, small models, labels), each in a
             process of its own; 0 for as many as there are cores, at most four, and for one domain
             after the other beside a GPU.
@@ -565,12 +579,13 @@ class Settings:
         train: Training of adapters.
         oracle: What `command=oracle` trains.
         compare: What `command=compare` trains.
+        baselines: What `command=baselines` measures.
         paths: Folders of outputs.
     """
 
-    command: Literal["teach", "distill", "fuse", "export", "estimate", "oracle", "compare"] = (
-        "export"
-    )
+    command: Literal[
+        "teach", "distill", "fuse", "export", "estimate", "oracle", "compare", "baselines"
+    ] = "export"
     processes: Whole = 1
     task: TaskSettings = field(default_factory=TaskSettings)
     shelf: str | None = None
@@ -583,6 +598,7 @@ class Settings:
     train: TrainSettings = field(default_factory=TrainSettings)
     oracle: OracleSettings = field(default_factory=OracleSettings)
     compare: CompareSettings = field(default_factory=CompareSettings)
+    baselines: BaselineSettings = field(default_factory=BaselineSettings)
     paths: PathSettings = field(default_factory=PathSettings)
 
     def chosen(self) -> list[DomainSettings]:
@@ -783,7 +799,7 @@ _GROUPS = {
     for kind in (TaskSettings, DomainSettings, SourceSettings, TeacherSettings, ModelSettings,
                  FusionSettings, HeadSettings, ContextSettings, TrainSettings, LoraSettings,
                  AugmentSettings,
-                 OracleSettings, CompareSettings, PathSettings)
+                 OracleSettings, CompareSettings, BaselineSettings, PathSettings)
 }  # fmt: skip
 
 

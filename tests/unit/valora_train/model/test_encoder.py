@@ -1,0 +1,75 @@
+"""The context encoder: what it makes is what bundles say, and it learns to reconstruct."""
+
+import pytest
+import torch
+
+from tests.support.lmm_checkpoints import CHECKPOINTS
+from valora_data.contract.contexts import around_memory, read_encoder
+from valora_data.schema import Document
+from valora_train.model.encoder import ContextEncoder, train_encoder
+from valora_train.model.lmm import Lmm
+from valora_train.model.prompts import Example
+from valora_train.settings import LoraSettings, ModelSettings
+
+DOCUMENTS = {"a": Document("417 color red\n820 thing star"), "b": Document("131 color blue")}
+
+
+@pytest.fixture
+def lmm(tmp_path):
+    base = CHECKPOINTS["llava"](tmp_path / "base", seed=3)
+    return Lmm(ModelSettings(id=str(base)), LoraSettings(rank=8, alpha=16))
+
+
+def asked(lmm):
+    pairs = {"a": [("417 color?", "red"), ("820 thing?", "star")], "b": [("131 color?", "blue")]}
+    return {
+        name: (
+            DOCUMENTS[name],
+            lmm.encode([Example(q, (), answer=lambda _, a=a: a) for q, a in pairs[name]]),
+        )
+        for name in DOCUMENTS
+    }
+
+
+@pytest.mark.parametrize("decoder", [pytest.param("decoder", marks=pytest.mark.slow), None])
+def test_it_learns_to_reconstruct_and_to_answer(lmm, decoder):
+    module = ContextEncoder(lmm, 4, 0, decoder)
+    losses = []
+    train_encoder(
+        module, lmm, asked(lmm), reconstruct=16, steps=16, lr=0.02, seed=0,
+        on_step=lambda step, steps, loss: losses.append(loss),
+    )  # fmt: skip
+    assert len(losses) == 32
+    assert sum(losses[12:16]) < 0.9 * sum(losses[:4])
+    assert sum(losses[-4:]) < 0.9 * sum(losses[16:20])
+
+
+def test_both_adapters_and_the_queries_get_gradients(lmm):
+    module = ContextEncoder(lmm, 4, 0)
+    for weight in module.weights():  # B is zero at first, so that A would get none
+        torch.nn.init.normal_(weight.data, std=0.1)
+    document, questions = asked(lmm)["a"]
+    module.loss(document, questions).backward()
+    for weight in [*module.weights(), module.queries, module.scale]:
+        assert weight.grad is not None and weight.grad.abs().sum() > 0
+
+
+def test_memory_tokens_are_computed_as_bundles_define_it(lmm, tmp_path):
+    module = ContextEncoder(lmm, 4, 0, None)
+    for weight in module.weights():
+        torch.nn.init.normal_(weight.data, std=0.1)
+    document = DOCUMENTS["a"]
+    with torch.no_grad():
+        made = module.encode(document).embeddings
+    module.save(tmp_path / "encoder", "base")
+    stored = read_encoder(tmp_path / "encoder", lmm.config.get_text_config())
+    before, _ = around_memory(lmm)
+    words = lmm.tokenizer(document.text, add_special_tokens=False)["input_ids"]
+    table = lmm.model.get_input_embeddings()
+    inputs = torch.cat([table(torch.tensor([*before, *words])), stored.queries])[None]
+    lmm.adapters.load("again", tmp_path / "encoder")
+    lmm.adapters.activate("again")
+    with torch.no_grad():
+        hidden = lmm.language_model(inputs_embeds=inputs).last_hidden_state[0]
+    torch.testing.assert_close(made, stored.memory(hidden), atol=1e-5, rtol=1e-4)
+    assert (tmp_path / "encoder" / "adapter_model.safetensors").is_file()

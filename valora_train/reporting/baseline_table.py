@@ -1,0 +1,71 @@
+"""Ways to answer about documents as one table, with intervals and McNemar's test."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from valora_train.metrics.measures import Scores
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+COLUMNS = (
+    "way", "tokens", "bytes a document", "accuracy (95 %)", "of the prompt's", "p (McNemar)",
+    "seconds a document",
+)  # fmt: skip
+
+
+def mcnemar(one: Sequence[bool], other: Sequence[bool]) -> float:
+    """Two-sided p-value of McNemar's exact test: whether two ways answer equally well.
+
+    Args:
+        one: Whether each answer of the first way is right.
+        other: The same of the second way, for the same questions.
+
+    Raises:
+        ValueError: They are of different lengths.
+    """
+    from scipy.stats import binomtest
+
+    pairs = list(zip(one, other, strict=True))
+    better = sum(a and not b for a, b in pairs)
+    worse = sum(b and not a for a, b in pairs)
+    return float(binomtest(better, better + worse).pvalue) if better + worse else 1.0
+
+
+def baseline_rows(
+    found: Sequence[Any], methods: Mapping[str, Any], reference: str
+) -> list[list[str]]:
+    """The rows of the table with `COLUMNS`, in the order of the methods.
+
+    Args:
+        found: What was measured (`valora_train.stages.baselines.Measured`).
+        methods: Methods by name, with their titles.
+        reference: Name of the method that the others are compared with.
+    """
+    order = list(methods)
+    base = next((_hits(one) for one in found if one.method == reference), None)
+    rows = []
+    for one in sorted(found, key=lambda one: (order.index(one.method), one.size)):
+        hits = _hits(one)
+        scores = Scores(np.array(hits, np.float64))
+        low, high = scores.interval()
+        compared = base is not None and one.method != reference
+        share = scores.mean / max(float(np.mean(base)), 1e-9) if base else 0.0
+        rows.append([
+            methods[one.method].title,
+            f"{one.tokens:.0f}",
+            f"{one.bytes:,.0f}",
+            f"{scores.mean:.3f} ({low:.3f}–{high:.3f})",
+            f"{share:.0%}" if compared else "",
+            f"{mcnemar(hits, base):.2g}" if compared and base is not None else "",
+            f"{one.seconds:.1f}" if one.seconds else "",
+        ])  # fmt: skip
+    return rows
+
+
+def _hits(one: Any) -> list[bool]:
+    """Whether each answer is right, document after document."""
+    return [hit for name in sorted(one.hits) for hit in one.hits[name]]

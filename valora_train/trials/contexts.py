@@ -1,0 +1,412 @@
+"""Ways to answer about documents, measured on the same questions: `command=contexts`.
+
+Each way is a function of a `Reader` and a number of tokens; register another one in `METHODS`.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX
+from valora_data.contract.recall import head_inputs
+from valora_data.schema import Document, Split
+from valora_train.fusion.trainer import DomainData, Trainer
+from valora_train.model import memory
+from valora_train.model.encoder import ContextEncoder, train_encoder
+from valora_train.tasks.context import ContextTask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from valora_data.schema import Answer, Sample
+    from valora_train.fusion.trainer import LabelledSplit
+    from valora_train.model.lmm import Lmm
+    from valora_train.model.memory import AnyMemory
+    from valora_train.settings import Settings
+
+    OnStep = Callable[[int, int, float], None]
+
+NAME = "context"
+"""Name of the adapters that are trained here."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a way answers to the test questions of each document.
+
+    Attributes:
+        hits: Whether each answer is right, by document.
+        bytes: Bytes that are kept for a document, its share of an adapter included.
+        tokens: Tokens that stand before a question, on average.
+        seconds: Seconds of learning for a document.
+    """
+
+    hits: dict[str, list[bool]]
+    bytes: float
+    tokens: float
+    seconds: float
+
+
+class Reader:
+    """The base model with the documents and their questions.
+
+    Args:
+        settings: All settings; task `context`.
+        lmm: The model.
+        data: The documents' samples.
+        on_step: Called with step, number of steps, and loss of a training.
+    """
+
+    def __init__(
+        self, settings: Settings, lmm: Lmm, data: Mapping[str, DomainData], on_step: OnStep
+    ) -> None:
+        self.settings, self.lmm, self.on_step = settings, lmm, on_step
+        self._data = data
+        self.names = tuple(data)
+
+    def data(self, name: str, form: str = PREFIX, tokens: int = 1) -> DomainData:
+        """A document's samples, with a task that remembers it in a form.
+
+        Args:
+            name: The document.
+            form: Form of its memory.
+            tokens: Tokens of its memory.
+        """
+        known = self._data[name]
+        changed = copy.copy(known)
+        options = self.settings.heads.options.get("context", {}) | {"form": form, "tokens": tokens}
+        heads = replace(self.settings.heads, options={"context": options})
+        task = ContextTask(known.task.domain, heads, self.lmm)
+        task.prepare(known.splits[Split.TEST].samples)
+        changed.task = task
+        return changed
+
+    def document(self, name: str) -> Document:
+        """A document."""
+        found = self._data[name].splits[Split.TEST].samples[0].document
+        assert found is not None, "sources of task context have one"
+        return found
+
+    def test(self, name: str) -> LabelledSplit:
+        """The test questions about a document, encoded, with their answers."""
+        return self._data[name].splits[Split.TEST]
+
+    def hits(self, name: str, memories: Sequence[AnyMemory | None]) -> list[bool]:
+        """Whether the active model answers the test questions rightly from memories.
+
+        Args:
+            name: The document.
+            memories: One for each question.
+        """
+        part = self.test(name)
+        most = self.settings.heads.max_tokens
+        texts = memory.write(self.lmm, part.inputs, memories, most)
+        task = self._data[name].task
+        predicted = [
+            task.parse(text, sample, (0, 0))  # type: ignore[attr-defined]
+            for text, sample in zip(texts, part.samples, strict=True)
+        ]
+        return self.compare(predicted, part.samples)
+
+    def compare(self, predicted: Sequence[Answer], samples: Sequence[Sample]) -> list[bool]:
+        """Whether each answer is right."""
+        truth = [sample.answer for sample in samples]
+        return [bool(hit) for hit in ContextTask.measure(predicted, truth).each]
+
+    def without_training(
+        self, remember: Callable[[str, Sample], tuple[AnyMemory | None, int]]
+    ) -> Answered:
+        """Answer from memories that take no training.
+
+        Args:
+            remember: Returns the memory for a question about a document, and its tokens.
+        """
+        self.lmm.adapters.activate(None)
+        hits, size, count, questions = {}, 0.0, 0.0, 0
+        for name in self.names:
+            found = [remember(name, sample) for sample in self.test(name).samples]
+            hits[name] = self.hits(name, [one for one, _ in found])
+            count += sum(tokens for _, tokens in found)
+            questions += len(found)
+            size += memory_bytes(found[0][0], self.lmm)
+        return Answered(hits, size / len(self.names), count / max(questions, 1), 0.0)
+
+    def adapter_bytes(self, name: str) -> int:
+        """Bytes of an adapter."""
+        return sum(w.nelement() for w in self.lmm.adapters.parameters(name).values()) * 4
+
+
+def memory_bytes(found: AnyMemory | None, lmm: Lmm) -> float:
+    """Bytes of a memory in the model's type."""
+    if found is None:
+        return 0.0
+    each = torch.empty((), dtype=lmm.dtype).element_size()
+    return float(sum(part.nelement() for part in found.tensors().values()) * each)
+
+
+# ------------------------------------------------------------------ without training
+
+
+def question_alone(reader: Reader, tokens: int) -> Answered:
+    """Nothing stands before the question: what can be guessed."""
+    return reader.without_training(lambda name, sample: (None, 0))
+
+
+def in_prompt(reader: Reader, tokens: int) -> Answered:
+    """The whole document stands in the prompt."""
+    read = {name: memory.read_document(reader.lmm, reader.document(name)) for name in reader.names}
+    return reader.without_training(lambda name, sample: (read[name], read[name].tokens))
+
+
+def truncated(reader: Reader, tokens: int) -> Answered:
+    """The beginning of the document stands in the prompt, cut to the memory's size."""
+    found = {
+        name: memory.new_prefix(reader.lmm, reader.document(name), tokens) for name in reader.names
+    }
+    return reader.without_training(lambda name, sample: (found[name], found[name].tokens))
+
+
+def bm25(reader: Reader, tokens: int) -> Answered:
+    """The lines that BM25 ranks highest for the question, as many as fit into the tokens."""
+    import bm25s
+
+    retrievers: dict[str, tuple[Any, list[str]]] = {}
+    for name in reader.names:
+        chunks = chunks_of(reader.document(name).text, tokens)
+        retriever = bm25s.BM25()
+        retriever.index(
+            bm25s.tokenize(chunks, stopwords=None, show_progress=False), show_progress=False
+        )
+        retrievers[name] = retriever, chunks
+
+    def remember(name: str, sample: Sample) -> tuple[AnyMemory | None, int]:
+        retriever, chunks = retrievers[name]
+        query = bm25s.tokenize([sample.prompt or ""], stopwords=None, show_progress=False)
+        ranked = retriever.retrieve(query, k=len(chunks), show_progress=False)[0][0].tolist()
+        found = _fitting(reader.lmm, [chunks[int(place)] for place in ranked], tokens)
+        return (None, 0) if found is None else (found, found.tokens)
+
+    found = reader.without_training(remember)
+    size = sum(len(reader.document(name).text.encode()) for name in reader.names)
+    return replace(found, bytes=size / len(reader.names))
+
+
+def chunks_of(text: str, tokens: int) -> list[str]:
+    """Lines of a text, or pieces of them of at most half as many words as there are tokens."""
+    words = max(tokens // 4, 4)
+    found = []
+    for line in text.splitlines():
+        parts = line.split()
+        found += [" ".join(parts[at : at + words]) for at in range(0, len(parts), words)]
+    return found
+
+
+def _fitting(lmm: Lmm, chunks: Sequence[str], tokens: int) -> memory.Prefix | None:
+    """A prompt with the first chunks whose head has at most as many tokens."""
+    kept: list[str] = []
+    for chunk in chunks:
+        text = "\n".join([*kept, chunk])
+        if head_inputs(lmm, text)["input_ids"].shape[1] > tokens:
+            break
+        kept.append(chunk)
+    return memory.read_document(lmm, Document("\n".join(kept))) if kept else None
+
+
+# ------------------------------------------------------------------ with training
+
+
+def trained_memory(form: str) -> Callable[[Reader, int], Answered]:
+    """A memory of a form, trained on the frozen base model."""
+
+    def method(reader: Reader, tokens: int) -> Answered:
+        hits, size, start = {}, 0.0, time.monotonic()
+        for name in reader.names:
+            trainer = _trainer(reader, [name], form, tokens)
+            seed = reader.settings.train.seed
+            head: Any = trainer.train_head_only(name, seed, reader.on_step)
+            reader.lmm.adapters.activate(None)
+            hits[name] = reader.hits(name, [head] * len(reader.test(name).samples))
+            size += memory_bytes(head, reader.lmm)
+        count = len(reader.names)
+        return Answered(hits, size / count, tokens, (time.monotonic() - start) / count)
+
+    return method
+
+
+def shared_adapter(form: str) -> Callable[[Reader, int], Answered]:
+    """An adapter that all documents share, with a memory of each, or alone (closed book)."""
+
+    def method(reader: Reader, tokens: int) -> Answered:
+        start = time.monotonic()
+        trainer = _trainer(reader, reader.names, form, tokens)
+        settings = reader.settings.train
+        trainer.open(NAME, settings.seed)
+        try:
+            trainer.train(
+                NAME, reader.names, held=(), rehearse=False, seed=settings.seed,
+                on_step=reader.on_step,
+            )  # fmt: skip
+            seconds = time.monotonic() - start
+            reader.lmm.adapters.activate(NAME)
+            hits, size = {}, float(reader.adapter_bytes(NAME))
+            for name in reader.names:
+                head: Any = trainer.heads(NAME).get(name)
+                hits[name] = reader.hits(name, [head] * len(reader.test(name).samples))
+                size += memory_bytes(head, reader.lmm)
+        finally:
+            trainer.close(NAME)
+        count = len(reader.names)
+        before = 0 if form == ADAPTER else tokens
+        return Answered(hits, size / count, before, seconds / count)
+
+    return method
+
+
+def _trainer(reader: Reader, names: Sequence[str], form: str, tokens: int) -> Trainer:
+    data = {name: reader.data(name, form, max(tokens, 1)) for name in names}
+    return Trainer(reader.lmm, data, reader.settings.train)
+
+
+def next_token(reader: Reader, tokens: int) -> Answered:
+    """LoRA trained to predict the documents' next tokens; closed book (the paper's baseline 3)."""
+    lmm, settings = reader.lmm, reader.settings.train
+    lmm.adapters.add(NAME, settings.seed)
+    start = time.monotonic()
+    try:
+        weights = list(lmm.adapters.parameters(NAME).values())
+        optimizer = torch.optim.AdamW(weights, lr=settings.lr, weight_decay=settings.weight_decay)
+        ids = [
+            head_inputs(lmm, reader.document(name).text, reader.document(name).images)["input_ids"]
+            for name in reader.names
+        ]
+        steps = settings.steps_for(len(reader.names), 0)
+        for step in range(steps):
+            row = ids[step % len(ids)].to(lmm.device)
+            optimizer.zero_grad(set_to_none=True)
+            loss = _next_token_loss(lmm, row)
+            loss.backward()
+            nn.utils.clip_grad_norm_(weights, settings.clip)
+            optimizer.step()
+            reader.on_step(step + 1, steps, float(loss.detach()))
+        seconds = time.monotonic() - start
+        hits = {
+            name: reader.hits(name, [None] * len(reader.test(name).samples))
+            for name in reader.names
+        }
+        size = reader.adapter_bytes(NAME)
+    finally:
+        lmm.adapters.remove(NAME)
+    count = len(reader.names)
+    return Answered(hits, size / count, 0, seconds / count)
+
+
+def _next_token_loss(lmm: Lmm, ids: Tensor) -> Tensor:
+    with lmm.precision():
+        embedded = lmm.model.get_input_embeddings()(ids)
+        hidden = lmm.language_model(inputs_embeds=embedded, use_cache=False).last_hidden_state
+    return F.cross_entropy(lmm.logits(hidden[0, :-1]), ids[0, 1:])
+
+
+def papers(
+    reconstruct: bool, tune: bool, *, apart: bool = False
+) -> Callable[[Reader, int], Answered]:
+    """The paper's method: an encoder makes memory tokens, a decoder adapter answers from them.
+
+    Args:
+        reconstruct: Whether documents are reconstructed first (§3.2).
+        tune: Whether questions are trained on (§3.3).
+        apart: Whether each half of the documents is measured with an encoder of the other half,
+            which has never read them.
+    """
+
+    def method(reader: Reader, tokens: int) -> Answered:
+        start, size = time.monotonic(), 0.0
+        hits: dict[str, list[bool]] = {}
+        names = reader.names
+        folds = (
+            [(names[::2], names[1::2]), (names[1::2], names[::2])] if apart else [(names, names)]
+        )
+        for learnt, measured in folds:
+            if not learnt or not measured:
+                continue
+            found, size = _encoded(reader, learnt, measured, tokens, reconstruct, tune)
+            hits |= found
+        count = len(names)
+        return Answered(hits, size, tokens, (time.monotonic() - start) / count)
+
+    return method
+
+
+def _encoded(
+    reader: Reader,
+    learnt: Sequence[str],
+    measured: Sequence[str],
+    tokens: int,
+    reconstruct: bool,
+    tune: bool,
+) -> tuple[dict[str, list[bool]], float]:
+    """Train an encoder on some documents, and answer about others from what it makes of them."""
+    lmm, settings = reader.lmm, reader.settings.train
+    module = ContextEncoder(lmm, tokens, settings.seed)
+    steps = settings.steps_for(len(learnt), 0)
+    try:
+        asked = {name: (reader.document(name), reader.data(name).inputs) for name in learnt}
+        train_encoder(
+            module, lmm, asked, reconstruct=steps if reconstruct else 0,
+            steps=steps if tune else 0, lr=settings.lr, seed=settings.seed, on_step=reader.on_step,
+        )  # fmt: skip
+        hits, each = {}, 0.0
+        for name in measured:
+            with torch.no_grad():
+                made: Any = memory.MemoryTokens(module.encode(reader.document(name)).embeddings)
+            lmm.adapters.activate(module.decoder)
+            hits[name] = reader.hits(name, [made] * len(reader.test(name).samples))
+            each = memory_bytes(made, lmm)
+        size = sum(map(reader.adapter_bytes, module.adapters[1:])) / len(learnt) + each
+    finally:
+        for adapter in module.adapters:
+            lmm.adapters.remove(adapter)
+    return hits, size
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to answer about documents.
+
+    Attributes:
+        title: What the table calls it.
+        run: Answers the test questions of all documents.
+        sized: Whether it depends on the number of tokens.
+    """
+
+    title: str
+    run: Callable[[Reader, int], Answered]
+    sized: bool = True
+
+
+METHODS: dict[str, Method] = {
+    "question_alone": Method("question alone", question_alone, sized=False),
+    "in_prompt": Method("document in the prompt", in_prompt, sized=False),
+    "truncated": Method("document cut to as many tokens", truncated),
+    "bm25": Method("BM25, as many tokens", bm25),
+    "next_token": Method("LoRA, next tokens, closed book", next_token, sized=False),
+    "adapter": Method("LoRA, self-study, closed book", shared_adapter(ADAPTER), sized=False),
+    "paper": Method("encoder and decoder LoRA (paper)", papers(True, True)),
+    "paper_no_reconstruction": Method("the same without reconstruction", papers(False, True)),
+    "paper_no_tuning": Method("the same without fine-tuning", papers(True, False)),
+    "paper_apart": Method("paper, documents it never read", papers(True, True, apart=True)),
+    "memory_tokens": Method("memory tokens", trained_memory(MEMORY_TOKENS)),
+    "memory_tokens_adapter": Method("memory tokens and shared LoRA", shared_adapter(MEMORY_TOKENS)),
+    "prefix": Method("prefix", trained_memory(PREFIX)),
+    "prefix_adapter": Method("prefix and shared LoRA", shared_adapter(PREFIX)),
+}
+"""The ways by name, in the order of the table."""
+REFERENCE = "in_prompt"
+"""The way that the others are compared with."""

@@ -1,6 +1,8 @@
 """The web console in headless Chromium, against the real server."""
 
 import base64
+import json
+import zipfile
 from pathlib import Path
 
 import httpx
@@ -119,6 +121,11 @@ def test_the_live_panel(page):
 def test_with_the_keyboard_alone(page, image):
     page.keyboard.press("Tab")
     page.keyboard.press("Tab")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#talk").is_visible()
+    page.keyboard.press("ArrowLeft")
+    assert page.locator("#look").is_visible()
+    page.keyboard.press("Tab")
     assert page.locator("#model").evaluate("node => node === document.activeElement")
     page.keyboard.type("scene")
     assert page.locator("#model").input_value() == "scene"
@@ -158,6 +165,104 @@ def test_errors_are_said(page, tmp_path):
     assert "neither an image" in page.locator("#error").inner_text()
 
 
+def test_an_example_is_asked_of_every_domain_at_once(page, served):
+    listed = httpx.get(f"{served.url}/v1/examples").json()["data"]
+    assert {entry["domain"] for entry in listed} == {"plates", "traffic"}
+    page.locator(".example").nth(1).click()
+    page.locator("#timing", has_text="2 answers").wait_for(timeout=20_000)
+    assert page.locator("#model").input_value() == "*"
+    content = httpx.get(f"{served.url}/{listed[1]['images'][0]}").content
+    counts = {}
+    for name in ("plates", "traffic"):
+        answer = httpx.post(f"{served.url}/v1/vision/{name}", files={"image": content}).json()
+        counts[name] = len(answer["results"][0]["detections"])
+    chips = [chip.inner_text().split() for chip in page.locator("#legend button").all()]
+    assert {name: int(count) for name, count in chips} == counts
+    assert page.locator("#boxes rect").count() == sum(counts.values()) > 0
+    page.locator("#legend button", has_text="traffic").click()
+    assert page.locator("#boxes rect").count() == counts["plates"]
+
+
+def test_many_files_and_their_answers_in_other_formats(page, tmp_path):
+    for number, size in enumerate([(500, 3000), (3000, 500), (60, 40)]):
+        picture = Image.radial_gradient("L").resize(size).convert("RGB")
+        picture.save(tmp_path / f"{number}.png")
+    page.select_option("#model", "*")
+    page.set_input_files("#file", [str(tmp_path / f"{number}.png") for number in range(3)])
+    page.click("#run")
+    page.locator("#timing", has_text="6 answers").wait_for(timeout=20_000)
+    for number, shape in enumerate([500 / 3000, 3000 / 500, 60 / 40]):
+        page.locator(".thumb").nth(number).click()
+        page.wait_for_function("() => document.querySelector('#picture').complete")
+        box = page.locator("#picture").bounding_box()
+        assert box["width"] / box["height"] == pytest.approx(shape, rel=0.02)
+        over = page.locator("#boxes").bounding_box()
+        assert over == pytest.approx(box, abs=1)
+    found = {}
+    for name in ("coco", "yolo", "labelstudio", "csv"):
+        page.select_option("#format", name)
+        with page.expect_download() as loading:
+            page.click("#save")
+        found[name] = tmp_path / loading.value.suggested_filename
+        loading.value.save_as(found[name])
+    coco = json.loads(found["coco"].read_text())
+    assert [image["file_name"] for image in coco["images"]] == ["0.png", "1.png", "2.png"]
+    first = coco["images"][0]
+    assert (first["width"], first["height"]) == (500, 3000)
+    boxes = coco["annotations"]
+    with zipfile.ZipFile(found["yolo"]) as packed:
+        assert packed.testzip() is None
+        rows = [packed.read(f"labels/{number}.txt").split(b"\n") for number in range(3)]
+        assert b"names:" in packed.read("data.yaml")
+    assert sum(len(part) - 1 for part in rows) == len(boxes)
+    tasks = json.loads(found["labelstudio"].read_text())
+    assert sum(len(task["predictions"][0]["result"]) for task in tasks) == len(boxes)
+    assert len(found["csv"].read_text().splitlines()) == 1 + len(boxes)
+
+
+def test_zoom_keeps_boxes_on_the_picture(page, image):
+    page.select_option("#model", "plates")
+    page.set_input_files("#file", image)
+    page.click("#run")
+    page.locator("#timing", has_text="in total").wait_for(timeout=20_000)
+    before = page.locator("#picture").bounding_box()
+    page.focus("#viewport")
+    page.keyboard.press("+")
+    after = page.locator("#picture").bounding_box()
+    assert after["width"] == pytest.approx(1.5 * before["width"], abs=2)
+    assert page.locator("#boxes").bounding_box() == pytest.approx(after, abs=1)
+    page.click("#fit")
+    assert page.locator("#picture").bounding_box() == pytest.approx(before, abs=1)
+
+
+def test_promises_and_a_conversation(page, image):
+    page.click("#tab-promises")
+    rows = page.locator("#promised tbody tr")
+    assert rows.count() == 5
+    assert "0.600" in rows.nth(0).inner_text()
+    page.click("#tab-talk")
+    page.set_input_files("#attach", image)
+    page.fill("#message", "describe the image.")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => !document.querySelector('#send').disabled")
+    page.locator("#log article.assistant .text", has_text=" ").wait_for(timeout=20_000)
+    page.fill("#message", "and?")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => document.querySelectorAll('#log article').length === 4")
+    page.wait_for_function("() => !document.querySelector('#send').disabled")
+    page.click("#forget")
+    assert page.locator("#log article").count() == 0
+
+
+def test_the_confidence_can_be_given_back_to_the_domains(page):
+    page.select_option("#model", "plates")
+    page.locator("#least").fill("0.9")
+    assert page.locator("#least-value").inner_text() == "0.90"
+    page.click("#least-reset")
+    assert page.locator("#least-value").inner_text() == "each domain's own"
+    assert page.locator("#least-reset").is_disabled()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 800, 1400])
 def test_on_any_screen(page, image, scheme, width):
@@ -191,7 +296,7 @@ def test_the_key_is_asked_for(browser, sample_bundle, tmp_path, image):
         page.locator("#key-dialog[open]").wait_for()
         page.fill("#key", "wrong")
         page.keyboard.press("Enter")
-        page.locator("#key-dialog[open]").wait_for()
+        page.locator("#key-error", has_text="not known").wait_for()
         page.fill("#key", secret)
         page.keyboard.press("Enter")
         page.locator("#model option").first.wait_for(state="attached")

@@ -26,6 +26,7 @@ _BUILTIN = {
     "open_inference": "valora_serve.server.api.open_inference:router",
     "models": "valora_serve.server.api.models:router",
     "contexts": "valora_serve.server.api.contexts:router",
+    "examples": "valora_serve.server.api.examples:router",
     "system": "valora_serve.server.api.system:router",
 }
 ENDPOINTS: Registry[Endpoint] = Registry("valora.endpoints", "endpoint", _BUILTIN)

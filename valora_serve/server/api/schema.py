@@ -837,6 +837,23 @@ class ModelList(_ResponseBody):
     data: list[ModelCard]
 
 
+class ExampleCard(_ResponseBody):
+    """A golden example of a served domain."""
+
+    domain: str
+    number: int = Field(description="from 0, within the domain")
+    video: bool = Field(description="whether the images are the frames of a video")
+    question: str | None = Field(description="its own prompt; None for the domain's")
+    images: list[str] = Field(description="paths of its images or frames, in order")
+
+
+class ExampleList(_ResponseBody):
+    """Response of ``/v1/examples``."""
+
+    object: Literal["list"] = "list"
+    data: list[ExampleCard]
+
+
 class Health(_ResponseBody):
     """Response of ``/health`` and ``/ready``."""
 

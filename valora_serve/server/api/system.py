@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from valora_serve.server.context import ServerContext
 
 WEB = Path(__file__).parents[1] / "web"
-_ASSETS = {"app.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
+_KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_ASSETS = {file.name: _KINDS[file.suffix] for file in WEB.iterdir() if file.suffix in _KINDS}
 _CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data: blob:; media-src blob:; base-uri 'none'; form-action 'none'; "

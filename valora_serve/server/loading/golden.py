@@ -58,7 +58,7 @@ async def replay(engine: EngineClient, folder: Path) -> int:
         AdapterError: An answer differs, or the examples cannot be read.
     """
     try:
-        examples = await asyncio.to_thread(_read, folder)
+        examples = await asyncio.to_thread(read_examples, folder)
         for number, example in enumerate(examples):
             await _check(engine, folder, number, example)
     except UnreadableError as error:
@@ -75,7 +75,7 @@ async def replay(engine: EngineClient, folder: Path) -> int:
 
 
 @dataclass(frozen=True)
-class _Example:
+class Example:
     """A golden example, as docs/bundle.md describes it.
 
     Attributes:
@@ -97,8 +97,16 @@ class _Example:
     expected: Any
 
 
-def _read(folder: Path) -> list[_Example]:
-    """Read the golden examples of a bundle; none if it has no file of them."""
+def read_examples(folder: Path) -> list[Example]:
+    """Read the golden examples of a bundle; none if it has no file of them.
+
+    Args:
+        folder: Folder of the bundle.
+
+    Raises:
+        UnreadableError: A file cannot be read.
+        ValueError, KeyError, TypeError, AttributeError: The examples are damaged.
+    """
     if not os.path.lexists(folder / GOLDEN):
         return []
     stored = read_json(folder / GOLDEN)
@@ -122,7 +130,7 @@ def _read(folder: Path) -> list[_Example]:
             if not (folder / name).resolve().is_relative_to(folder.resolve()):
                 raise ValueError("an image lies outside of the bundle")
         examples.append(
-            _Example(
+            Example(
                 domain=entry["domain"],
                 threshold=float(domains[entry["domain"]].get("threshold") or 0.0),
                 files=tuple(folder / name for name in names),
@@ -135,7 +143,7 @@ def _read(folder: Path) -> list[_Example]:
     return examples
 
 
-async def _check(engine: EngineClient, folder: Path, number: int, example: _Example) -> None:
+async def _check(engine: EngineClient, folder: Path, number: int, example: Example) -> None:
     domain, threshold = example.domain, example.threshold
     named = example.files[0].name if example.files else shown(example.question)
     pictures = await _pictures(example)
@@ -163,7 +171,7 @@ async def _check(engine: EngineClient, folder: Path, number: int, example: _Exam
         )
 
 
-async def _pictures(example: _Example) -> list[Image.Image]:
+async def _pictures(example: Example) -> list[Image.Image]:
     """Decode an example's images."""
     pixels = 0
 
@@ -181,7 +189,7 @@ async def _pictures(example: _Example) -> list[Image.Image]:
     return found
 
 
-def _request(name: str, example: _Example, pictures: list[Image.Image]) -> Request:
+def _request(name: str, example: Example, pictures: list[Image.Image]) -> Request:
     """The request of an example: its images or frames, and its own question if it has one."""
     messages = None
     if example.question is not None:

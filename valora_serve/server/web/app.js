@@ -1,45 +1,19 @@
-"use strict";
-// The console uses the same API as any other client.
+// The console: what is asked, of whom, and what came back.
 
-const el = (id) => document.getElementById(id);
-const SVG = "http://www.w3.org/2000/svg";
-const HUES = [165, 25, 265, 200, 330, 55, 95, 230];
+import { call, complete, dataUrl, el, make, milliseconds, bytes, onKey } from "./api.js";
+import { offer } from "./chat.js";
+import { promises, refresh } from "./panels.js";
+import { save } from "./save.js";
+import { colour, draw, resetZoom } from "./stage.js";
+
+const EVERY = "*"; // every domain that finds boxes
+const AT_ONCE = 4; // requests
 let models = [];
-let media = null; // {file, url, video}
-let running = null; // AbortController of the running request
-
-function headers(extra = {}) {
-  const key = sessionStorage.getItem("valora-key");
-  return key ? { ...extra, Authorization: `Bearer ${key}` } : extra;
-}
-
-async function call(path, options = {}) {
-  const response = await fetch(path, { ...options, headers: headers(options.headers) });
-  if (response.status === 401) {
-    askForKey();
-    throw new Error("This server requires an API key.");
-  }
-  if (!response.ok) {
-    let said = `${response.status} ${response.statusText}`;
-    try {
-      said = (await response.json()).error.message;
-    } catch { /* not JSON: the status is shown */ }
-    throw new Error(said);
-  }
-  return response;
-}
-
-function askForKey() {
-  if (!el("key-dialog").open) el("key-dialog").showModal();
-}
-
-el("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  sessionStorage.setItem("valora-key", el("key").value.trim());
-  el("key").value = "";
-  el("key-dialog").close();
-  start();
-});
+let items = []; // {file, url, name, video, frames, width, height, answers}
+let current = 0;
+let running = null; // AbortController of the running requests
+let least = null; // least confidence of a box; each domain's own until the slider is moved
+const hidden = new Set(); // names in the legend that are switched off
 
 // The models
 
@@ -48,6 +22,8 @@ async function loadModels() {
   const before = el("model").value;
   models = listed;
   el("model").replaceChildren();
+  const finding = listed.filter((model) => model.boxes);
+  if (finding.length > 1) el("model").append(new Option(`Every domain with boxes (${finding.length})`, EVERY));
   for (const [kind, title] of [["domain", "Domains"], ["context", "Documents"], ["adapter", "Adapters"], ["base", "Base model"]]) {
     const group = document.createElement("optgroup");
     group.label = title;
@@ -56,69 +32,145 @@ async function loadModels() {
     }
     if (group.children.length) el("model").append(group);
   }
-  if (listed.some((item) => item.id === before)) el("model").value = before;
+  if ([...el("model").options].some((option) => option.value === before)) el("model").value = before;
   el("base").textContent = `on ${listed[0].id}`;
   describe();
+  offer(models);
+  promises(models);
 }
 
-function chosen() {
-  return models.find((item) => item.id === el("model").value);
+function targets() {
+  if (el("model").value === EVERY) return models.filter((model) => model.boxes);
+  return models.filter((model) => model.id === el("model").value);
 }
 
 function describe() {
-  const model = chosen();
-  if (!model) return;
+  const asked = targets();
+  if (!asked.length) return;
+  const [model] = asked;
   const parts = [];
-  if (model.task) parts.push(model.task);
-  parts.push(model.head ? `${model.head} head` : "language model");
-  if (model.kind === "domain") parts.push(model.adapter || "no adapter");
-  if (model.form) parts.push(`${model.source_tokens} tokens of a document, held in ${model.memory_tokens}`);
-  if (model.accuracy !== null) parts.push(`${model.metric} ${model.accuracy.toFixed(3)} promised`);
-  if (model.teacher) parts.push(`teacher ${model.teacher.toFixed(3)}`);
-  if (model.labels.length) parts.push(model.labels.slice(0, 12).join(", "));
+  if (asked.length > 1) {
+    parts.push("all domains over one picture, by colour", asked.map((one) => one.id).join(", "));
+  } else {
+    if (model.task) parts.push(model.task);
+    parts.push(model.head ? `${model.head} head` : "language model");
+    if (model.kind === "domain") parts.push(model.adapter || "no adapter");
+    if (model.form) parts.push(`${model.source_tokens} tokens of a document, held in ${model.memory_tokens}`);
+    if (model.accuracy !== null) parts.push(`${model.metric} ${model.accuracy.toFixed(3)} promised`);
+    if (model.teacher) parts.push(`teacher ${model.teacher.toFixed(3)}`);
+    if (model.labels.length) parts.push(model.labels.slice(0, 12).join(", "));
+  }
   el("about").textContent = parts.join(" · ");
-  el("prompt").placeholder = model.form ? "ask about the document" : model.prompt || (model.kind === "domain" ? "the domain's own prompt" : "write a prompt");
+  el("prompt").placeholder = asked.length > 1 ? "each domain's own prompt" : model.form ? "ask about the document"
+    : model.prompt || (model.kind === "domain" ? "the domain's own prompt" : "write a prompt");
   el("least-field").hidden = !model.boxes;
 }
 
-el("model").addEventListener("change", describe);
-
-// Least confidence of a box; the domain's own until the slider is moved.
-let least = null;
-el("least").value = 0.5;
-el("least-value").textContent = "the domain's own";
-el("least").addEventListener("input", () => {
-  least = Number(el("least").value);
-  el("least-value").textContent = least.toFixed(2);
+el("model").addEventListener("change", () => {
+  describe();
+  hidden.clear();
 });
 
-// The image or video
+function setLeast(value) {
+  least = value;
+  el("least-value").textContent = value === null ? "each domain's own" : value.toFixed(2);
+  el("least-reset").disabled = value === null;
+  el("least").classList.toggle("unset", value === null);
+}
+el("least").value = 0.5;
+setLeast(null);
+el("least").addEventListener("input", () => setLeast(Number(el("least").value)));
+el("least-reset").addEventListener("click", () => {
+  el("least").value = 0.5;
+  setLeast(null);
+  el("least").focus();
+});
 
-function take(file) {
-  if (!file) return;
-  if (!/^(image|video)\//.test(file.type)) {
-    fail(`${file.name} is neither an image nor a video.`);
+// Images and videos
+
+function take(files) {
+  const given = [...files];
+  if (!given.length) return;
+  const wrong = given.find((file) => !/^(image|video)\//.test(file.type));
+  if (wrong) {
+    fail(`${wrong.name} is neither an image nor a video.`);
     return;
   }
-  if (media) URL.revokeObjectURL(media.url);
-  media = { file, url: URL.createObjectURL(file), video: file.type.startsWith("video/") };
-  el("chosen").textContent = `${file.name} (${bytes(file.size)})`;
+  drop();
+  items = given.map((file) => ({
+    file, url: URL.createObjectURL(file), name: file.name, video: file.type.startsWith("video/"),
+    frames: null, width: 0, height: 0, answers: [],
+  }));
+  const total = given.reduce((sum, file) => sum + file.size, 0);
+  el("chosen").textContent = given.length === 1 ? `${given[0].name} (${bytes(total)})` : `${given.length} files (${bytes(total)})`;
   el("error").hidden = true;
-  show();
+  show(0);
 }
 
-function show() {
-  el("figure").hidden = false;
-  el("boxes").replaceChildren();
-  el("timing").textContent = "";
+function drop() {
+  for (const item of items) URL.revokeObjectURL(item.url);
+  items = [];
+  current = 0;
+}
+
+el("clear").addEventListener("click", () => {
+  drop();
+  el("file").value = "";
+  el("chosen").textContent = "Drop images or a short video here, paste one, or choose files";
+  for (const id of ["figure", "strip", "saving", "clear"]) el(id).hidden = true;
+  el("gallery").hidden = false;
   el("said").replaceChildren();
-  el("picture").hidden = media.video;
-  el("clip").hidden = !media.video;
-  if (media.video) el("clip").src = media.url;
-  else el("picture").src = media.url;
+  el("model").focus();
+});
+
+// Show one of the files with what was answered so far.
+function show(place) {
+  current = place;
+  const item = items[place];
+  el("gallery").hidden = true;
+  el("clear").hidden = false;
+  el("figure").hidden = el("viewport").hidden = el("tools").hidden = false;
+  el("timing").textContent = "";
+  el("picture").hidden = item.video;
+  el("clip").hidden = !item.video;
+  el("zoom").hidden = item.video;
+  strip();
+  const ready = () => {
+    const seen = item.video ? el("clip") : el("picture");
+    item.width ||= item.video ? seen.videoWidth : seen.naturalWidth;
+    item.height ||= item.video ? seen.videoHeight : seen.naturalHeight;
+    if (items[current] === item) {
+      resetZoom();
+      tell();
+    }
+  };
+  if (item.video) {
+    el("clip").onloadedmetadata = ready;
+    el("clip").src = item.url;
+  } else {
+    el("picture").onload = ready;
+    el("picture").src = item.url;
+    el("picture").alt = item.name;
+  }
+  tell();
 }
 
-el("file").addEventListener("change", () => take(el("file").files[0]));
+function strip() {
+  el("strip").hidden = items.length < 2;
+  if (items.length < 2) return;
+  el("strip").replaceChildren(...items.map((item, place) => {
+    const count = item.answers.flatMap((answer) => answer.detections || []).length;
+    const said = item.failed ? "failed" : item.answers.length ? String(item.answers[0].label ?? count) : "";
+    const picture = item.video ? make("span", { className: "film", textContent: "▶" }) : make("img", { src: item.url, alt: "" });
+    const made = make("button", { type: "button", className: "thumb", title: item.name }, picture, make("span", { textContent: said }));
+    made.setAttribute("aria-label", `${item.name} ${said}`);
+    made.setAttribute("aria-pressed", String(place === current));
+    made.addEventListener("click", () => show(place));
+    return made;
+  }));
+}
+
+el("file").addEventListener("change", () => take(el("file").files));
 for (const name of ["dragenter", "dragover"]) {
   document.addEventListener(name, (event) => {
     event.preventDefault();
@@ -131,9 +183,47 @@ document.addEventListener("dragleave", (event) => {
 document.addEventListener("drop", (event) => {
   event.preventDefault();
   el("drop").classList.remove("over");
-  take(event.dataTransfer.files[0]);
+  take(event.dataTransfer.files);
 });
-document.addEventListener("paste", (event) => take(event.clipboardData.files[0]));
+document.addEventListener("paste", (event) => take(event.clipboardData.files));
+
+// Examples of the bundles
+
+async function loadExamples() {
+  const listed = (await (await call("v1/examples")).json()).data;
+  if (!listed.length) return;
+  el("gallery-title").textContent = "Try an example, or drop your own images";
+  el("examples").replaceChildren(...listed.slice(0, 24).map((example) => {
+    const picture = make("img", { alt: "", width: 120, height: 120 });
+    const made = make("button", { type: "button", className: "example" }, picture, make("span", { textContent: example.domain }));
+    made.setAttribute("aria-label", `Example of ${example.domain}`);
+    made.addEventListener("click", () => tryExample(example));
+    blob(example.images[0]).then((content) => { picture.src = URL.createObjectURL(content); }, () => made.remove());
+    return make("li", {}, made);
+  }));
+}
+
+async function blob(path) {
+  return (await call(path)).blob();
+}
+
+async function tryExample(example) {
+  try {
+    const contents = await Promise.all(example.images.map(blob));
+    const name = (place) => `${example.domain}-${example.number}${place ? `-${place}` : ""}.png`;
+    const files = contents.map((content, place) => new File([content], name(place), { type: "image/png" }));
+    const model = models.find((one) => one.id === example.domain);
+    const all = model && model.boxes && [...el("model").options].some((option) => option.value === EVERY);
+    el("model").value = all ? EVERY : example.domain;
+    el("prompt").value = example.question || "";
+    describe();
+    take(example.video ? [files[0]] : files);
+    if (example.video) items[0].frames = files;
+    await ask();
+  } catch (error) {
+    fail(error.message);
+  }
+}
 
 // Requests
 
@@ -142,7 +232,7 @@ el("ask").addEventListener("submit", (event) => {
   ask();
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !el("look").hidden) {
     event.preventDefault();
     ask();
   }
@@ -151,214 +241,193 @@ document.addEventListener("keydown", (event) => {
 el("stop").addEventListener("click", () => running && running.abort());
 
 async function ask() {
-  const model = chosen();
-  if (!model || running) return;
+  const asked = targets();
+  if (!asked.length || running) return;
   const prompt = el("prompt").value.trim();
-  if (!media && (model.head || !prompt)) {
-    fail(model.head ? "Choose an image or a video first." : "Write a prompt or choose an image first.");
+  const heads = asked.every((model) => model.head);
+  if (!items.length && (heads || !prompt)) {
+    fail(heads ? "Choose an image or a video first." : "Write a prompt or choose an image first.");
     return;
   }
   running = new AbortController();
   el("run").disabled = true;
   el("stop").hidden = false;
   el("error").hidden = true;
-  if (media) show();
-  else el("figure").hidden = true;
   el("said").replaceChildren();
+  for (const item of items) Object.assign(item, { answers: [], failed: null, took: "" });
+  if (items.length) show(Math.min(current, items.length - 1));
+  else el("gallery").hidden = true;
   const began = performance.now();
   try {
-    if (model.head) await askHead(model, prompt, began);
-    else await askLanguageModel(model, prompt, began);
+    if (heads) await askHeads(asked, prompt, began);
+    else await askLanguageModel(asked[0], prompt, began);
   } catch (error) {
     fail(error.name === "AbortError" ? "Stopped." : error.message);
   } finally {
     running = null;
     el("run").disabled = false;
     el("stop").hidden = true;
+    el("saving").hidden = !items.some((item) => item.answers.length);
     refresh();
   }
 }
 
-async function askHead(model, prompt, began) {
+// Every domain about every file, some requests at a time.
+async function askHeads(asked, prompt, began) {
+  const jobs = items.flatMap((item) => asked.map((model) => ({ item, model })));
+  const failures = [];
+  let done = 0;
+  const work = async () => {
+    while (jobs.length && !running.signal.aborted) {
+      const { item, model } = jobs.shift();
+      try {
+        const answer = await askHead(item, model, prompt);
+        const result = answer.results[0];
+        item.width = result.width;
+        item.height = result.height;
+        item.answers.push({ domain: model.id, seconds: answer.seconds, mode: answer.mode, warnings: answer.warnings, ...result });
+        item.answers.sort((a, b) => order(asked, a) - order(asked, b));
+      } catch (error) {
+        if (error.name === "AbortError") throw error;
+        item.failed = error.message;
+        failures.push(error);
+      }
+      done += 1;
+      if (items[current] === item) tell();
+      else strip();
+    }
+  };
+  const total = jobs.length;
+  await Promise.all(Array.from({ length: Math.min(AT_ONCE, total) }, work));
+  const seconds = items.flatMap((item) => item.answers).reduce((sum, answer) => sum + answer.seconds, 0);
+  const modes = [...new Set(items.flatMap((item) => item.answers.map((answer) => answer.mode)))].join(", ");
+  const many = done > 1 ? `${done} answers; ` : "";
+  el("timing").textContent = `${milliseconds(performance.now() - began)} in total; ${many}${milliseconds((seconds * 1000) / Math.max(1, done))} in the server${done > 1 ? " each" : ""}, ${modes} mode`;
+  if (failures.length) fail(total === 1 ? failures[0].message : `${failures.length} of ${total} answers failed: ${failures[0].message}`);
+}
+
+const order = (asked, answer) => asked.findIndex((model) => model.id === answer.domain);
+
+async function askHead(item, model, prompt) {
   const form = new FormData();
-  form.append(media.video ? "video" : "image", media.file, media.file.name);
+  if (item.frames) for (const frame of item.frames) form.append("frames", frame, frame.name);
+  else form.append(item.video ? "video" : "image", item.file, item.name);
   if (prompt) form.append("prompt", prompt);
   if (least !== null && model.boxes) form.append("min_score", String(least));
   const path = `v1/vision/${encodeURIComponent(model.id)}`;
-  const response = await call(path, { method: "POST", body: form, signal: running.signal });
-  const answer = await response.json();
-  const result = answer.results[0];
-  if (result.detections) {
-    drawBoxes(result);
-  } else {
-    listLabels(result);
-  }
-  warn(answer.warnings);
-  took(began, `${milliseconds(answer.seconds * 1000)} in the server, ${answer.mode} mode`);
+  return (await call(path, { method: "POST", body: form, signal: running.signal })).json();
 }
 
 async function askLanguageModel(model, prompt, began) {
   const content = [];
   if (prompt) content.push({ type: "text", text: prompt });
-  if (media) {
-    const kind = media.video ? "video_url" : "image_url";
-    content.push({ type: kind, [kind]: { url: await dataUrl(media.file) } });
+  const item = items[current];
+  if (item) {
+    const kind = item.video ? "video_url" : "image_url";
+    content.push({ type: kind, [kind]: { url: await dataUrl(item.file) } });
   }
-  const body = {
-    model: model.id,
-    messages: [{ role: "user", content }],
-    stream: true,
-    stream_options: { include_usage: true },
-  };
-  const response = await call("v1/chat/completions", {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify(body),
-    signal: running.signal,
-  });
-  const text = document.createElement("p");
-  text.className = "text";
-  el("said").append(text);
+  const text = make("p", { className: "text" });
+  el("said").replaceChildren(text);
   let first = null;
-  let usage = null;
-  for await (const event of events(response.body)) {
-    if (event.error) throw new Error(event.error.message);
-    if (event.usage) usage = event.usage;
-    if (event.valora) warn(event.valora.warnings);
-    const delta = event.choices.length ? event.choices[0].delta.content : "";
-    if (delta && first === null) first = performance.now() - began;
-    text.textContent += delta || "";
-  }
-  const parts = [];
+  const found = await complete(model.id, [{ role: "user", content }], (piece) => {
+    first ??= performance.now() - began;
+    text.textContent += piece;
+  }, running.signal);
+  const parts = [`${milliseconds(performance.now() - began)} in total`];
   if (first !== null) parts.push(`first token after ${milliseconds(first)}`);
-  if (usage) parts.push(`${usage.prompt_tokens} prompt tokens, ${usage.completion_tokens} generated`);
+  if (found.usage) parts.push(`${found.usage.prompt_tokens} prompt tokens, ${found.usage.completion_tokens} generated`);
+  if (item) item.answers = [{ domain: model.id, text: text.textContent }];
   el("figure").hidden = false;
-  if (!media) {
-    el("picture").hidden = true;
-    el("clip").hidden = true;
-  }
-  took(began, parts.join(", "));
-}
-
-async function* events(stream) {
-  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    held += value;
-    const lines = held.split("\n\n");
-    held = lines.pop();
-    for (const line of lines) {
-      const data = line.replace(/^data: /, "");
-      if (data !== "[DONE]") yield JSON.parse(data);
-    }
-  }
-}
-
-function dataUrl(file) {
-  return new Promise((resolve, reject) => {
-    const reader = new FileReader();
-    reader.onload = () => resolve(reader.result);
-    reader.onerror = () => reject(new Error(`${file.name} cannot be read.`));
-    reader.readAsDataURL(file);
-  });
+  el("viewport").hidden = el("tools").hidden = !item;
+  warn(found.warnings);
+  el("timing").textContent = parts.join("; ");
 }
 
 // The result
 
-function colour(label) {
-  const labels = chosen().labels;
-  const number = Math.max(0, labels.indexOf(label));
-  return `hsl(${HUES[number % HUES.length]} 85% 55%)`;
+// The number of a box's colour: of its domain where several were asked, of its label otherwise.
+function kindOf(answer, found) {
+  const asked = targets();
+  if (asked.length > 1) return { name: answer.domain, number: order(asked, answer) };
+  return { name: found.label, number: Math.max(0, asked[0] ? asked[0].labels.indexOf(found.label) : 0) };
 }
 
-function drawBoxes(result) {
-  const svg = el("boxes");
-  svg.setAttribute("viewBox", `0 0 ${result.width} ${result.height}`);
-  svg.setAttribute("preserveAspectRatio", "none");
-  const shown = el("picture").clientWidth || result.width;
-  const size = (14 * result.width) / shown; // 14 pixels on the screen
-  if (!media.video) {
-    for (const found of result.detections) {
-      const [x0, y0, x1, y1] = found.box;
-      const box = document.createElementNS(SVG, "rect");
-      box.setAttribute("x", x0);
-      box.setAttribute("y", y0);
-      box.setAttribute("width", Math.max(0, x1 - x0));
-      box.setAttribute("height", Math.max(0, y1 - y0));
-      box.setAttribute("stroke", colour(found.label));
-      const name = document.createElementNS(SVG, "text");
-      name.setAttribute("x", x0 + size / 4);
-      name.setAttribute("y", y0 + size > result.height ? y0 : y0 + size);
-      name.setAttribute("font-size", size);
-      name.setAttribute("stroke-width", size / 7);
-      name.textContent = `${found.label} ${found.confidence.toFixed(2)}`;
-      svg.append(box, name);
+// Show what was answered about the current file.
+function tell() {
+  const item = items[current];
+  if (!item) return;
+  const found = item.answers.flatMap((answer) => (answer.detections || []).map((one) => ({ ...one, ...kindOf(answer, one) })));
+  legend(item, found);
+  const visible = found.filter((one) => !hidden.has(one.name));
+  const [width, height] = [item.width || 1, item.height || 1];
+  draw(width, height, item.video ? [] : visible.map((one) => {
+    const [x0, y0, x1, y1] = one.box;
+    return { x0, y0, x1, y1, label: one.label, confidence: one.confidence, colour: colour(one.number) };
+  }));
+  strip();
+  const answers = item.answers;
+  if (!answers.length) {
+    el("said").replaceChildren(...(item.failed ? [make("p", { className: "wrong", textContent: item.failed })] : []));
+    return;
+  }
+  el("said").replaceChildren();
+  if (answers.some((answer) => answer.detections)) {
+    visible.sort((a, b) => b.confidence - a.confidence);
+    const rows = visible.map((one) => [one.label, one.confidence, one.number, one.box.map((value) => value.toFixed(1)).join(", ")]);
+    if (!found.length) say("No object was found at this confidence.");
+    else table(["label", "confidence", "box (x0, y0, x1, y1)"], rows);
+  }
+  for (const answer of answers) {
+    if (answer.confidences) {
+      const rows = Object.entries(answer.confidences).map(([label, sure], number) => [label, sure, number]);
+      rows.sort((a, b) => b[1] - a[1]);
+      table(["label", "confidence"], rows.slice(0, 20));
+    } else if (answer.text !== undefined && answer.text !== null) {
+      el("said").append(make("p", { className: "text", textContent: answer.text }));
     }
   }
-  const rows = result.detections.map((found) => [
-    found.label, found.confidence, found.box.map((value) => value.toFixed(1)).join(", "),
-  ]);
-  if (!rows.length) say("No object was found at this confidence.");
-  else table(["label", "confidence", "box (x0, y0, x1, y1)"], rows);
+  warn([...new Set(answers.flatMap((answer) => answer.warnings || []))]);
 }
 
-function listLabels(result) {
-  const rows = Object.entries(result.confidences || {});
-  rows.sort((a, b) => b[1] - a[1]);
-  table(["label", "confidence"], rows.slice(0, 20));
+// Counts by colour; each can be switched off.
+function legend(item, found) {
+  const asked = targets();
+  const several = asked.length > 1;
+  const names = several ? item.answers.map((answer) => [answer.domain, order(asked, answer)])
+    : [...new Map(found.map((one) => [one.name, one.number]))];
+  el("legend").replaceChildren(...names.map(([name, number]) => {
+    const count = found.filter((one) => one.name === name).length;
+    const swatch = make("span", { className: "swatch" });
+    swatch.style.background = colour(number);
+    const made = make("button", { type: "button", className: "chip" }, swatch, `${name} ${count}`);
+    made.setAttribute("aria-pressed", String(!hidden.has(name)));
+    made.addEventListener("click", () => {
+      if (!hidden.delete(name)) hidden.add(name);
+      tell();
+    });
+    return make("li", {}, made);
+  }));
 }
 
 function table(titles, rows) {
-  const made = document.createElement("table");
-  const head = made.createTHead().insertRow();
-  for (const title of titles) {
-    const cell = document.createElement("th");
-    cell.scope = "col";
-    cell.textContent = title;
-    head.append(cell);
-  }
-  const body = made.createTBody();
-  for (const [label, confidence, ...more] of rows) {
-    const row = body.insertRow();
-    const name = row.insertCell();
-    const swatch = document.createElement("span");
-    swatch.className = "swatch";
-    swatch.style.background = colour(label);
-    name.append(swatch, label);
-    const sure = row.insertCell();
-    sure.className = "number";
-    const bar = document.createElement("meter");
-    bar.value = confidence;
-    bar.setAttribute("aria-hidden", "true");
-    sure.append(bar, ` ${confidence.toFixed(3)}`);
-    for (const item of more) {
-      const cell = row.insertCell();
-      cell.className = "number";
-      cell.textContent = item;
-    }
-  }
-  el("said").append(made);
+  const head = make("tr", {}, ...titles.map((title) => make("th", { scope: "col", textContent: title })));
+  const body = rows.map(([label, confidence, number, ...more]) => {
+    const swatch = make("span", { className: "swatch" });
+    swatch.style.background = colour(number);
+    const bar = make("meter", { value: confidence, "aria-hidden": "true" });
+    return make("tr", {}, make("td", {}, swatch, label),
+      make("td", { className: "number" }, bar, ` ${confidence.toFixed(3)}`),
+      ...more.map((text) => make("td", { className: "number", textContent: text })));
+  });
+  el("said").append(make("table", {}, make("thead", {}, head), make("tbody", {}, ...body)));
 }
 
 function say(text) {
-  const line = document.createElement("p");
-  line.textContent = text;
-  el("said").append(line);
-}
-
-function took(began, more) {
-  el("timing").textContent = `${milliseconds(performance.now() - began)} in total${more ? `; ${more}` : ""}`;
+  el("said").append(make("p", { textContent: text }));
 }
 
 function warn(warnings) {
-  for (const warning of warnings || []) {
-    const line = document.createElement("p");
-    line.className = "hint";
-    line.textContent = warning;
-    el("said").append(line);
-  }
+  for (const warning of warnings || []) el("said").append(make("p", { className: "hint", textContent: warning }));
 }
 
 function fail(text) {
@@ -366,55 +435,41 @@ function fail(text) {
   el("error").hidden = false;
 }
 
-function milliseconds(value) {
-  return value < 1000 ? `${value.toFixed(0)} ms` : `${(value / 1000).toFixed(2)} s`;
-}
+el("save").addEventListener("click", () => {
+  save(el("format").value, items.filter((item) => item.answers.length));
+});
 
-function bytes(value) {
-  const units = ["B", "KB", "MB", "GB", "TB"];
-  const step = Math.min(units.length - 1, Math.floor(Math.log2(Math.max(1, value)) / 10));
-  return `${(value / 2 ** (10 * step)).toFixed(step ? 1 : 0)} ${units[step]}`;
-}
+// Views
 
-// The live panel
-
-function percent(value) {
-  return value === null ? "–" : `${(100 * value).toFixed(0)} %`;
-}
-
-async function refresh() {
-  if (el("key-dialog").open) return;
-  try {
-    const now = await (await call("v1/status")).json();
-    const total = Math.max(1, now.pages_total);
-    el("state").textContent = now.ready ? "ready" : "not ready";
-    el("s-running").textContent = now.running;
-    el("s-waiting").textContent = now.waiting;
-    el("s-mode").textContent = now.mode;
-    el("s-merged").textContent = now.merged_adapter || "none";
-    el("s-switches").textContent = now.switches;
-    el("s-adapters").textContent = `${now.adapters_resident.length} of ${now.adapters_known}`;
-    el("s-prefix").textContent = percent(now.prefix_hit_ratio);
-    el("s-image").textContent = percent(now.image_hit_ratio);
-    el("s-memory").textContent = bytes(now.memory_bytes);
-    el("p-kv").style.width = `${(100 * now.pages_kv) / total}%`;
-    el("p-contexts").style.width = `${(100 * now.pages_contexts) / total}%`;
-    el("p-adapters").style.width = `${(100 * now.pages_adapters) / total}%`;
-    el("pages-said").textContent =
-      `${now.pages_kv} KV cache, ${now.pages_contexts} documents, ${now.pages_adapters} adapters, ${now.pages_free} free of ${now.pages_total} pages`;
-  } catch {
-    el("state").textContent = "not reachable";
+const tabs = [...el("tabs").children];
+function open(tab) {
+  for (const other of tabs) {
+    const chosen = other === tab;
+    other.setAttribute("aria-selected", String(chosen));
+    other.tabIndex = chosen ? 0 : -1;
+    el(other.getAttribute("aria-controls")).hidden = !chosen;
   }
+}
+for (const tab of tabs) {
+  tab.addEventListener("click", () => open(tab));
+  tab.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!step) return;
+    const next = tabs[(tabs.indexOf(tab) + step + tabs.length) % tabs.length];
+    open(next);
+    next.focus();
+  });
 }
 
 async function start() {
   try {
     await loadModels();
-    await refresh();
+    await Promise.all([refresh(), loadExamples()]);
   } catch (error) {
     fail(error.message);
   }
 }
 
+onKey(start);
 start();
 setInterval(() => document.hidden || refresh(), 1000);

@@ -125,7 +125,7 @@ def test_paths_without_a_route_are_closed():
 
 
 def test_an_unknown_name_lists_what_there_is():
-    with pytest.raises(UnknownNameError, match="chat, completions, contexts, embeddings, models"):
+    with pytest.raises(UnknownNameError, match="chat, completions, contexts, embeddings, examples"):
         ENDPOINTS["nothing"]
 
 

@@ -1,0 +1,95 @@
+"""``/v1/examples``: the golden examples of the served bundles, for people who want to try them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter
+from fastapi import Path as PathField
+from starlette.responses import Response
+
+from valora_data.contract.files import UnreadableError, read_bytes
+from valora_serve.errors import UnknownModelError
+from valora_serve.server.api.common import error_answers
+from valora_serve.server.api.schema import ExampleCard, ExampleList
+from valora_serve.server.loading.golden import IMAGE_BYTES, Example, read_examples
+
+if TYPE_CHECKING:
+    from valora_serve.server.context import ServerContext
+
+PNG = b"\x89PNG\r\n\x1a\n"
+"""First bytes of a PNG file."""
+_IMAGE: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"image/png": {}}, "description": "The image, or a frame of the video"}
+}
+
+
+def router(context: ServerContext) -> APIRouter:
+    """Routes of the examples."""
+    routes = APIRouter(tags=["models"])
+
+    @routes.get("/v1/examples", responses=error_answers(), summary="Examples of the domains")
+    async def examples() -> ExampleList:
+        found = await asyncio.to_thread(_by_domain, context)
+        return ExampleList(
+            data=[
+                _card(name, number, example)
+                for name, several in found.items()
+                for number, example in enumerate(several)
+            ]
+        )
+
+    @routes.get(
+        "/v1/examples/{domain}/{number}/{image}",
+        responses=error_answers() | _IMAGE,
+        response_class=Response,
+        summary="An image of an example",
+    )
+    async def picture(
+        domain: Annotated[str, PathField(description="name of a domain")],
+        number: Annotated[int, PathField(ge=0, le=1000)],
+        image: Annotated[int, PathField(ge=0, le=1000, description="index of the image or frame")],
+    ) -> Response:
+        found = (await asyncio.to_thread(_by_domain, context)).get(domain, [])
+        files = found[number].files if number < len(found) else ()
+        if image >= len(files):
+            raise UnknownModelError(
+                f"There is no such image of an example of {domain[:100]!a}: /v1/examples lists all"
+            )
+        content = await asyncio.to_thread(read_bytes, files[image], IMAGE_BYTES)
+        if not content.startswith(PNG):  # a bundle may name any of its files, such as weights
+            raise UnknownModelError(f"An image of an example of {domain[:100]!a} is no PNG file")
+        kept = {"Cache-Control": "private, max-age=3600"}
+        return Response(content, media_type="image/png", headers=kept)
+
+    return routes
+
+
+def _by_domain(context: ServerContext) -> dict[str, list[Example]]:
+    """Examples of each served domain, in the order of the domains; damaged ones are left out."""
+    found: dict[str, list[Example]] = {}
+    for model in context.service.engine.models():
+        if model.kind == "domain":
+            found.setdefault(model.name, [])
+    folders = {m.root for m in context.service.engine.models() if m.kind == "domain"}
+    for folder in sorted(folders):
+        try:
+            examples = read_examples(Path(folder))
+        except (UnreadableError, OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # checked when the bundle was loaded; since then somebody has changed it
+        for example in examples:
+            if example.domain in found and example.files:  # questions about documents have none
+                found[example.domain].append(example)
+    return {name: examples for name, examples in found.items() if examples}
+
+
+def _card(name: str, number: int, example: Example) -> ExampleCard:
+    return ExampleCard(
+        domain=name,
+        number=number,
+        video=example.video,
+        question=example.question,
+        images=[f"v1/examples/{name}/{number}/{place}" for place in range(len(example.files))],
+    )

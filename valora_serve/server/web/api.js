@@ -1,0 +1,110 @@
+// Requests to the server's API, which is the same as for any other client; and small helpers.
+
+export const el = (id) => document.getElementById(id);
+export const SVG = "http://www.w3.org/2000/svg";
+
+const KEY = "valora-key";
+let refused = false; // the key that is kept was not accepted
+
+function headers(extra = {}) {
+  const key = sessionStorage.getItem(KEY);
+  return key ? { ...extra, Authorization: `Bearer ${key}` } : extra;
+}
+
+export async function call(path, options = {}) {
+  const response = await fetch(path, { ...options, headers: headers(options.headers) });
+  if (response.status === 401) {
+    refused = sessionStorage.getItem(KEY) !== null;
+    askForKey();
+    throw new Error("This server requires an API key.");
+  }
+  if (!response.ok) {
+    let said = `${response.status} ${response.statusText}`;
+    try {
+      said = (await response.json()).error.message;
+    } catch { /* not JSON: the status is shown */ }
+    throw new Error(said);
+  }
+  return response;
+}
+
+function askForKey() {
+  el("key-error").hidden = !refused;
+  if (!el("key-dialog").open) el("key-dialog").showModal();
+  el("key").focus();
+}
+
+export function onKey(started) {
+  el("key-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    sessionStorage.setItem(KEY, el("key").value.trim());
+    el("key").value = "";
+    el("key-dialog").close();
+    started();
+  });
+}
+
+// Events of a stream, parsed.
+export async function* events(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    held += value;
+    const lines = held.split("\n\n");
+    held = lines.pop();
+    for (const line of lines) {
+      const data = line.replace(/^data: /, "");
+      if (data !== "[DONE]") yield JSON.parse(data);
+    }
+  }
+}
+
+// Streams a chat completion; calls onText with each piece. Returns usage and warnings.
+export async function complete(model, messages, onText, signal) {
+  const response = await call("v1/chat/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ model, messages, stream: true, stream_options: { include_usage: true } }),
+    signal,
+  });
+  const found = { usage: null, warnings: [] };
+  for await (const event of events(response.body)) {
+    if (event.error) throw new Error(event.error.message);
+    if (event.usage) found.usage = event.usage;
+    if (event.valora) found.warnings = event.valora.warnings || [];
+    const delta = event.choices.length ? event.choices[0].delta.content : "";
+    if (delta) onText(delta);
+  }
+  return found;
+}
+
+export function dataUrl(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(new Error(`${file.name} cannot be read.`));
+    reader.readAsDataURL(file);
+  });
+}
+
+export function make(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name in made) made[name] = value;
+    else made.setAttribute(name, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+export function milliseconds(value) {
+  return value < 1000 ? `${value.toFixed(0)} ms` : `${(value / 1000).toFixed(2)} s`;
+}
+
+export function bytes(value) {
+  const units = ["B", "KB", "MB", "GB", "TB"];
+  const step = Math.min(units.length - 1, Math.floor(Math.log2(Math.max(1, value)) / 10));
+  return `${(value / 2 ** (10 * step)).toFixed(step ? 1 : 0)} ${units[step]}`;
+}

@@ -60,22 +60,6 @@ def shrink(
     return Shrunk(flat[: shape[0] * shape[1] * shape[2] * shape[3]].view(shape), chosen)
 
 
-def join(gathered: torch.Tensor, weights: LoraWeights, shrunk: Shrunk) -> Shrunk:
-    """Join the parts of h whose rank rows were dealt out to GPUs one by one.
-
-    Args:
-        gathered: [GPUs, projections, terms, places, ranks]; rank row j·GPUs + k is row j of GPU k.
-        weights: Weights of the second step, whose ranks the result has.
-        shrunk: One of the parts.
-    """
-    count, projections, terms, places, ranks = gathered.shape
-    most = weights.max_rank if shrunk.tiling is None else padded_ranks(weights)
-    whole = gathered.permute(1, 2, 3, 4, 0).reshape(projections, terms, places, ranks * count)
-    if whole.shape[-1] < most:
-        whole = torch.nn.functional.pad(whole, (0, most - whole.shape[-1]))
-    return Shrunk(whole[..., :most].contiguous(), shrunk.tiling)
-
-
 def expand(
     ys: Sequence[torch.Tensor], shrunk: Shrunk, weights: LoraWeights, batch: LoraBatch
 ) -> None:
@@ -83,7 +67,7 @@ def expand(
 
     Args:
         ys: [P] tensors [rows, out_features[p]], changed in place.
-        shrunk: Result of `shrink` or `join`.
+        shrunk: Result of `shrink`.
         weights: B of every adapter; A is not read.
         batch: Which rows have which adapters.
     """

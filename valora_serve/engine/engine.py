@@ -279,7 +279,6 @@ class Engine:
             device=self.device,
         )
         if isinstance(lmm.linears, SplitLinears):
-            lmm.linears.shrinking = made.shrinking
             lmm.linears.relay = None if crew is None else crew.tell
         return made
 

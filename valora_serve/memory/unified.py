@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from valora_data.wording import plural
-from valora_kernels.launching import power_of_two
 from valora_kernels.weights import LoraWeights
 from valora_serve.errors import AdapterError
 
@@ -105,8 +104,6 @@ class UnifiedMemory:
             from which absent rank rows are read.
         kv: Keys and values of each layer, two views [pages, block_size, kv_heads, head_dim].
         lora: Address tables into `storage` for the adapters of each group, by its name.
-        shrinking: The same for groups whose A is split by its rank rows, with tables no longer than
-            those need.
 
     Raises:
         ValueError: A page is too small for the widest rank row.
@@ -153,9 +150,6 @@ class UnifiedMemory:
         self._table = torch.zeros_like(self._on_host[0], device=device)
         self._projections: dict[str, _Projection] = {}
         self.lora: dict[str, LoraWeights] = {}
-        self.shrinking: dict[str, LoraWeights] = {}
-        # Of groups whose A is split: number of their first projection, and the short table.
-        self._short: list[tuple[int, torch.Tensor]] = []
         first = 0
         for group in groups:
             stop = first + len(group.out_features)
@@ -169,8 +163,6 @@ class UnifiedMemory:
                 a_table=self._tables[0, first:stop],
                 b_table=self._tables[1, first:stop],
             )
-            if group.share is not None and group.share.splits_ranks:
-                self._shorten(group, first, group.share.rank_rows(max_rank))
             for index, (module, width) in enumerate(
                 zip(group.modules, group.b_widths, strict=True)
             ):
@@ -179,23 +171,6 @@ class UnifiedMemory:
                 )
             first = stop
         self._layouts: dict[tuple[tuple[str, int], ...], Layout] = {}
-
-    def _shorten(self, group: GroupSpec, first: int, rows: int) -> None:
-        """Make a table of A with room for `rows` rows, padded to what the kernels read."""
-        ranks = max(16, power_of_two(rows))
-        shape = (len(group.out_features), self.slots, ranks)
-        table = torch.full(shape, self._zeros, dtype=torch.int64, device=self.device)
-        self._short.append((first, table))
-        self.shrinking[group.name] = LoraWeights(
-            in_features=group.in_features,
-            out_features=group.out_features,
-            slots=self.slots,
-            max_rank=ranks,
-            a=self.storage,
-            b=self.storage,
-            a_table=table,
-            b_table=table,
-        )
 
     @property
     def device(self) -> torch.device:
@@ -231,7 +206,12 @@ class UnifiedMemory:
                         end += size - end % size
                         continue
                     count = min(room, last - row)
-                    place[part, found.number, row : row + count] = end + step * np.arange(count)
+                    places = end + step * np.arange(count)
+                    ranks_of = np.arange(row, row + count)
+                    if part == 0 and found.share is not None:
+                        ranks_of = found.share.rank_row(ranks_of)
+                    fits = ranks_of < rank
+                    place[part, found.number, ranks_of[fits]] = places[fits]
                     runs.append(PageRun(module, part, row, count, end, step))
                     row += count
                     end += count * step
@@ -323,9 +303,6 @@ class UnifiedMemory:
         table[:, :, : packed.rank] = torch.from_numpy(rows)
         self._table.copy_(table, non_blocking=True)
         self._tables[:, :, slot] = self._table
-        for first, short in self._short:
-            count = min(short.shape[2], self.max_rank)
-            short[:, slot, :count] = self._table[0, first : first + len(short), :count]
 
     def write_pages(self, content: torch.Tensor, pages: Sequence[int]) -> None:
         """Copy keys and values to the device, on the current stream.

@@ -8,7 +8,7 @@ terms need; that collective runs beside the base product.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -20,7 +20,7 @@ from valora_serve.model.linears import LastOutputs, LinearGroup, Linears, LoraSc
 from valora_serve.parallel.partition import share_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -46,8 +46,6 @@ class SplitGroup(LinearGroup):
         group: The processes that hold the other parts.
 
     Attributes:
-        shrinking: LoRA weights of the first step if A is split by its rank rows; None otherwise, or
-            while no adapter has any.
         share: What this process holds.
     """
 
@@ -62,7 +60,6 @@ class SplitGroup(LinearGroup):
         super().__init__(spec, linears, scope, last)
         assert spec.share is not None
         self.share: Share = spec.share
-        self.shrinking: LoraWeights | None = None
         self._group = group
         if self.share.row and self.bias is not None and not group.leads:
             self.bias = torch.zeros_like(self.bias)  # it enters the sum once
@@ -86,19 +83,17 @@ class SplitGroup(LinearGroup):
         return parts
 
     def _with_exchange(self, x: Tensor, lora: LoraWeights, batch: LoraBatch) -> Tensor:
-        """x·Wᵀ + bias + LoRA of this process's part, with x·Aᵀ exchanged: [rows, outputs]."""
-        shrunk = two_steps.shrink(x, self.shrinking or lora, batch)
+        """x·Wᵀ + bias + LoRA of this process's part, with x·Aᵀ summed: [rows, outputs].
+
+        A process's x·Aᵀ is zero in rank rows that others hold, so that the sum gathers them.
+        """
+        shrunk = two_steps.shrink(x, lora, batch)
+        wait = self._group.start_all_reduce(shrunk.h)
+        y = self._base(x)
+        wait()
         if self.share.row:
-            wait = self._group.start_all_reduce(shrunk.h)
-            y = self._base(x)
-            wait()
-            width = self.spec.out_features[0]
-            ys: Sequence[Tensor] = [y[:, self.share.outputs(width)]]
+            ys: Sequence[Tensor] = [y[:, self.share.outputs(self.spec.out_features[0])]]
         else:
-            gathered, wait = self._group.start_gather(shrunk.h)
-            y = self._base(x)
-            wait()
-            shrunk = two_steps.join(gathered, lora, shrunk)
             ys = y.split(self.spec.out_features, dim=1)
         two_steps.expand(ys, shrunk, lora, batch)
         return y
@@ -127,8 +122,7 @@ class MergeStaging:
 
     def _source(self, one: SplitGroup, lora: LoraWeights) -> LoraWeights:
         """Return LoRA weights for the merge, whose gathered matrices are the same in every slot."""
-        count, size = len(lora.out_features), one.share.size
-        ranks = -(-lora.max_rank // size) * size
+        count, ranks = len(lora.out_features), lora.max_rank
         width = one.spec.out_features[0] if one.share.row else lora.in_features
         whole = torch.zeros((count, ranks, width), dtype=lora.a.dtype, device=lora.a.device)
         self._whole[one.spec.name] = whole
@@ -152,27 +146,43 @@ class MergeStaging:
         )
 
     def fill(self, slot: int, rank: int) -> None:
-        """Gather the matrices of the adapter in a slot."""
-        own = [self._own(one, slot, rank) for one in self._groups]
-        gathered = self._group.gather(torch.cat([part.reshape(-1) for part in own]))
-        parts = gathered.split([part.numel() for part in own], dim=1)
-        for one, mine, flat in zip(self._groups, own, parts, strict=True):
-            whole, size = self._whole[one.spec.name], one.share.size
-            found = flat.view(size, *mine.shape)
-            if one.share.row:  # [size, 1, rank, outputs / size]
-                whole[0, :rank] = found[:, 0].transpose(0, 1).reshape(rank, -1)
-            else:  # [size, projections, rows, inputs]: rank row j·size + k is row j of process k
-                for k in range(size):
-                    whole[:, k::size][:, : mine.shape[1]] = found[k]
+        """Put the matrices of the adapter in a slot together."""
+        rows = [one for one in self._groups if one.share.row]
+        columns = [one for one in self._groups if not one.share.row]
+        for flat, one in self._parts(rows, slot, rank, self._group.gather):
+            found = flat.view(self._group.size, rank, -1)  # [size, rank, outputs / size]
+            self._whole[one.spec.name][0, :rank] = found.transpose(0, 1).reshape(rank, -1)
+        for flat, one in self._parts(columns, slot, rank, self._sum):
+            self._whole[one.spec.name][:, :rank] = flat.view(-1, rank, one.spec.in_features)
+
+    def _sum(self, values: Tensor) -> Tensor:
+        self._group.all_reduce(values)
+        return values
+
+    def _parts(
+        self,
+        groups: Sequence[SplitGroup],
+        slot: int,
+        rank: int,
+        exchange: Callable[[Tensor], Tensor],
+    ) -> Iterator[tuple[Tensor, SplitGroup]]:
+        """Exchange this process's parts of some groups in one call."""
+        if not groups:
+            return
+        own = [self._own(one, slot, rank).reshape(-1) for one in groups]
+        sizes = [part.numel() for part in own]
+        yield from zip(exchange(torch.cat(own)).split(sizes, dim=-1), groups, strict=True)
 
     def _own(self, one: SplitGroup, slot: int, rank: int) -> Tensor:
-        """Return this process's part of A or Bᵀ of a group: [projections, rows, width]."""
+        """Return this process's part of A or Bᵀ of a group: [projections, rank, width].
+
+        Of an A it is whole, with zeros in the rank rows that others hold.
+        """
         assert one.lora is not None
         if one.share.row:
             return one.lora.rows_of(0, slot, rank)[1][None]
         count = range(len(one.spec.modules))
-        rows = one.share.rank_rows(rank)
-        return torch.stack([one.lora.rows_of(p, slot, rows)[0] for p in count])
+        return torch.stack([one.lora.rows_of(p, slot, rank)[0] for p in count])
 
 
 @dataclass(slots=True)
@@ -181,13 +191,10 @@ class SplitLinears(Linears):
 
     Attributes:
         group: The processes.
-        shrinking: LoRA weights of the first step of groups whose A is split by its rank rows, by
-            name; set once the engine's memory exists.
         relay: Tells the other processes what this one does; None in all but the leader.
     """
 
     group: Group | None = None
-    shrinking: Mapping[str, LoraWeights] = field(default_factory=dict)
     relay: Callable[..., None] | None = None
     _staging: MergeStaging | None = None
 
@@ -234,10 +241,6 @@ class SplitLinears(Linears):
         """Let groups apply adapters from now on; see `Linears.activate`."""
         if self.relay is not None:
             self.relay("activate", sorted(names), mergeable)
-        for name in names:
-            one = self.groups[name]
-            if isinstance(one, SplitGroup):
-                one.shrinking = self.shrinking.get(name)
         Linears.activate(self, names, lora, mergeable=mergeable)
 
     def merge(self, slot: int, rank: int, scaling: float) -> None:

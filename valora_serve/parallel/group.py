@@ -110,29 +110,18 @@ class Group:
     def start_all_reduce(self, values: Tensor) -> Callable[[], object]:
         """Start `all_reduce`; the function that is returned makes later work wait for it."""
         if self.peers is not None and self.peers.takes(values):
-            self.peers.all_reduce(values)
-            return _nothing
+            return self.peers.start_all_reduce(values)
         work = dist.all_reduce(values, async_op=True)
         assert work is not None
         return work.wait
 
-    def start_gather(self, values: Tensor) -> tuple[Tensor, Callable[[], object]]:
-        """Start to gather equally shaped tensors.
-
-        Returns:
-            [size, …], valid after the function that is returned beside it was called.
-        """
-        if self.peers is not None and (small := self.peers.gather(values)) is not None:
-            return small, _nothing
-        found = values.new_empty((self.size, *values.shape))
-        work = dist.all_gather_into_tensor(found.view(-1), values.view(-1), async_op=True)
-        assert work is not None
-        return found, work.wait
-
     def gather(self, values: Tensor) -> Tensor:
         """Return the tensors of all processes: […] → [size, …]."""
-        found, wait = self.start_gather(values.contiguous())
-        wait()
+        values = values.contiguous()
+        if self.peers is not None and (small := self.peers.gather(values)) is not None:
+            return small
+        found = values.new_empty((self.size, *values.shape))
+        dist.all_gather_into_tensor(found.view(-1), values.view(-1))
         return found
 
     def least(self, value: int) -> int:
@@ -164,7 +153,3 @@ class Group:
         """Leave the group."""
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _nothing() -> None:
-    """Wait for nothing: the exchange is part of the current stream."""

@@ -16,6 +16,9 @@ from valora_serve.errors import SettingsError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Linear layers that are split by their outputs."""
 
@@ -83,7 +86,7 @@ class Share:
 
     @property
     def splits_ranks(self) -> bool:
-        """Whether A is split by its rank rows, so that x·Aᵀ must be gathered."""
+        """Whether A is split by its rank rows, so that those of x·Aᵀ must be put together."""
         return not self.row and self.lora is LoraParallel.SLORA
 
     @property
@@ -97,6 +100,10 @@ class Share:
         Ranks that the number of processes does not divide are padded with rows of zeros.
         """
         return -(-rank // self.size) if self.splits_ranks else rank
+
+    def rank_row(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return which rank rows the process's rows of A are."""
+        return row * self.size + self.rank if self.splits_ranks else row
 
     def outputs(self, width: int) -> slice:
         """Return which of the `width` outputs of a row layer the process expands."""

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from torch import Tensor
 
 log = logging.getLogger(__name__)
@@ -38,14 +40,18 @@ class PeerMemory:
         rank: Number of this process.
         size: Number of processes.
         buffers: Memory of this GPU by data type: [elements].
-        handles: The same of all GPUs.
+        beside: The same for sums on another stream, which need memory and signals of their own.
+        handles: All of it, of all GPUs.
+        stream: The other stream; None without a GPU.
     """
 
     name: str
     rank: int
     size: int
     buffers: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    beside: dict[torch.dtype, Tensor] = field(default_factory=dict)
     handles: list[Any] = field(default_factory=list)
+    stream: torch.cuda.Stream | None = None
 
     opened: ClassVar[bool] = False
     """Whether this process has opened one: torch keeps the store of a group's name for the life of
@@ -76,12 +82,13 @@ class PeerMemory:
 
         symmetric: Any = _symmetric_memory
         world: Any = dist.group.WORLD
-        found = cls(world.group_name, rank, size)
+        found = cls(world.group_name, rank, size, stream=torch.cuda.Stream(device))
         try:
-            for dtype in (torch.bfloat16, torch.float32):
-                buffer = symmetric.empty(LIMIT // dtype.itemsize, dtype=dtype, device=device)
-                found.handles.append(symmetric.rendezvous(buffer, found.name))
-                found.buffers[dtype] = buffer
+            for buffers in (found.buffers, found.beside):
+                for dtype in (torch.bfloat16, torch.float32):
+                    buffer = symmetric.empty(LIMIT // dtype.itemsize, dtype=dtype, device=device)
+                    found.handles.append(symmetric.rendezvous(buffer, found.name))
+                    buffers[dtype] = buffer
         except RuntimeError as error:  # containers may forbid to share memory
             log.warning("GPUs exchange small tensors through NCCL, which is slower: %s", error)
             return None
@@ -101,7 +108,19 @@ class PeerMemory:
 
     def all_reduce(self, values: Tensor) -> None:
         """Replace a tensor by the sum over the processes."""
-        buffer = self.buffers[values.dtype][: values.numel()].view(values.shape)
+        self._sum(self.buffers, values)
+
+    def start_all_reduce(self, values: Tensor) -> Callable[[], object]:
+        """Start `all_reduce` on another stream; what is returned makes later work wait for it."""
+        assert self.stream is not None
+        stream = self.stream
+        stream.wait_stream(torch.cuda.current_stream(values.device))
+        with torch.cuda.stream(stream):
+            self._sum(self.beside, values)
+        return lambda: torch.cuda.current_stream(values.device).wait_stream(stream)
+
+    def _sum(self, buffers: Mapping[torch.dtype, Tensor], values: Tensor) -> None:
+        buffer = buffers[values.dtype][: values.numel()].view(values.shape)
         torch.ops.symm_mem.one_shot_all_reduce_copy_out(buffer, values, "sum", self.name, values)
 
     def gather(self, values: Tensor) -> Tensor | None:

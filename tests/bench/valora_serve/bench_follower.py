@@ -33,11 +33,7 @@ def change() -> None:
     def start_all_reduce(self, values):
         return lambda: None
 
-    def start_gather(self, values):
-        return values.expand(self.size, *values.shape), lambda: None
-
     Group.start_all_reduce = start_all_reduce
-    Group.start_gather = start_gather
 
 
 def time_group(runner: ModelRunner, name: str, rows: int, distinct: int, lora: bool) -> float:

@@ -42,21 +42,21 @@ def check(found: list[torch.Tensor], case: Case, *, exact: torch.dtype) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("terms", [1, 2])
 def test_rank_rows_dealt_out_to_gpus(tiling: Tiling | None, size: int, terms: int) -> None:
-    """Column layers: each GPU shrinks with its rows of A; the parts are joined."""
+    """Column layers: each GPU shrinks with its rows of A and zeros for the others'; a sum joins."""
     case = make_case(9, [5, 24, 33], 72, (64, 24), dtype=torch.float32, terms=terms)
     case.batch.tiles(16)
-    held = [
-        part(case, [[one[k::size] for one in slot] for slot in case.a], case.b) for k in range(size)
-    ]
-    shrunk = [two_steps.shrink(case.x, one, case.batch, tiling=tiling) for one in held]
-    parts = [one.h.clone() for one in shrunk]
-    # The last `shrink` has overwritten the others' results: compute each again.
-    for k, one in enumerate(held):
-        parts[k] = two_steps.shrink(case.x, one, case.batch, tiling=tiling).h.clone()
-    whole = part(case, case.a, case.b)
-    joined = two_steps.join(torch.stack(parts), whole, shrunk[0])
+    total = None
+    for k in range(size):
+        own = [[torch.zeros_like(one) for one in slot] for slot in case.a]
+        for mine, slot in zip(own, case.a, strict=True):
+            for one, rows in zip(mine, slot, strict=True):
+                one[k::size] = rows[k::size]
+        shrunk = two_steps.shrink(case.x, part(case, own, case.b), case.batch, tiling=tiling)
+        total = shrunk.h.clone() if total is None else total + shrunk.h
+    assert total is not None
     ys = [y.clone() for y in case.ys]
-    two_steps.expand(ys, joined, whole, case.batch)
+    whole = part(case, case.a, case.b)
+    two_steps.expand(ys, two_steps.Shrunk(total, shrunk.tiling), whole, case.batch)
     check(ys, case, exact=torch.float32)
 
 

@@ -60,6 +60,7 @@ def check(settings: Settings) -> None:
     for domain in settings.chosen():
         _check_source(domain)
         _check_teacher(domain, domain.taught_by or settings.teacher)
+    _check_context(settings)
     if settings.command in ("oracle", "compare") or (
         fuses and settings.fusion.of_dedicated is not None
     ):
@@ -438,6 +439,20 @@ def _check_parent(folder: Path) -> None:
     if not (folder.expanduser() / "bundle.json").is_file():
         raise SettingsError(
             f"fusion.parent={folder} holds no bundle: name a bundle's folder, or set it to null"
+        )
+
+
+def _check_context(settings: Settings) -> None:
+    """Check that an encoder is asked for where it is used, and memories to begin with are there."""
+    context = settings.context
+    if context.encoder_steps and context.form != "memory_tokens":
+        raise SettingsError(
+            f"context.encoder_steps={context.encoder_steps} trains an encoder of memory tokens, "
+            f"but context.form={context.form}: set context.form=memory_tokens, or encoder_steps=0"
+        )
+    if context.start is not None and not Path(context.start).expanduser().is_dir():
+        raise SettingsError(
+            f"context.start={context.start} is no folder: name one with memories, or set it to null"
         )
 
 

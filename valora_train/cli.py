@@ -95,6 +95,7 @@ def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, A
             pipeline.baselines(domains)
         if not fuses:
             return {}
+        pipeline.memorise(domains)
         domains = pipeline.measure_dedicated(domains)
         fused = pipeline.fuse(domains)
         if team.leads and settings.command == "export":
@@ -197,6 +198,26 @@ class _Pipeline:
 
         with run:
             distill.build_teacher(domain, teacher, data, folder, on_epoch)
+
+    def memorise(self, domains: list[DomainInputs]) -> None:
+        """Train an encoder of memory tokens, with which those of the fusion begin."""
+        if not self._settings.context.encoder_steps:
+            return
+        from dataclasses import replace
+
+        from valora_train.stages.memorise import MEMORIES, build_memories, memorise_stage
+
+        settings = self._settings
+        stage = memorise_stage(settings, domains)
+        if self._team.leads:
+            folder = self._run_stage(
+                stage, lambda folder, step: build_memories(settings, domains, folder, step)
+            )
+        self._team.wait()
+        folder = stage.folder(Path(settings.paths.work))
+        options = dict(settings.heads.options)
+        options["context"] = options.get("context", {}) | {"start": str(folder / MEMORIES)}
+        self._settings = replace(settings, heads=replace(settings.heads, options=options))
 
     def measure_dedicated(self, domains: list[DomainInputs]) -> list[DomainInputs]:
         """Train every domain in an adapter of its own, if requirements follow from that."""

@@ -442,10 +442,16 @@ class ContextSettings:
             prompt.
         hidden: Weight of the distance from its hidden states.
         answers: Weight of the cross entropy of the answers.
+        encoder_steps: Steps in which an encoder of memory tokens learns to reconstruct all
+            documents, and as many in which it learns from questions; 0 for no encoder.
+        start: Folder of memories to begin with, by name of the domain; null for the documents'
+            beginnings, or for what the encoder makes.
     """
 
     form: Literal["prefix", "memory_tokens", "adapter"] = "prefix"
     tokens: Count = 64
+    encoder_steps: Whole = 0
+    start: str | None = None
     logits: Weight = 1.0
     hidden: Weight = 1.0
     answers: Weight = 0.0

@@ -35,6 +35,7 @@ from valora_train.reporting.tracking import Tracker, register_bundle
 from valora_train.settings import as_dict
 from valora_train.stage import intact, read_json, versions, write_json
 from valora_train.stages.gate import BundleModel
+from valora_train.stages.memorise import ENCODER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 EXAMPLES_PER_DOMAIN = 2
 FUSION_KEY = "fusion_stage"
+ENCODER_NAME = "memory"
+"""Name of a bundle's encoder of memory tokens."""
 
 
 def export_bundle(
@@ -172,6 +175,10 @@ def _write_bundle(
         if (fused / part).is_dir():  # there may be no adapter, or no head
             shutil.copytree(intact(fused / part), folder / part)
     manifest = _manifest(settings, domains, fused, result, version)
+    if (encoder := _encoder_of(settings)) is not None:
+        shutil.copytree(intact(encoder), folder / "encoders" / ENCODER_NAME)
+        facts = {"path": f"encoders/{ENCODER_NAME}", "tokens": settings.context.tokens}
+        manifest["encoders"] = {ENCODER_NAME: facts}
     _write_golden(folder, manifest, domains, settings.model.device)
     accuracy_bars(manifest["domains"], manifest["adapters"]).savefig(folder / BARS)
     for name, facts in manifest["domains"].items():
@@ -181,6 +188,13 @@ def _write_bundle(
             picture.savefig(folder / confusion_file(name))
     (folder / "README.md").write_text(bundle_card(manifest), encoding="utf-8")
     write_manifest(folder, manifest)
+
+
+def _encoder_of(settings: Settings) -> Path | None:
+    """The encoder that the memory tokens began with, if stage `memorise` has trained one."""
+    start = settings.heads.options.get("context", {}).get("start")
+    place = None if start is None else Path(start).parent / ENCODER
+    return place if place is not None and place.is_dir() else None
 
 
 def _manifest(

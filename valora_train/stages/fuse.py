@@ -128,6 +128,8 @@ def training_facts(settings: Settings) -> dict[str, Any]:
         del values["model"]["quantize"]
     if not settings.heads.options:
         del values["heads"]["options"]
+    elif start := settings.heads.options.get("context", {}).get("start"):
+        values["heads"]["options"]["context"]["start"] = digest(Path(start))
     if settings.heads.objectness == "presence":
         del values["heads"]["objectness"]
     if not settings.train.augment.views:

@@ -8,6 +8,7 @@ tokens, its logits and its hidden states (self-study, as in Cartridges and Knowl
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +36,6 @@ from valora_train.tasks.language import LanguageTask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from torch import Tensor, nn
 
@@ -183,6 +183,9 @@ class ContextTask(LanguageTask):
         if self.options.form == ADAPTER:
             return None
         lmm.adapters.activate(None)
+        file = Path(self.options.start or "") / f"{self.domain.name}.safetensors"
+        if self.options.start is not None and file.is_file():
+            return self.read_head(file, lmm.width)
         if self.options.form == PREFIX:
             return memory.new_prefix(lmm, self.document, tokens)
         return memory.new_memory_tokens(lmm, self.document, tokens)

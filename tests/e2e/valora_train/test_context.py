@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 
 from tests.support.lmm_checkpoints import CHECKPOINTS
 from valora_data import shards
 from valora_data.contract.bundle import Bundle, read_bundle
-from valora_data.contract.contexts import read_memory
+from valora_data.contract.contexts import read_encoder, read_memory
 from valora_data.schema import Split
 from valora_train.cli import config_folder, run
+from valora_train.model.lmm import Lmm
 from valora_train.reporting.progress import Display
-from valora_train.settings import from_config
+from valora_train.settings import LoraSettings, ModelSettings, from_config
 from valora_train.stages.gate import BundleModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -82,13 +82,19 @@ def test_memories_alone_take_no_adapter(base: Path, tmp_path: Path) -> None:
 
 
 def test_memories_may_share_an_adapter(base: Path, tmp_path: Path) -> None:
-    bundle, _ = fuse(base, tmp_path, "context.form=memory_tokens", "fusion.head_only=false")
+    more = ["context.form=memory_tokens", "fusion.head_only=false", "context.encoder_steps=4"]
+    bundle, _ = fuse(base, tmp_path, *more)
+    # The bundle holds the encoder that the memory tokens began with.
+    assert bundle.encoders == {"memory": {"path": "encoders/memory", "tokens": 12}}
+    lmm = Lmm(ModelSettings(id=str(base)), LoraSettings())
+    encoder = read_encoder(bundle.folder / "encoders/memory", lmm.config.get_text_config())
+    assert encoder.queries.shape == (12, lmm.width)
+    lmm.adapters.load("memory", bundle.folder / "encoders/memory")
     adapters = {bundle.domains[name]["adapter"] for name in NAMES}
     assert len(adapters) >= 1 and None not in adapters
     for name in NAMES:
         entry = bundle.contexts[name]
         assert (entry.form, entry.position) == ("memory_tokens", 0)
-    torch.manual_seed(0)
 
 
 def test_an_adapter_alone_is_a_closed_book(base: Path, tmp_path: Path) -> None:

@@ -64,6 +64,13 @@ def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, A
     from valora_train.checks import check, check_with_libraries
 
     check(settings)
+    if settings.command == "push":
+        from valora_train.stages.push import push
+
+        with display(), display.work("push", f"uploading to {settings.push.repo}"):
+            address = push(settings)
+        display.done("push", address)
+        return {}
     if settings.shelf is not None:
         from valora_data.sources.shelf import read_shelf
 

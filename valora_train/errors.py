@@ -30,6 +30,10 @@ class GateError(ValoraError):
     """A bundle does not reproduce the answers or the accuracy measured in training."""
 
 
+class PushError(ValoraError):
+    """A bundle could not be uploaded."""
+
+
 class SweepError(ValoraError):
     """Jobs of a sweep failed, or cannot be started."""
 

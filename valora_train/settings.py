@@ -547,6 +547,23 @@ class BaselineSettings:
 
 
 @dataclass(frozen=True)
+class PushSettings:
+    """Where `command=push` uploads a bundle.
+
+    Attributes:
+        repo: Repository of a Hugging Face hub, ``owner/name``; made if there is none.
+        bundle: Folder of the bundle; null for that of the task.
+        private: Whether a new repository is private.
+        revision: Branch; null for the main one.
+    """
+
+    repo: str | None = None
+    bundle: str | None = None
+    private: bool = True
+    revision: str | None = None
+
+
+@dataclass(frozen=True)
 class PathSettings:
     """Folders of outputs, relative to the working directory.
 
@@ -568,8 +585,8 @@ class Settings:
     Attributes:
         command: The last stage to run: `teach`, `distill`, `fuse` or `export`; or `estimate`, to
             predict what all of them take; `oracle`, which trains every group of the domains;
-            `compare`, which trains other ways to serve them; or `baselines`, which measures ways to
-            answer about documents.
+            `compare`, which trains other ways to serve them; `baselines`, which measures ways to
+            answer about documents; or `push`, which uploads the bundle.
         processes: Domains that are prepared side by side (data, small models, labels), each in a
             process of its own; 0 for as many as there are cores, at most four, and for one domain
             after the other beside a GPU.
@@ -586,11 +603,12 @@ class Settings:
         oracle: What `command=oracle` trains.
         compare: What `command=compare` trains.
         baselines: What `command=baselines` measures.
+        push: Where `command=push` uploads a bundle.
         paths: Folders of outputs.
     """
 
     command: Literal[
-        "teach", "distill", "fuse", "export", "estimate", "oracle", "compare", "baselines"
+        "teach", "distill", "fuse", "export", "estimate", "oracle", "compare", "baselines", "push"
     ] = "export"
     processes: Whole = 1
     task: TaskSettings = field(default_factory=TaskSettings)
@@ -605,6 +623,7 @@ class Settings:
     oracle: OracleSettings = field(default_factory=OracleSettings)
     compare: CompareSettings = field(default_factory=CompareSettings)
     baselines: BaselineSettings = field(default_factory=BaselineSettings)
+    push: PushSettings = field(default_factory=PushSettings)
     paths: PathSettings = field(default_factory=PathSettings)
 
     def chosen(self) -> list[DomainSettings]:
@@ -805,7 +824,7 @@ _GROUPS = {
     for kind in (TaskSettings, DomainSettings, SourceSettings, TeacherSettings, ModelSettings,
                  FusionSettings, HeadSettings, ContextSettings, TrainSettings, LoraSettings,
                  AugmentSettings,
-                 OracleSettings, CompareSettings, BaselineSettings, PathSettings)
+                 OracleSettings, CompareSettings, BaselineSettings, PushSettings, PathSettings)
 }  # fmt: skip
 
 

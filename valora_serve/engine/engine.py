@@ -613,7 +613,8 @@ class Engine:
         answers = self._answers
         for key, wrong in self.adapters.poll().items():
             self._launcher.fail_adapter(key, wrong)
-        for key, wrong in self.requests.load_prefixes().items():
+        starved = now - self.settings.policy_settings.patience
+        for key, wrong in self.requests.load_prefixes(starved).items():
             for sequence in self.requests.of_prefix(key):
                 answers.fail(sequence, wrong)
         for late in self.requests.overdue(now):

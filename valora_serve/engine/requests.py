@@ -66,12 +66,16 @@ class Requests:
         self.places = deque(range(max_requests))
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
         self._deadlines: list[tuple[float, str]] = []
+        self._starved = False  # a request waits too long for room for its prefix
 
     def queue(self) -> list[RequestView]:
         """Return what policies see of the waiting requests, oldest first.
 
-        Requests whose prefix is not on the device are left out: they only wait for that.
+        Requests whose prefix is not on the device are left out: they only wait for that. If one
+        waits too long for room, all are left out until those that run have made it.
         """
+        if self._starved:
+            return []
         views = [
             sequence.view
             for sequence in self.waiting.values()
@@ -97,14 +101,18 @@ class Requests:
         size = self.blocks.block_size
         return -(-tokens // size) - sequence.given // size
 
-    def load_prefixes(self) -> dict[str, ServeError]:
+    def load_prefixes(self, starved: float) -> dict[str, ServeError]:
         """Start loading the prefixes that waiting requests need, in the order of the queue.
+
+        Args:
+            starved: No request that arrived before this time may be overtaken.
 
         Returns:
             The errors of those that could not be loaded, by key.
         """
         prefixes = self.prefixes
         failed = prefixes.poll()
+        self._starved = False
         if not self.wanted_prefixes:
             return failed
         oldest = sorted(self.waiting.values(), key=lambda sequence: sequence.arrival)[:LOOK_AHEAD]
@@ -116,7 +124,8 @@ class Requests:
                 continue
             try:
                 # Only for the oldest may one be evicted that others wait for.
-                prefixes.load(key, urgent=number == 0)
+                if not prefixes.load(key, urgent=number == 0):
+                    self._starved |= number == 0 and sequence.arrival < starved
             except ServeError as error:
                 failed[key] = error
         return failed

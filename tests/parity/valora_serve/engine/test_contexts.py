@@ -1,6 +1,7 @@
 """Contexts and adapters at decoding only against transformers' caches and PEFT, in every mode."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from valora_data.contract.bundle import MANIFEST
 from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX
 from valora_serve.engine.engine import Engine
 from valora_serve.errors import AdapterError, RequestError
+from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import POLICIES
 from valora_serve.types import Mode, Request, SamplingParams
 
@@ -187,6 +189,30 @@ def test_a_prefix_is_in_memory_once_and_evicted_when_others_need_it(
     assert engine.stats().pages_contexts == 0
     check(run(engine, requests), requests, reference)
     assert engine.stats().context_loads == 2
+    assert_empty(engine)
+
+
+def test_a_large_prefix_is_not_overtaken_for_ever(base: str, tmp_path: Path) -> None:
+    folder = make_context_bundle(tmp_path / "large", base, {"large": ContextSpec(PREFIX, 160)}, {})
+    engine = make_engine(
+        base, pages=16, max_requests=4, policy_settings=PolicySettings(patience=0.05)
+    )
+    engine.load(folder)
+    sampling = SamplingParams(max_tokens=30, ignore_eos=True)
+    late = Request("late", "large", messages=ask("Why"), sampling=SamplingParams(max_tokens=2))
+    found: dict[str, Got] = {}
+    for number in range(400):
+        if len(engine.requests.waiting) + len(engine.requests.running) < 6:
+            request = Request(str(number), token_ids=[20 + number] * 20, sampling=sampling)
+            engine.add(engine.prepare(request))
+        if number == 4:
+            engine.add(engine.prepare(late))
+        collect(engine.step(), found)
+        if "late" in found:
+            break
+        time.sleep(0.002)
+    assert found["late"].error is None
+    finish(engine, found)
     assert_empty(engine)
 
 

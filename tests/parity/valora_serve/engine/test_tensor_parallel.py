@@ -21,6 +21,7 @@ from tests.parity.valora_serve.engine.test_engine import (
     mixture,
     unmerged,
 )
+from tests.support.context_bundles import ContextSpec, make_context_bundle
 from tests.support.engine_reference import (
     Got,
     add_requests,
@@ -42,9 +43,10 @@ from tests.support.serve_helpers import (
     make_adapter,
     make_bundle,
 )
+from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX
 from valora_serve.engine.engine import Engine
-from valora_serve.errors import SettingsError, StoppedError
-from valora_serve.types import Mode, Request, SamplingParams
+from valora_serve.errors import AdapterError, RequestError, SettingsError, StoppedError
+from valora_serve.types import Mode, NewContext, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -210,6 +212,39 @@ def test_chance_is_the_leaders(pair: tuple[Engine, Engine]) -> None:
     assert {name: got.tokens for name, got in again.items()} == {
         name: got.tokens for name, got in wanted.items()
     }
+    assert_empty(pair[1])
+
+
+def test_memory_tokens_and_adapters_at_decoding_only(
+    pair: tuple[Engine, Engine], base: str, tmp_path: Path
+) -> None:
+    late = {"reader": {"rank": 3, "alpha": 7, "targets": f"{LANGUAGE}|{MLP}", "decode_only": True}}
+    contexts = {
+        "read": ContextSpec(MEMORY_TOKENS, 6, "reader"),
+        "shut": ContextSpec(ADAPTER, 0, "reader"),
+    }
+    folder = make_context_bundle(tmp_path / "documents", base, contexts, late)
+    sampling = SamplingParams(max_tokens=5, ignore_eos=True)
+    turns = [{"role": "user", "content": "Who knows where the red key lies?"}]
+    requests = [
+        Request(name, name, messages=turns, sampling=sampling)
+        for name in ("read", "shut", "documents/reader")
+    ]
+    answers = []
+    for engine in pair:
+        engine.load(folder)
+        answers.append({name: got.tokens for name, got in run(engine, requests).items()})
+    assert answers[0] == answers[1]
+    assert answers[0]["read"] != answers[0]["shut"]
+    keys = make_context_bundle(
+        tmp_path / "keys", base, {"doc": ContextSpec(PREFIX, 16)}, {}, name="keys"
+    )
+    with pytest.raises(AdapterError, match="context doc has keys and values, which several GPUs"):
+        pair[1].load(keys)
+    with pytest.raises(RequestError, match="several GPUs that share a model cannot make a prefix"):
+        pair[1].prepare_compression(NewContext("new", "Some text."), "new")
+    for engine in pair:
+        engine.named.unregister("documents", bundle=True)
     assert_empty(pair[1])
 
 

@@ -5,6 +5,7 @@ import contextlib
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,7 @@ from valora_serve.replicas import client as module
 from valora_serve.replicas.client import total
 from valora_serve.replicas.wire import Report
 from valora_serve.server.constrain import JsonConstraint
-from valora_serve.types import EngineStats, Finish, Mode, Request, SamplingParams
+from valora_serve.types import EngineStats, Finish, Mode, NewContext, Request, SamplingParams
 
 
 def run(case):
@@ -299,6 +300,19 @@ def test_adapters_and_bundles_are_loaded_everywhere_or_nowhere(tmp_path):
             await client.load_adapter("gone", tmp_path / "gone")
         with pytest.raises(errors.AdapterError, match="no bundle"):
             await client.load_bundle(tmp_path / "gone")
+
+    run(case())
+
+
+def test_contexts_are_made_by_one_engine_only():
+    async def case():
+        client, _, _, _ = await start(FakeEngine())
+        with pytest.raises(errors.RequestError, match="replicas serve the contexts of bundles"):
+            await client.make_context(NewContext("new", "Some text."), Path("/nowhere"))
+        with pytest.raises(errors.AdapterError, match="made at run time, and replicas serve only"):
+            await client.load_context("new", Path("/nowhere"))
+        with pytest.raises(errors.UnknownModelError, match="no context is named new"):
+            await client.unload_context("new")
 
     run(case())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from valora_data.contract.bundle import read_bundle, write_manifest
 from valora_train.errors import PushError
@@ -71,11 +71,12 @@ def _upload(folder: Path, bundle: Bundle, repo: str, *, private: bool, revision:
     from huggingface_hub.errors import (
         HfHubHTTPError,
         HFValidationError,
-        HTTPError,
         LocalTokenNotFoundError,
         OfflineModeIsEnabled,
     )
 
+    # What the HTTP library of this version of huggingface_hub raises: httpx, or httpx2.
+    unreachable = cast("type[Exception]", HfHubHTTPError.__mro__[1])
     api = HfApi(library_name="valora")
     try:
         api.create_repo(repo, private=private, exist_ok=True)
@@ -93,7 +94,7 @@ def _upload(folder: Path, bundle: Bundle, repo: str, *, private: bool, revision:
         raise PushError("HF_HUB_OFFLINE is set: unset it to push") from error
     except HfHubHTTPError as error:
         raise PushError(_refusal(repo, error)) from error
-    except HTTPError as error:
+    except unreachable as error:
         raise PushError(
             f"the hub cannot be reached ({type(error).__name__}): check the network and HF_ENDPOINT"
         ) from error

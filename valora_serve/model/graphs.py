@@ -54,8 +54,7 @@ class GraphRecorder:
             stream = torch.cuda.Stream(self._device)
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
-                for _ in range(2):
-                    run()
+                run()  # compiles kernels, which a capture cannot
             torch.cuda.current_stream(self._device).wait_stream(stream)
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()

@@ -125,3 +125,44 @@ def test_the_dockerfile():
     assert steps[-1][0] == "CMD"
     (user,) = (rest for name, rest in steps if name == "USER")
     assert user != "root"
+
+
+def test_compose_mounts_what_is_there_and_prometheus_asks_the_server():
+    services = read("compose.yaml")["services"]
+    for name, service in services.items():
+        for mount in service["volumes"]:
+            place = (DEPLOY / mount.split(":")[0]).resolve()
+            assert place.exists() or place == ROOT / "bundles", name
+        if "build" not in service:
+            assert re.fullmatch(r"[\w/-]+:v?\d+\.\d+\.\d+", service["image"]), "a version is pinned"
+    _, *arguments = services["valora"]["command"]
+    bundles, server, *_ = cli.read(arguments)
+    assert bundles == ["/bundles"]
+    (job,) = read("monitoring/prometheus.yml")["scrape_configs"]
+    (target,) = job["static_configs"][0]["targets"]
+    host, port = target.split(":")
+    assert host in server.allowed_hosts
+    assert int(port) == server.port
+    assert not server.protect_metrics
+    (source,) = read("monitoring/grafana-datasource.yml")["datasources"]
+    assert source["url"].startswith("http://prometheus:")
+
+
+def test_the_workflow_runs_what_contributors_run():
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    (job,) = yaml.safe_load(text)["jobs"].values()
+    assert job["steps"][-1] == {"run": ".ci/run"}
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o100
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for python in job["strategy"]["matrix"]["python"]:
+        assert f">={job['strategy']['matrix']['python'][0]}" in project["requires-python"]
+        assert tuple(map(int, python.split("."))) >= (3, 11)
+
+
+def test_the_citation_is_of_this_version():
+    content = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert content["cff-version"] == "1.2.0"
+    assert content["version"] == project["version"]
+    assert content["license"] == project["license"]
+    assert {"message", "title", "authors"} <= set(content)

@@ -6,13 +6,16 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from valora_data.errors import DataError
 from valora_data.schema import Answer, Domain
 from valora_teachers.base import TeacherError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from valora_data.schema import Document, Sample, Task
+    from torch import Tensor
+
+    from valora_data.schema import Sample, Task
     from valora_teachers.base import OnBatch
 
 
@@ -66,8 +69,10 @@ class InContextTeacher:
             on_batch: Called after each batch.
 
         Raises:
-            TeacherError: A sample asks about no document.
+            TeacherError: A sample asks about no document, or about one that the model cannot read.
         """
+        from valora_data.contract.recall import read_head
+
         answers = [Answer()] * len(samples)
         done = 0
         by_document: dict[int, list[int]] = defaultdict(list)
@@ -80,7 +85,12 @@ class InContextTeacher:
                     f"sample {samples[rows[0]].id} asks about no document: a teacher of kind "
                     "in_context needs a source of documents"
                 )
-            for part, texts in self._about(document, [samples[row] for row in rows]):
+            try:
+                read = read_head(self.model, document.text, document.images)
+            except DataError as error:
+                name = samples[rows[0]].id.partition("/")[0]
+                raise TeacherError(f"domain {name}: {error}") from error
+            for part, texts in self._about(read, [samples[row] for row in rows]):
                 for place, text in zip(part, texts, strict=True):
                     answers[rows[place]] = Answer(answers=(text,))
                 done += len(part)
@@ -88,15 +98,17 @@ class InContextTeacher:
                     on_batch(done, len(samples))
         return answers
 
-    def _about(self, document: Document, samples: Sequence[Sample]) -> Any:
+    def _about(
+        self, read: tuple[Tensor, Tensor, int], samples: Sequence[Sample]
+    ) -> Iterator[tuple[list[int], list[str]]]:
         """Yield places of some samples about one document, with the answers to them."""
         import torch
 
         from valora_data.contract.contexts import tail_tokens
-        from valora_data.contract.recall import read_head, run_tails, write_on
+        from valora_data.contract.recall import run_tails, write_on
 
         model = self.model
-        keys, values, position = read_head(model, document.text, document.images)
+        keys, values, position = read
         by_length: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
         for place, sample in enumerate(samples):
             text = [{"type": "text", "text": self._domain.question(sample)}]

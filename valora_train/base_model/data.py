@@ -230,6 +230,11 @@ ALBUMS = 4
 """Number of albums that a worker makes at a time."""
 
 
+def chunk_samples(bucket: Bucket) -> int:
+    """Number of samples that a worker makes of a bucket at a time."""
+    return ALBUMS if bucket.images and bucket.turns > 1 else CHUNK
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Samples of one bucket that share a set of images, or a batch of such chunks.
@@ -336,7 +341,7 @@ class SampleMaker:
         images = [] if bucket.images else [draw_scene(self._seed(), MOST_THINGS)]
         picks: list[list[int]] = []
         rows, spans = [], []
-        for _ in range(ALBUMS if bucket.images else CHUNK):
+        for _ in range(chunk_samples(bucket)):
             first = len(images)
             if bucket.images:
                 scenes, asked = draw_album(self.rng, self._seed(), bucket.images, bucket.turns)
@@ -462,7 +467,11 @@ class SampleMaker:
 
 def _work(seed: int, tokenizer: str, names: Sequence[str], out: Queue[tuple[str, Chunk]]) -> None:
     maker = SampleMaker(seed, Tokenizer.from_str(tokenizer))
-    shares = [BUCKETS[name].share * BUCKETS[name].batch for name in names]
+    # As often as batches use them: chunks of albums hold fewer samples.
+    shares = [
+        BUCKETS[name].share * BUCKETS[name].batch * CHUNK / chunk_samples(BUCKETS[name])
+        for name in names
+    ]
     shares = [share / sum(shares) for share in shares]
     while True:
         bucket = str(maker.rng.choice(list(names), p=shares))

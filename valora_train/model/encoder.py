@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 from valora_data.contract import contexts
 from valora_data.contract.contexts import MEMORY_TOKENS, around_memory
+from valora_data.errors import DataError
+from valora_data.wording import plural
 from valora_train.model import memory
 from valora_train.model.prompts import Example
 
@@ -88,11 +90,23 @@ class ContextEncoder(nn.Module):
 
         Args:
             document: A document without images that fits into the model's context.
+
+        Raises:
+            DataError: It has images, or does not fit.
         """
+        if document.images:
+            raise DataError(
+                "an encoder of memory tokens reads texts only, not albums: set context.form=prefix"
+            )
         lmm = self._lmm
         lmm.adapters.activate(self.encoder)
         before, _ = around_memory(lmm)
         ids = [*before, *lmm.tokenizer(document.text, add_special_tokens=False)["input_ids"]]
+        if len(ids) + len(self.queries) > lmm.context_length:
+            raise DataError(
+                f"a document of {plural(len(ids), 'token')} and {len(self.queries)} memory tokens "
+                f"do not fit into the {lmm.context_length} that the base model reads: split it"
+            )
         embedded = lmm.model.get_input_embeddings()(torch.tensor([ids], device=lmm.device))
         inputs = torch.cat([embedded, self.queries[None].to(embedded)], dim=1)
         lmm.language_model.eval()

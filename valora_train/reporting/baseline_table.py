@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 COLUMNS = (
     "way", "tokens", "bytes a document", "accuracy (95 %)", "of the prompt's", "p (McNemar)",
-    "seconds a document",
+    "same answers", "seconds a document",
 )  # fmt: skip
 
 
@@ -40,32 +40,42 @@ def baseline_rows(
 ) -> list[list[str]]:
     """The rows of the table with `COLUMNS`, in the order of the methods.
 
+    *Same answers* is the share of questions that are answered as with the document in the prompt,
+    rightly or not.
+
     Args:
         found: What was measured (`valora_train.stages.baselines.Measured`).
         methods: Methods by name, with their titles.
         reference: Name of the method that the others are compared with.
     """
     order = list(methods)
-    base = next((_hits(one) for one in found if one.method == reference), None)
+    base = next((_said(one) for one in found if one.method == reference), None)
     rows = []
     for one in sorted(found, key=lambda one: (order.index(one.method), one.size)):
-        hits = _hits(one)
+        said = _said(one)
+        hits = [right for _, right in said]
         scores = Scores(np.array(hits, np.float64))
         low, high = scores.interval()
-        compared = base is not None and one.method != reference
-        share = scores.mean / max(float(np.mean(base)), 1e-9) if base else 0.0
+        share = tested = same = ""
+        if base is not None and one.method != reference:
+            truth = [right for _, right in base]
+            share = f"{scores.mean / max(float(np.mean(truth)), 1e-9):.0%}"
+            tested = f"{mcnemar(hits, truth):.2g}"
+            pairs = zip(said, base, strict=True)
+            same = f"{np.mean([mine == other for (mine, _), (other, _) in pairs]):.0%}"
         rows.append([
             methods[one.method].title,
             f"{one.tokens:.0f}",
             f"{one.bytes:,.0f}",
             f"{scores.mean:.3f} ({low:.3f}–{high:.3f})",
-            f"{share:.0%}" if compared else "",
-            f"{mcnemar(hits, base):.2g}" if compared and base is not None else "",
+            share,
+            tested,
+            same,
             f"{one.seconds:.1f}" if one.seconds else "",
         ])  # fmt: skip
     return rows
 
 
-def _hits(one: Any) -> list[bool]:
-    """Whether each answer is right, document after document."""
-    return [hit for name in sorted(one.hits) for hit in one.hits[name]]
+def _said(one: Any) -> list[tuple[str, bool]]:
+    """Each answer with whether it is right, document after document."""
+    return [(text, right) for name in sorted(one.said) for text, right in one.said[name]]

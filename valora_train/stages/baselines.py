@@ -1,7 +1,8 @@
 """Stage `baselines`: ways to answer about documents, trained and measured side by side.
 
-Output: `baselines.json` (whether each answer is right, by way and size) and `baselines.md` (the
-table). What is measured is kept, so an interrupted stage continues with the next way.
+Output: `baselines.json` (each answer with whether it is right, by way and size) and
+`baselines.md` (the table). What is measured is kept, so an interrupted stage continues with the
+next way.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Measured:
     Attributes:
         method: Name in `METHODS`.
         size: Tokens that were asked for; 0 where the way has no size.
-        hits: Whether each answer is right, by document.
+        said: Each answer with whether it is right, by document.
         bytes: Bytes that are kept for a document.
         tokens: Tokens that stand before a question, on average.
         seconds: Seconds of learning for a document.
@@ -51,7 +52,7 @@ class Measured:
 
     method: str
     size: int
-    hits: dict[str, list[bool]]
+    said: dict[str, list[tuple[str, bool]]]
     bytes: float
     tokens: float
     seconds: float

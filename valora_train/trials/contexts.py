@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX
 from valora_data.contract.recall import head_inputs
-from valora_data.schema import Document, Split
+from valora_data.schema import Answer, Document, Split
 from valora_train.fusion.trainer import DomainData, Trainer
 from valora_train.model import memory
 from valora_train.model.encoder import ContextEncoder, train_encoder
@@ -25,7 +25,7 @@ from valora_train.tasks.context import ContextTask
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from valora_data.schema import Answer, Sample
+    from valora_data.schema import Sample
     from valora_train.fusion.trainer import LabelledSplit
     from valora_train.model.lmm import Lmm
     from valora_train.model.memory import AnyMemory
@@ -42,13 +42,13 @@ class Answered:
     """What a way answers to the test questions of each document.
 
     Attributes:
-        hits: Whether each answer is right, by document.
+        said: Each answer with whether it is right, by document.
         bytes: Bytes that are kept for a document, its share of an adapter included.
         tokens: Tokens that stand before a question, on average.
         seconds: Seconds of learning for a document.
     """
 
-    hits: dict[str, list[bool]]
+    said: dict[str, list[tuple[str, bool]]]
     bytes: float
     tokens: float
     seconds: float
@@ -98,8 +98,8 @@ class Reader:
         """The test questions about a document, encoded, with their answers."""
         return self._data[name].splits[Split.TEST]
 
-    def hits(self, name: str, memories: Sequence[AnyMemory | None]) -> list[bool]:
-        """Whether the active model answers the test questions rightly from memories.
+    def answers(self, name: str, memories: Sequence[AnyMemory | None]) -> list[tuple[str, bool]]:
+        """The active model's answers to the test questions, and whether they are right.
 
         Args:
             name: The document.
@@ -108,17 +108,9 @@ class Reader:
         part = self.test(name)
         most = self.settings.heads.max_tokens
         texts = memory.write(self.lmm, part.inputs, memories, most)
-        task = self._data[name].task
-        predicted = [
-            task.parse(text, sample, (0, 0))  # type: ignore[attr-defined]
-            for text, sample in zip(texts, part.samples, strict=True)
-        ]
-        return self.compare(predicted, part.samples)
-
-    def compare(self, predicted: Sequence[Answer], samples: Sequence[Sample]) -> list[bool]:
-        """Whether each answer is right."""
-        truth = [sample.answer for sample in samples]
-        return [bool(hit) for hit in ContextTask.measure(predicted, truth).each]
+        truth = [sample.answer for sample in part.samples]
+        scores = ContextTask.measure([Answer(answers=(text,)) for text in texts], truth)
+        return list(zip(texts, map(bool, scores.each), strict=True))
 
     def without_training(
         self, remember: Callable[[str, Sample], tuple[AnyMemory | None, int]]
@@ -129,14 +121,14 @@ class Reader:
             remember: Returns the memory for a question about a document, and its tokens.
         """
         self.lmm.adapters.activate(None)
-        hits, size, count, questions = {}, 0.0, 0.0, 0
+        said, size, count, questions = {}, 0.0, 0.0, 0
         for name in self.names:
             found = [remember(name, sample) for sample in self.test(name).samples]
-            hits[name] = self.hits(name, [one for one, _ in found])
+            said[name] = self.answers(name, [one for one, _ in found])
             count += sum(tokens for _, tokens in found)
             questions += len(found)
             size += memory_bytes(found[0][0], self.lmm)
-        return Answered(hits, size / len(self.names), count / max(questions, 1), 0.0)
+        return Answered(said, size / len(self.names), count / max(questions, 1), 0.0)
 
     def adapter_bytes(self, name: str) -> int:
         """Bytes of an adapter."""
@@ -226,16 +218,16 @@ def trained_memory(form: str) -> Callable[[Reader, int], Answered]:
     """A memory of a form, trained on the frozen base model."""
 
     def method(reader: Reader, tokens: int) -> Answered:
-        hits, size, start = {}, 0.0, time.monotonic()
+        said, size, start = {}, 0.0, time.monotonic()
         for name in reader.names:
             trainer = _trainer(reader, [name], form, tokens)
             seed = reader.settings.train.seed
             head: Any = trainer.train_head_only(name, seed, reader.on_step)
             reader.lmm.adapters.activate(None)
-            hits[name] = reader.hits(name, [head] * len(reader.test(name).samples))
+            said[name] = reader.answers(name, [head] * len(reader.test(name).samples))
             size += memory_bytes(head, reader.lmm)
         count = len(reader.names)
-        return Answered(hits, size / count, tokens, (time.monotonic() - start) / count)
+        return Answered(said, size / count, tokens, (time.monotonic() - start) / count)
 
     return method
 
@@ -255,16 +247,16 @@ def shared_adapter(form: str) -> Callable[[Reader, int], Answered]:
             )  # fmt: skip
             seconds = time.monotonic() - start
             reader.lmm.adapters.activate(NAME)
-            hits, size = {}, float(reader.adapter_bytes(NAME))
+            said, size = {}, float(reader.adapter_bytes(NAME))
             for name in reader.names:
                 head: Any = trainer.heads(NAME).get(name)
-                hits[name] = reader.hits(name, [head] * len(reader.test(name).samples))
+                said[name] = reader.answers(name, [head] * len(reader.test(name).samples))
                 size += memory_bytes(head, reader.lmm)
         finally:
             trainer.close(NAME)
         count = len(reader.names)
         before = 0 if form == ADAPTER else tokens
-        return Answered(hits, size / count, before, seconds / count)
+        return Answered(said, size / count, before, seconds / count)
 
     return method
 
@@ -296,15 +288,15 @@ def next_token(reader: Reader, tokens: int) -> Answered:
             optimizer.step()
             reader.on_step(step + 1, steps, float(loss.detach()))
         seconds = time.monotonic() - start
-        hits = {
-            name: reader.hits(name, [None] * len(reader.test(name).samples))
+        said = {
+            name: reader.answers(name, [None] * len(reader.test(name).samples))
             for name in reader.names
         }
         size = reader.adapter_bytes(NAME)
     finally:
         lmm.adapters.remove(NAME)
     count = len(reader.names)
-    return Answered(hits, size / count, 0, seconds / count)
+    return Answered(said, size / count, 0, seconds / count)
 
 
 def _next_token_loss(lmm: Lmm, ids: Tensor) -> Tensor:
@@ -328,7 +320,7 @@ def papers(
 
     def method(reader: Reader, tokens: int) -> Answered:
         start, size = time.monotonic(), 0.0
-        hits: dict[str, list[bool]] = {}
+        said: dict[str, list[tuple[str, bool]]] = {}
         names = reader.names
         folds = (
             [(names[::2], names[1::2]), (names[1::2], names[::2])] if apart else [(names, names)]
@@ -337,9 +329,9 @@ def papers(
             if not learnt or not measured:
                 continue
             found, size = _encoded(reader, learnt, measured, tokens, reconstruct, tune)
-            hits |= found
+            said |= found
         count = len(names)
-        return Answered(hits, size, tokens, (time.monotonic() - start) / count)
+        return Answered(said, size, tokens, (time.monotonic() - start) / count)
 
     return method
 
@@ -351,7 +343,7 @@ def _encoded(
     tokens: int,
     reconstruct: bool,
     tune: bool,
-) -> tuple[dict[str, list[bool]], float]:
+) -> tuple[dict[str, list[tuple[str, bool]]], float]:
     """Train an encoder on some documents, and answer about others from what it makes of them."""
     lmm, settings = reader.lmm, reader.settings.train
     module = ContextEncoder(lmm, tokens, settings.seed)
@@ -362,18 +354,18 @@ def _encoded(
             module, lmm, asked, reconstruct=steps if reconstruct else 0,
             steps=steps if tune else 0, lr=settings.lr, seed=settings.seed, on_step=reader.on_step,
         )  # fmt: skip
-        hits, each = {}, 0.0
+        said, each = {}, 0.0
         for name in measured:
             with torch.no_grad():
                 made: Any = memory.MemoryTokens(module.encode(reader.document(name)).embeddings)
             lmm.adapters.activate(module.decoder)
-            hits[name] = reader.hits(name, [made] * len(reader.test(name).samples))
+            said[name] = reader.answers(name, [made] * len(reader.test(name).samples))
             each = memory_bytes(made, lmm)
         size = sum(map(reader.adapter_bytes, module.adapters[1:])) / len(learnt) + each
     finally:
         for adapter in module.adapters:
             lmm.adapters.remove(adapter)
-    return hits, size
+    return said, size
 
 
 @dataclass(frozen=True)

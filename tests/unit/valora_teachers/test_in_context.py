@@ -52,6 +52,9 @@ def test_what_it_cannot_answer_is_refused(base):
     teacher = load_teacher("in_context", base, (), {}, Task.CONTEXT, "{}")
     with pytest.raises(TeacherError, match="asks about no document"):
         teacher.answer([Sample("a", no_image(), Answer(), "why?")])
+    long = Sample("ledger/val/0", no_image(), Answer(), "why?", document=Document("a b " * 9000))
+    with pytest.raises(TeacherError, match=r"domain ledger: the document has \d+ tokens"):
+        teacher.answer([long])
     with pytest.raises(TeacherError, match="leave labels"):
         load_teacher("in_context", base, ("yes", "no"), {}, Task.CONTEXT, "{}")
     with pytest.raises(TeacherError, match=r"max_tokens='many'"):

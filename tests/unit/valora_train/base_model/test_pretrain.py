@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -39,9 +40,11 @@ from valora_train.base_model.evaluation import (
 from valora_train.base_model.pretrain import (
     GRID,
     Batch,
+    Pretraining,
     PretrainingHead,
     assign,
     detection_loss,
+    load,
     schedule,
 )
 
@@ -221,6 +224,21 @@ def test_documents_answer_the_questions_that_follow_them(tokenizer, name):
     batch = Batch(chunk, torch.device("cpu"))
     assert len(batch.asked) == int((chunk.span[..., 1] > 0).sum())
     assert set(batch.turn.tolist()) == set(batch.asked.tolist())
+
+
+@pytest.mark.parametrize("name", ["records_128", "album_4", "two"])
+def test_every_kind_of_sample_is_trained_on(tokenizer, name):
+    model, head, processor = load(TINY)
+    task = Pretraining(model, head, processor, torch.device("cpu"))
+    chunk = SampleMaker(5, tokenizer).make(name)
+    parts = ("pick", "ids", "span", "boxes", "n_boxes", "task")
+    some = replace(chunk, **{part: getattr(chunk, part)[:2] for part in parts})
+    loss = task.loss(Batch(some, torch.device("cpu")))
+    loss.backward()
+    gradient = model.model.language_model.layers[0].self_attn.q_proj.weight.grad
+    assert torch.isfinite(loss) and gradient.abs().sum() > 0
+    assert int(task.asked.sum()) == int((some.span[..., 1] > 0).sum())
+    assert set(task.report()) >= {"words", LOGGED[int(some.task[0])]}
 
 
 def test_held_out_documents_are_asked_in_the_wording_for_measuring():

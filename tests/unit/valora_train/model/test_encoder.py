@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from PIL import Image
 
 from tests.support.lmm_checkpoints import CHECKPOINTS
 from valora_data.contract.contexts import around_memory, read_encoder
+from valora_data.errors import DataError
 from valora_data.schema import Document
 from valora_train.model.encoder import ContextEncoder, train_encoder
 from valora_train.model.lmm import Lmm
@@ -52,6 +54,14 @@ def test_both_adapters_and_the_queries_get_gradients(lmm):
     module.loss(document, questions).backward()
     for weight in [*module.weights(), module.queries, module.scale]:
         assert weight.grad is not None and weight.grad.abs().sum() > 0
+
+
+def test_what_it_cannot_read_is_refused(lmm):
+    module = ContextEncoder(lmm, 4, 0, None)
+    with pytest.raises(DataError, match="not albums"):
+        module.encode(Document("", (Image.new("RGB", (8, 8)),)))
+    with pytest.raises(DataError, match="and 4 memory tokens do not fit"):
+        module.encode(Document("red star " * 9000))
 
 
 def test_memory_tokens_are_computed_as_bundles_define_it(lmm, tmp_path):

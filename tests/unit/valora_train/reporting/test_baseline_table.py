@@ -20,8 +20,9 @@ def test_mcnemars_exact_test():
 
 def test_rows_compare_with_the_document_in_the_prompt():
     def measured(method, size, hits):
+        said = {name: [(f"{name}{hit}", hit) for hit in all_] for name, all_ in hits.items()}
         return SimpleNamespace(
-            method=method, size=size, hits=hits, bytes=1536.0, tokens=float(size), seconds=0.0
+            method=method, size=size, said=said, bytes=1536.0, tokens=float(size), seconds=0.0
         )
 
     methods = {name: SimpleNamespace(title=name.upper()) for name in ("a", "prompt", "b")}
@@ -35,6 +36,7 @@ def test_rows_compare_with_the_document_in_the_prompt():
         ("PROMPT", "0"), ("B", "16"), ("B", "32"),
     ]  # fmt: skip
     assert [row["of the prompt's"] for row in rows] == ["", "133%", "33%"]
+    assert [row["same answers"] for row in rows] == ["", "75%", "50%"]
     assert rows[0]["p (McNemar)"] == "" and rows[2]["p (McNemar)"] == "0.5"
     assert rows[1]["accuracy (95 %)"] == "1.000 (1.000–1.000)"
     assert rows[0]["bytes a document"] == "1,536"

@@ -78,7 +78,7 @@ def test_nothing_stands_before_a_question_alone(reader, read):
     found = METHODS["question_alone"].run(reader, 0)
     assert read == [None] * 4
     assert (found.tokens, found.bytes) == (0, 0)
-    assert {name: len(hits) for name, hits in found.hits.items()} == {"first": 2, "second": 2}
+    assert {name: len(said) for name, said in found.said.items()} == {"first": 2, "second": 2}
 
 
 def test_the_whole_document_stands_before_it(reader, read):
@@ -112,11 +112,11 @@ FAST = ("next_token", "adapter", "paper", "prefix")
     ],
 )
 def test_every_way_answers_every_question_and_leaves_nothing_behind(reader, name):
-    before = METHODS["in_prompt"].run(reader, 0).hits
+    before = METHODS["in_prompt"].run(reader, 0).said
     found = METHODS[name].run(reader, 8)
-    assert {key: len(hits) for key, hits in found.hits.items()} == {"first": 2, "second": 2}
+    assert {key: len(said) for key, said in found.said.items()} == {"first": 2, "second": 2}
     assert found.bytes > 0
-    assert METHODS["in_prompt"].run(reader, 0).hits == before
+    assert METHODS["in_prompt"].run(reader, 0).said == before
     assert not reader.lmm.adapters.parameters("context")
 
 

@@ -46,7 +46,11 @@ class Follower:
         self._runner = runner
         table = AdapterTable(engine.adapters.ranks, engine.adapters.scalings)
         self.adapters = FollowingAdapters(
-            engine.memory, table, engine.lmm.targets, lambda ticket: report("copied", ticket)
+            engine.memory,
+            table,
+            engine.lmm.targets,
+            engine.lmm.own_kv_heads,
+            lambda ticket: report("copied", ticket),
         )
         self._orders: dict[str, Callable[..., object]] = {
             "step": runner.follow,
@@ -59,6 +63,8 @@ class Follower:
             "unmerge": self._linears.unmerge,
             "is_finite": self._linears.is_finite,
             "write": self.adapters.write,
+            "write_pages": self.adapters.write_pages,
+            "copy_page": engine.memory.copy_page,
             "adapters": lambda: None,
         }
 

@@ -7,6 +7,7 @@ order, so that their collectives meet. A plan holds no tensors, and of page tabl
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import weakref
@@ -18,8 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from valora_data.contract.bundle import file_hash
+from valora_data.contract.contexts import FILE_BYTES
+from valora_data.contract.files import read_safetensors
 from valora_serve.catalogue.adapters import read_adapter
 from valora_serve.errors import AdapterError
+from valora_serve.memory.prefix_memory import pack_prefix
 from valora_serve.memory.unified import UnifiedMemory
 from valora_serve.model.lmm import VisualRows
 from valora_serve.model.prompt import VisualFeatures
@@ -29,14 +34,15 @@ from valora_serve.model.work import Work
 from valora_serve.types import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from valora_serve.catalogue.adapters import Adapter
     from valora_serve.engine.crew import Crew
-    from valora_serve.memory.unified import PackedAdapter
+    from valora_serve.memory.prefix_memory import PackedPrefix
+    from valora_serve.memory.unified import PackedAdapter, PackedPages
     from valora_serve.model.prompt import Visual
     from valora_serve.model.work import AdapterTable, StepResult
     from valora_serve.parallel.group import Group
@@ -329,25 +335,52 @@ class LeadingMemory(UnifiedMemory):
     def __init__(self, crew: Crew, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._crew = crew
-        self._numbers: weakref.WeakKeyDictionary[PackedAdapter, int] = weakref.WeakKeyDictionary()
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._next = itertools.count()
         self._tickets: dict[int, int] = {}  # of the last copy into each slot
+        self._page_tickets: dict[int, int] = {}  # of the last prefix from each page on
 
-    def pack(self, adapter: Adapter) -> PackedAdapter:
-        """Lay out an adapter in the host memory of all processes; see `UnifiedMemory.pack`."""
+    @contextlib.contextmanager
+    def packing(self, source: Path, content: str) -> Iterator[Callable[[object], None]]:
+        """Context in which all processes pack their part; see `UnifiedMemory.packing`."""
         number = next(self._next)
-        finish = self._crew.start_packing(number, adapter.folder, adapter.content)
+        made: list[object] = []
+        finish = self._crew.start_packing(number, source, content)
         try:
             try:
-                packed = super().pack(adapter)
+                yield made.append
             finally:
                 finish()
         except BaseException:
             self._crew.drop(number)
             raise
+        (packed,) = made
         self._numbers[packed] = number
         weakref.finalize(packed, self._crew.drop, number).atexit = False
+
+    def pack(self, adapter: Adapter) -> PackedAdapter:
+        """Lay out an adapter in the host memory of all processes; see `UnifiedMemory.pack`."""
+        with self.packing(adapter.folder, adapter.content) as note:
+            packed = super().pack(adapter)
+            note(packed)
         return packed
+
+    def write_pages(self, packed: PackedPages, pages: Sequence[int]) -> None:
+        """Copy a prefix to all devices, on the current stream; see `UnifiedMemory.write_pages`."""
+        self._page_tickets[pages[0]] = ticket = self._crew.ticket()
+        self._crew.tell("write_pages", self._numbers[packed], list(pages), ticket)
+        super().write_pages(packed, pages)
+        if self.device.type != "cuda":
+            self._crew.wait(ticket)
+
+    def pages_have_arrived(self, pages: Sequence[int]) -> bool:
+        """Return whether every follower has copied its part of a prefix."""
+        return self._crew.is_done(self._page_tickets[pages[0]])
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a page on all devices, on the current stream."""
+        self._crew.tell("copy_page", source, target)
+        super().copy_page(source, target)
 
     def write(self, packed: PackedAdapter, pages: Sequence[int], slot: int) -> None:
         """Copy an adapter to all devices, on the current stream; see `UnifiedMemory.write`."""
@@ -363,12 +396,13 @@ class LeadingMemory(UnifiedMemory):
 
 
 class FollowingAdapters:
-    """A follower's parts of the adapters: packed when the leader loads them, copied when it does.
+    """A follower's parts of adapters and prefixes: packed and copied when the leader does.
 
     Args:
         memory: The follower's memory.
         table: Its ranks and scalings of the slots, which steps read.
         targets: Linear layers that adapters name.
+        heads: Heads of keys and values that the follower holds.
         done: Called with the ticket of a copy that is complete, from any thread.
     """
 
@@ -377,12 +411,14 @@ class FollowingAdapters:
         memory: UnifiedMemory,
         table: AdapterTable,
         targets: Any,
+        heads: slice,
         done: Callable[[int], None],
     ) -> None:
         from concurrent.futures import ThreadPoolExecutor
 
         self._memory, self._table, self._targets, self._done = memory, table, targets, done
-        self._packed: dict[int, PackedAdapter] = {}
+        self._heads = heads
+        self._packed: dict[int, Any] = {}  # `PackedAdapter` or `PackedPrefix`
         self._cuda = memory.device.type == "cuda"
         self._stream = torch.cuda.Stream(memory.device) if self._cuda else None
         self._waiting = ThreadPoolExecutor(1, "copies")
@@ -393,10 +429,21 @@ class FollowingAdapters:
         Raises:
             AdapterError: The folder cannot be read, or holds another adapter by now.
         """
+        if folder.is_file():
+            self._packed[number] = self._pack_prefix(folder, content)
+            return
         adapter = read_adapter(folder, self._targets)
         if adapter.content != content:
             raise AdapterError(f"adapter {folder} was changed while it was loaded: load it again")
         self._packed[number] = self._memory.pack(adapter)
+
+    def _pack_prefix(self, file: Path, content: str) -> PackedPrefix:
+        """Pack the part of a prefix whose file the leader has checked."""
+        if file_hash(file) != content:
+            raise AdapterError(f"{file} was changed while it was loaded: load it again")
+        _, tensors = read_safetensors(file, FILE_BYTES)
+        keys, values = (tensors[name][:, self._heads] for name in ("keys", "values"))
+        return pack_prefix(self._memory, file.stem, content, keys, values)
 
     def drop(self, number: int) -> None:
         """Free the host memory of an adapter."""
@@ -405,14 +452,23 @@ class FollowingAdapters:
     def write(self, number: int, pages: Sequence[int], slot: int, ticket: int) -> None:
         """Copy an adapter to the device."""
         packed = self._packed[number]
+        self._copy(lambda: self._memory.write(packed, pages, slot), ticket)
+
+    def write_pages(self, number: int, pages: Sequence[int], ticket: int) -> None:
+        """Copy a prefix to the device."""
+        packed = self._packed[number]
+        self._copy(lambda: self._memory.write_pages(packed, pages), ticket)
+
+    def _copy(self, write: Callable[[], None], ticket: int) -> None:
+        """Copy something on the stream for copies, and report when that is done."""
         if self._stream is None:
-            self._memory.write(packed, pages, slot)
+            write()
             self._done(ticket)
             return
         # Steps that were launched may still read what the pages held before.
         self._stream.wait_stream(torch.cuda.current_stream(self._memory.device))
         with torch.cuda.stream(self._stream):
-            self._memory.write(packed, pages, slot)
+            write()
             copied = torch.cuda.Event()
             copied.record()
 

@@ -11,7 +11,6 @@ from valora_serve.catalogue.contexts import reread_context
 from valora_serve.catalogue.effect import check_effect
 from valora_serve.errors import AdapterError
 from valora_serve.memory.prefix_memory import pack_prefix
-from valora_serve.model.split_linears import SplitLinears
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
@@ -169,24 +168,28 @@ class Named:
 
     def _pack_prefixes(self, staged: Staged) -> dict[str, PackedPrefix]:
         """Lay out the prefixes of contexts in host memory, by content hash."""
-        names = {
-            target.context.content: target.context.name
+        contexts = {
+            target.context.content: target.context
             for target in staged.targets
             if target.context is not None
         }
         return {
-            content: self._pack_prefix(names[content], content, memory)
+            content: self._pack_prefix(
+                contexts[content].name, contexts[content].file, content, memory
+            )
             for content, memory in staged.memories.items()
         }
 
-    def _pack_prefix(self, name: str, content: str, memory: Memory) -> PackedPrefix:
-        if isinstance(self._lmm.linears, SplitLinears):
-            raise AdapterError(
-                f"context {name} has keys and values, which several GPUs cannot share: serve it "
-                "with --tensor-parallel 1 (and --replicas), or make its memory of memory_tokens"
-            )
-        keys, values = memory.tensors["keys"], memory.tensors["values"]
-        return pack_prefix(self._memory, name, content, keys, values)
+    def _pack_prefix(
+        self, name: str, file: Path | None, content: str, memory: Memory
+    ) -> PackedPrefix:
+        assert file is not None
+        keys, values = (memory.tensors[part][:, self._lmm.own_kv_heads]
+                        for part in ("keys", "values"))  # fmt: skip
+        with self._memory.packing(file, content) as note:
+            packed = pack_prefix(self._memory, name, content, keys, values)
+            note(packed)
+        return packed
 
     def register(
         self,
@@ -233,7 +236,7 @@ class Named:
 
         def reload() -> PackedPrefix:
             found, memory = reread_context(context, file, self._store.base_hash(), config)
-            return self._pack_prefix(context.name, found, memory)
+            return self._pack_prefix(context.name, file, found, memory)
 
         self._prefixes.add(self.prefix_key(context), packed, reload)
 

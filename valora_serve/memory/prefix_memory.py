@@ -126,8 +126,7 @@ class PrefixMemory(Residency[PackedPrefix]):
 
     def _write(self, entry: Entry[PackedPrefix]) -> None:
         assert entry.packed is not None
-        self._memory.write_pages(entry.packed.buffer, entry.pages)
+        self._memory.write_pages(entry.packed, entry.pages)
 
     def _has_arrived(self, entry: Entry[PackedPrefix]) -> bool:
-        del entry
-        return True
+        return self._memory.pages_have_arrived(entry.pages)

@@ -7,10 +7,11 @@ locate; so an adapter of any rank fits as long as enough pages are free, whereve
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ from valora_kernels.weights import LoraWeights
 from valora_serve.errors import AdapterError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -80,6 +82,14 @@ class PageShape:
     def elements(self) -> int:
         """Number of elements of a page."""
         return self.block_size * self.layers * 2 * self.kv_heads * self.head_dim
+
+
+class PackedPages(Protocol):
+    """Pages in host memory."""
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """[pages, elements of a page] in the memory's dtype."""
 
 
 class UnifiedMemory:
@@ -304,15 +314,29 @@ class UnifiedMemory:
         self._table.copy_(table, non_blocking=True)
         self._tables[:, :, slot] = self._table
 
-    def write_pages(self, content: torch.Tensor, pages: Sequence[int]) -> None:
+    @contextlib.contextmanager
+    def packing(self, source: Path, content: str) -> Iterator[Callable[[object], None]]:
+        """Context in which something is packed from files; other processes pack their part.
+
+        Args:
+            source: Its folder or file.
+            content: Its content hash.
+
+        Returns:
+            A function that must be called with what was packed.
+        """
+        del source, content
+        yield lambda _: None
+
+    def write_pages(self, packed: PackedPages, pages: Sequence[int]) -> None:
         """Copy keys and values to the device, on the current stream.
 
         Args:
-            content: [pages, elements of a page] in the memory's dtype, in host memory.
+            packed: What is in host memory.
             pages: Pages for it.
         """
         size = self.page.elements
-        for page, part in zip(pages, content, strict=True):
+        for page, part in zip(pages, packed.buffer, strict=True):
             self.storage[page * size : (page + 1) * size].copy_(part, non_blocking=True)
 
     def copy_page(self, source: int, target: int) -> None:
@@ -339,6 +363,15 @@ class UnifiedMemory:
         parts = held.view(count, page.layers, 2, page.block_size, page.kv_heads, page.head_dim)
         tokenwise = parts.permute(2, 1, 4, 0, 3, 5).flatten(3, 4)
         return tokenwise[:, :, :, :tokens].contiguous()
+
+    def pages_have_arrived(self, pages: Sequence[int]) -> bool:
+        """Return whether all processes have copied their part of what `write_pages` wrote.
+
+        Args:
+            pages: The pages, as they were written.
+        """
+        del pages
+        return True
 
     def has_arrived(self, slot: int) -> bool:
         """Return whether all processes that hold a part of a slot's adapter have copied theirs.

@@ -68,6 +68,7 @@ class Lmm(BaseModel):
         heads: Query heads of an attention layer that this process computes.
         kv_heads: Key and value heads of an attention layer that this process computes.
         head_dim: Width of an attention head.
+        own_kv_heads: Which of the model's heads of keys and values those are.
 
     Raises:
         BundleError: If the model cannot be served.
@@ -100,6 +101,7 @@ class Lmm(BaseModel):
         self.linears: Linears
         self._vocabulary: int | None = None
         if split is None:
+            self.own_kv_heads = slice(0, self.kv_heads)
             self.targets = ModelTargets.of(model, self.architecture)
             self.linears = Linears.of(model, within)
             return
@@ -109,7 +111,9 @@ class Lmm(BaseModel):
         self.targets = split.targets
         self.linears = SplitLinears.split(model, within, group, split.slices, lora)
         self._vocabulary = split_head(model, group)
+        first = group.rank * self.kv_heads // group.size
         self.heads, self.kv_heads = local_heads(self.heads, self.kv_heads, group.size)
+        self.own_kv_heads = slice(first, first + self.kv_heads)
 
     @property
     def vocabulary(self) -> int:

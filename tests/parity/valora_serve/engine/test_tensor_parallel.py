@@ -45,7 +45,7 @@ from tests.support.serve_helpers import (
 )
 from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX
 from valora_serve.engine.engine import Engine
-from valora_serve.errors import AdapterError, RequestError, SettingsError, StoppedError
+from valora_serve.errors import RequestError, SettingsError, StoppedError
 from valora_serve.types import Mode, NewContext, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -215,32 +215,30 @@ def test_chance_is_the_leaders(pair: tuple[Engine, Engine]) -> None:
     assert_empty(pair[1])
 
 
-def test_memory_tokens_and_adapters_at_decoding_only(
+def test_contexts_and_adapters_at_decoding_only(
     pair: tuple[Engine, Engine], base: str, tmp_path: Path
 ) -> None:
     late = {"reader": {"rank": 3, "alpha": 7, "targets": f"{LANGUAGE}|{MLP}", "decode_only": True}}
     contexts = {
         "read": ContextSpec(MEMORY_TOKENS, 6, "reader"),
         "shut": ContextSpec(ADAPTER, 0, "reader"),
+        "keys": ContextSpec(PREFIX, 21, "reader", gap=9),
+        "whole": ContextSpec(PREFIX, 32),
     }
     folder = make_context_bundle(tmp_path / "documents", base, contexts, late)
     sampling = SamplingParams(max_tokens=5, ignore_eos=True)
     turns = [{"role": "user", "content": "Who knows where the red key lies?"}]
     requests = [
         Request(name, name, messages=turns, sampling=sampling)
-        for name in ("read", "shut", "documents/reader")
+        for name in (*contexts, "documents/reader")
     ]
     answers = []
     for engine in pair:
         engine.load(folder)
         answers.append({name: got.tokens for name, got in run(engine, requests).items()})
     assert answers[0] == answers[1]
-    assert answers[0]["read"] != answers[0]["shut"]
-    keys = make_context_bundle(
-        tmp_path / "keys", base, {"doc": ContextSpec(PREFIX, 16)}, {}, name="keys"
-    )
-    with pytest.raises(AdapterError, match="context doc has keys and values, which several GPUs"):
-        pair[1].load(keys)
+    assert len({tuple(answers[0][name]) for name in contexts}) == len(contexts)
+    assert pair[1].stats().pages_contexts == 4
     with pytest.raises(RequestError, match="several GPUs that share a model cannot make a prefix"):
         pair[1].prepare_compression(NewContext("new", "Some text."), "new")
     for engine in pair:

@@ -54,7 +54,7 @@ def test_any_prefix_lies_in_any_pages(
     assert packed.pages == -(-tokens // block)
     pages = torch.randperm(60, generator=torch.Generator().manual_seed(seed)).tolist()
     table = pages[: packed.pages]
-    memory.write_pages(packed.buffer, table)
+    memory.write_pages(packed, table)
     wanted = torch.stack([keys, values]).to(dtype)
     assert torch.equal(stored(memory, table, tokens), wanted)
     assert torch.equal(memory.read_tokens(table, tokens), wanted)

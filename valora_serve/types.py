@@ -466,8 +466,8 @@ class NewContext:
         form: ``prefix`` for its own keys and values, ``memory_tokens`` for those of an encoder.
         tokens: Tokens that a prefix keeps, None for all; an encoder makes as many as it has.
         encoder: Name of the encoder, ``bundle/encoder``; None for the only one.
-        adapter: Name of the adapter that answers. None for the one that the encoder's other
-            contexts have, if there is one, otherwise for the base model.
+        adapter: Name of the adapter that answers; None for the base model, which encoders are
+            trained for unless they come with an adapter that decodes.
     """
 
     name: str

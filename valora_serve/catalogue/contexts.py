@@ -43,7 +43,6 @@ class Context:
         content: Hexadecimal sha256 of its file; empty without one.
         bytes: Size of its memory.
         source_tokens: Tokens of the document.
-        encoder: Encoder of its bundle that made it, None for none.
         file: Its file, None without one.
         embeddings: [tokens, width] on the CPU, its memory tokens; None in other forms.
     """
@@ -55,7 +54,6 @@ class Context:
     content: str = ""
     bytes: int = 0
     source_tokens: int = 0
-    encoder: str | None = None
     file: Path | None = None
     embeddings: Tensor | None = None
 
@@ -104,7 +102,6 @@ def read_context(
         content,
         memory.bytes,
         entry.source_tokens,
-        entry.encoder,
         file,
         embeddings,
     )

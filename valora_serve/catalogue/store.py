@@ -349,18 +349,6 @@ class Store:
             raise UnknownModelError(f"{asked}: {listed}, or make a prefix")
         return known[name]
 
-    def decoder_of(self, encoder: str) -> str | None:
-        """Return the adapter of the contexts that an encoder made; None if that is not one."""
-        bundle, _, short = encoder.partition("/")
-        found = {
-            one.model.adapter
-            for one in self._named.values()
-            if one.context is not None
-            and one.context.encoder == short
-            and self._bundle_of(one.model.name) == bundle
-        }
-        return found.pop() if len(found) == 1 else None
-
     def unregister_context(self, name: str) -> ServedModel:
         """Forget a context that was made at run time.
 

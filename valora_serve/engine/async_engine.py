@@ -301,7 +301,7 @@ class AsyncEngine:
 
         def write() -> None:
             memory = job.memory(done)
-            write_context(folder, memory, job.entry(memory), job.adapter)
+            write_context(folder, memory, job.entry(memory), wanted.adapter)
 
         await loop.run_in_executor(self._loading, write)
         return await self.load_context(wanted.name, folder)

@@ -50,7 +50,6 @@ class Compression:
         tokens: Tokens of the document's head.
         base: `base_hash` of the base model.
         dtype: Dtype of the memory.
-        adapter: Name of the adapter that answers, None for the base model.
         encoder: Name of the encoder and what it has beside its adapter, None for a prefix.
     """
 
@@ -59,7 +58,6 @@ class Compression:
     tokens: int
     base: str
     dtype: torch.dtype
-    adapter: str | None
     encoder: tuple[str, Encoder] | None
 
     def memory(self, output: Output) -> Memory:
@@ -113,16 +111,15 @@ def prepare_compression(
         AdapterError: There is no such adapter.
     """
     _check(lmm, wanted)
-    adapter = wanted.adapter
     try:
         ids = lmm.tokenize(head_text(lmm, wanted.document))
         base = store.base_hash()
     except BundleError as error:
         raise RequestError(f"context {wanted.name}: {error}") from error
     request = Request(name, embed=True, keep_kv=wanted.form == PREFIX, stream=False)
+    if wanted.adapter is not None:
+        store.adapter_of(wanted.name, wanted.adapter)
     if wanted.form == PREFIX:
-        if adapter is not None:
-            store.adapter_of(wanted.name, adapter)
         _check_length(wanted, wanted.tokens or 1, len(ids), most)
         target, prompt, encoder = store.resolve(None), Prompt(ids), None
         head = EMBEDDING
@@ -130,9 +127,6 @@ def prepare_compression(
         target = store.encoder(wanted.encoder)
         assert target.encoder is not None
         encoder = (target.model.name, target.encoder)
-        adapter = adapter or store.decoder_of(target.model.name)
-        if adapter is not None:
-            store.adapter_of(wanted.name, adapter)
         count = len(target.encoder.queries)
         words = lmm.tokenize(wanted.document, special=False)
         _check_length(wanted, count, len(words), most - count)
@@ -144,7 +138,7 @@ def prepare_compression(
         prompt = Prompt([*read, *[PLACEHOLDER] * count], memory=queries)
         head = MemoryHead(tokens=count)
     prepared = Prepared(request, target, prompt, head)
-    return Compression(wanted, prepared, len(ids), base, lmm.dtype, adapter, encoder)
+    return Compression(wanted, prepared, len(ids), base, lmm.dtype, encoder)
 
 
 def _check(lmm: Lmm, wanted: NewContext) -> None:

@@ -73,7 +73,7 @@ def test_documents(tmp_path):
         assert used["prompt_tokens"] == long["usage"]["prompt_tokens"]
         assert used["prompt_tokens_details"]["cached_tokens"] >= whole.json()["tokens"]
 
-        made = make(name="compressed", form="memory_tokens").json()
+        made = make(name="compressed", form="memory_tokens", adapter="documents/reader").json()
         assert (made["tokens"], made["adapter"]) == (6, "documents/reader")
         assert made["decode_only"]
         short = make(name="short", tokens=40).json()

@@ -500,8 +500,7 @@ class ContextRequest(_Body):
     adapter: str | None = Field(
         default=None,
         max_length=256,
-        description="adapter that answers; by default that of the encoder's other contexts, or the "
-        "base model",
+        description="adapter that answers; by default the base model",
     )
     replace: bool = Field(default=False, description="replace the context of this name")
 

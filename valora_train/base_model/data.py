@@ -277,6 +277,16 @@ class Chunk:
         )
 
 
+def _things_of(images: Sequence[Scene]) -> npt.NDArray[np.float32]:
+    """Box in [0, 1], shape, colour and pattern of every thing: (images, MOST_THINGS, 7)."""
+    things = np.zeros((len(images), MOST_THINGS, 7), dtype=np.float32)
+    for i, scene in enumerate(images):
+        for j, thing in enumerate(scene.things):
+            things[i, j, :4] = np.array(thing.box) / SIZE
+            things[i, j, 4:] = INDEX[thing.shape], INDEX[thing.color], INDEX[thing.pattern]
+    return things
+
+
 class SampleMaker:
     """Draws scenes, generates questions about them and encodes them as samples.
 
@@ -316,14 +326,9 @@ class SampleMaker:
         for i, (question, _) in enumerate(samples[:CHUNK]):
             if question.boxes:
                 boxes[i, : len(question.boxes)] = np.array(question.boxes) / SIZE
-        things = np.zeros((len(images), MOST_THINGS, 7), dtype=np.float32)
-        for i, scene in enumerate(images):
-            for j, thing in enumerate(scene.things):
-                things[i, j, :4] = np.array(thing.box) / SIZE
-                things[i, j, 4:] = INDEX[thing.shape], INDEX[thing.color], INDEX[thing.pattern]
         return Chunk(
             pixels=np.stack([scene.pixels for scene in images]),
-            things=things,
+            things=_things_of(images),
             n_things=np.array([len(scene.things) for scene in images]),
             pick=np.array([pick for _, pick in samples[:CHUNK]]),
             ids=np.stack([ids for ids, _ in encoded]),
@@ -356,14 +361,9 @@ class SampleMaker:
             rows.append(ids)
             spans.append(span)
         n = len(rows)
-        things = np.zeros((len(images), MOST_THINGS, 7), dtype=np.float32)
-        for i, scene in enumerate(images):
-            for j, thing in enumerate(scene.things):
-                things[i, j, :4] = np.array(thing.box) / SIZE
-                things[i, j, 4:] = INDEX[thing.shape], INDEX[thing.color], INDEX[thing.pattern]
         return Chunk(
             pixels=np.stack([scene.pixels for scene in images]),
-            things=things,
+            things=_things_of(images),
             n_things=np.array([len(scene.things) for scene in images]),
             pick=np.array(picks, dtype=np.int64).reshape(n, bucket.images),
             ids=np.stack(rows),

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from filelock import FileLock
 from pydantic import TypeAdapter, ValidationError
 
 from valora_data import packed, shards
@@ -34,6 +35,7 @@ VERSION = 1
 """Raised whenever trials come out differently for the same inputs."""
 INPUTS = "inputs.json"
 SAMPLES = "samples"
+DRAWING = "drawing.lock"
 
 
 @dataclass(frozen=True)
@@ -218,11 +220,15 @@ def complete_inputs(inputs: TrialInputs, processes: int) -> int:
     found = {
         inputs.folder / path for item in inputs.domains.values() for path in item.samples.values()
     }
-    files = sorted(file for file in found if file.suffix == packed.SUFFIX and packed.is_drawn(file))
-    if not files:
+    packs = sorted(file for file in found if file.suffix == packed.SUFFIX)
+    if not any(map(packed.is_drawn, packs)):
         return 0
-    with worker_processes(min(processes, len(files)), "--processes", _nothing) as executor:
-        return sum(executor.map(packed.complete, files))
+    with FileLock(inputs.folder / DRAWING):  # another command, for another GPU, may draw them
+        files = [file for file in packs if packed.is_drawn(file)]
+        if not files:
+            return 0
+        with worker_processes(min(processes, len(files)), "--processes", _nothing) as executor:
+            return sum(executor.map(packed.complete, files))
 
 
 def _nothing() -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
-from valora_data.schema import Answer, Box, Sample
+from valora_data.schema import Answer, Box, Sample, Task
+from valora_data.sources.base import SourceFormat
 from valora_data.sources.formats.labelled import Reading, checked_box
 from valora_data.sources.formats.tables import load_json, read_lines
 
@@ -20,6 +21,18 @@ if TYPE_CHECKING:
 
 Edges = tuple[float, float, float, float]
 Size = tuple[int, int]
+
+
+class ObjectsFormat(SourceFormat):
+    """What the formats of grounding files have in common."""
+
+    def supports(self, task: Task) -> bool:
+        """Object detection and referring expressions."""
+        return task.spec.answer == "boxes"
+
+    def guess_task(self, path: str) -> Task:
+        """Referring expressions."""
+        return Task.GROUNDING
 
 
 @dataclass(frozen=True, slots=True)

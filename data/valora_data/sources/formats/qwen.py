@@ -13,12 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from valora_data.faults import FaultError, FaultKind
-from valora_data.schema import Task
-from valora_data.sources.base import Location, Source, SourceFormat, Splits
+from valora_data.sources.base import Location, Source, Splits
 from valora_data.sources.formats.llava import GRID
 from valora_data.sources.formats.objects import (
     Edges,
     Objects,
+    ObjectsFormat,
     edges_of,
     entries_of,
     read_objects,
@@ -35,22 +35,14 @@ PLACE = re.compile(r"<(image|video)>")
 ASSISTANTS = frozenset({"gpt", "assistant"})
 
 
-class PixelQwenFormat(SourceFormat):
+class PixelQwenFormat(ObjectsFormat):
     """Qwen2.5-VL: boxes in pixels of the image."""
 
     files = "Qwen2.5-VL JSON"
 
-    def supports(self, task: Task) -> bool:
-        """Object detection and referring expressions."""
-        return task.spec.answer == "boxes"
-
     def recognises(self, location: Location) -> bool:
         """Answers with `bbox_2d`, one of them beyond the grid of Qwen3-VL."""
         return _has_boxes(location) and _largest(location.file) > GRID
-
-    def guess_task(self, path: str) -> Task:
-        """Referring expressions."""
-        return Task.GROUNDING
 
     def open(self, source: Source) -> Splits:
         """All entries as one piece."""

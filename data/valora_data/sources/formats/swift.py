@@ -11,11 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from valora_data.faults import FaultError, FaultKind
-from valora_data.schema import Task
-from valora_data.sources.base import Location, Source, SourceFormat, Splits
+from valora_data.sources.base import Location, Source, Splits
 from valora_data.sources.formats.objects import (
     Edges,
     Objects,
+    ObjectsFormat,
     edges_of,
     entries_of,
     read_objects,
@@ -30,22 +30,14 @@ UNITS = ("real", "norm1")
 """Values of `bbox_type`: pixels of the image, or shares of its sides."""
 
 
-class SwiftFormat(SourceFormat):
+class SwiftFormat(ObjectsFormat):
     """One file of JSON Lines, or a JSON list."""
 
     files = "ms-swift JSONL"
 
-    def supports(self, task: Task) -> bool:
-        """Object detection and referring expressions."""
-        return task.spec.answer == "boxes"
-
     def recognises(self, location: Location) -> bool:
         """Entries with `messages` and `objects`."""
         return {"messages", "objects"} <= location.entry.keys()
-
-    def guess_task(self, path: str) -> Task:
-        """Referring expressions."""
-        return Task.GROUNDING
 
     def open(self, source: Source) -> Splits:
         """All entries as one piece."""

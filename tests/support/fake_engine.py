@@ -290,13 +290,17 @@ class FakeEngine:
         return made
 
     async def make_context(self, wanted, folder):
+        await self.compress(wanted, folder)
+        return await self.load_context(wanted.name, folder)
+
+    async def compress(self, wanted, folder):
         if not wanted.document.strip():
             raise errors.RequestError(
                 f"context {wanted.name}: the document is empty: send its text"
             )
         folder.mkdir(parents=True)
         (folder / "context.json").write_text(json.dumps([wanted.document, wanted.form]))
-        return await self.load_context(wanted.name, folder)
+        (folder / "memory.safetensors").write_bytes(wanted.document.encode())
 
     async def load_context(self, name, folder):
         try:

@@ -285,6 +285,16 @@ class AsyncEngine:
 
     async def make_context(self, wanted: NewContext, folder: Path) -> ServedModel:
         """Compress a document into a folder, and serve it; see `types.EngineClient`."""
+        await self.compress(wanted, folder)
+        return await self.load_context(wanted.name, folder)
+
+    async def compress(self, wanted: NewContext, folder: Path) -> None:
+        """Compress a document into a folder, without serving it.
+
+        Raises:
+            RequestError: The document cannot be compressed.
+            OSError: The folder cannot be written.
+        """
         loop = asyncio.get_running_loop()
         name = f"context-{secrets.token_hex(8)}"
         job = await loop.run_in_executor(
@@ -304,7 +314,6 @@ class AsyncEngine:
             write_context(folder, memory, job.entry(memory), wanted.adapter)
 
         await loop.run_in_executor(self._loading, write)
-        return await self.load_context(wanted.name, folder)
 
     async def load_context(self, name: str, folder: Path) -> ServedModel:
         """Serve a context that was made before; see `types.EngineClient`."""

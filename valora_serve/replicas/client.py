@@ -31,8 +31,9 @@ from valora_serve.replicas.wire import localised, packed
 from valora_serve.types import EngineStats, Output, failure
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 
+    from valora_serve.replicas.served import Part
     from valora_serve.replicas.wire import Batch, Done, Facts, Report
     from valora_serve.types import NewContext, Request, ServedModel
 
@@ -200,9 +201,9 @@ class ReplicatedEngine:
         self, name: str, folder: Path, *, decode_only: bool = False
     ) -> ServedModel:
         """Load a PEFT folder into all replicas; see `types.EngineClient`."""
-        found = await asyncio.to_thread(find_part, folder.absolute(), bundle=False)
+        found = await asyncio.to_thread(find_part, folder.absolute(), "adapter")
         part = dataclasses.replace(found, decode_only=decode_only)
-        await self._change(lambda: (self._state.bundles, {**self._state.adapters, name: part}))
+        await self._change(lambda: {"adapters": {**self._state.adapters, name: part}})
         return next(model for model in self._models if model.name == name)
 
     async def load_bundle(self, folder: Path) -> list[ServedModel]:
@@ -212,63 +213,76 @@ class ReplicatedEngine:
         except BundleError as error:
             raise AdapterError(str(error)) from error
         name = str(manifest["name"])
-        part = await asyncio.to_thread(find_part, folder.absolute(), bundle=True)
-        await self._change(lambda: ({**self._state.bundles, name: part}, self._state.adapters))
+        part = await asyncio.to_thread(find_part, folder.absolute(), "bundle")
+        await self._change(lambda: {"bundles": {**self._state.bundles, name: part}})
         label = f"{name}@{manifest['version']}"
         return [model for model in self._models if model.bundle == label]
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter from all replicas; see `types.EngineClient`."""
 
-        def without() -> tuple[Any, Any]:
+        def without() -> dict[str, Any]:
             if name not in self._state.adapters:
                 bundle = next((m.bundle for m in self._models if m.name == name and m.bundle), None)
                 if bundle is not None:
                     raise BusyError(f"adapter {name} belongs to bundle {bundle}: unload the bundle")
                 known = list(self._state.adapters)
                 raise UnknownModelError(f"no adapter is named {name}: known are {known}")
-            left = {key: part for key, part in self._state.adapters.items() if key != name}
-            return self._state.bundles, left
+            return {"adapters": _without(name, self._state.adapters)}
 
         await self._change(without)
 
     async def unload_bundle(self, name: str) -> None:
         """Unload a bundle from all replicas; see `types.EngineClient`."""
 
-        def without() -> tuple[Any, Any]:
+        def without() -> dict[str, Any]:
             short, _, version = name.partition("@")
             labels = {model.bundle for model in self._models}
             if short not in self._state.bundles or (version and name not in labels):
                 known = list(self._state.bundles)
                 raise UnknownModelError(f"no bundle is named {name}: known are {known}")
-            left = {key: part for key, part in self._state.bundles.items() if key != short}
-            return left, self._state.adapters
+            return {"bundles": _without(short, self._state.bundles)}
 
         await self._change(without)
 
     async def make_context(self, wanted: NewContext, folder: Path) -> ServedModel:
-        """Refuse a context; see `types.EngineClient`."""
-        del folder
-        raise RequestError(
-            f"context {wanted.name}: replicas serve the contexts of bundles, but make none: make "
-            "it with a server that has one engine, or put it into a bundle"
+        """Have one replica compress a document, and all serve it; see `types.EngineClient`."""
+        sent = self._handle.options(method_name="control").remote(
+            "compress", wanted, folder.absolute(), self._state.revision
         )
+        try:
+            async with asyncio.timeout(CHANGE_SECONDS):
+                done: Done = await sent
+        except (TimeoutError, ray.exceptions.RayError, RayServeException) as error:
+            raise StoppedError(
+                f"context {wanted.name}: the replica that read the document has gone: ask again"
+            ) from error
+        if done.error is not None:
+            raise done.error
+        return await self._serve_context(wanted.name, done.value)
 
     async def load_context(self, name: str, folder: Path) -> ServedModel:
-        """Refuse a context; see `types.EngineClient`."""
-        del folder
-        raise AdapterError(
-            f"context {name} was made at run time, and replicas serve only those of bundles: start "
-            "one engine, or put it into a bundle"
-        )
+        """Load a context into all replicas; see `types.EngineClient`."""
+        part = await asyncio.to_thread(find_part, folder.absolute(), "context")
+        return await self._serve_context(name, part)
+
+    async def _serve_context(self, name: str, part: Part) -> ServedModel:
+        await self._change(lambda: {"contexts": {**self._state.contexts, name: part}})
+        return next(model for model in self._models if model.name == name)
 
     async def unload_context(self, name: str) -> None:
-        """Refuse to forget a context, as all belong to bundles; see `types.EngineClient`."""
-        bundle = next((m.bundle for m in self._models if m.name == name and m.form), None)
-        if bundle is None:
-            known = ", ".join(model.name for model in self._models if model.form) or "none"
-            raise UnknownModelError(f"no context is named {name}: known are {known}")
-        raise BusyError(f"context {name} belongs to bundle {bundle}: unload the bundle")
+        """Forget a context in all replicas; see `types.EngineClient`."""
+
+        def without() -> dict[str, Any]:
+            if name not in self._state.contexts:
+                bundle = next((m.bundle for m in self._models if m.name == name and m.form), None)
+                if bundle is not None:
+                    raise BusyError(f"context {name} belongs to bundle {bundle}: unload the bundle")
+                known = ", ".join(model.name for model in self._models if model.form) or "none"
+                raise UnknownModelError(f"no context is named {name}: known are {known}")
+            return {"contexts": _without(name, self._state.contexts)}
+
+        await self._change(without)
 
     async def warm_up(self) -> None:
         """Capture CUDA graphs and measure costs in all replicas."""
@@ -276,20 +290,21 @@ class ReplicatedEngine:
             if done.error is not None:
                 raise done.error
 
-    async def _change(self, parts: Callable[[], tuple[Any, Any]]) -> None:
+    async def _change(self, parts: Callable[[], dict[str, Any]]) -> None:
         """Have all replicas serve something else: all of them, or none.
 
         Args:
-            parts: Returns the bundles and adapters; called while nothing else is changed.
+            parts: Returns the fields of `ServedState` that change; called while nothing else is
+                changed.
 
         Raises:
             AdapterError: A replica cannot load it.
         """
         async with self._changing:
-            before, (bundles, adapters) = self._state, parts()
+            before, changed = self._state, parts()
             revision = Revision(self.front, before.revision.number + 1)
             try:
-                await self._publish(ServedState(revision, bundles, adapters))
+                await self._publish(dataclasses.replace(before, revision=revision, **changed))
             except BaseException as error:
                 after = Revision(self.front, revision.number + 1)
                 try:
@@ -449,6 +464,10 @@ async def _next(stream: AsyncIterator[Batch], seconds: float | None) -> Batch:
         raise ServeError(f"A replica failed: {_line(error)}") from error
     except (ray.exceptions.RayError, RayServeException) as error:
         raise _LostError(_line(error)) from error
+
+
+def _without(name: str, parts: Mapping[str, Part]) -> dict[str, Part]:
+    return {key: part for key, part in parts.items() if key != name}
 
 
 def _none_runs(error: object) -> StoppedError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import socket
@@ -21,10 +22,11 @@ from valora_serve.errors import (
     ServeError,
     SettingsError,
     StoppedError,
+    StorageError,
 )
 from valora_serve.replicas.board import PERIOD
 from valora_serve.replicas.request_router import RESIDENT
-from valora_serve.replicas.served import Revision, ServedState, check_part
+from valora_serve.replicas.served import Revision, ServedState, check_part, find_part
 from valora_serve.replicas.wire import Batch, Done, Facts, Report, unpacked
 from valora_serve.server.api.system import own_version
 from valora_serve.server.constrain import Grammars
@@ -35,8 +37,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
     from valora_serve.engine.settings import EngineSettings
+    from valora_serve.replicas.served import Part
     from valora_serve.replicas.wire import Call
-    from valora_serve.types import Request, ServedModel
+    from valora_serve.types import NewContext, Request, ServedModel
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +80,7 @@ class EngineReplica:
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._board = ray.get_actor(board[0], namespace=board[1])
         self._state: ServedState | None = None
-        self._missing: dict[str, ServeError] = {}  # adapters that this replica could not load
+        self._missing: dict[str, ServeError] = {}  # what this replica could not load, by name
         self._changing = asyncio.Lock()
         self._engine = await start_engine(settings)
         try:
@@ -151,7 +154,7 @@ class EngineReplica:
         """Do something that all replicas do.
 
         Args:
-            method: ``follow``, ``warm_up``, ``cancel`` or ``facts``.
+            method: ``follow``, ``warm_up``, ``cancel``, ``facts`` or ``compress``.
             arguments: Its arguments.
 
         Returns:
@@ -179,6 +182,14 @@ class EngineReplica:
     async def _on_facts(self) -> Facts:
         engine = self._engine
         return Facts(engine.base, engine.context_length, engine.tokenizer)
+
+    async def _on_compress(self, wanted: NewContext, folder: Path, revision: Revision) -> Part:
+        await self._catch_up(revision)  # the adapter that is to answer
+        try:
+            await self._engine.compress(wanted, folder)
+        except OSError as error:
+            raise StorageError(f"{folder} cannot be written ({error.strerror})") from error
+        return await asyncio.to_thread(find_part, folder, "context")
 
     # ------------------------------------------------------------------ what is served
 
@@ -211,50 +222,64 @@ class EngineReplica:
 
         Args:
             state: What to serve.
-            strict: Whether an adapter that cannot be loaded is an error. Otherwise requests for it
-                get the error, and the others are answered.
+            strict: Whether an adapter or a context that cannot be loaded is an error. Otherwise
+                requests for it get the error, and the others are answered.
 
         Raises:
-            AdapterError: A bundle or adapter cannot be loaded. A state that differs from the one
-                before in one bundle or adapter has then changed nothing.
+            AdapterError: A part cannot be loaded. A state that differs from the one before in one
+                part has then changed nothing.
         """
         before = self._state
         bundles = dict(before.bundles) if before is not None else {}
         adapters = dict(before.adapters) if before is not None else {}
+        contexts = dict(before.contexts) if before is not None else {}
         engine = self._engine
-        for name in [name for name in adapters if name not in state.adapters]:
-            if self._missing.pop(name, None) is None:
-                await engine.unload_adapter(name)
-            del adapters[name]
+        # Contexts name the adapters that answer: they go before them, and come after them.
+        for served, wanted, unload in (
+            (contexts, state.contexts, engine.unload_context),
+            (adapters, state.adapters, engine.unload_adapter),
+        ):
+            for name in [name for name in served if name not in wanted]:
+                if self._missing.pop(name, None) is None:
+                    await unload(name)
+                del served[name]
         for name in [name for name in bundles if name not in state.bundles]:
             await engine.unload_bundle(name)
             del bundles[name]
         try:
             for name, part in state.bundles.items():
                 if bundles.get(name) != part:
-                    await asyncio.to_thread(check_part, part, bundle=True)
+                    await asyncio.to_thread(check_part, part, "bundle")
                     await engine.load_bundle(Path(part.folder))
                     bundles[name] = part
-            for name, part in state.adapters.items():
-                if adapters.get(name) != part or name in self._missing:
-                    await self._load_adapter(name, part, strict=strict)
-                    adapters[name] = part
+            for served, wanted_parts, what in (
+                (adapters, state.adapters, "adapter"),
+                (contexts, state.contexts, "context"),
+            ):
+                for name, part in wanted_parts.items():
+                    if served.get(name) != part or name in self._missing:
+                        await self._load(what, name, part, strict=strict)
+                        served[name] = part
         finally:
             # Also what was loaded before an error counts, as the next state is compared with it.
             kept = state.revision if before is None else before.revision
-            self._state = ServedState(kept, bundles, adapters)
-        self._state = ServedState(state.revision, bundles, adapters)
+            self._state = ServedState(kept, bundles, adapters, contexts)
+        self._state = dataclasses.replace(self._state, revision=state.revision)
 
-    async def _load_adapter(self, name: str, part: Any, *, strict: bool) -> None:
+    async def _load(self, what: str, name: str, part: Part, *, strict: bool) -> None:
+        """Load an adapter or a context."""
+        engine, folder = self._engine, Path(part.folder)
         try:
-            await asyncio.to_thread(check_part, part, bundle=False)
-            folder = Path(part.folder)
-            await self._engine.load_adapter(name, folder, decode_only=part.decode_only)
+            await asyncio.to_thread(check_part, part, what)
+            if what == "context":
+                await engine.load_context(name, folder)
+            else:
+                await engine.load_adapter(name, folder, decode_only=part.decode_only)
             self._missing.pop(name, None)
         except (AdapterError, RequestError) as error:
             if strict:
                 raise
-            log.warning("adapter %s is not served by replica %s: %s", name, self._name, error)
+            log.warning("%s %s is not served by replica %s: %s", what, name, self._name, error)
             self._missing[name] = error
 
     # ------------------------------------------------------------------ how it is

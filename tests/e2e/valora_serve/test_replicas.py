@@ -185,6 +185,25 @@ def test_adapters_are_loaded_and_unloaded_everywhere(replicated):
     assert made.status_code == 200  # for the replicas that start in later tests
 
 
+def test_a_document_becomes_a_context_of_all_replicas(replicated, store):
+    """Equal questions get equal answers, whichever replica has read the memory that one made."""
+    made = replicated.post("contexts", name="report", document="417 color red\n820 thing star")
+    assert made.status_code == 200, made.text
+    until(lambda: set(replicated.metrics("contexts_known").values()) == {1.0}, 60)
+    answers = {
+        json.dumps(replicated.chat("report", "417 color?", max_tokens=6).json()["choices"])
+        for _ in range(6)
+    }
+    assert len(answers) == 1
+    taken = replicated.post("contexts", name="report", document="another")
+    assert taken.status_code == 409, taken.text
+    url = f"{replicated.url}/v1/contexts/report"
+    assert httpx.delete(url, headers=HEADERS, timeout=60).status_code == 200
+    until(lambda: set(replicated.metrics("contexts_known").values()) == {0.0}, 60)
+    assert not list((store / "contexts").iterdir())
+    assert replicated.chat("report").status_code == 404
+
+
 def test_deadlines_and_clients_that_leave(replicated):
     """What nobody waits for any more is not generated to its end, in whatever time that takes."""
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ray
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_replicas import Replica, start
@@ -304,15 +305,77 @@ def test_adapters_and_bundles_are_loaded_everywhere_or_nowhere(tmp_path):
     run(case())
 
 
-def test_contexts_are_made_by_one_engine_only():
+def test_a_context_is_made_by_one_replica_and_served_by_all(tmp_path):
     async def case():
-        client, _, _, _ = await start(FakeEngine())
-        with pytest.raises(errors.RequestError, match="replicas serve the contexts of bundles"):
-            await client.make_context(NewContext("new", "Some text."), Path("/nowhere"))
-        with pytest.raises(errors.AdapterError, match="made at run time, and replicas serve only"):
-            await client.load_context("new", Path("/nowhere"))
-        with pytest.raises(errors.UnknownModelError, match="no context is named new"):
+        engines = FakeEngine(), FakeEngine()
+        client, _, board, _ = await start(*engines)
+        folder = tmp_path / "new-1"
+        made = await client.make_context(NewContext("new", "Some text."), folder)
+        assert (made.name, made.form, made.source_tokens) == ("new", "prefix", 2)
+        for engine in engines:
+            assert next(m for m in engine.models() if m.name == "new").root == str(folder)
+        # One that starts later has it, too.
+        late = Replica("late", board)
+        await late._follow(board.state(), strict=False)
+        assert "new" in {model.name for model in late.engine.models()}
+        # Another document under the name, as `replace` asks for it.
+        again = await client.make_context(NewContext("new", "A longer text."), tmp_path / "new-2")
+        assert again.source_tokens == 3
+        assert {next(m for m in engine.models() if m.name == "new").root for engine in engines} == {
+            str(tmp_path / "new-2")
+        }
+        await client.load_context("old", folder)
+        await client.unload_context("new")
+        for engine in engines:
+            assert {m.name for m in engine.models() if m.form} == {"old"}
+        with pytest.raises(
+            errors.UnknownModelError, match="no context is named new: known are old"
+        ):
             await client.unload_context("new")
+
+    run(case())
+
+
+def test_a_context_that_cannot_be_made_or_served_changes_nothing(tmp_path):
+    async def case():
+        engines = FakeEngine(), FakeEngine()
+        client, handle, _, _ = await start(*engines)
+        with pytest.raises(errors.RequestError, match="context new: the document is empty"):
+            await client.make_context(NewContext("new", " "), tmp_path / "none")
+        (tmp_path / "file").write_text("in the way")
+        with pytest.raises(errors.StorageError, match="cannot be written"):
+            await client.make_context(NewContext("new", "Text."), tmp_path / "file" / "new")
+        with pytest.raises(errors.AdapterError, match="context /nowhere cannot be read"):
+            await client.load_context("new", Path("/nowhere"))
+
+        async def refuse(name, folder):
+            raise errors.AdapterError(f"context {name}: no room")
+
+        engines[1].load_context = refuse
+        with pytest.raises(errors.AdapterError, match="no room"):
+            await client.make_context(NewContext("new", "Text."), tmp_path / "half")
+        for engine in engines:
+            assert "new" not in {model.name for model in engine.models()}
+
+        class Gone:
+            async def control(self, *arguments):
+                raise ray.exceptions.ActorDiedError()
+
+        handle.next = Gone
+        with pytest.raises(errors.StoppedError, match="has gone: ask again"):
+            await client.make_context(NewContext("new", "Text."), tmp_path / "gone")
+
+    run(case())
+
+
+def test_a_context_of_a_bundle_is_unloaded_with_it():
+    async def case():
+        engine = FakeEngine()
+        client, _, _, _ = await start(engine)
+        of_bundle = replace(client._models[0], name="c", form="prefix", bundle="b@1")
+        client._models = [of_bundle]
+        with pytest.raises(errors.BusyError, match="context c belongs to bundle b@1"):
+            await client.unload_context("c")
 
     run(case())
 

@@ -329,8 +329,14 @@ class Engine:
         self.cost = cost_model
         self.policy = make_policy(self.settings.policy, cost_model, self.settings.policy_settings)
 
-    def _weights_changed(self) -> None:
-        """Weights have moved, or take adapters from now on: what was captured is out of date."""
+    def _weights_changed(self, language: bool) -> None:
+        """Weights have moved, or take adapters from now on: what was captured is out of date.
+
+        Args:
+            language: Whether they are the language model's; no graph holds other weights.
+        """
+        if self.runner.has_lora and not language:
+            return
         self.runner.has_lora = True
         if self._warm:
             self.runner.forget_graphs()

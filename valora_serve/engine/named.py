@@ -46,7 +46,8 @@ class Named:
         in_use: Keys of the adapters that unfinished requests use.
         prefixes_in_use: Keys of the prefixes that they read.
         mergeable: Whether adapters can be merged into the base weights.
-        on_change: Called after weights of the base model were moved or began to take adapters.
+        on_change: Called after weights of the base model were moved or began to take adapters; told
+            whether they are the language model's.
 
     Attributes:
         contexts: Number of contexts that requests can name.
@@ -64,7 +65,7 @@ class Named:
         in_use: Container[str],
         prefixes_in_use: Container[str],
         mergeable: bool,
-        on_change: Callable[[], None],
+        on_change: Callable[[bool], None],
     ) -> None:
         self._lmm, self._store = lmm, store
         self._memory, self._adapters, self._merge_state = memory, adapters, merge_state
@@ -314,4 +315,4 @@ class Named:
         if self._merge_state.adapter is not None:
             self._merge_state.switch(Mode.UNMERGED, None)
         linears.activate(new, self._memory.lora, mergeable=self._mergeable)
-        self._on_change()
+        self._on_change(any(linears.groups[name].spec.part == "text" for name in new))

@@ -33,7 +33,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from tests.bench.valora_serve.split_models import ATTENTION
+from tests.bench.valora_serve.serve_models import ATTENTION
 from valora_data.contract.base_model import base_folder
 
 SECRET = "an-admin-key-of-the-benchmark"

@@ -23,7 +23,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.bench.valora_serve.serve_models import PROCESSOR, add_adapters, add_head, llava_7b
+from tests.bench.valora_serve.serve_models import (
+    PROCESSOR,
+    TARGETS,
+    add_adapters,
+    add_head,
+    llava_7b,
+    modules_of,
+)
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.profile import ensure_costs
 from valora_serve.engine.settings import EngineSettings
@@ -62,8 +69,14 @@ class Bench:
         context = getattr(arguments, "context", 4096)
         self.model = llava_7b(self.device, arguments.layers, arguments.width, context=context)
         self.lmm = Lmm("llava-7b", self.model, PROCESSOR, self.device)
+        self.targets = getattr(arguments, "targets", "attention")
         self.engine = None
         self.started = None
+
+    @property
+    def adapted(self):
+        """The linears that adapters change, for titles of tables."""
+        return TARGETS[self.targets]
 
     def start(self, policy="slora", adapters=0, ranks=(64,), **options):
         """An engine with so many adapters, warmed up; one that is there takes the other policy."""
@@ -84,7 +97,9 @@ class Bench:
         }  # fmt: skip
         # `cost` goes into every mode, so all that any policy needs is captured.
         self.engine = Engine(EngineSettings(policy="cost", **(defaults | options)), self.lmm)
-        names = add_adapters(self.engine, adapters, ranks) if adapters else []
+        names = (
+            add_adapters(self.engine, adapters, ranks, targets=self.targets) if adapters else []
+        )
         start = time.monotonic()
         self.engine.warm_up()
         ensure_costs(self.engine)
@@ -246,12 +261,13 @@ def decode(bench):
     merged = {n: decode_ms(bench, names, n, 1) for n in sizes}
     rows = []
     for n in sizes:
-        vllm = VLLM_DECODE.get(n, (None, None, None))
+        vllm = VLLM_DECODE.get(n) if bench.targets == "attention" else None
+        vllm = vllm or (None, None, None)
         rows.append([n, bare[n], bare[n] / floor, idle[n] / bare[n], merged[n] / bare[n], one[n],
                      many[n], many[n] / bare[n], *vllm])  # fmt: skip
     print(f"bandwidth {bandwidth / 1e12:.2f} TB/s, matrix rate {rate / 1e12:.0f} TFLOP/s, "
           f"weights {2 * weights / 1e9:.2f} GB: {floor:.2f} ms")  # fmt: skip
-    table("Decode step, ms (rank 64 on q, k, v, o)",
+    table(f"Decode step, ms (rank 64 on {bench.adapted})",
           ["batch", "bare", "of reading the weights", "idle LoRA / bare", "merged / bare",
            "1 adapter", "16 adapters", "16 / bare", "vLLM bare", "vLLM 1", "vLLM 16"],
           rows)  # fmt: skip
@@ -279,7 +295,7 @@ def prefill(bench):
             flops += 2 * 2 * bench.lmm.layers * bench.lmm.width * count * length * length / 2
             rows.append([adapters, f"{count} × {length}", 1e3 * seconds,
                          count * length / seconds, flops / seconds / rate])  # fmt: skip
-    table("Prefill", ["adapters", "prompts", "ms", "tokens/s", "of the matrix rate"], rows)
+    table(f"Prefill (rank 64 on {bench.adapted})", ["adapters", "prompts", "ms", "tokens/s", "of the matrix rate"], rows)
 
 
 def throughput(bench):
@@ -301,9 +317,9 @@ def throughput(bench):
         bench.drive(requests[:128])
         done, wall = bench.drive(requests)
         m = metrics(done, wall)
-        vllm = VLLM_THROUGHPUT[name]
-        rows.append([name, m["requests"], m["output"], vllm, m["requests"] / vllm])
-    table("Throughput, 400 requests at once",
+        vllm = VLLM_THROUGHPUT[name] if bench.targets == "attention" or not n else None
+        rows.append([name, m["requests"], m["output"], vllm, vllm and m["requests"] / vllm])
+    table(f"Throughput, 400 requests at once (on {bench.adapted})",
           ["adapters", "requests/s", "output tokens/s", "vLLM requests/s", "ours / vLLM"],
           rows)  # fmt: skip
 
@@ -327,7 +343,8 @@ def arrivals(bench):
     for policy in bench.arguments.policies:
         names = bench.start(policy, 16)
         bench.warm(names)
-        for rate, vllm in VLLM_ARRIVALS.items():
+        for rate, known in VLLM_ARRIVALS.items():
+            vllm = known if bench.targets == "attention" else None
             if rate not in bench.arguments.rates:
                 continue
             times = poisson(rate, bench.arguments.seconds, 3)
@@ -338,7 +355,7 @@ def arrivals(bench):
             print(policy, rate, {k: round(v, 3) for k, v in m.items()},
                   "switches", bench.engine.stats().switches - before, flush=True)  # fmt: skip
             rows.append([policy, rate, m["atl"], m["per_output"], m["ttft"], m["between"], m["slo"],
-                         vllm, m["atl"] / vllm])  # fmt: skip
+                         vllm, vllm and m["atl"] / vllm])  # fmt: skip
     table("Poisson arrivals, 60 % on one of 16 adapters",
           ["policy", "requests/s", "average token latency, ms", "per output token, ms",
            "mean TTFT, ms", "mean inter-token, ms", "SLO attainment",
@@ -524,7 +541,7 @@ def peft(bench):
         bench.stop()
         model = llava_7b(bench.device, arguments.layers, arguments.width)
         config = LoraConfig(
-            r=8, lora_alpha=8, target_modules=r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj)"
+            r=8, lora_alpha=8, target_modules=modules_of(bench.lmm.targets, bench.targets)[0]
         )
         wrapped = get_peft_model(model, config, adapter_name="a0")
         for i in range(1, n):
@@ -587,6 +604,8 @@ def main():
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--targets", default="attention", choices=TARGETS,
+                        help="linears that adapters change")  # fmt: skip
     parser.add_argument("--prompt-graphs", action=argparse.BooleanOptionalAction, default=True,
                         help="capture steps with prompts, too")  # fmt: skip
     parser.add_argument("--costs", default="/tmp/valora-costs")

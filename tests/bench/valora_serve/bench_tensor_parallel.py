@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tests.bench.valora_serve.bench_follower import NCCL, SILENT, change, time_group
-from tests.bench.valora_serve.split_models import ATTENTION, MLP, save_adapters, save_base
+from tests.bench.valora_serve.serve_models import ATTENTION
+from tests.bench.valora_serve.split_models import MLP, save_adapters, save_base
 from valora_serve.engine.crew import Crew
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.profile import _shape

@@ -78,43 +78,80 @@ class Tokens:
 PROCESSOR = SimpleNamespace(tokenizer=Tokens())
 
 
-def add_adapters(engine, count, ranks, distinct=16, seed=0):
-    """Register `count` adapters of the ranks in turn on q, k, v and o; returns their names.
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+TARGETS = {
+    "attention": "q, k, v, o",
+    "language": "q, k, v, o, gate, up, down",
+    "all": "q, k, v, o, gate, up, down, tower, projector",
+}
+"""What adapters change, and how tables name it."""
+
+
+def modules_of(found, targets):
+    """Paths of the linears that adapters change, and the parts they are in.
+
+    Args:
+        found: The model's `ModelTargets`.
+        targets: A name in `TARGETS`.
+    """
+    kept = {
+        path: part
+        for path, part in found.parts.items()
+        if targets == "all"
+        or (part is ModelPart.LANGUAGE
+            and (targets == "language" or path.rpartition(".")[2] in ATTENTION))
+    }  # fmt: skip
+    return list(kept), frozenset(kept.values())
+
+
+def add_adapters(engine, count, ranks, distinct=16, seed=0, targets="attention"):
+    """Register `count` adapters of the ranks in turn; returns their names.
 
     Their matrices repeat after `distinct` of a rank, which no measurement can tell: every adapter
     is loaded, placed and read for itself.
+
+    Args:
+        engine: The engine.
+        count: Number of adapters.
+        ranks: Their ranks, in turn.
+        distinct: Number of adapters of a rank whose matrices differ.
+        seed: Seed of the matrices.
+        targets: A name in `TARGETS`.
     """
     linears = engine.lmm.targets.linears
-    modules = [path for path in linears if path.rpartition(".")[2] in
-               ("q_proj", "k_proj", "v_proj", "o_proj") and "vision" not in path]  # fmt: skip
+    modules, parts = modules_of(engine.lmm.targets, targets)
     generator = torch.Generator().manual_seed(seed)
+    largest = max(max(linears[path]) for path in modules) * max(ranks)
+    pool = torch.randn(2 * largest, generator=generator)
+
+    def drawn(*shape, std):
+        """A part of the pool: drawing every matrix anew takes a second for each adapter of 7B."""
+        start = int(torch.randint(largest, (), generator=generator))
+        return (pool[start : start + shape[0] * shape[1]] * std).to(torch.bfloat16).view(shape)
+
     made = {}
     names = []
     for number in range(count):
         rank = ranks[number % len(ranks)]
         which = (rank, (number // len(ranks)) % distinct)
         name = f"adapter-{number}"
-        content = hashlib.sha256(f"{seed}/{name}/{rank}".encode()).hexdigest()
+        content = hashlib.sha256(f"{seed}/{name}/{rank}/{targets}".encode()).hexdigest()
+        vision = content if ModelPart.VISION in parts else ""
         if which not in made:
-            pairs = {}
-            for path in modules:
-                out, width = linears[path]
-                a = torch.empty(rank, width, dtype=torch.bfloat16).normal_(
-                    std=width**-0.5, generator=generator
+            pairs = {
+                path: LoraPair(
+                    drawn(rank, linears[path][1], std=linears[path][1] ** -0.5),
+                    drawn(linears[path][0], rank, std=0.01),
+                    1.0,
                 )
-                b = torch.empty(out, rank, dtype=torch.bfloat16).normal_(
-                    std=0.01, generator=generator
-                )
-                pairs[path] = LoraPair(a, b, 1.0)
-            adapter = Adapter(
-                Path(name), pairs, rank, 1.0, frozenset([ModelPart.LANGUAGE]), content, ""
-            )
-            made[which] = (engine.memory.pack(adapter), pairs)
-        packed, pairs = made[which]
-        light = Adapter(Path(name), {}, rank, 1.0, frozenset([ModelPart.LANGUAGE]), content, "")
+                for path in modules
+            }
+            adapter = Adapter(Path(name), pairs, rank, 1.0, parts, content, vision)
+            made[which] = engine.memory.pack(adapter)
+        light = Adapter(Path(name), {}, rank, 1.0, parts, content, vision)
         model = ServedModel(name, "adapter", name, engine.lmm.base, name, rank=rank)
         staged = Staged(None, (ResolvedModel(model, light),), {content: light}, Path(name))
-        engine.named.register(staged, {content: packed})
+        engine.named.register(staged, {content: made[which]})
         names.append(name)
     return names
 

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
-from tests.bench.valora_serve.serve_models import llava_7b
+from tests.bench.valora_serve.serve_models import ATTENTION, llava_7b
 from valora_data.contract.base_model import base_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 

@@ -91,13 +91,14 @@ def lmm():
     return Lmm("small", llava_7b(device, layers=2, width=1024), PROCESSOR, device)
 
 
+@pytest.mark.parametrize("targets", ["attention", "all"])
 @pytest.mark.parametrize("attention", ["flashinfer", "flashinfer-prompts", "flex"])
 @pytest.mark.parametrize(
     "modes",
     [(Mode.UNMERGED,), (Mode.MIXTURE,), (Mode.UNMERGED, Mode.MIXTURE, Mode.MIXTURE)],
     ids=["unmerged", "mixture", "switching"],
 )
-def test_every_mode_matches_fp32(lmm, modes, attention, monkeypatch):
+def test_every_mode_matches_fp32(lmm, modes, attention, targets, monkeypatch):
     attention, _, prompts_too = attention.partition("-")
     if attention == "flashinfer":
         pytest.importorskip("flashinfer")
@@ -119,7 +120,7 @@ def test_every_mode_matches_fp32(lmm, modes, attention, monkeypatch):
     monkeypatch.setattr(engine.memory, "pack", remember)
     if prompts_too:  # adapters that come while it serves drop all graphs
         engine.warm_up()
-    names = add_adapters(engine, 3, (64, 8, 32), seed=1)
+    names = add_adapters(engine, 3, (64, 8, 32), seed=1, targets=targets)
     assert serve_models and list(kept) == names
     engine.policy = Forced(engine.policy, modes)
     engine.warm_up()

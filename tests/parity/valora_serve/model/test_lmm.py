@@ -6,24 +6,27 @@ from typing import Any
 
 import pytest
 
+from tests.parity.valora_serve.engine.test_engine import Forced
 from tests.support.engine_reference import Reference, ask, assert_empty, make_engine, noise, run
 from tests.support.lmm_checkpoints import CHECKPOINTS
 from tests.support.serve_helpers import make_adapter
 from valora_serve.errors import RequestError
-from valora_serve.types import Request, SamplingParams
+from valora_serve.types import Mode, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TARGETS = {
-    "llava": r".*language_model.*_proj|.*vision_tower.*\.(q_proj|v_proj|out_proj|fc1)"
+    "llava": r".*language_model.*_proj|.*vision_tower.*\.(q_proj|k_proj|v_proj|out_proj|fc1|fc2)"
     r"|.*multi_modal_projector\.linear_[12]",
     "qwen2_vl": r".*language_model.*_proj|.*visual\.blocks.*\.(qkv|proj|fc1|fc2)"
     r"|.*visual\.merger\.mlp\.[02]",
-    "qwen2_5_vl": r".*language_model.*_proj|.*visual\.blocks.*\.(qkv|proj|gate_proj|down_proj)"
-    r"|.*visual\.merger\.mlp\.[02]",
+    "qwen2_5_vl": r".*language_model.*_proj"
+    r"|.*visual\.blocks.*\.(qkv|proj|gate_proj|up_proj|down_proj)|.*visual\.merger\.mlp\.[02]",
     "qwen3_vl": r".*language_model.*_proj|.*visual\.blocks.*\.(qkv|proj|linear_fc[12])"
     r"|.*visual\..*merger.*\.linear_fc[12]",
 }
+"""All linear layers that adapters can change."""
+
 TEXT_ONLY = r".*language_model.*\.(q_proj|k_proj|down_proj)"
 
 
@@ -110,6 +113,38 @@ def test_greedy_tokens_are_those_of_generate(
     answers = {tuple(got.tokens) for got in found.values()}
     assert len(answers) == len(requests)  # every prompt and every adapter makes a difference
     assert_empty(engine)
+
+
+def test_adapters_on_every_linear_are_merged_and_mixed_as_in_peft(
+    family: str, base: str, adapters: dict[str, Path], reference: Reference
+) -> None:
+    """Adapters with different targets in one batch, in all modes; then the base model alone."""
+    engine = make_engine(base, adapters, policy="valora")
+    whole, part = (
+        next(key for key in engine.named.known() if key.startswith(name)) for name in adapters
+    )
+    assert engine.lmm.linears.groups.keys() == {
+        name
+        for key in (whole, part)
+        for name in engine.adapters._entries[key].packed.groups  # type: ignore[union-attr]
+    }
+    plain = requests_of(family, [None])
+    requests = requests_of(family, ["all", None, "text"])
+    for mode, merged, asked in (
+        (Mode.UNMERGED, None, requests),
+        (Mode.MIXTURE, whole, requests),
+        (Mode.MIXTURE, part, requests),
+        (Mode.MERGED, whole, requests[: len(requests) // 3]),
+        (Mode.UNMERGED, None, plain),
+    ):
+        for key in (whole, part):
+            assert engine.adapters.load(key)
+        told = Forced(lambda _, mode=mode, merged=merged: (mode, merged), engine)  # type: ignore[misc]
+        engine.policy = told  # type: ignore[assignment]
+        found = run(engine, asked)
+        assert set(told.modes) == {mode}
+        for one in asked:
+            assert found[one.id].tokens == reference(one).tokens, (mode, merged, one.id)
 
 
 def test_preempted_in_the_middle_of_an_answer(

@@ -34,6 +34,7 @@ from tests.bench.valora_serve.serve_models import (
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.profile import ensure_costs
 from valora_serve.engine.settings import EngineSettings
+from valora_serve.errors import SettingsError
 from valora_serve.model.lmm import Lmm
 from valora_serve.orchestrator.registry import make_policy
 from valora_serve.types import Request, SamplingParams
@@ -97,9 +98,7 @@ class Bench:
         }  # fmt: skip
         # `cost` goes into every mode, so all that any policy needs is captured.
         self.engine = Engine(EngineSettings(policy="cost", **(defaults | options)), self.lmm)
-        names = (
-            add_adapters(self.engine, adapters, ranks, targets=self.targets) if adapters else []
-        )
+        names = add_adapters(self.engine, adapters, ranks, targets=self.targets) if adapters else []
         start = time.monotonic()
         self.engine.warm_up()
         ensure_costs(self.engine)
@@ -224,14 +223,16 @@ def physical(bench):
     return bandwidth, rate
 
 
-def decode_ms(bench, names, batch, active, steps=(1, 128)):
-    """(T128 − T1) / 127 of requests with 32 input tokens."""
+def decode_ms(bench, names, batch, active, steps=(1, 128), length=32):
+    """(T128 − T1) / 127 of requests with so many input tokens."""
     times = []
     for output in steps:
         best = []
         for repeat in range(3 if output > 1 else 5):
             requests = [
-                bench.request(1000 * repeat + i, 32, output, names[i % active] if active else None)
+                bench.request(
+                    1000 * repeat + i, length, output, names[i % active] if active else None
+                )
                 for i in range(batch)
             ]
             best.append(bench.drive(requests)[1])
@@ -273,6 +274,31 @@ def decode(bench):
           rows)  # fmt: skip
 
 
+def backends(bench):
+    """Decode steps and prefill by attention backend, each beside the first one's."""
+    lengths, rows, first = (32, 2048), [], {}
+    for backend in bench.arguments.backends:
+        try:
+            names = bench.start("slora", 16, attention=backend)
+        except SettingsError as error:
+            print(f"{backend}: {error}", flush=True)
+            continue
+        bench.warm(names)
+        for n, length in product(bench.arguments.batches, lengths):
+            bare = decode_ms(bench, names, n, 0, length=length)
+            many = decode_ms(bench, names, n, min(n, 16), length=length)
+            base = first.setdefault((n, length), (bare, many))
+            rows.append([backend, f"{n} × {length}", bare, base[0] / bare, many, base[1] / many])
+        for count, length in ((1, 256), (1, 2048), (4, 1024)):
+            requests = [bench.request(i, length, 1, names[i]) for i in range(count)]
+            ms = 1e3 * min(bench.drive(requests)[1] for _ in range(4))
+            base = first.setdefault(("prefill", count, length), ms)
+            rows.append([backend, f"prefill {count} × {length}", None, None, ms, base / ms])
+    table(f"Attention backends: a decode step, ms (rank 64 on {bench.adapted})",
+          ["backend", "requests × input tokens", "no adapter", "speed of the first",
+           "16 adapters", "speed of the first"], rows)  # fmt: skip
+
+
 def prefill(bench):
     """Prompt tokens a second as a share of the matrix rate."""
     _, rate = physical(bench)
@@ -295,7 +321,11 @@ def prefill(bench):
             flops += 2 * 2 * bench.lmm.layers * bench.lmm.width * count * length * length / 2
             rows.append([adapters, f"{count} × {length}", 1e3 * seconds,
                          count * length / seconds, flops / seconds / rate])  # fmt: skip
-    table(f"Prefill (rank 64 on {bench.adapted})", ["adapters", "prompts", "ms", "tokens/s", "of the matrix rate"], rows)
+    table(
+        f"Prefill (rank 64 on {bench.adapted})",
+        ["adapters", "prompts", "ms", "tokens/s", "of the matrix rate"],
+        rows,
+    )
 
 
 def throughput(bench):
@@ -584,6 +614,7 @@ SECTIONS = {
     for f in (
         costs,
         decode,
+        backends,
         kernels,
         prefill,
         throughput,
@@ -604,6 +635,8 @@ def main():
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--backends", nargs="+", default=["flashinfer", "triton"],
+                        help="attention backends of `backends`")  # fmt: skip
     parser.add_argument("--targets", default="attention", choices=TARGETS,
                         help="linears that adapters change")  # fmt: skip
     parser.add_argument("--prompt-graphs", action=argparse.BooleanOptionalAction, default=True,

@@ -92,7 +92,9 @@ def lmm():
 
 
 @pytest.mark.parametrize("targets", ["attention", "all"])
-@pytest.mark.parametrize("attention", ["flashinfer", "flashinfer-prompts", "flex"])
+@pytest.mark.parametrize(
+    "attention", ["flashinfer", "flashinfer-prompts", "triton", "triton-prompts", "flex"]
+)
 @pytest.mark.parametrize(
     "modes",
     [(Mode.UNMERGED,), (Mode.MIXTURE,), (Mode.UNMERGED, Mode.MIXTURE, Mode.MIXTURE)],
@@ -105,7 +107,7 @@ def test_every_mode_matches_fp32(lmm, modes, attention, targets, monkeypatch):
     engine = Engine(
         EngineSettings(policy="valora", pages=800, max_requests=32, max_tokens=256, chunk=64,
                        max_rank=64, slots=4, attention=attention, host_bytes=1 << 50,
-                       graphs=attention == "flashinfer", prompt_graphs=bool(prompts_too)),
+                       graphs=attention != "flex", prompt_graphs=bool(prompts_too)),
         lmm,
     )  # fmt: skip
     from tests.bench.valora_serve import serve_models

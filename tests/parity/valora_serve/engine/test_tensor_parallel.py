@@ -295,9 +295,7 @@ def test_a_killed_process_ends_requests_with_one_message(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "how"), [("qwen2_5_vl", "slora"), ("qwen3_vl", "replicate_a")]
-)
+@pytest.mark.parametrize(("family", "how"), [("qwen2_5_vl", "slora"), ("qwen3_vl", "replicate_a")])
 def test_adapters_on_every_linear_of_other_architectures(
     family: str, how: str, tmp_path: Path
 ) -> None:
@@ -317,10 +315,10 @@ def test_adapters_on_every_linear_of_other_architectures(
     one = make_engine(base, adapters)
     two = make_engine(base, adapters, fresh=True, tensor_parallel=2, lora_parallel=how)
     try:
-        for mode in MODES:
+        for choose in MODES.values():
             found = []
             for engine in (one, two):
-                engine.policy = Forced(MODES[mode], engine)  # type: ignore[assignment]
+                engine.policy = Forced(choose, engine)  # type: ignore[assignment]
                 found.append(run(engine, asked))
             assert_equal(found[1], found[0])
     finally:

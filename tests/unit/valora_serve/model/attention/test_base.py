@@ -1,100 +1,26 @@
 """Every backend that runs on a CPU, against dense attention computed row by row in fp64."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from valora_serve.model.attention.base import KVCache, Rows
-from valora_serve.model.attention.registry import make_backend
+from tests.support.attention_cases import Case
+from tests.support.lora_cases import DEVICE
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:flex_attention called without"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered"),
 ]
 
-WIDTH = 8
-BACKENDS = ("torch", "flex")
-
-
-class Case:
-    """Sequences with random keys and values, some of them in the cache already.
-
-    Pages are handed out in a random order, and memory that no sequence has written is NaN.
-
-    Args:
-        shares: For each sequence, its number of tokens in the cache and in this step.
-        heads: Number of query heads, and of heads of keys and values.
-        block_size: Tokens per page.
-        seed: Seed of values and pages.
-        spare: Pages in every table beyond those needed.
-    """
-
-    def __init__(
-        self,
-        shares: list[tuple[int, int]],
-        *,
-        heads: tuple[int, int] = (4, 4),
-        block_size: int = 4,
-        seed: int = 0,
-        spare: int = 0,
-    ) -> None:
-        draw = np.random.default_rng(seed)
-        generator = torch.Generator().manual_seed(seed)
-        lengths = [before + now for before, now in shares]
-        needed = [-(-length // block_size) + spare for length in lengths]
-        pages = sum(needed) + 3
-        order = draw.permutation(pages).tolist()
-        self.tables = [[order.pop() for _ in range(count)] for count in needed]
-        storage = torch.full((pages, 2, 2, block_size, heads[1], WIDTH), torch.nan)
-        layers = [(storage[:, layer, 0], storage[:, layer, 1]) for layer in range(2)]
-        self.cache = KVCache(layers, block_size, heads[0])
-        counts = [now for _, now in shares]
-        self.rows = Rows(
-            np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-            np.array(lengths, np.int32),
-            self.tables,
-        )
-        self.shares = shares
-
-        def random(length: int, count: int) -> torch.Tensor:
-            return torch.randn(length, count, WIDTH, generator=generator)
-
-        # [layer][sequence]
-        self.query = [[random(now, heads[0]) for now in counts] for _ in "ab"]
-        self.key = [[random(length, heads[1]) for length in lengths] for _ in "ab"]
-        self.value = [[random(length, heads[1]) for length in lengths] for _ in "ab"]
-        for layer, (keys, values) in enumerate(layers):
-            for row, (before, _) in enumerate(shares):
-                for at in range(before):
-                    place = self.tables[row][at // block_size], at % block_size
-                    keys[place] = self.key[layer][row][at]
-                    values[place] = self.value[layer][row][at]
-
-    def run(self, backend: str, layer: int, scale: float) -> torch.Tensor:
-        """Output of a backend: [rows, heads, width]."""
-        plan = make_backend(backend, self.cache).plan(self.rows)
-        key, value = (
-            torch.cat([part[before:] for part, (before, _) in zip(parts, self.shares, strict=True)])
-            for parts in (self.key[layer], self.value[layer])
-        )
-        return plan.run(layer, torch.cat(self.query[layer]), key, value, scale)
-
-    def expected(self, layer: int, scale: float) -> torch.Tensor:
-        """Output by the formula: [rows, heads, width]."""
-        rows = []
-        for row, (before, now) in enumerate(self.shares):
-            group = self.query[layer][row].shape[1] // self.key[layer][row].shape[1]
-            key = self.key[layer][row].double().repeat_interleave(group, 1)
-            value = self.value[layer][row].double().repeat_interleave(group, 1)
-            for at in range(now):
-                seen = before + at + 1
-                query = self.query[layer][row][at].double()
-                scores = torch.einsum("hd,khd->hk", query, key[:seen]) * scale
-                rows.append(torch.einsum("hk,khd->hd", scores.softmax(-1), value[:seen]))
-        return torch.stack(rows).float()
-
+ON_CPU = ("torch", "flex")
+BACKENDS = (
+    *ON_CPU,
+    pytest.param(
+        "triton", marks=pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu runs it on a GPU")
+    ),
+)
 
 MIXES = {
     "prompts": [(0, 9), (0, 1), (0, 4), (0, 17)],
@@ -104,7 +30,7 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ON_CPU)  # for triton see test_triton_backend
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("block_size", [1, 4, 16])

@@ -94,7 +94,7 @@ def test_a_backend_of_another_package_serves_requests(installed, random_llava):
 def test_an_unknown_name_lists_the_backends(kv_cache):
     with pytest.raises(
         SettingsError,
-        match="unknown attention backend 'nothing': choose one of flashinfer, flex, torch, varlen",
+        match="unknown attention backend 'nothing': choose one of flashinfer, flex, torch, triton",
     ):
         make_backend("nothing", kv_cache)
 

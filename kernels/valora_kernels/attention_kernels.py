@@ -1,0 +1,205 @@
+"""Triton kernels of causal attention over paged keys and values, split along long sequences.
+
+One kernel serves prompts and decode steps: a tile holds some rows of one sequence with all query
+heads that share a head of keys and values. Everything that changes from step to step is read from
+device memory, so that a CUDA graph can replay the launches.
+"""
+
+# Triton's functions have no types that a checker could use.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# `if` over a compile-time constant is compiled away; joined with a run-time condition it is not.
+# ruff: noqa: PLR0915, SIM102
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def append_kernel(
+    keys, values, page_stride, token_stride, key, key_row, key_head, value, value_row, value_head,
+    pages, offsets, H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """Write the keys and values of a step to the cache; each program writes one row.
+
+    Args:
+        keys: Keys of a layer, [pages, tokens, H, D], the last two dimensions dense.
+        values: Values of the layer, with the strides of `keys`.
+        page_stride: Elements from a page to the next.
+        token_stride: Elements from a token to the next.
+        key: [rows, H, D].
+        key_row: Elements from a row to the next.
+        key_head: Elements from a head to the next.
+        value: [rows, H, D].
+        value_row: Elements from a row to the next.
+        value_head: Elements from a head to the next.
+        pages: [rows] int32, page of each row; below 0 for rows that are not written.
+        offsets: [rows] int32, token within that page.
+        H: Heads of keys and values.
+        D: Width of a head.
+        HP: H, rounded up to a power of two.
+        DP: D, rounded up to a power of two.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    page = tl.load(pages + row).to(tl.int64)
+    if page < 0:
+        return
+    h, d = tl.arange(0, HP)[:, None], tl.arange(0, DP)[None, :]
+    inside = (h < H) & (d < D)
+    target = page * page_stride + tl.load(offsets + row) * token_stride + h * D + d
+    k = tl.load(key + row * key_row + h * key_head + d, mask=inside)
+    v = tl.load(value + row * value_row + h * value_head + d, mask=inside)
+    tl.store(keys + target, k, mask=inside)
+    tl.store(values + target, v, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def attention_kernel(
+    out, partial, sums, query, query_row, query_head, key, key_row, key_head, value, value_row,
+    value_head, keys, values, page_stride, token_stride, tiles, indices, rows, scale,
+    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, SPLITS: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend causally from one tile of rows, for one head of keys and values and one split.
+
+    Args:
+        out: [rows, heads, D], dense; written if SPLITS is 1.
+        partial: [SPLITS, rows, heads, D] float32, output of each split, if there are several.
+        sums: [SPLITS, rows, heads] float32, binary logarithm of each split's sum of weights.
+        query: [rows, heads, D].
+        query_row: Elements from a row to the next.
+        query_head: Elements from a head to the next.
+        key: [rows, heads / G, D], keys of the rows; read if FUSED.
+        key_row: Elements from a row to the next.
+        key_head: Elements from a head to the next.
+        value: [rows, heads / G, D], values of the rows; read if FUSED.
+        value_row: Elements from a row to the next.
+        value_head: Elements from a head to the next.
+        keys: Keys of a layer, [pages, PAGE, heads / G, D], the last two dimensions dense.
+        values: Values of the layer, with the strides of `keys`.
+        page_stride: Elements from a page to the next.
+        token_stride: Elements from a token to the next.
+        tiles: [programs, 4] int32: first page of the sequence in `indices`, first row of the tile,
+            number of its rows (0 for an empty tile), and position of the first one.
+        indices: Pages of all sequences, int32.
+        rows: Number of rows of `partial` and `sums`.
+        scale: Factor of the scores, times log2(e).
+        G: Query heads that share a head of keys and values.
+        D: Width of a head.
+        DP: D, rounded up to a power of two.
+        PAGE: Tokens per page.
+        BM: Rows times G that a tile has room for.
+        BN: Tokens of the cache per iteration.
+        SPLITS: Programs that share the tokens of a sequence.
+        FUSED: Whether tiles have one row, whose key and value this kernel also writes.
+        PRECISION: Precision of products of fp32 numbers.
+    """
+    head, split = tl.program_id(1), tl.program_id(2)
+    tile = tiles + 4 * tl.program_id(0)
+    first_page, row = tl.load(tile), tl.load(tile + 1).to(tl.int64)
+    count, position = tl.load(tile + 2), tl.load(tile + 3)
+    if count == 0:
+        return
+    cached = position + count
+    if FUSED:
+        cached = position  # the row's own key is taken from `key`
+    span = tl.cdiv(tl.cdiv(cached, BN), SPLITS) * BN
+    begin = split * span
+    end = tl.minimum(begin + span, cached)
+    if (split > 0) & (begin >= end):
+        return
+
+    m = tl.arange(0, BM)
+    own, of_group = m // G, m % G
+    live = own < count
+    d = tl.arange(0, DP)
+    wide = d < D
+    q_at = (row + own) * query_row + (head * G + of_group) * query_head
+    q = tl.load(query + q_at[:, None] + d[None, :], mask=live[:, None] & wide[None, :], other=0.0)
+    most = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, DP], tl.float32)
+    for start in range(begin, end, BN):
+        n = start + tl.arange(0, BN)
+        # Memory behind a sequence's end may hold anything, also NaN: it is not read.
+        inside = n < end
+        page = tl.load(indices + first_page + n // PAGE, mask=inside, other=0).to(tl.int64)
+        at = page * page_stride + (n % PAGE) * token_stride + head * D
+        k = tl.load(
+            keys + at[None, :] + d[:, None], mask=inside[None, :] & wide[:, None], other=0.0
+        )
+        scores = tl.dot(q, k, input_precision=PRECISION) * scale
+        seen = inside[None, :] & (n[None, :] <= position + own[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        above = tl.maximum(most, tl.max(scores, 1))
+        base = tl.where(above == float("-inf"), 0.0, above)
+        weights, kept = tl.exp2(scores - base[:, None]), tl.exp2(most - base)
+        v = tl.load(
+            values + at[:, None] + d[None, :], mask=inside[:, None] & wide[None, :], other=0.0
+        )
+        added = tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        most, total, acc = above, total * kept + tl.sum(weights, 1), acc * kept[:, None] + added
+    if FUSED:
+        if split == 0:
+            new_key = tl.load(key + row * key_row + head * key_head + d, mask=wide, other=0.0)
+            new_value = tl.load(
+                value + row * value_row + head * value_head + d, mask=wide, other=0.0
+            )
+            page = tl.load(indices + first_page + position // PAGE).to(tl.int64)
+            target = page * page_stride + (position % PAGE) * token_stride + head * D + d
+            tl.store(keys + target, new_key, mask=wide)
+            tl.store(values + target, new_value, mask=wide)
+            most, total, acc = _with_own(q, new_key, new_value, most, total, acc, scale)
+    found = acc / total[:, None]
+    heads = tl.num_programs(1) * G
+    o_at = (row + own) * heads + head * G + of_group
+    mask = live[:, None] & wide[None, :]
+    if SPLITS == 1:
+        tl.store(out + o_at[:, None] * D + d[None, :], found.to(out.dtype.element_ty), mask=mask)
+    else:
+        o_at += split.to(tl.int64) * rows * heads
+        tl.store(partial + o_at[:, None] * D + d[None, :], found, mask=mask)
+        tl.store(sums + o_at, most + tl.log2(total), mask=live)
+
+
+@triton.jit
+def _with_own(q, key, value, most, total, acc, scale):
+    """Add the key and value of the tile's own row to the running softmax."""
+    score = tl.sum(q.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
+    above = tl.maximum(most, score)
+    base = tl.where(above == float("-inf"), 0.0, above)
+    weight, kept = tl.exp2(score - base), tl.exp2(most - base)
+    added = weight[:, None] * value.to(tl.float32)[None, :]
+    return above, total * kept + weight, acc * kept[:, None] + added
+
+
+@triton.jit(do_not_specialize=["rows"])
+def combine_kernel(
+    out, partial, sums, tiles, rows, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
+    SPLITS: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    """Combine the splits of one row and one query head; arguments as of `attention_kernel`.
+
+    Tiles have one row here.
+    """
+    tile = tiles + 4 * tl.program_id(0)
+    row, count = tl.load(tile + 1).to(tl.int64), tl.load(tile + 2)
+    if count == 0:
+        return
+    cached = tl.load(tile + 3) + count
+    if FUSED:
+        cached -= 1
+    blocks = tl.cdiv(cached, BN)
+    used = tl.maximum(tl.cdiv(blocks, tl.maximum(tl.cdiv(blocks, SPLITS), 1)), 1)
+    heads = tl.num_programs(1)
+    split, d = tl.arange(0, SPLITS), tl.arange(0, DP)
+    held, wide = split < used, d < D
+    at = (split.to(tl.int64) * rows + row) * heads + tl.program_id(1)
+    part = tl.load(sums + at, mask=held, other=float("-inf"))
+    weights = tl.exp2(part - tl.max(part, 0))
+    values = tl.load(
+        partial + at[:, None] * D + d[None, :], mask=held[:, None] & wide[None, :], other=0.0
+    )
+    found = tl.sum(values * weights[:, None], 0) / tl.sum(weights, 0)
+    o_at = (row * heads + tl.program_id(1)) * D + d
+    tl.store(out + o_at, found.to(out.dtype.element_ty), mask=wide)

@@ -1,0 +1,119 @@
+"""Sequences over paged keys and values, and what attention must give for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from valora_serve.model.attention.base import KVCache, Rows
+from valora_serve.model.attention.registry import make_backend
+
+if TYPE_CHECKING:
+    from valora_serve.model.attention.base import AttentionPlan
+
+
+class Case:
+    """Sequences with random keys and values, some of them in the cache already.
+
+    Pages are handed out in a random order, and memory that no sequence has written is NaN.
+
+    Args:
+        shares: For each sequence, its number of tokens in the cache and in this step.
+        heads: Number of query heads, and of heads of keys and values.
+        block_size: Tokens per page.
+        seed: Seed of values and pages.
+        spare: Pages in every table beyond those needed.
+        width: Width of a head.
+        dtype: Type of keys, values and queries.
+        device: Device of all of them.
+        after: A case whose cache this one overwrites, if its steps follow each other; it says
+            block size, width, dtype and device.
+    """
+
+    def __init__(
+        self,
+        shares: list[tuple[int, int]],
+        *,
+        heads: tuple[int, int] = (4, 4),
+        block_size: int = 4,
+        seed: int = 0,
+        spare: int = 0,
+        width: int = 8,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        after: Case | None = None,
+    ) -> None:
+        if after is not None:
+            like = after.storage
+            block_size, width, dtype, device = (
+                after.cache.block_size, like.shape[-1], like.dtype, str(like.device)
+            )  # fmt: skip
+        draw = np.random.default_rng(seed)
+        generator = torch.Generator().manual_seed(seed)
+        lengths = [before + now for before, now in shares]
+        needed = [-(-length // block_size) + spare for length in lengths]
+        pages = sum(needed) + 3 if after is None else len(after.storage)
+        order = draw.permutation(pages).tolist()
+        self.tables = [[order.pop() for _ in range(count)] for count in needed]
+        shape = (pages, 2, 2, block_size, heads[1], width)
+        storage = torch.empty(shape, dtype=dtype, device=device) if after is None else after.storage
+        self.storage = storage.fill_(torch.nan)
+        layers = [(storage[:, layer, 0], storage[:, layer, 1]) for layer in range(2)]
+        self.cache = KVCache(layers, block_size, heads[0])
+        counts = [now for _, now in shares]
+        self.rows = Rows(
+            np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+            np.array(lengths, np.int32),
+            self.tables,
+        )
+        self.shares = shares
+
+        def random(length: int, count: int) -> torch.Tensor:
+            drawn = torch.randn(length, count, width, generator=generator)
+            return drawn.to(dtype).to(device)
+
+        # [layer][sequence]
+        self.query = [[random(now, heads[0]) for now in counts] for _ in "ab"]
+        self.key = [[random(length, heads[1]) for length in lengths] for _ in "ab"]
+        self.value = [[random(length, heads[1]) for length in lengths] for _ in "ab"]
+        for layer, (keys, values) in enumerate(layers):
+            for row, (before, _) in enumerate(shares):
+                for at in range(before):
+                    place = self.tables[row][at // block_size], at % block_size
+                    keys[place] = self.key[layer][row][at]
+                    values[place] = self.value[layer][row][at]
+
+    def run(self, backend: str, layer: int, scale: float) -> torch.Tensor:
+        """Output of a backend: [rows, heads, width]."""
+        return self.run_plan(make_backend(backend, self.cache).plan(self.rows), layer, scale)
+
+    def run_plan(
+        self, plan: AttentionPlan, layer: int, scale: float, padding: int = 0
+    ) -> torch.Tensor:
+        """Output of a plan for the rows of the step, and so many that pad it."""
+        key, value = (
+            torch.cat([part[before:] for part, (before, _) in zip(parts, self.shares, strict=True)])
+            for parts in (self.key[layer], self.value[layer])
+        )
+        parts = (torch.cat(self.query[layer]), key, value)
+        padded = [F.pad(part, (0, 0, 0, 0, 0, padding), value=torch.nan) for part in parts]
+        # As transformers' modules give them: heads before rows in memory.
+        strided = [part.transpose(0, 1).contiguous().transpose(0, 1) for part in padded]
+        return plan.run(layer, strided[0], strided[1], strided[2], scale)
+
+    def expected(self, layer: int, scale: float) -> torch.Tensor:
+        """Output by the formula: [rows, heads, width]."""
+        rows = []
+        for row, (before, now) in enumerate(self.shares):
+            group = self.query[layer][row].shape[1] // self.key[layer][row].shape[1]
+            key = self.key[layer][row].double().repeat_interleave(group, 1)
+            value = self.value[layer][row].double().repeat_interleave(group, 1)
+            for at in range(now):
+                seen = before + at + 1
+                query = self.query[layer][row][at].double()
+                scores = torch.einsum("hd,khd->hk", query, key[:seen]) * scale
+                rows.append(torch.einsum("hk,khd->hd", scores.softmax(-1), value[:seen]))
+        return torch.stack(rows).float()

@@ -1,0 +1,146 @@
+"""The Triton backend against dense attention in fp64, on the CPU in Triton's interpreter."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.attention_cases import Case
+from tests.support.engine_reference import make_engine, run
+from tests.support.lora_cases import DEVICE
+from valora_serve.errors import SettingsError
+from valora_serve.model.attention.registry import make_backend
+from valora_serve.model.attention.triton_backend import Tiling, TritonBackend
+from valora_serve.types import Request, SamplingParams
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu runs it on a GPU"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered"),
+]
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3}
+
+Shares = list[tuple[int, int]]
+DECODES: Shares = [(0, 1), (64, 1), (65, 1), (150, 1)]
+MIXED: Shares = [(70, 1), (0, 75), (61, 7), (0, 1)]
+
+
+def check(found: torch.Tensor, case: Case, layer: int = 0, scale: float = 0.3) -> None:
+    expected = case.expected(layer, scale)
+    tolerance = TOLERANCE[found.dtype]
+    torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("width", "heads", "block_size", "dtype"),
+    [
+        (64, (2, 2), 16, torch.float16),
+        (96, (4, 2), 8, torch.float32),
+        (128, (7, 1), 32, torch.float16),
+        (80, (6, 2), 5, torch.float32),
+        (24, (20, 1), 1, torch.float32),
+        (256, (2, 1), 16, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("shares", [DECODES, MIXED], ids=["decodes", "mixed"])
+def test_against_the_formula(
+    shares: Shares, width: int, heads: tuple[int, int], block_size: int, dtype: torch.dtype
+) -> None:
+    case = Case(
+        shares, heads=heads, block_size=block_size, width=width, dtype=dtype, seed=width, spare=2
+    )
+    check(case.run("triton", 1, 0.3), case, layer=1)
+
+
+@pytest.mark.parametrize("splits", [2, 8])
+def test_sequences_are_split(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorter ones than splits, and those that end at the border of one, too."""
+    monkeypatch.setattr(Tiling, "splits", lambda _, sequences: splits)
+    case = Case(
+        [(0, 1), (63, 1), (64, 1), (65, 1), (128, 1), (129, 1), (320, 1)],
+        heads=(4, 2),
+        block_size=16,
+    )
+    check(case.run("triton", 0, 0.3), case)
+
+
+def test_splits_fill_the_processors() -> None:
+    case = Case([(3, 1)], heads=(8, 4))
+    tiling = Tiling(case.cache)
+    tiling._processors = 132
+    found = {n: tiling.splits(n) for n in (1, 2, 4, 8, 32, 33, 66, 67, 512)}
+    assert found == {1: 32, 2: 32, 4: 32, 8: 16, 32: 4, 33: 2, 66: 1, 67: 1, 512: 1}
+
+
+def follow(
+    plan: str, steps: Sequence[Shares], heads: tuple[int, int], *sizes: int, rows: int
+) -> None:
+    """Run steps through one plan in fixed buffers, on one cache."""
+    first = Case(max(steps, key=lambda shares: sum(map(sum, shares))), heads=heads)
+    fixed = getattr(TritonBackend(first.cache), plan)(*sizes)
+    place = fixed._buffer.data_ptr()
+    for seed, shares in enumerate(steps):
+        case = Case(shares, heads=heads, seed=seed, after=first)
+        fixed.update(case.rows)
+        used = int(case.rows.starts[-1])
+        found = case.run_plan(fixed, 0, 0.3, padding=rows - used)
+        check(found[:used], case)
+        assert fixed._buffer.data_ptr() == place
+        written = {
+            (case.tables[row][at // 4], at % 4)
+            for row, (before, now) in enumerate(shares)
+            for at in range(before + now)
+        }
+        held = case.cache.layers[0][0].isfinite().all(-1).all(-1).nonzero().tolist()
+        assert {tuple(place) for place in held} == written  # what pads a step writes nothing
+
+
+def test_steps_of_decoding_rows_in_fixed_buffers() -> None:
+    steps: list[Shares] = [[(9, 1), (0, 1), (70, 1)], [(200, 1), (3, 1), (4, 1)], [(0, 1)] * 3]
+    follow("decode_plan", steps, (4, 2), 3, rows=3)
+
+
+def test_mixed_steps_in_fixed_buffers() -> None:
+    steps: list[Shares] = [
+        [(9, 1), (0, 40)], [(0, 1)], [(30, 30), (3, 1), (0, 2), (64, 9)], [(0, 48)], [(5, 1)] * 4,
+    ]  # fmt: skip
+    follow("mixed_plan", steps, (6, 2), 4, 48, rows=48)
+
+
+def test_steps_that_do_not_fit() -> None:
+    case = Case([(0, 3), (4, 2)])
+    backend = make_backend("triton", case.cache)
+    for sequences, rows in ((1, 8), (2, 4)):
+        plan = backend.mixed_plan(sequences, rows)
+        assert plan is not None
+        with pytest.raises(ValueError, match=rf"at most {sequences} .* {rows} rows, got 2 of 5"):
+            plan.update(case.rows)
+    long = Case([(60, 1), (60, 1)])
+    long.rows.tables[1][:] = long.rows.tables[0]
+    plan = TritonBackend(case.cache).decode_plan(2)
+    held = 2 * len(case.storage) + 2
+    with pytest.raises(ValueError, match=f"at most {held} pages, got 32"):
+        plan.update(long.rows)
+
+
+def test_an_engine_answers_alike(random_llava: Path) -> None:
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    asked = [Request(str(n), text="Where is it? " * n, sampling=sampling) for n in (1, 2, 3)]
+    answers = []
+    for options in ({"attention": "torch"}, {"attention": "triton", "prompt_graphs": True}):
+        engine = make_engine(str(random_llava), chunk=24, max_tokens=64, policy="slora", **options)
+        engine.warm_up()
+        answers.append({name: got.tokens for name, got in run(engine, asked, together=2).items()})
+        engine.close()
+    assert answers[0] == answers[1]
+    assert all(map(len, answers[0].values()))
+
+
+def test_neither_gpu_nor_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    with pytest.raises(SettingsError, match="'triton' needs a CUDA GPU: choose 'torch' on a CPU"):
+        make_backend("triton", Case([(0, 1)]).cache)

@@ -1,0 +1,311 @@
+"""Attention with our own Triton kernels: CUDA graphs where FlashInfer is not installed."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from math import log2
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from valora_kernels.launching import power_of_two, precision_of
+from valora_serve.errors import SettingsError
+from valora_serve.model.attention.base import AttentionBackend, pinned, to_device
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from valora_serve.model.attention.base import KVCache, Rows
+
+LOG2E = log2(np.e)
+
+PROGRAMS_PER_PROCESSOR = 2
+"""Programs of a decode step that every multiprocessor should have, by which sequences are split."""
+
+MOST_SPLITS = 32
+"""Most programs that share the tokens of a sequence."""
+
+
+class TritonBackend(AttentionBackend):
+    """Paged attention in Triton: one launch in a decode step, two where sequences are split.
+
+    Raises:
+        ImportError: Triton is not installed.
+        SettingsError: There is neither a GPU nor Triton's interpreter.
+    """
+
+    auto_rank = 15
+
+    def __init__(self, cache: KVCache) -> None:
+        from triton import knobs
+
+        super().__init__(cache)
+        if cache.device.type != "cuda" and not knobs.runtime.interpret:
+            raise SettingsError(
+                "attention backend 'triton' needs a CUDA GPU: choose 'torch' on a CPU"
+            )
+        self._tiling = Tiling(cache)
+
+    @classmethod
+    def unsuitable(cls, cache: KVCache) -> str | None:
+        """The kernels need a GPU, and Triton to be installed."""
+        if cache.device.type != "cuda":
+            return "the Triton kernels need a CUDA GPU"
+        return None if find_spec("triton") else "triton is not installed"
+
+    def plan(self, rows: Rows) -> TritonDecodePlan | TritonMixedPlan:
+        """Plan a step with any mix of prefilling and decoding rows."""
+        pages = int((-(-rows.lengths // self._cache.block_size)).sum())
+        used, sequences = int(rows.starts[-1]), len(rows.lengths)
+        decode = used == sequences and bool((np.diff(rows.starts) == 1).all())
+        kind: type[TritonDecodePlan | TritonMixedPlan]
+        kind = TritonDecodePlan if decode else TritonMixedPlan
+        plan = kind(self._cache, self._tiling, sequences, used, pages)
+        plan.update(rows)
+        return plan
+
+    def decode_plan(self, sequences: int) -> TritonDecodePlan:
+        """A plan for CUDA graphs of exactly `sequences` decoding rows."""
+        pages = self._most_pages(sequences)
+        return TritonDecodePlan(self._cache, self._tiling, sequences, sequences, pages)
+
+    def mixed_plan(self, sequences: int, rows: int) -> TritonMixedPlan:
+        """A plan for CUDA graphs of any mix of at most `rows` rows in `sequences` sequences."""
+        pages = self._most_pages(sequences)
+        return TritonMixedPlan(self._cache, self._tiling, sequences, rows, pages)
+
+    def _most_pages(self, sequences: int) -> int:
+        # Tables that share a prefix repeat its pages, so they could need more than this; `update`
+        # refuses such a step.
+        return 2 * int(self._cache.layers[0][0].shape[0]) + sequences
+
+
+class Tiling:
+    """Sizes of tiles, and how the kernels are launched, for one KV cache.
+
+    Attributes:
+        group: Query heads that share a head of keys and values.
+        small: Rows times `group` in a tile of a sequence with few rows.
+        large: The same of a sequence with many rows.
+        tokens: Tokens of the cache per iteration.
+        width: Width of a head, rounded up to a power of two.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self.group = cache.heads // cache.kv_heads
+        self.width = max(16, power_of_two(cache.head_dim))
+        self.small = max(16, power_of_two(self.group))
+        self.large = max(64, self.small)
+        self.tokens = 64 if self.width <= 128 else 32
+        self._kv_heads = cache.kv_heads
+        self._processors = self._stages = 1
+        if cache.device.type == "cuda":
+            found = torch.cuda.get_device_properties(cache.device)
+            room = int(getattr(found, "shared_memory_per_block_optin", 96 << 10)) - (16 << 10)
+            iteration = 2 * self.tokens * self.width * cache.dtype.itemsize
+            self._processors = int(found.multi_processor_count)
+            self._stages = max(1, min(3, room // iteration))
+
+    def splits(self, sequences: int) -> int:
+        """Programs that share the tokens of a sequence in a decode step; a power of two."""
+        wanted = PROGRAMS_PER_PROCESSOR * self._processors
+        return min(power_of_two(-(-wanted // (sequences * self._kv_heads))), MOST_SPLITS)
+
+    def options(self, room: int) -> dict[str, int]:
+        """Warps and stages of a launch whose tiles have so much room."""
+        return {"num_warps": 4 if room <= 64 else 8, "num_stages": self._stages}
+
+
+class TritonPlan:
+    """A plan in fixed buffers; all that changes from step to step is copied in one piece.
+
+    Args:
+        cache: The KV cache.
+        tiling: Sizes of tiles.
+        sequences: Most sequences of a step.
+        rows: Rows of a step, including those that only pad it.
+        pages: Most pages in all page tables together.
+    """
+
+    def __init__(
+        self, cache: KVCache, tiling: Tiling, sequences: int, rows: int, pages: int
+    ) -> None:
+        self._cache, self._tiling = cache, tiling
+        self._sequences, self._rows, self._pages = sequences, rows, pages
+        sizes = (*self._sizes(), pages)
+        self._buffer = torch.zeros(sum(sizes), dtype=torch.int32, device=cache.device)
+        self._parts = self._buffer.split(sizes)
+
+    def _sizes(self) -> tuple[int, ...]:
+        """Sizes of the parts of the buffer before the pages."""
+        raise NotImplementedError
+
+    def _describe(self, rows: Rows, first_pages: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+        """Return the contents of those parts."""
+        raise NotImplementedError
+
+    def update(self, rows: Rows) -> None:
+        """Describe the next step.
+
+        Raises:
+            ValueError: The step has more sequences, rows or pages than the buffers hold.
+        """
+        held, used = len(rows.lengths), int(rows.starts[-1])
+        if held > self._sequences or used > self._rows:
+            raise ValueError(
+                f"plan: expected at most {self._sequences} sequences of {self._rows} rows, "
+                f"got {held} of {used}"
+            )
+        indices, indptr = rows.indices(self._cache.block_size)
+        if len(indices) > self._pages:
+            raise ValueError(f"plan: expected at most {self._pages} pages, got {len(indices)}")
+        parts = self._describe(rows, indptr[:-1])
+        host = np.concatenate([*(part.reshape(-1) for part in parts), indices])
+        target = self._buffer[: len(host)]
+        if self._cache.device.type == "cuda":
+            target.copy_(pinned(host), non_blocking=True)
+        else:
+            target.copy_(to_device(host, self._cache.device))
+
+    def _attend(
+        self,
+        out: Tensor,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        layer: int,
+        scale: float,
+        tiles: Tensor,
+        room: int,
+        *,
+        splits: int = 1,
+        partial: Tensor | None = None,
+        sums: Tensor | None = None,
+        fused: bool = False,
+    ) -> None:
+        """Launch `attention_kernel` for a list of tiles."""
+        from valora_kernels import attention_kernels as k
+
+        cache, tiling = self._cache, self._tiling
+        keys, values = cache.layers[layer]
+        strides = [part for one in tensors for part in (one, one.stride(0), one.stride(1))]
+        k.attention_kernel[(len(tiles) // 4, cache.kv_heads, splits)](
+            out, partial, sums, *strides,
+            keys, values, keys.stride(0), keys.stride(1), tiles, self._parts[-1], len(out),
+            scale * LOG2E,
+            G=tiling.group, D=cache.head_dim, DP=tiling.width, PAGE=cache.block_size, BM=room,
+            BN=tiling.tokens, SPLITS=splits, FUSED=fused, PRECISION=precision_of(out),
+            **tiling.options(room),
+        )  # fmt: skip
+
+
+class TritonDecodePlan(TritonPlan):
+    """One row per sequence: its key and value are written by the kernel that reads the others."""
+
+    def __init__(
+        self, cache: KVCache, tiling: Tiling, sequences: int, rows: int, pages: int
+    ) -> None:
+        super().__init__(cache, tiling, sequences, rows, pages)
+        self._splits = tiling.splits(sequences)
+        shape = (self._splits, rows, cache.heads)
+        self._partial = self._sums = None
+        if self._splits > 1:
+            device = cache.device
+            self._partial = torch.empty(
+                (*shape, cache.head_dim), dtype=torch.float32, device=device
+            )
+            self._sums = torch.empty(shape, dtype=torch.float32, device=device)
+
+    def _sizes(self) -> tuple[int, ...]:
+        return (4 * self._sequences,)
+
+    def _describe(self, rows: Rows, first_pages: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+        tiles = np.zeros((self._sequences, 4), np.int32)
+        held = len(rows.lengths)
+        tiles[:held, 0] = first_pages
+        tiles[:held, 1] = np.arange(held)
+        tiles[:held, 2] = 1
+        tiles[:held, 3] = rows.lengths - 1
+        return [tiles]
+
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Write keys and values, and attend, as `AttentionPlan.run` defines."""
+        from valora_kernels import attention_kernels as k
+
+        tensors = dense(query), dense(key), dense(value)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        tiles, tiling, cache = self._parts[0], self._tiling, self._cache
+        self._attend(
+            out, tensors, layer, scale, tiles, tiling.small,
+            splits=self._splits, partial=self._partial, sums=self._sums, fused=True,
+        )  # fmt: skip
+        if self._splits > 1:
+            k.combine_kernel[(len(tiles) // 4, cache.heads)](
+                out, self._partial, self._sums, tiles, len(out),
+                D=cache.head_dim, DP=tiling.width, BN=tiling.tokens, SPLITS=self._splits,
+                FUSED=True, num_warps=4,
+            )  # fmt: skip
+        return out
+
+
+class TritonMixedPlan(TritonPlan):
+    """Any mix of rows: sequences with few rows have small tiles, the others large ones."""
+
+    def _sizes(self) -> tuple[int, ...]:
+        few, many = self._rows_of_tiles
+        large = self._rows // many + min(self._sequences, self._rows // (few + 1))
+        return 4 * self._sequences, 4 * large, self._rows, self._rows
+
+    @property
+    def _rows_of_tiles(self) -> tuple[int, int]:
+        """Rows in a small and in a large tile."""
+        tiling = self._tiling
+        return tiling.small // tiling.group, tiling.large // tiling.group
+
+    def _describe(self, rows: Rows, first_pages: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+        few, many = self._rows_of_tiles
+        counts = np.diff(rows.starts)
+        parts = []
+        for size, which, room in (
+            (len(self._parts[0]), np.flatnonzero((counts > 0) & (counts <= few)), few),
+            (len(self._parts[1]), np.flatnonzero(counts > few), many),
+        ):
+            each = -(-counts[which] // room)
+            owner = np.repeat(which, each)
+            ends = np.cumsum(each)
+            first = (np.arange(len(owner)) - np.repeat(ends - each, each)) * room
+            tiles = np.zeros((size // 4, 4), np.int32)
+            held = tiles[: len(owner)]
+            held[:, 0] = first_pages[owner]
+            held[:, 1] = rows.starts[owner] + first
+            held[:, 2] = np.minimum(counts[owner] - first, room)
+            held[:, 3] = rows.lengths[owner] - counts[owner] + first
+            parts.append(tiles)
+        used = int(rows.starts[-1])
+        places = np.full((2, self._rows), -1, np.int32)
+        places[:, :used] = rows.locations(self._cache.block_size)
+        return [*parts, places]
+
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Write keys and values, and attend, as `AttentionPlan.run` defines."""
+        from valora_kernels import attention_kernels as k
+
+        cache, tiling = self._cache, self._tiling
+        tensors = dense(query), dense(key), dense(value)
+        _, key, value = tensors
+        keys, values = cache.layers[layer]
+        k.append_kernel[(len(key),)](
+            keys, values, keys.stride(0), keys.stride(1), key, key.stride(0), key.stride(1),
+            value, value.stride(0), value.stride(1), self._parts[2], self._parts[3],
+            H=cache.kv_heads, D=cache.head_dim, HP=power_of_two(cache.kv_heads), DP=tiling.width,
+        )  # fmt: skip
+        out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        for tiles, room in zip(self._parts[:2], (tiling.small, tiling.large), strict=True):
+            if len(tiles):
+                self._attend(out, tensors, layer, scale, tiles, room)
+        return out
+
+
+def dense(rows: Tensor) -> Tensor:
+    """The same [rows, heads, width] with neighbouring elements, which the kernels rely on."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()

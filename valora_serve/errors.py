@@ -165,6 +165,17 @@ class StoppedError(ServeError):
     code = "unavailable"
 
 
+class SourceError(StoppedError):
+    """A place that adapters are fetched from cannot be reached, or changed meanwhile.
+
+    Attributes:
+        retry_after: Seconds after which a client should try again.
+    """
+
+    code = "adapter_source_unavailable"
+    retry_after = 5.0
+
+
 class DrainingError(StoppedError):
     """The server has received a signal to stop and takes no new requests.
 

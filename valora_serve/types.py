@@ -412,6 +412,9 @@ class EngineStats:
         context_loads: How often a prefix was copied to the device.
         adapters_resident: Names of the adapters on the device.
         adapters_known: Number of adapters, wherever they are.
+        on_device: Names that requests can use for the adapters on the device, those of domains
+            included.
+        on_disk: The same for adapters that are in their files only; all others are in host memory.
         prefix_hits: Prompt tokens found in the prefix cache.
         prefix_queries: Prompt tokens looked up in the prefix cache.
         image_hits: Images found in the image cache.
@@ -442,6 +445,8 @@ class EngineStats:
     context_loads: int = 0
     adapters_resident: tuple[str, ...] = ()
     adapters_known: int = 0
+    on_device: tuple[str, ...] = ()
+    on_disk: tuple[str, ...] = ()
     prefix_hits: int = 0
     prefix_queries: int = 0
     image_hits: int = 0

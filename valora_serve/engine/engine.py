@@ -757,6 +757,8 @@ class Engine:
             context_loads=self.prefixes.loads,
             adapters_resident=tuple(sorted(map(named.name, self.adapters.resident))),
             adapters_known=len(self.adapters),
+            on_device=named.names(self.adapters.resident),
+            on_disk=named.names(self.adapters.dropped - self.adapters.resident),
             prefix_hits=requests.prefix_hits,
             prefix_queries=requests.prefix_queries,
             image_hits=self.images.hits,

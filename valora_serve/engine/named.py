@@ -14,7 +14,7 @@ from valora_serve.memory.prefix_memory import pack_prefix
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Mapping
+    from collections.abc import Callable, Collection, Container, Iterable, Mapping
     from pathlib import Path
 
     from valora_data.contract.contexts import Memory
@@ -74,6 +74,7 @@ class Named:
         self._row_norms = lmm.linears.row_norms() if mergeable else {}
         self._key_of: dict[str, str] = {}  # by content hash
         self._names: dict[str, list[str]] = {}  # of the adapters that a name needs, by key
+        self._listed: dict[frozenset[str], tuple[str, ...]] = {}
         self.contexts = 0
         self._wanted_prefixes: set[str] = set()  # keys of those that a name needs
 
@@ -100,6 +101,17 @@ class Named:
             facts: By key of the adapter.
         """
         return {name: fact for key, fact in facts.items() for name in self._names.get(key, ())}
+
+    def names(self, keys: Collection[str]) -> tuple[str, ...]:
+        """Return all names that requests can use for some adapters."""
+        if not keys:
+            return ()
+        found = self._listed.get(frozenset(keys))  # the same at nearly every step
+        if found is None:
+            if len(self._listed) >= 2:
+                self._listed.clear()
+            found = self._listed[frozenset(keys)] = tuple(self.by_name(dict.fromkeys(keys, "")))
+        return found
 
     def name(self, key: str) -> str:
         """Return the name of an adapter; its key if only running requests still need it."""
@@ -282,6 +294,7 @@ class Named:
         """Find out which adapters are needed now, and free the others."""
         before = set(self._names)
         self._names = {}
+        self._listed.clear()
         for name, adapter in self._store.adapters().items():
             # The first name is the adapter's own; domains that use it come later.
             self._names.setdefault(self.key(adapter), []).append(name)

@@ -150,6 +150,7 @@ class Room:
     def keep(self, entry: Entry[Any], owner: Residency[Any]) -> None:
         """Note that an entry is in host memory."""
         self._on_host[entry] = owner
+        owner.dropped.discard(entry.key)
         self.held_bytes += entry.host_bytes
         self.trim(but=entry)
 
@@ -161,7 +162,7 @@ class Room:
         """Free an entry's host memory."""
         if entry.packed is not None:
             entry.packed = None
-            del self._on_host[entry]
+            self._on_host.pop(entry).dropped.add(entry.key)
             self.held_bytes -= entry.host_bytes
 
     def trim(self, but: Entry[Any] | None = None) -> None:
@@ -189,6 +190,7 @@ class Residency(Generic[P]):
         room: Pages and host memory.
         resident: Keys of those on the device; updated in place, do not change it.
         loading: Keys of those that are being loaded; updated in place, do not change it.
+        dropped: Keys of those that are not in host memory; updated in place, do not change it.
         wanted: Keys of those that unfinished requests use; they are evicted last.
         loads: How often one was copied to the device.
     """
@@ -200,6 +202,7 @@ class Residency(Generic[P]):
         self.room = room
         self.resident: set[str] = set()
         self.loading: set[str] = set()
+        self.dropped: set[str] = set()
         self.wanted: Collection[str] = ()
         self.loads = 0
         self._device = device
@@ -287,6 +290,7 @@ class Residency(Generic[P]):
         if entry.resident:
             self.evict(entry)
         self.room.drop(entry)
+        self.dropped.discard(key)
         del self._entries[key]
         self._forgotten(key)
 
@@ -402,6 +406,7 @@ class Residency(Generic[P]):
             self.loading.discard(key)
             if entry.removed:
                 del self._entries[key]
+                self.dropped.discard(key)
                 self._forgotten(key)
                 return
             entry.packed = self._read(entry, reading)

@@ -425,7 +425,9 @@ def total(states: list[EngineStats]) -> EngineStats:
     made: dict[str, Any] = {}
     for item in dataclasses.fields(EngineStats):
         values = [getattr(stats, item.name) for stats in states]
-        if isinstance(values[0], tuple):
+        if item.name == "on_disk":  # everywhere
+            made[item.name] = tuple(sorted(set.intersection(*map(set, values))))
+        elif isinstance(values[0], tuple):
             made[item.name] = tuple(sorted({name for names in values for name in names}))
         elif item.name == "finished":
             reasons = {reason for counts in values for reason in counts}

@@ -47,8 +47,10 @@ from valora_serve.server.listen import bind, ready
 from valora_serve.server.loading.served_set import ServedSet
 from valora_serve.server.media.reader import MediaReader
 from valora_serve.server.protocol import protocol
+from valora_serve.server.resolving.on_request import OnRequest
 from valora_serve.server.service import Service
 from valora_serve.server.telemetry import logs
+from valora_serve.server.telemetry.adapter_states import follow_adapters
 from valora_serve.server.telemetry.metrics import Metrics
 from valora_serve.server.telemetry.spans import Tracer
 
@@ -110,13 +112,17 @@ def create_app(
     if served is None:
         folder = Path(settings.adapter_folder) if settings.adapter_folder else None
         served = ServedSet(engine, folder, Path(settings.state_file))
+    service = Service(engine, admission, metrics, tracer)
+    on_request = OnRequest.of(service, served, settings)
+    follow_adapters(metrics, service, on_request)
     context = ServerContext(
         settings=settings,
-        service=Service(engine, admission, metrics, tracer),
+        service=service,
         media=MediaReader(settings),
         grammars=Grammars(engine),
         metrics=metrics,
         served=served,
+        on_request=on_request,
         parser=BodyParser(),
         drain=Drain(),
         started=time.monotonic(),
@@ -132,6 +138,8 @@ def create_app(
         yield
         context.drain.begun = True
         await context.media.close()
+        if on_request is not None:
+            await on_request.close()
         context.parser.close()
         await engine.close(drain=0.0)
         tracer.close()

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from valora_serve.server.drain import Drain
     from valora_serve.server.loading.served_set import ServedSet
     from valora_serve.server.media.reader import MediaReader
+    from valora_serve.server.resolving.on_request import OnRequest
     from valora_serve.server.service import Service
     from valora_serve.server.settings import ServerSettings
     from valora_serve.server.telemetry.metrics import Metrics
@@ -27,6 +28,7 @@ class ServerContext:
         grammars: Makes constraints from JSON schemas.
         metrics: Metrics for Prometheus.
         served: Loads and unloads adapters and bundles at run time.
+        on_request: Loads adapters that requests name; None if requests load nothing.
         parser: Parses the bodies of requests.
         drain: Refuses new requests while the server shuts down.
         started: When the server started, in seconds of `time.monotonic`.
@@ -38,6 +40,7 @@ class ServerContext:
     grammars: Grammars
     metrics: Metrics
     served: ServedSet
+    on_request: OnRequest | None
     parser: BodyParser
     drain: Drain
     started: float

@@ -57,6 +57,10 @@ class Service:
         listed = {model.name: without_folder(model) for model in self.engine.models()}
         self._models = {model.name: model for model in listed.values()} | listed
 
+    def serves(self, name: str) -> bool:
+        """Return whether a request can name this."""
+        return name in self._models
+
     def model(self, name: str | None) -> ServedModel:
         """The domain, adapter or base model of a name; the base model if the name is None.
 
@@ -74,14 +78,14 @@ class Service:
         shown = name[:100].encode("utf-8", "replace").decode()
         raise UnknownModelError(f"There is no model {shown!r}: name one of {listed}")
 
-    def deadline(self, model: ServedModel, wanted: float | None) -> float | None:
+    def deadline(self, name: str, wanted: float | None) -> float | None:
         """Deadline of a request in seconds, None for none.
 
         Args:
-            model: Model that the request names.
+            name: Name of the model that the request names.
             wanted: The request's own deadline in seconds.
         """
-        return self._admission.deadline(model.name, wanted)
+        return self._admission.deadline(name, wanted)
 
     @contextlib.contextmanager
     def admitted(self, model: ServedModel, deadline: float | None, count: int) -> Iterator[Ticket]:

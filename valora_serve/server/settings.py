@@ -24,6 +24,20 @@ class ServerSettings:
         allow_runtime_loading: Let admin keys load and unload adapters and bundles at run time.
         adapter_folder: Folder that adapters and bundles can be loaded from at run time.
         state_file: File that records what was loaded at run time, for the next start.
+        adapter_sources: Places where an adapter is looked for that a request names and that is not
+            loaded yet, in this order: folders, hf://ORGANISATION or hf:// alone, and URLs of
+            fsspec such as s3://bucket/adapters; none by default.
+        adapter_allow: Patterns of the names that requests may load from adapter_sources, e.g.
+            vehicles-*; * for any.
+        adapter_cache: Folder for adapters that were fetched from adapter_sources.
+        adapter_cache_bytes: Most bytes of that folder; the least recently used adapters that are
+            not loaded are deleted first.
+        adapter_bytes: Most bytes of one adapter from adapter_sources.
+        adapter_seconds: Time limit in seconds for fetching an adapter.
+        adapter_retry_seconds: Time in seconds for which a name that could not be loaded is refused
+            without asking adapter_sources again.
+        max_found_adapters: Most adapters that are loaded from adapter_sources at a time; the least
+            recently used one without a request is unloaded first.
         max_body_bytes: Largest request body, in bytes; routes without images have lower limits.
         max_json_bytes: Largest request body in JSON, in bytes: an image of 20 MiB in base64 fits.
             Parsing holds up all other requests; larger videos are sent as a form or fetched.
@@ -88,6 +102,14 @@ class ServerSettings:
     allow_runtime_loading: bool = False
     adapter_folder: str | None = None
     state_file: str = ".valora/serve/served.json"
+    adapter_sources: tuple[str, ...] = ()
+    adapter_allow: tuple[str, ...] = ()
+    adapter_cache: str = ".valora/serve/adapters"
+    adapter_cache_bytes: int = 16 * 2**30
+    adapter_bytes: int = 2 * 2**30
+    adapter_seconds: float = 120.0
+    adapter_retry_seconds: float = 30.0
+    max_found_adapters: int = 64
     max_body_bytes: int = 64 * 2**20
     max_json_bytes: int = 32 * 2**20
     max_held_bytes: int = 512 * 2**20
@@ -141,20 +163,21 @@ class ServerSettings:
             "max_image_side max_decode_bytes "
             "max_video_seconds video_frames max_video_frames max_prompt_chars max_n media_seconds "
             "decode_seconds burst max_waiting max_connections body_seconds send_seconds "
-            "answer_tokens"
+            "answer_tokens adapter_cache_bytes adapter_bytes adapter_seconds max_found_adapters"
         )
         for name in positive.split():
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be more than 0")
         if not self.max_image_ratio >= 1:
             raise ValueError(f"max_image_ratio is {self.max_image_ratio}: it must be at least 1")
-        for name in ("rate", "deadline", "drain_seconds", "temperature"):
+        for name in ("rate", "deadline", "drain_seconds", "temperature", "adapter_retry_seconds"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must not be negative")
         if not all(seconds > 0 for seconds in self.deadlines.values()):
             raise ValueError(f"deadlines is {self.deadlines}: every one must be more than 0 s")
         self._check_choices()
         self._check_access()
+        self._check_sources()
 
     def _check_choices(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -178,4 +201,16 @@ class ServerSettings:
             raise ValueError(
                 "allow_runtime_loading lacks an API key: make one with `valora-serve key` and "
                 "name keys_file"
+            )
+
+    def _check_sources(self) -> None:
+        if bool(self.adapter_sources) != bool(self.adapter_allow):
+            raise ValueError(
+                "adapter_sources and adapter_allow go together: name where adapters are looked "
+                "for, and patterns of the names that requests may load (* for any)"
+            )
+        if self.adapter_bytes > self.adapter_cache_bytes:
+            raise ValueError(
+                f"adapter_bytes is {self.adapter_bytes}, more than adapter_cache_bytes "
+                f"({self.adapter_cache_bytes}): an adapter must fit into the cache"
             )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from valora_serve.types import Times
 
-REMEMBERED = 10_000  # callers whose rate is kept; the least recent is dropped first
+REMEMBERED = 10_000  # callers and models that are remembered; the oldest is dropped first
 LONGEST_RETRY = 60.0
 
 
@@ -170,6 +170,8 @@ class Admission:
         self.inside -= 1
         if times is not None and times.started is not None and times.finished is not None:
             self._service.setdefault(model or "", _Average()).add(times.finished - times.started)
+            if len(self._service) > REMEMBERED:
+                del self._service[next(iter(self._service))]
             # The time between completions measures the engine only while it is busy.
             if self._last_end is not None and self.inside > 0:
                 self._gap.add(now - self._last_end)

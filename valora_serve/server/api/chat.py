@@ -23,6 +23,7 @@ from valora_serve.server.api.requests import (
     answer_tokens,
     check_head,
     constrained,
+    find_model,
     instructed,
     read_messages,
     sampling,
@@ -97,7 +98,7 @@ async def begin(context: ServerContext, request: Request, body: ChatRequest) -> 
     """
     since = time.monotonic()
     service = context.service
-    model = service.model(body.model)
+    model = await find_model(context, request, body.model, body.valora.deadline)
     request.state.facts["model"] = model.name
     as_json, schema = schema_of(body)
     call = forced_call(body)

@@ -17,7 +17,14 @@ from valora_serve.errors import RequestError
 from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import answer, error_answers
 from valora_serve.server.api.domain_prompt import completion_warnings
-from valora_serve.server.api.requests import check_text, constrained, sampling, schema_of, time_left
+from valora_serve.server.api.requests import (
+    check_text,
+    constrained,
+    find_model,
+    sampling,
+    schema_of,
+    time_left,
+)
 from valora_serve.server.api.responses import (
     filled,
     finish_reason,
@@ -67,7 +74,7 @@ def router(context: ServerContext) -> APIRouter:
     async def completions(request: Request, body: CompletionRequest) -> Response:
         since = time.monotonic()
         service = context.service
-        model = service.model(body.model)
+        model = await find_model(context, request, body.model, body.valora.deadline)
         request.state.facts["model"] = model.name
         count = body.n or 1
         if body.best_of is not None and body.best_of != count:

@@ -17,6 +17,7 @@ from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import error_answers
 from valora_serve.server.api.requests import (
     check_text,
+    find_model,
     read_messages,
     time_left,
     within_deadline,
@@ -51,7 +52,7 @@ def router(context: ServerContext) -> APIRouter:
     @allow(Access.KEYED, json=JsonLimits(values=MOST_TOKENS))
     async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
         since = time.monotonic()
-        model = context.service.model(body.model)
+        model = await find_model(context, request, body.model, body.valora.deadline)
         request.state.facts["model"] = model.name
         prompts = await within_deadline(
             _prompts(context, request, body),

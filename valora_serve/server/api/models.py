@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter
@@ -21,22 +22,33 @@ from valora_serve.server.api.schema import (
     UnloadBundleRequest,
 )
 from valora_serve.server.loading.changes import Changes
-from valora_serve.server.service import without_folder
+from valora_serve.server.service import last_part, without_folder
+from valora_serve.server.telemetry.adapter_states import adapter_states
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from valora_serve.server.context import ServerContext
     from valora_serve.types import ServedModel
 
 MAX_BODY_BYTES = 64 * 1024  # names and paths only
 
 
-def card(model: ServedModel, context_length: int, quarantined: str | None = None) -> ModelCard:
+def card(
+    model: ServedModel,
+    context_length: int,
+    quarantined: str | None = None,
+    state: str | None = None,
+    resolver: str | None = None,
+) -> ModelCard:
     """A served model in the API's format.
 
     Args:
         model: The model; its card shows no folders of this machine.
         context_length: Longest prompt and answer together, in tokens.
         quarantined: Why requests cannot use it any more, None if they can.
+        state: Where its adapter is: ``disk``, ``host`` or ``device``; None if it is none.
+        resolver: Scheme of the source that a request loaded it from.
     """
     model = without_folder(model)
     return ModelCard(
@@ -59,6 +71,8 @@ def card(model: ServedModel, context_length: int, quarantined: str | None = None
         bundle=model.bundle,
         rank=model.rank,
         decode_only=model.decode_only,
+        state=state,  # type: ignore[arg-type]
+        resolver=resolver,
         form=model.form,
         memory_tokens=model.memory_tokens,
         source_tokens=model.source_tokens,
@@ -71,30 +85,70 @@ def card(model: ServedModel, context_length: int, quarantined: str | None = None
 def router(context: ServerContext) -> APIRouter:
     """Routes that list, load and unload models."""
     routes = APIRouter(responses=error_answers())
-    engine, served = context.service.engine, context.served
+    engine, served, loader = context.service.engine, context.served, context.on_request
     disabled = None
     if not context.settings.allow_runtime_loading:
         disabled = "This server loads nothing at run time: start it with --allow-runtime-loading"
     admin = allow(Access.ADMIN, max_body_bytes=MAX_BODY_BYTES, disabled=disabled)
     whole = Changes(context.service).whole
 
+    def listing() -> Callable[[], list[ModelCard]]:
+        """Return a function that makes the cards of all models, for a thread."""
+        known, waiting = engine.models(), on_disk()
+        return lambda: cards_of(known) + waiting
+
+    def cards_of(models: Sequence[ServedModel]) -> list[ModelCard]:
+        stats, most = engine.stats(), engine.context_length
+        places = adapter_states(models, stats)
+        return [
+            card(
+                one,
+                most,
+                stats.quarantined.get(one.name),
+                places.get(one.name),
+                None if loader is None else loader.source(one.name),
+            )
+            for one in models
+        ]
+
+    def on_disk() -> list[ModelCard]:
+        """Cards of the adapters that the next request that names them loads from the cache."""
+        return [
+            ModelCard(
+                id=one.name,
+                created=int(time.time()),
+                root=one.name,
+                parent=last_part(engine.base),
+                kind="adapter",
+                adapter=one.name,
+                state="disk",
+                resolver=one.source,
+                max_model_len=engine.context_length,
+            )
+            for one in ([] if loader is None else loader.waiting())
+        ]
+
     @routes.get(
         "/v1/models", tags=["OpenAI"], response_model=ModelList,
         summary="List the models that a request can name",
     )  # fmt: skip
     async def models() -> Response:
-        bad, most, known = engine.stats().quarantined, engine.context_length, engine.models()
+        cards = listing()
 
         def made() -> bytes:
-            listed = ",".join(card(one, most, bad.get(one.name)).model_dump_json() for one in known)
+            listed = ",".join(one.model_dump_json() for one in cards())
             return filled(ModelList(data=[]).model_dump_json(), "[]", [f"[{listed}]"]).encode()
 
         return answer(await context.parser.run(made))  # there may be thousands of adapters
 
     @routes.get("/v1/models/{model:path}", tags=["OpenAI"], summary="Get one model")
     async def one_model(model: str) -> ModelCard:
+        if not context.service.serves(model):
+            for waiting in on_disk():
+                if waiting.id == model:
+                    return waiting
         found = context.service.model(model)
-        return card(found, engine.context_length, engine.stats().quarantined.get(found.name))
+        return cards_of([found])[0]
 
     @routes.post("/v1/load_lora_adapter", tags=["loading"], summary="Load a PEFT adapter")
     @admin

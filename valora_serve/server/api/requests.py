@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
     from PIL.Image import Image
+    from starlette.requests import Request as HttpRequest
     from starlette.types import Receive
 
     from valora_serve.server.api.schema import (
@@ -133,6 +134,38 @@ def check_head(model: ServedModel, *, as_json: bool, calls: bool) -> None:
         )
 
 
+async def find_model(
+    context: ServerContext, request: HttpRequest, name: str | None, wanted: float | None
+) -> ServedModel:
+    """Find the model of a request; an adapter that is not loaded yet is, if it may be.
+
+    Args:
+        context: Parts of the server.
+        request: The HTTP request; until it has ended, the adapter is not unloaded again.
+        name: Name of the model, None for the base model.
+        wanted: The request's own deadline in seconds, None for none.
+
+    Raises:
+        ServeError: There is no such model, or it cannot be loaded.
+        DeadlineError: The deadline passed meanwhile.
+        CancelledRequestError: The client disconnected.
+    """
+    service, loader = context.service, context.on_request
+    if loader is not None and name is not None and loader.allows(name):
+        request.state.stack.enter_context(loader.using(name))
+        if not service.serves(name):
+            seconds = service.deadline(name, wanted)
+            try:
+                async with asyncio.timeout(seconds):
+                    await until_disconnect(request.receive, loader.load(name))
+            except TimeoutError as error:
+                raise DeadlineError(
+                    f"The deadline of {seconds:g} s passed while adapter {name} was loaded: ask "
+                    "again, as it is loaded all the same"
+                ) from error
+    return service.model(name)
+
+
 def time_left(
     context: ServerContext, model: ServedModel, wanted: float | None, since: float
 ) -> float | None:
@@ -147,7 +180,7 @@ def time_left(
     Raises:
         DeadlineError: The deadline has passed.
     """
-    deadline = context.service.deadline(model, wanted)
+    deadline = context.service.deadline(model.name, wanted)
     if deadline is None:
         return None
     left = deadline - (time.monotonic() - since)

@@ -797,6 +797,12 @@ class ModelCard(_ResponseBody):
     bundle: str | None = None
     rank: int | None = None
     decode_only: bool = False
+    state: Literal["disk", "host", "device"] | None = Field(
+        default=None, description="where an adapter is; those on disk are read when they are named"
+    )
+    resolver: str | None = Field(
+        default=None, description="kind of the source that a request loaded the adapter from"
+    )
     form: str | None = None
     memory_tokens: int | None = None
     source_tokens: int | None = None

@@ -164,6 +164,33 @@ class ServedSet:
 
             return await self._loaded(f"adapter {name}", new, lambda: load(new), undo)
 
+    def has(self, name: str, folder: Path) -> bool:
+        """Return whether a name is served from this folder."""
+        return any(m.name == name and Path(m.root) == folder for m in self._engine.models())
+
+    async def load_found(self, name: str, folder: Path) -> None:
+        """Load an adapter that a request named; what is loaded under its name already stays.
+
+        It is not recorded: after a restart, the next request that names it loads it again.
+
+        Args:
+            name: Its name.
+            folder: Folder that it was fetched to.
+
+        Raises:
+            AdapterError: It cannot be served; nothing has changed then.
+        """
+        async with self._lock:
+            if all(model.name != name for model in self._engine.models()):
+                await asyncio.to_thread(_check_adapter, folder)
+                await self._engine.load_adapter(name, folder)
+
+    async def unload_found(self, name: str, folder: Path) -> None:
+        """Unload what `load_found` has loaded, unless the name stands for another adapter now."""
+        async with self._lock:
+            if self.has(name, folder):
+                await self._engine.unload_adapter(name)
+
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter.
 

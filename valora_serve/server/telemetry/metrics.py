@@ -33,9 +33,14 @@ class Metrics:
 
     Args:
         engine: Engine whose state is read at every scrape.
+
+    Attributes:
+        shared: Whether a model has no series of its own, because whoever sends requests chooses
+            its name.
     """
 
     def __init__(self, engine: EngineClient) -> None:
+        self.shared: Callable[[str], bool] = lambda _: False
         self.registry = CollectorRegistry()
         self._models: set[str] = set()
         self._page: asyncio.Task[bytes] | None = None  # that is being made
@@ -152,6 +157,8 @@ class Metrics:
         return await asyncio.to_thread(self.text)
 
     def _bounded(self, model: str) -> str:
+        if self.shared(model):
+            return "other"
         if model in self._models:
             return model
         if len(self._models) >= MOST_LABELS:

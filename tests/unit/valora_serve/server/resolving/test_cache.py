@@ -1,0 +1,129 @@
+"""The cache of fetched adapters: bounded, whole, and readable by the next run."""
+
+import contextlib
+import errno
+import io
+import json
+import threading
+
+import pytest
+
+from tests.support.disk_faults import failing
+from valora_serve.errors import AdapterError, OverloadedError, SourceError, StorageError
+from valora_serve.server.resolving.base import CONFIG, FILES, WEIGHTS, Found, Resolver
+from valora_serve.server.resolving.cache import AdapterCache
+
+
+class Shelf(Resolver):
+    """Adapters of given sizes; `known` says whether their sizes are named beforehand."""
+
+    def __init__(self, known=True, **sizes):
+        super().__init__("shelf", "here")
+        self.held, self.known, self.version = sizes, known, "1"
+
+    def find(self, name):
+        size = self.held[name] - 3
+        named = {CONFIG: 3, WEIGHTS: size} if self.known else dict.fromkeys(FILES)
+        return Found(self.version, named)
+
+    @contextlib.contextmanager
+    def open(self, name, file, found):
+        yield io.BytesIO(b"abc" if file == CONFIG else name.encode()[:1] * (self.held[name] - 3))
+
+
+@pytest.fixture
+def place(tmp_path):
+    return tmp_path / "cache"
+
+
+def cache(place, most=1000, one=600, used=()):
+    return AdapterCache(place, most, one, lambda name: name in used)
+
+
+def fetch(held, shelf, name):
+    return held.fetch(shelf, name, shelf.find(name), threading.Event())
+
+
+def names(held):
+    return [entry.name for entry in held.entries()]
+
+
+def test_the_least_recently_used_is_deleted_first(place):
+    shelf, used = Shelf(a=300, b=310, c=320, d=330), []
+    held = cache(place, used=used)
+    for name in "abc":
+        fetch(held, shelf, name)
+    assert held.bytes == 930
+    assert held.get("a", shelf.url, "1").bytes == 300
+    used.append("b")
+    fetch(held, shelf, "d")
+    assert names(held) == ["b", "a", "d"]
+    assert held.get("c", shelf.url) is None
+    used += "ad"
+    with pytest.raises(OverloadedError, match="beside those in use"):
+        fetch(held, shelf, "c")
+    assert len([item for item in place.iterdir() if item.is_dir()]) == 3
+
+
+def test_unknown_sizes_are_bounded_while_they_are_read(place):
+    shelf = Shelf(known=False, a=600, b=601)
+    held = cache(place)
+    assert fetch(held, shelf, "a").bytes == 600
+    with pytest.raises(AdapterError, match="has more than 597 bytes, and may have 600"):
+        fetch(held, shelf, "b")
+    assert held.bytes == 0  # `a` made room for the most that `b` may have
+    assert fetch(held, shelf, "a").bytes == 600
+
+
+def test_a_new_version_replaces_the_old_one(place):
+    shelf = Shelf(a=300)
+    held = cache(place)
+    old = fetch(held, shelf, "a")
+    shelf.version, shelf.held["a"] = "2", 200
+    assert held.get("a", shelf.url, "2") is None
+    assert held.get("a", shelf.url) == old
+    assert held.get("a", "shelf://elsewhere") is None
+    new = fetch(held, shelf, "a")
+    assert not old.folder.exists()
+    assert (held.bytes, new.folder.name) == (200, "a")
+
+
+def test_what_a_run_leaves_is_found_again_unless_it_is_damaged(place):
+    shelf = Shelf(a=300, b=310)
+    held = cache(place)
+    kept, damaged = fetch(held, shelf, "a"), fetch(held, shelf, "b")
+    held.close()
+    (damaged.folder / WEIGHTS).write_bytes(b"x" * 307)
+    (place / ".partial-1" / "a").mkdir(parents=True)
+    (place / "junk").mkdir()
+    (place / "junk" / "entry.json").write_text(json.dumps([1]))
+    again = cache(place)
+    assert again.entries() == [kept]
+    assert [item for item in place.iterdir() if item.is_dir()] == [kept.folder.parent]
+    again.close()
+    assert names(cache(place, most=299, one=299)) == []
+
+
+def test_a_cancelled_download_leaves_nothing(place):
+    shelf, held, cancelled = Shelf(a=300), cache(place), threading.Event()
+    cancelled.set()
+    with pytest.raises(SourceError, match="ask again"):
+        held.fetch(shelf, "a", shelf.find("a"), cancelled)
+    assert [item.name for item in place.iterdir()] == [".lock"]
+    assert held.bytes == 0
+
+
+def test_a_full_disk(place):
+    held = cache(place)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with failing(place) as counted:
+        fetch(held, Shelf(a=300), "a")
+    # Deleting what an earlier attempt may have left is no reason to fail.
+    steps = [step for step, name in enumerate(counted.seen) if name != "os.open"]
+    assert len(steps) >= 5
+    for step in steps:
+        shelf = Shelf(b=300)
+        with failing(place, step, full), pytest.raises(StorageError, match="free space on that"):
+            fetch(held, shelf, "b")
+        assert names(held) == ["a"]
+        assert len([item for item in place.iterdir() if item.is_dir()]) == 1

@@ -1,0 +1,359 @@
+"""A request that names an adapter which is not loaded loads it, from wherever it is allowed to."""
+
+import asyncio
+import contextlib
+import io
+import json
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tests.support.fake_engine import FakeEngine
+from tests.support.http_helpers import serving, until
+from valora_serve.errors import SettingsError
+from valora_serve.server.resolving import registry
+from valora_serve.server.resolving.base import CONFIG, FILES, WEIGHTS, Found, Resolver
+from valora_serve.server.resolving.on_request import OnRequest
+from valora_serve.server.settings import ServerSettings
+
+
+def adapter(folder, base="tiny", size=8):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps({"base_model_name_or_path": base, "r": 8}))
+    (folder / WEIGHTS).write_bytes(b"\0" * size)
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path):
+    for name in ("cars-1", "cars-2", "cars-3", "team/plates"):
+        adapter(tmp_path / "store" / name)
+    return tmp_path
+
+
+def settings(place, **more):
+    return {
+        "adapter_sources": (str(place / "store"),), "adapter_allow": ("cars-*", "team/*"),
+        "adapter_cache": str(place / "cache"), "state_file": str(place / "served.json"), **more,
+    }  # fmt: skip
+
+
+def ask(server, name, **more):
+    body = {"model": name, "prompt": "x", "max_tokens": 1, **more}
+    return server.client.post("/v1/completions", json=body)
+
+
+def refused(answer, status, *words):
+    assert answer.status_code == status, answer.text
+    message = answer.json()["error"]["message"]
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+    return answer.json()["error"]["code"]
+
+
+def cards(server):
+    return {card["id"]: card for card in server.client.get("/v1/models").json()["data"]}
+
+
+def metric(server, name):
+    lines = server.client.get("/metrics").text.splitlines()
+    return {line.split()[0]: float(line.split()[1]) for line in lines if line.startswith(name)}
+
+
+class Gated(Resolver):
+    """Has every adapter; reading one waits until it is let through.
+
+    Attributes:
+        found: Names that were looked for.
+    """
+
+    def __init__(self, scheme="gated", place=""):
+        super().__init__(scheme, place)
+        self.gate, self.reading, self.found = threading.Event(), threading.Event(), []
+        self.grow = self.fail = None
+        self.sizes = dict.fromkeys(FILES)
+        self.version = "1"
+
+    def find(self, name):
+        self.found.append(name)
+        if self.fail is not None:
+            raise self.fail
+        return Found(self.version, self.sizes)
+
+    @contextlib.contextmanager
+    def open(self, name, file, found):
+        self.reading.set()
+        assert self.gate.wait(20)
+        if self.grow:
+            self.version = "2"
+        yield io.BytesIO(b'{"r": 8}' if file == CONFIG else b"\0" * 8)
+
+
+@pytest.fixture
+def gated(monkeypatch):
+    made = Gated()
+    monkeypatch.setitem(registry.RESOLVERS._loaded, "gated", lambda *_: made)
+    monkeypatch.setitem(registry.RESOLVERS._builtin, "gated", None)
+    yield made
+    made.gate.set()
+
+
+def test_a_request_loads_what_it_names(place):
+    with serving(**settings(place)) as server:
+        assert ask(server, "cars-1").json()["model"] == "cars-1"
+        chat = {"model": "team/plates", "messages": [{"role": "user", "content": "x"}]}
+        answer = server.client.post("/v1/chat/completions", json=chat)
+        assert answer.json()["model"] == "team/plates"
+        embedded = server.client.post("/v1/embeddings", json={"model": "cars-2", "input": "x"})
+        assert embedded.status_code == 200
+        found = cards(server)
+        assert found["cars-1"]["resolver"] == "file"
+        assert found["cars-1"]["state"] == "host"
+        assert found["team/plates"]["root"] == "plates"
+        assert found["tiny"]["state"] is None
+        assert "cars-3" not in found
+
+
+def test_names_that_may_not_be_loaded(place):
+    adapter(place / "store" / "private")
+    adapter(place / "outside")
+    (place / "store" / "cars-link").symlink_to(place / "outside")
+    with serving(**settings(place, adapter_allow=("cars-*",))) as server:
+        for name in (
+            "private",
+            "../outside",
+            "cars-/../../outside",
+            "cars-1/",
+            "cars-\n",
+            "CARS-1",
+        ):
+            assert refused(ask(server, name), 404, "There is no model") == "model_not_found"
+        refused(ask(server, "cars-9"), 404, "no source of adapters has it")
+        refused(ask(server, "cars-link"), 400, "link that leads out")
+        assert set(cards(server)) & {"private", "cars-link", "cars-9"} == set()
+
+
+def test_what_cannot_be_served_is_refused_in_a_sentence(place):
+    adapter(place / "store" / "cars-large", size=5000)
+    adapter(place / "store" / "cars-other", base="another")
+    (adapter(place / "store" / "cars-pickle") / WEIGHTS).rename(
+        place / "store" / "cars-pickle" / "adapter_model.bin"
+    )
+    (place / "store" / "cars-none").mkdir()
+    with serving(**settings(place, adapter_bytes=4000, adapter_cache_bytes=9000)) as server:
+        refused(ask(server, "cars-large"), 400, "5043 bytes", "--adapter-bytes")
+        refused(ask(server, "cars-other"), 400, "another, not for tiny")
+        refused(ask(server, "cars-pickle"), 404)
+        refused(ask(server, "cars-none"), 404)
+        found = metric(server, "valora_adapter_resolutions_total")
+        assert found['valora_adapter_resolutions_total{resolver="file",result="refused"}'] == 2
+        assert found['valora_adapter_resolutions_total{resolver="none",result="absent"}'] == 2
+        assert not list((place / "cache").glob(".partial*"))
+
+
+def test_one_download_for_all_that_wait(place, gated):
+    with serving(**settings(place, adapter_sources=("gated://",))) as server:
+        with ThreadPoolExecutor(6) as pool:
+            asked = [pool.submit(ask, server, "cars-7") for _ in range(6)]
+            assert gated.reading.wait(10)
+            loader = server.app.state.context.on_request
+            until(lambda: loader._users["cars-7"] == 6)
+            gated.gate.set()
+            assert [one.result().status_code for one in asked] == [200] * 6
+        assert gated.found == ["cars-7", "cars-7"]  # before and after it was read
+        until(lambda: not loader._users)
+
+
+def test_a_name_that_failed_is_not_asked_again_at_once(place, gated):
+    gated.fail = ConnectionError("no route to bucket-of-secrets")
+    with serving(**settings(place, adapter_sources=("gated://",))) as server:
+        loader = server.app.state.context.on_request
+        now = [100.0]
+        loader._now = lambda: now[0]
+        for _ in range(3):
+            answer = ask(server, "cars-7")
+            refused(answer, 503, "source gated of adapter cars-7 cannot be read now")
+            assert "secrets" not in answer.text
+            assert answer.headers["retry-after"] == "5"
+        assert len(gated.found) == 1
+        gated.fail = PermissionError("403")
+        assert refused(ask(server, "cars-8"), 403, "may not read adapter cars-8") == "forbidden"
+        now[0] += 31.0
+        gated.fail = None
+        gated.gate.set()
+        assert ask(server, "cars-7").status_code == 200
+
+
+def test_an_adapter_that_grows_while_it_is_read(place, gated):
+    gated.grow = True
+    gated.gate.set()
+    with serving(**settings(place, adapter_sources=("gated://",))) as server:
+        refused(ask(server, "cars-7"), 503, "changed while it was read")
+        gated.grow, gated.sizes = False, {CONFIG: 8, WEIGHTS: 5}
+        refused(ask(server, "cars-8"), 503, "changed while it was read")
+        gated.sizes = {CONFIG: 8, WEIGHTS: 9}
+        refused(ask(server, "cars-9"), 503, "changed while it was read")
+        assert list((place / "cache").iterdir()) == [place / "cache" / ".lock"]
+
+
+def test_deadline_and_disconnect_leave_the_load_to_the_next_request(place, gated):
+    with serving(**settings(place, adapter_sources=("gated://",))) as server:
+        late = ask(server, "cars-7", valora={"deadline": 0.05})
+        refused(late, 504, "passed while adapter cars-7 was loaded")
+        loader = server.app.state.context.on_request
+        until(lambda: not loader._users)
+        gated.gate.set()
+        assert ask(server, "cars-7").status_code == 200
+        assert gated.found == ["cars-7"] * 2
+
+
+def test_a_drain_ends_requests_that_wait_for_an_adapter(place, gated):
+    chosen = settings(place, adapter_sources=("gated://",), drain_seconds=0.0)
+    with serving(**chosen) as server, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, server, "cars-7")
+        assert gated.reading.wait(10)
+        server.server.end()
+        assert refused(asked.result(), 503, "shut down") == "draining"
+    with serving(**chosen):  # the cache is free again
+        pass
+
+
+def test_a_source_that_hangs(place, gated):
+    chosen = settings(place, adapter_sources=("gated://",), adapter_seconds=0.05)
+    with serving(**chosen) as server:
+        refused(ask(server, "cars-7"), 503, "not fetched within 0.05 s")
+        assert ask(server, "tiny").status_code == 200
+
+
+def test_the_least_recently_used_adapter_is_unloaded(place):
+    with serving(**settings(place, max_found_adapters=2)) as server:
+        for name in ("cars-1", "cars-2", "cars-1", "cars-3"):
+            assert ask(server, name).status_code == 200
+        names = {m.name for m in server.engine.models()}
+        assert names & {"cars-1", "cars-2", "cars-3"} == {"cars-1", "cars-3"}
+        waiting = cards(server)["cars-2"]
+        assert (waiting["state"], waiting["resolver"]) == ("disk", "file")
+        assert server.client.get("/v1/models/cars-2").json()["state"] == "disk"
+        found = metric(server, "valora_adapters{")
+        assert found['valora_adapters{resolver="file",state="disk"}'] == 1
+        assert found['valora_adapters{resolver="file",state="host"}'] == 2
+        shutil.rmtree(place / "store" / "cars-3")
+        assert ask(server, "cars-2").status_code == 200
+
+
+def test_adapters_in_use_stay(place):
+    engine = FakeEngine(step=0.02)
+    with serving(engine, **settings(place, max_found_adapters=1)) as server:
+        body = {"model": "cars-1", "prompt": "x", "max_tokens": 10**6, "stream": True}
+        body["ignore_eos"] = True
+        with server.client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            refused(ask(server, "cars-2"), 429, "are in use")
+        until(lambda: not server.app.state.context.on_request._users)
+        server.app.state.context.on_request._failed.clear()
+        assert ask(server, "cars-2").status_code == 200
+        assert "cars-1" not in {m.name for m in engine.models()}
+
+
+def test_administrators_may_unload_and_replace_it(place):
+    adapter(place / "by-hand" / "own")
+    key = "an-admin-key-of-32-characters-ok"
+    more = {
+        "allow_runtime_loading": True, "api_key": key, "adapter_folder": str(place / "by-hand"),
+        "max_found_adapters": 1,
+    }  # fmt: skip
+    with serving(**settings(place, **more)) as server:
+        server.client.headers["authorization"] = f"Bearer {key}"
+        assert ask(server, "cars-1").status_code == 200
+        load = {"lora_name": "cars-1", "lora_path": "own"}
+        post = server.client.post
+        refused(post("/v1/load_lora_adapter", json=load), 409, "taken")
+        gone = post("/v1/unload_lora_adapter", json={"lora_name": "cars-1"})
+        assert gone.status_code == 200
+        assert post("/v1/load_lora_adapter", json=load).status_code == 200
+        assert ask(server, "cars-2").status_code == 200
+        roots = {m.name: m.root for m in server.engine.models()}
+        assert roots["cars-1"] == str(place / "by-hand" / "own")
+        assert "cars-1" not in json.dumps(server.app.state.context.on_request._loaded, default=str)
+
+
+def test_strangers_make_no_labels(place):
+    with serving(**settings(place)) as server:
+        for name in ("cars-1", "cars-2", "cars-none"):
+            ask(server, name)
+        text = server.client.get("/metrics").text
+        assert "cars-" not in text
+        assert 'model_name="other"' in text
+
+
+def test_the_cache_survives_a_restart_and_an_unreachable_source(place, monkeypatch):
+    with serving(**settings(place)) as server:
+        assert ask(server, "cars-1").status_code == 200
+    with serving(**settings(place)) as server:
+        assert cards(server)["cars-1"]["state"] == "disk"
+
+        def find(self, name):
+            raise OSError("the share is not mounted")
+
+        monkeypatch.setattr("valora_serve.server.resolving.folder.FolderResolver.find", find)
+        assert ask(server, "cars-1").status_code == 200
+        refused(ask(server, "cars-2"), 503, "cannot be read now")
+
+
+class Denied(MemoryFileSystem):
+    protocol = "denied"
+
+    def info(self, path, **_):
+        raise PermissionError(path)
+
+
+def test_places_of_fsspec(place):
+    fsspec.register_implementation("denied", Denied, clobber=True)
+    memory = fsspec.filesystem("memory")
+    for name, base in (("cars-5", "tiny"), ("cars-6", "another")):
+        memory.pipe(
+            f"/shelf/{name}/{CONFIG}", json.dumps({"base_model_name_or_path": base}).encode()
+        )
+        memory.pipe(f"/shelf/{name}/{WEIGHTS}", b"\0" * 9)
+        memory.pipe(f"/shelf/{name}/optimizer.bin", b"\0" * 99)
+    sources = ("memory://shelf", "denied://bucket")
+    with serving(**settings(place, adapter_sources=sources)) as server:
+        assert ask(server, "cars-5").status_code == 200
+        assert cards(server)["cars-5"]["resolver"] == "memory"
+        refused(ask(server, "cars-6"), 400, "another, not for tiny")
+        refused(ask(server, "cars-8"), 403, "may not read adapter cars-8 from its source denied")
+        files = {item.name for item in (place / "cache").rglob("cars-5/*")}
+        assert files == set(FILES)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"adapter_sources": ("nowhere://x",)}, "nowhere:// cannot be opened"),
+        ({"adapter_sources": ("/does/not/exist",)}, "is no folder"),
+    ],
+)
+def test_sources_that_cannot_be_used(place, wrong, words):
+    with pytest.raises(SettingsError, match=words):
+        OnRequest.of(None, None, ServerSettings(**settings(place, **wrong)))
+
+
+def test_settings_that_contradict_each_other():
+    with pytest.raises(ValueError, match="go together"):
+        ServerSettings(adapter_sources=("hf://acme",))
+    with pytest.raises(ValueError, match="must fit into the cache"):
+        ServerSettings(adapter_bytes=10, adapter_cache_bytes=5)
+
+
+def test_two_servers_do_not_share_a_cache(place):
+    chosen = ServerSettings(**settings(place))
+    first = OnRequest.of(None, None, chosen)
+    with pytest.raises(SettingsError, match="in use by another server"):
+        OnRequest.of(None, None, chosen)
+    asyncio.run(first.close())
+    asyncio.run(OnRequest.of(None, None, chosen).close())

@@ -1,0 +1,1 @@
+"""Adapters that requests name before they are loaded: found, downloaded, cached and loaded."""

@@ -1,0 +1,75 @@
+"""What every place that adapters are fetched from has in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FILES = (CONFIG, WEIGHTS)
+"""Files of an adapter in PEFT's format; nothing else is fetched."""
+
+CONNECT_SECONDS = 10.0
+"""Seconds after which a host that does not answer counts as unreachable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An adapter at its source.
+
+    Attributes:
+        version: Changes whenever its files do, e.g. a commit, or a hash of their ETags.
+        sizes: Bytes of each of `FILES`; None where the source does not say.
+    """
+
+    version: str
+    sizes: Mapping[str, int | None]
+
+
+class Stream(Protocol):
+    """A file that is being read."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return up to `size` bytes; none at the end."""
+
+
+class Resolver(ABC):
+    """Finds adapters by name at one place; its methods are called in threads.
+
+    They may raise `PermissionError` if the place denies access, any other `OSError` if it cannot
+    be reached, and a `ServeError` that says what else is wrong.
+
+    Args:
+        scheme: Scheme of the place; ``file`` for a folder.
+        place: The place, as `--adapter-sources` names it, without ``scheme://``.
+
+    Attributes:
+        scheme: Scheme of the place, which names it in metrics and messages.
+        place: The place without its scheme.
+    """
+
+    def __init__(self, scheme: str, place: str) -> None:
+        self.scheme, self.place = scheme, place
+
+    @property
+    def url(self) -> str:
+        """The place with its scheme."""
+        return f"{self.scheme}://{self.place}"
+
+    @abstractmethod
+    def find(self, name: str) -> Found | None:
+        """Look an adapter up without reading it; None if the place has none of this name.
+
+        Args:
+            name: Letters, digits, ``.``, ``_`` and ``-``, in parts separated by single slashes;
+                no part begins with a dot.
+        """
+
+    @abstractmethod
+    def open(self, name: str, file: str, found: Found) -> AbstractContextManager[Stream]:
+        """Open one of `FILES` of an adapter that was found."""

@@ -1,0 +1,57 @@
+"""Adapters in folders of a local or mounted file system."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from valora_data.contract.files import UnreadableError, open_regular
+from valora_serve.errors import AdapterError, SettingsError
+from valora_serve.server.resolving.base import FILES, Found, Resolver
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from valora_serve.server.resolving.base import Stream
+
+
+class FolderResolver(Resolver):
+    """Finds the adapter ``name`` in the folder ``place/name``.
+
+    Links that lead out of the place are not followed.
+    """
+
+    def __init__(self, scheme: str, place: str) -> None:
+        super().__init__(scheme, place)
+        self._root = Path(place).expanduser().absolute()
+        if not self._root.is_dir():
+            raise SettingsError(f"adapter_sources: {place} is no folder: make it, or name another")
+
+    def find(self, name: str) -> Found | None:
+        """Look an adapter up; see `Resolver.find`."""
+        sizes: dict[str, int | None] = {}
+        facts = []
+        for file in FILES:
+            try:
+                status = self._path(name, file).stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            sizes[file] = status.st_size
+            facts.append((status.st_ino, status.st_mtime_ns, status.st_size))
+        return Found(hashlib.sha256(repr(facts).encode()).hexdigest(), sizes)
+
+    def open(self, name: str, file: str, found: Found) -> AbstractContextManager[Stream]:
+        """Open a file; see `Resolver.open`."""
+        try:
+            return open_regular(self._path(name, file), most=1 << 62)  # the reader bounds it
+        except UnreadableError as error:
+            raise AdapterError(f"{file} of adapter {name} {error.reason}: save it again") from error
+
+    def _path(self, name: str, file: str) -> Path:
+        path = (self._root / name / file).resolve(strict=True)
+        if not path.is_relative_to(self._root.resolve()):
+            raise AdapterError(
+                f"{file} of adapter {name} is a link that leads out of its source: copy the file"
+            )
+        return path

@@ -1,0 +1,90 @@
+"""Adapters of the Hugging Face hub, or of another host that speaks its protocol (HF_ENDPOINT)."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from valora_serve.server.resolving.base import CONNECT_SECONDS, FILES, Found, Resolver
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from valora_serve.server.resolving.base import Stream
+
+
+class HubResolver(Resolver):
+    """Finds the adapter ``name`` in the repository ``place/name``, or ``name`` if place is empty.
+
+    Files are read from the commit that was found; a token comes from HF_TOKEN, or from the login.
+    """
+
+    def find(self, name: str) -> Found | None:
+        """Look an adapter up; see `Resolver.find`."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HfHubHTTPError,
+            HFValidationError,
+            RepositoryNotFoundError,
+        )
+
+        try:
+            info = HfApi().model_info(
+                self._repository(name), files_metadata=True, timeout=CONNECT_SECONDS
+            )
+        except GatedRepoError as error:
+            raise PermissionError(str(error)) from error
+        except (RepositoryNotFoundError, HFValidationError):
+            return None
+        except HfHubHTTPError as error:
+            _denied(error)
+            raise
+        listed = {item.rfilename: item.size for item in info.siblings or ()}
+        if any(file not in listed for file in FILES):
+            return None
+        return Found(str(info.sha), {file: listed[file] for file in FILES})
+
+    @contextlib.contextmanager
+    def open(self, name: str, file: str, found: Found) -> Iterator[Stream]:
+        """Open a file; see `Resolver.open`."""
+        from huggingface_hub import get_session, hf_hub_url
+        from huggingface_hub.errors import HfHubHTTPError
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]
+            build_hf_headers,
+            hf_raise_for_status,
+        )
+
+        url = hf_hub_url(self._repository(name), file, revision=found.version)
+        # Compressed, a file of the size that the hub names could grow without bound.
+        headers = {**build_hf_headers(), "accept-encoding": "identity"}
+        with get_session().stream("GET", url, headers=headers, timeout=CONNECT_SECONDS) as response:
+            try:
+                hf_raise_for_status(response)
+            except HfHubHTTPError as error:
+                _denied(error)
+                raise
+            yield _Pieces(response.iter_raw(1 << 20))
+
+    def _repository(self, name: str) -> str:
+        return f"{self.place}/{name}" if self.place else name
+
+
+class _Pieces:
+    """A response as a stream."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._left = pieces, b""
+
+    def read(self, size: int, /) -> bytes:
+        """Return up to `size` bytes; none at the end."""
+        if not self._left:
+            self._left = next((piece for piece in self._pieces if piece), b"")
+        read, self._left = self._left[:size], self._left[size:]
+        return read
+
+
+def _denied(error: Any) -> None:
+    """Raise `PermissionError` if the hub denied access."""
+    if error.response.status_code in (401, 403):
+        raise PermissionError(str(error)) from error

@@ -1,0 +1,316 @@
+"""Loads the adapters that requests name before they are loaded, once for all that wait for one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import fnmatch
+import re
+import threading
+import time
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from valora_serve.errors import (
+    ForbiddenError,
+    OverloadedError,
+    ServeError,
+    SourceError,
+    StoppedError,
+    StorageError,
+    UnknownModelError,
+)
+from valora_serve.server.resolving.cache import AdapterCache
+from valora_serve.server.resolving.registry import make_resolvers
+from valora_serve.server.telemetry import logs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from valora_serve.server.loading.served_set import ServedSet
+    from valora_serve.server.resolving.base import Resolver
+    from valora_serve.server.resolving.cache import Entry
+    from valora_serve.server.service import Service
+    from valora_serve.server.settings import ServerSettings
+
+AT_ONCE = 4
+"""Adapters that are fetched at a time."""
+MOST_LOADING = 64
+"""Most adapters that are fetched or wait for it; further ones get a 429."""
+REMEMBERED = 4096
+"""Most names whose failure is remembered; the oldest is dropped first."""
+NAME = re.compile(r"(?=.{1,200}\Z)[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*){0,3}")
+"""Names that are looked for: they are parts of paths and URLs."""
+
+LOADED, ABSENT, REFUSED, UNAVAILABLE = "loaded", "absent", "refused", "unavailable"
+RESULTS = (LOADED, ABSENT, REFUSED, UNAVAILABLE)
+"""Results of loads, as metrics name them."""
+
+T = TypeVar("T")
+
+
+class _Attempt:
+    """A load: its name, the scheme of its source, and an event that ends its download."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.source, self.ended = name, "none", threading.Event()
+
+
+class OnRequest:
+    """Loads adapters on request; for the event loop's thread.
+
+    A load goes on if those who wait for it leave, so that their next attempt finds it done. It ends
+    after `adapter_seconds`, or with the server.
+
+    Args:
+        service: Told of every change of what is served.
+        served: Loads and unloads.
+        resolvers: Places to look at, in this order.
+        settings: Limits, patterns of names, and the cache's folder.
+        now: Clock of failures, in seconds.
+
+    Attributes:
+        results: Number of loads by the scheme of their source and one of `RESULTS`; names that no
+            place has are counted under ``none``.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        served: ServedSet,
+        resolvers: list[Resolver],
+        settings: ServerSettings,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._service, self._served, self._resolvers = service, served, resolvers
+        self._settings, self._now = settings, now
+        self._patterns = [re.compile(fnmatch.translate(p)) for p in settings.adapter_allow]
+        self._loaded: OrderedDict[str, Entry] = OrderedDict()  # least recently used first
+        self._loading: dict[str, asyncio.Task[None]] = {}
+        self._users: Counter[str] = Counter()  # requests that name an adapter
+        self._failed: OrderedDict[str, tuple[float, ServeError]] = OrderedDict()
+        self._places, self._serving = asyncio.Semaphore(AT_ONCE), asyncio.Lock()
+        self.results: Counter[tuple[str, str]] = Counter()
+        self.cache = AdapterCache(
+            Path(settings.adapter_cache),
+            settings.adapter_cache_bytes,
+            settings.adapter_bytes,
+            lambda name: name in self._loaded or name in self._loading,
+        )
+
+    @classmethod
+    def of(cls, service: Service, served: ServedSet, settings: ServerSettings) -> OnRequest | None:
+        """Return what the settings ask for, None if requests load nothing.
+
+        Raises:
+            SettingsError: A source or the cache cannot be used.
+        """
+        if not settings.adapter_sources:
+            return None
+        return cls(service, served, make_resolvers(settings.adapter_sources), settings)
+
+    def allows(self, name: str) -> bool:
+        """Return whether requests may load an adapter of this name."""
+        return NAME.fullmatch(name) is not None and any(p.match(name) for p in self._patterns)
+
+    def source(self, name: str) -> str | None:
+        """Return the scheme of the place that a loaded adapter came from; None for others."""
+        entry = self._loaded.get(name)
+        return None if entry is None else entry.source
+
+    @property
+    def schemes(self) -> list[str]:
+        """Schemes of all places."""
+        return list(dict.fromkeys(resolver.scheme for resolver in self._resolvers))
+
+    def waiting(self) -> list[Entry]:
+        """Return the adapters that are on disk, and loaded as soon as a request names them."""
+        served = self._service.serves
+        return [one for one in self.cache.entries() if not served(one.name)]
+
+    @contextlib.contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """Context in which the adapter of a name is not unloaded."""
+        self._users[name] += 1
+        try:
+            yield
+        finally:
+            self._users[name] -= 1
+            if not self._users[name]:
+                del self._users[name]
+            if name in self._loaded:
+                self._loaded.move_to_end(name)
+
+    async def load(self, name: str) -> None:
+        """Load an adapter, or wait until it is loaded.
+
+        Raises:
+            UnknownModelError: No source has it.
+            AdapterError: It cannot be served, or is too large.
+            ForbiddenError: The server may not read it.
+            SourceError: A source cannot be reached, or the adapter changed while it was read.
+            OverloadedError: Too many adapters are being loaded or are in use.
+            StorageError: It cannot be written to the cache.
+        """
+        until, error = self._failed.get(name, (0.0, None))
+        if error is not None and self._now() < until:
+            raise copy.copy(error)
+        task = self._loading.get(name)
+        if task is None:
+            if len(self._loading) >= MOST_LOADING:
+                raise OverloadedError(
+                    f"{len(self._loading)} other adapters are being loaded: try again in 5 s", 5.0
+                )
+            task = asyncio.create_task(self._load(name))
+            self._loading[name] = task
+            task.add_done_callback(lambda _: self._loading.pop(name, None))
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise StoppedError("The server is shutting down: ask another one") from None
+            raise
+        if (failed := self._failed.get(name)) is not None:
+            raise copy.copy(failed[1])
+
+    async def close(self) -> None:
+        """End all loads, and release the cache."""
+        tasks = list(self._loading.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.cache.close()
+
+    async def _load(self, name: str) -> None:
+        """Load an adapter, or remember why it cannot be."""
+        self._failed.pop(name, None)
+        attempt, result = _Attempt(name), LOADED
+        try:
+            entry = await self._fetched(attempt)
+            async with self._serving:
+                await self._make_place()
+                await self._served.load_found(name, entry.folder)
+                self._loaded[name] = entry
+            logs.LOG.info("loaded %s", name, extra={"facts": {"source": entry.source}})
+        except ServeError as error:
+            result = REFUSED
+            if isinstance(error, UnknownModelError):
+                result = ABSENT
+            elif isinstance(error, SourceError | OverloadedError | StorageError):
+                result = UNAVAILABLE
+            logs.LOG.warning("adapter %s is not loaded: %s", name, error)
+            seconds = self._settings.adapter_retry_seconds
+            if isinstance(error, OverloadedError):
+                seconds = min(seconds, 1.0)
+            self._failed[name] = (self._now() + seconds, error)
+            while len(self._failed) > REMEMBERED:
+                self._failed.popitem(last=False)
+        finally:
+            self._service.refresh()
+        self.results[attempt.source, result] += 1
+
+    async def _fetched(self, attempt: _Attempt) -> Entry:
+        seconds = self._settings.adapter_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._in_thread(lambda: self._fetch(attempt))
+        except TimeoutError as error:
+            raise SourceError(
+                f"Adapter {attempt.name} was not fetched within {seconds:g} s: try again later, or "
+                "have --adapter-seconds raised"
+            ) from error
+        finally:
+            attempt.ended.set()
+
+    def _fetch(self, attempt: _Attempt) -> Entry:
+        """Find an adapter, and fetch it unless the cache has it; called in a thread."""
+        name = attempt.name
+        for resolver in self._resolvers:
+            scheme = resolver.scheme
+            try:
+                found = resolver.find(name)
+                if found is None:
+                    continue
+                attempt.source = scheme
+                entry = self.cache.get(name, resolver.url, found.version)
+                return entry or self.cache.fetch(resolver, name, found, attempt.ended)
+            except ServeError:
+                attempt.source = scheme
+                raise
+            except PermissionError as error:
+                attempt.source = scheme
+                logs.LOG.warning("adapter %s: %s", name, error)
+                raise ForbiddenError(
+                    f"The server may not read adapter {name} from its source {scheme}: give it the "
+                    "right to read and to list there"
+                ) from error
+            except Exception as error:
+                attempt.source = scheme
+                logs.LOG.warning("adapter %s: %s: %s", name, type(error).__name__, error)
+                entry = self.cache.get(name, resolver.url)
+                if entry is not None:  # of the version that was there last
+                    return entry
+                raise SourceError(
+                    f"The source {scheme} of adapter {name} cannot be read now "
+                    f"({type(error).__name__}): try again later, and see the server's log"
+                ) from error
+        raise UnknownModelError(
+            f"There is no model {name!r}, and no source of adapters has it: put it there, or name "
+            "one of /v1/models"
+        )
+
+    async def _make_place(self) -> None:
+        """Unload the least recently used adapters until one more may be loaded."""
+        for name, entry in tuple(self._loaded.items()):
+            if not self._served.has(name, entry.folder):
+                del self._loaded[name]  # an administrator has unloaded or replaced it
+        for name, entry in tuple(self._loaded.items()):
+            if len(self._loaded) < self._settings.max_found_adapters:
+                return
+            if not self._users[name]:
+                await self._served.unload_found(name, entry.folder)
+                del self._loaded[name]
+                logs.LOG.info("unloaded %s", name)
+        if len(self._loaded) >= self._settings.max_found_adapters:
+            raise OverloadedError(
+                f"All {len(self._loaded)} adapters that requests may load are in use: try again in "
+                "1 s, or have --max-found-adapters raised"
+            )
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Run a function in a thread that may outlive its caller, and the server.
+
+        One that hangs keeps its place, so that no more than `AT_ONCE` ever do.
+        """
+        await self._places.acquire()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def ended(made: Callable[[], T]) -> None:
+            self._places.release()
+            if not future.done():
+                try:
+                    future.set_result(made())
+                except Exception as error:  # noqa: BLE001 - the caller gets it
+                    future.set_exception(error)
+
+        def run() -> None:
+            try:
+                result = work()
+            except Exception as error:  # noqa: BLE001 - the caller gets it
+                failed = error
+
+                def made() -> T:
+                    raise failed
+            else:
+
+                def made() -> T:
+                    return result
+
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(ended, made)
+
+        threading.Thread(target=run, name="adapter", daemon=True).start()
+        return await future

@@ -1,0 +1,45 @@
+"""The resolvers by the scheme of their place; other packages add theirs with an entry point."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from valora_data.registry import Registry
+from valora_serve.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from valora_serve.server.resolving.base import Resolver
+
+_HERE = "valora_serve.server.resolving"
+_ANY = "fsspec"
+RESOLVERS: Registry[Callable[[str, str], Resolver]] = Registry(
+    "valora.resolvers",
+    "resolver",
+    {
+        "file": f"{_HERE}.folder:FolderResolver",
+        "hf": f"{_HERE}.hub:HubResolver",
+        _ANY: f"{_HERE}.remote:FsspecResolver",
+    },
+    SettingsError,
+)
+
+
+def make_resolvers(sources: Iterable[str]) -> list[Resolver]:
+    """Make the resolver of each place; a scheme that nobody has registered is one of fsspec.
+
+    Args:
+        sources: Folders and URLs, as `--adapter-sources` lists them.
+
+    Raises:
+        SettingsError: A place cannot be used.
+    """
+    made = []
+    for source in sources:
+        scheme, separator, place = source.partition("://")
+        if not separator:
+            scheme, place = "file", source
+        kind = scheme if scheme in RESOLVERS and scheme != _ANY else _ANY
+        made.append(RESOLVERS[kind](scheme, place))
+    return made

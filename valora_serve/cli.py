@@ -123,11 +123,13 @@ async def _serve(
     from valora_serve.server.listen import bind, check_certificate
     from valora_serve.server.loading.served_set import check_state
     from valora_serve.server.loading.state_lock import own_state
+    from valora_serve.server.resolving.registry import make_resolvers
 
     began = time.monotonic()
     # Wrong settings are reported before models are loaded.
     KeyRing.from_settings(settings)
     check_certificate(settings)
+    make_resolvers(settings.adapter_sources)
     with contextlib.ExitStack() as held:
         if settings.allow_runtime_loading:
             held.enter_context(own_state(Path(settings.state_file)))

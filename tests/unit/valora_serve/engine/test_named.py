@@ -184,6 +184,10 @@ def test_an_adapter_is_read_again_from_where_it_came_last(
             engine.load(adapters["b"], "b")
         one = question(name, name)
         check_answers(run(engine, [one]), reference, one)
+        stats = engine.stats()
+        assert stats.on_device == (name,)
+        assert set(stats.on_disk) <= {"a", "b"} - {name}
+    assert engine.stats().on_disk == ("b",)
 
 
 def test_folders_of_the_same_content(
@@ -195,7 +199,9 @@ def test_folders_of_the_same_content(
     first, second = question("first", "a"), question("second", "a")
     found = run(engine, [first, replace(second, model="again")])
     check_answers(found, reference, first, second)
+    assert engine.stats().on_device == ("a", "again")
     engine.named.unregister("a", bundle=False)
+    assert engine.stats().on_device == ("again",)
     third = question("third", "a")
     check_answers(run(engine, [replace(third, model="again")]), reference, third)
     engine.named.unregister("again", bundle=False)

@@ -59,11 +59,8 @@ ui: $(READY) ## Show every attempt of every fusion in MLflow, and print links (A
 	@$(BIN)/python -m valora_train.reporting.ui $(ARGS)
 
 .PHONY: base
-base: $(READY) ## Train the base model valora-tiny from scratch (25 minutes on a GPU)
-	@$(BASE) --minutes 9.2 --batch 768 --rate 1.5e-3 --seed 0
-	@$(BASE) --minutes 8.7 --batch 1024 --rate 1e-3 --seed 1 --start data/valora_data/tiny
-	@$(BASE) --minutes 6.6 --batch 1024 --rate 6e-4 --seed 2 --start data/valora_data/tiny
-	@$(BASE) --evaluate --questions 300
+base: $(READY) ## Train the base model valora-tiny from scratch (25 minutes on a GPU); continues
+	@$(BASE) --questions 300
 
 .PHONY: test test-fast test-slow test-gpu lint format
 test: lint test-fast ## Check style and types, and run the fast tests

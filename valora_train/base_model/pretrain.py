@@ -3,10 +3,12 @@
 A LLaVA with about 4 M parameters, built from transformers' own classes, is pretrained from scratch
 on generic scenes. Detection is learned by one linear layer over the visual tokens, everything else
 as written answers. The learning rate follows the clock, so that the recipe fits the time that is
-given; the shipped checkpoint took 25 minutes on one GPU. A run can start from a checkpoint
-(`--start`).
+given; the shipped checkpoint took 25 minutes on one GPU, in three legs with rates of their own
+(`RECIPE`). With `--minutes`, one leg is run instead, which can start from a checkpoint (`--start`).
+The checkpoint is written at the end; an interrupted training continues where it was two minutes
+before, when the same command is given again.
 
-    python -m valora_train.base_model.pretrain --out data/valora_data/tiny --minutes 9
+    python -m valora_train.base_model.pretrain --out data/valora_data/tiny
     python -m valora_train.base_model.pretrain --start data/valora_data/tiny --rate 8e-4 --minutes 9
     python -m valora_train.base_model.pretrain --evaluate
 """
@@ -14,13 +16,17 @@ given; the shipped checkpoint took 25 minutes on one GPU. A run can start from a
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import os
 import queue
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -280,6 +286,7 @@ class Pretraining:
 
     def __init__(self, model: Any, head: PretrainingHead, processor: Any, device: torch.device):
         self.model, self.head, self.device = model.to(device), head.to(device), device
+        self.processor = processor
         self.image_token = int(model.config.image_token_id)
         silent = torch.zeros(VOCABULARY, device=device)
         silent[torch.from_numpy(domain_tokens(processor.tokenizer.backend_tokenizer))] = -torch.inf
@@ -358,22 +365,29 @@ def schedule(progress: float) -> float:
 
 
 def save(model: Any, head: nn.Module, processor: Any, out: Path) -> None:
-    """Write the checkpoint in bfloat16, with the detection head and the processor."""
+    """Write the checkpoint in bfloat16, with the detection head and the processor.
+
+    Every file is complete when it appears under its name.
+    """
     rounded = {name: t.detach().to(torch.bfloat16).cpu() for name, t in head.state_dict().items()}
-    out.mkdir(parents=True, exist_ok=True)
-    processor.save_pretrained(out)
     state = {
         name: tensor.detach().to(torch.bfloat16).cpu()
         for name, tensor in model.state_dict().items()
         if name != "lm_head.weight"  # tied to the embedding
     }
-    model.config.dtype = torch.bfloat16
-    model.config.save_pretrained(out)
-    model.generation_config.save_pretrained(out)
-    for name, tensors in (("model", state), ("detection_head", rounded)):
-        path = out / f"{name}.safetensors"
-        save_file(tensors, path, metadata={"format": "pt"})
-        path.chmod(0o644)
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out) as new:
+        folder = Path(new)
+        processor.save_pretrained(folder)
+        model.config.dtype = torch.bfloat16
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        for name, tensors in (("model", state), ("detection_head", rounded)):
+            path = folder / f"{name}.safetensors"
+            save_file(tensors, path, metadata={"format": "pt"})
+            path.chmod(0o644)
+        for path in sorted(folder.iterdir()):
+            path.replace(out / path.name)
 
 
 def load(folder: Path) -> tuple[Any, PretrainingHead, Any]:
@@ -386,29 +400,99 @@ def load(folder: Path) -> tuple[Any, PretrainingHead, Any]:
     return model, head, AutoProcessor.from_pretrained(folder)
 
 
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """A part of a training, with a schedule of its own.
+
+    Attributes:
+        minutes: Training time in minutes, which also determines the learning-rate schedule.
+        batch: Samples per step.
+        rate: Peak learning rate.
+        seed: Seed of fresh weights, and of scenes.
+        buckets: Names of the groups of samples to train on.
+    """
+
+    minutes: float
+    batch: int
+    rate: float
+    seed: int
+    buckets: tuple[str, ...] = tuple(BUCKETS)
+
+    @property
+    def options(self) -> str:
+        """The options that give this leg."""
+        options = f"--minutes {self.minutes:g} --batch {self.batch} --rate {self.rate:g}"
+        options += f" --seed {self.seed}"
+        if set(self.buckets) != set(BUCKETS):
+            options += f" --buckets {' '.join(self.buckets)}"
+        return options
+
+
+RECIPE = (Leg(9.2, 768, 1.5e-3, 0), Leg(8.7, 1024, 1e-3, 1), Leg(6.6, 1024, 6e-4, 2))
+"""How the shipped checkpoint is trained."""
+SAVE_SECONDS = 120.0
+"""Time after which an unfinished training is written again."""
+
+
+class Unfinished:
+    """What an interrupted training continues from.
+
+    Args:
+        path: Its file.
+        plan: What is trained, by which a file of another training is told apart.
+    """
+
+    def __init__(self, path: Path, plan: dict[str, Any]) -> None:
+        self.path, self.plan = path, plan
+
+    def read(self) -> dict[str, Any] | None:
+        """What was written last; None if there is nothing.
+
+        Raises:
+            SystemExit: The file is of another training, or damaged.
+        """
+        if not self.path.exists():
+            return None
+        try:
+            found: dict[str, Any] = torch.load(self.path, map_location="cpu", weights_only=True)
+            same = found["plan"] == self.plan
+        except Exception as error:
+            raise SystemExit(f"error: {self.path} is damaged ({error}): delete it") from error
+        if not same:
+            raise SystemExit(
+                f"error: {self.path} holds an unfinished training with other options: give those "
+                f"again to continue it ({found['plan']}), or delete the file to begin anew"
+            )
+        return found
+
+    def write(self, state: dict[str, Any]) -> None:
+        """Write the state of the training; the file is always complete."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = self.path.with_suffix(".new")
+        torch.save({"plan": self.plan, **state}, new)
+        new.replace(self.path)
+
+
 def train(
-    out: Path,
-    minutes: float,
-    batch_size: int,
-    rate: float,
-    workers: int,
-    seed: int,
-    start_from: Path | None = None,
-    buckets: Sequence[str] = tuple(BUCKETS),
+    out: Path, legs: Sequence[Leg], workers: int, unfinished: Path, start_from: Path | None = None
 ) -> None:
-    """Pretrain, and write the checkpoint every two minutes and at the end.
+    """Pretrain, and write the checkpoint at the end.
 
     Args:
         out: Folder of the checkpoint.
-        minutes: Training time in minutes, which also determines the learning-rate schedule.
-        batch_size: Samples per step.
-        rate: Peak learning rate.
+        legs: Parts of the training, one after the other.
         workers: Number of processes that draw scenes.
-        seed: Seed of weights and scenes.
+        unfinished: File that keeps the state of an unfinished training, every two minutes.
         start_from: Checkpoint to start from, with a new schedule; None for fresh weights.
-        buckets: Names of the groups of samples to train on.
+
+    Raises:
+        SystemExit: `unfinished` is of another training, or damaged.
     """
-    torch.manual_seed(seed)
+    plan = {"legs": [dataclasses.asdict(leg) for leg in legs], "start": str(start_from or "")}
+    plan = json.loads(json.dumps(plan))  # as it comes back from the file
+    kept = Unfinished(unfinished, plan)
+    state = kept.read()
+    torch.manual_seed(legs[0].seed)
     torch.set_float32_matmul_precision("high")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if start_from is None:
@@ -416,65 +500,109 @@ def train(
         model, head = build_model(processor), PretrainingHead()
     else:
         model, head, processor = load(start_from)
-    stream = Stream(seed, processor.tokenizer.backend_tokenizer, workers, buckets=buckets)
+    before = json.loads((start_from / "figures.json").read_text()) if start_from else {}
     size = sum(p.numel() for p in model.parameters())
     print(f"{size / 1e6:.2f} M parameters on {device}, {workers} workers", flush=True)
     task = Pretraining(model, head, processor, device)
-    optimizer = make_optimizer(task.parameters(), rate, device)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    while min(len(chunks) for chunks in stream.pool.values()) < 8:
-        stream.check()
-        time.sleep(0.5)
-    batches = prefetch(stream, batch_size, device)
-    start = logged = saved = time.monotonic()
-    steps = seen = 0
-    while (elapsed := time.monotonic() - start) < 60 * minutes:
-        progress = elapsed / 60 / minutes
-        for group in optimizer.param_groups:
-            group["lr"] = rate * schedule(progress)
-        batch = next(batches)
-        optimizer.zero_grad(set_to_none=True)
-        task.loss(batch).backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        steps, seen = steps + 1, seen + len(batch.task)
-        now = time.monotonic()
-        if now - logged > 10:
-            stream.check()
-            logged = now
-            figures = " ".join(f"{name} {value:.3f}" for name, value in task.report().items())
-            print(
-                f"{elapsed:4.0f} s  {steps} steps  {seen} seen  {stream.made} made  {figures}",
-                flush=True,
-            )
-        if now - saved > 120:
-            saved = now
-            save(model, head, processor, out)
-    stream.close()
+    done: list[dict[str, Any]] = before.get("training", []) if state is None else state["done"]
+    first = 0 if state is None else int(state["leg"])
+    for number in range(first, len(legs)):
+        leg = legs[number]
+        given = state if number == first else None
+        counted = run_leg(task, leg, workers, kept, {"leg": number, "done": done}, given)
+        done.append({
+            "date": datetime.now(UTC).date().isoformat(),
+            "hardware": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+            "torch": torch.__version__.split("+")[0],
+            "command": f"python -m valora_train.base_model.pretrain {leg.options}"
+            + (" --start" if start_from or number else ""),
+            "minutes": leg.minutes,
+            **counted,
+            "parameters": size,
+        })  # fmt: skip
     save(model, head, processor, out)
-    before = json.loads((start_from / "figures.json").read_text()) if start_from else {}
-    legs = before.get("training", [])
-    legs.append({
-        "date": datetime.now(UTC).date().isoformat(),
-        "hardware": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "torch": torch.__version__.split("+")[0],
-        "command": f"python -m valora_train.base_model.pretrain --minutes {minutes}"
-        f" --batch {batch_size} --rate {rate} --seed {seed}" + (" --start" if start_from else "")
-        + (f" --buckets {' '.join(buckets)}" if set(buckets) != set(BUCKETS) else ""),
-        "minutes": minutes,
-        "steps": steps,
-        "samples_seen": seen,
-        "samples_drawn": stream.made,
-        "parameters": size,
-    })  # fmt: skip
-    (out / "figures.json").write_text(json.dumps({"training": legs}, indent=2) + "\n")
+    (out / "figures.json").write_text(json.dumps({"training": done}, indent=2) + "\n")
+    unfinished.unlink(missing_ok=True)
+
+
+def run_leg(
+    task: Pretraining,
+    leg: Leg,
+    workers: int,
+    kept: Unfinished,
+    facts: dict[str, Any],
+    state: dict[str, Any] | None,
+) -> dict[str, int]:
+    """Run a leg of a training.
+
+    Args:
+        task: The losses, whose model, head and tutor are trained.
+        leg: The leg.
+        workers: Number of processes that draw scenes.
+        kept: Keeps the state, every two minutes.
+        facts: What is kept of the training besides.
+        state: State to continue from; None at the leg's beginning.
+
+    Returns:
+        Numbers of steps, and of samples that were seen and drawn.
+    """
+    optimizer = make_optimizer(task.parameters(), leg.rate, task.device)
+    parts = {"model": task.model, "head": task.head, "tutor": task.tutor}
+    passed, steps, seen, drawn = 0.0, 0, 0, 0
+    if state is not None:
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        optimizer.load_state_dict(state["optimizer"])
+        passed, steps, seen, drawn = (state[key] for key in ("passed", "steps", "seen", "drawn"))
+        print(f"continuing leg {facts['leg'] + 1} after {passed:.0f} s", flush=True)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # Samples that were seen before an interruption are not drawn again.
+    tokenizer = task.processor.tokenizer.backend_tokenizer
+    stream = Stream(leg.seed + 1000 * steps, tokenizer, workers, buckets=leg.buckets)
+    try:
+        while min(len(chunks) for chunks in stream.pool.values()) < 8:
+            stream.check()
+            time.sleep(0.5)
+        batches = prefetch(stream, leg.batch, task.device)
+        start = logged = saved = time.monotonic()
+        while (elapsed := passed + time.monotonic() - start) < 60 * leg.minutes:
+            for group in optimizer.param_groups:
+                group["lr"] = leg.rate * schedule(elapsed / 60 / leg.minutes)
+            batch = next(batches)
+            optimizer.zero_grad(set_to_none=True)
+            task.loss(batch).backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            steps, seen = steps + 1, seen + len(batch.task)
+            now = time.monotonic()
+            if now - logged > 10:
+                stream.check()
+                logged = now
+                figures = " ".join(f"{name} {value:.3f}" for name, value in task.report().items())
+                print(
+                    f"{elapsed:4.0f} s  {steps} steps  {seen} seen  {drawn + stream.made} made  "
+                    f"{figures}",
+                    flush=True,
+                )
+            if now - saved > SAVE_SECONDS:
+                saved = now
+                kept.write({
+                    **facts, "passed": passed + now - start, "steps": steps, "seen": seen,
+                    "drawn": drawn + stream.made, "optimizer": optimizer.state_dict(),
+                    **{name: part.state_dict() for name, part in parts.items()},
+                })  # fmt: skip
+    finally:
+        stream.close()
+    return {"steps": steps, "samples_seen": seen, "samples_drawn": drawn + stream.made}
 
 
 def main() -> None:
     """Train, then evaluate; with `--evaluate`, evaluate only."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("data/valora_data/tiny"))
-    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument(
+        "--minutes", type=float, help="train one leg of this length instead of the recipe"
+    )
     parser.add_argument("--batch", type=int, default=768)
     parser.add_argument("--rate", type=float, default=1.5e-3)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
@@ -484,14 +612,21 @@ def main() -> None:
         "--buckets", nargs="+", choices=list(BUCKETS), default=list(BUCKETS), metavar="NAME",
         help=f"groups of samples to train on: {', '.join(BUCKETS)} (default: all)",
     )  # fmt: skip
+    parser.add_argument(
+        "--unfinished", type=Path, default=Path(".valora/base-model.pt"),
+        help="file of an unfinished training, which continues from it (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--evaluate", action="store_true", help="evaluate without training")
     parser.add_argument("--questions", type=int, default=600, help="held-out questions per ability")
     args = parser.parse_args()
     if not args.evaluate:
-        train(
-            args.out, args.minutes, args.batch, args.rate, args.workers, args.seed, args.start,
-            args.buckets,
-        )  # fmt: skip
+        one = (args.minutes or 0.0, args.batch, args.rate, args.seed, tuple(args.buckets))
+        legs = RECIPE if args.minutes is None else (Leg(*one),)
+        try:
+            train(args.out, legs, args.workers, args.unfinished, args.start)
+        except KeyboardInterrupt:
+            print("interrupted: the same command continues", file=sys.stderr)
+            sys.exit(130)
     from valora_train.base_model.evaluation import evaluate
 
     evaluate(args.out, args.questions)

@@ -1,7 +1,10 @@
+import itertools
 import json
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from safetensors import safe_open
 
 from valora_data.sources.documents.records import VALUES
 from valora_data.sources.generic.scenes import DOMAIN_WORDS, draw_scene
+from valora_train.base_model import pretrain
 from valora_train.base_model.data import (
     ALBUMS,
     BUCKETS,
@@ -290,3 +294,59 @@ def test_the_learning_rate_rises_and_falls():
     assert schedule(0.02) > 0.98
     assert schedule(1.0) == pytest.approx(0.0)
     assert schedule(1.5) == pytest.approx(0.0)
+
+
+@pytest.mark.slow
+def test_an_interrupted_training_continues(tmp_path, monkeypatch, capsys):
+    """Steps, optimiser and weights go on; other options and damaged files are refused."""
+    kept, out = tmp_path / "state" / "unfinished.pt", tmp_path / "out"
+    legs = (
+        pretrain.Leg(0.001, 32, 1e-3, 0, ("short",)),
+        pretrain.Leg(0.15, 32, 1e-3, 1, ("records_128",)),
+    )
+    monkeypatch.setattr(pretrain, "SAVE_SECONDS", 0.0)
+    seconds = itertools.count()  # a clock by which every step takes two seconds
+    clock = SimpleNamespace(monotonic=lambda: float(next(seconds)), sleep=time.sleep)
+    monkeypatch.setattr(pretrain, "time", clock)
+    states = []
+    write = pretrain.Unfinished.write
+
+    def interrupted(self, state):
+        write(self, state)
+        if state["leg"] == 1 and state["steps"] == 3:
+            states.append(torch.load(self.path, weights_only=True))
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretrain.Unfinished, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pretrain.train(out, legs, 1, kept, TINY)
+    assert not out.exists()  # nothing half-trained
+    monkeypatch.setattr(pretrain.Unfinished, "write", write)
+    with pytest.raises(SystemExit, match="other options: give those again"):
+        pretrain.train(out, legs[1:], 1, kept, TINY)
+    loaded = []
+    load_state = pretrain.PretrainingHead.load_state_dict
+
+    def noted(self, state, *more):
+        loaded.append(state)
+        return load_state(self, state, *more)
+
+    monkeypatch.setattr(pretrain.PretrainingHead, "load_state_dict", noted)
+    pretrain.train(out, legs, 1, kept, TINY)
+    assert "continuing leg 2 after" in capsys.readouterr().out
+    assert torch.equal(loaded[-1]["box.weight"], states[0]["head"]["box.weight"])
+    assert not kept.exists()
+    trained = json.loads((out / "figures.json").read_text())["training"]
+    own = json.loads((TINY / "figures.json").read_text())["training"]
+    assert trained[: len(own)] == own
+    assert [leg["minutes"] for leg in trained[len(own) :]] == [0.001, 0.15]
+    assert [leg["steps"] for leg in trained[len(own) :]] == [0, 4]
+    assert trained[-1]["command"].endswith("--seed 1 --buckets records_128 --start")
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        path.name for path in TINY.iterdir() if path.name != "README.md"
+    )
+    Checkpoint(out, torch.device("cpu"))
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_bytes(b"nothing")
+    with pytest.raises(SystemExit, match="is damaged"):
+        pretrain.train(out, legs, 1, kept, TINY)

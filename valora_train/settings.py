@@ -269,6 +269,9 @@ class LoraSettings:
         vision_tower: Whether the attention of the vision tower gets LoRA too.
         projector: Whether the linear layers of the projector (or merger) get LoRA too.
         rslora: Whether the scaling is alpha / √rank instead.
+        decode_only: Whether adapters act only on the last token of a prompt and on the answer, so
+            that a server computes and keeps a prompt once for all adapters (activated LoRA). For
+            domains whose answers are written, or read from the last token alone.
     """
 
     rank: Count = 8
@@ -277,6 +280,7 @@ class LoraSettings:
     vision_tower: bool = False
     projector: bool = False
     rslora: bool = False
+    decode_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -668,6 +672,8 @@ def from_config(config: DictConfig) -> Settings:
     if (place := _stray_truth(values, as_dict(settings))) is not None:
         raise SettingsError(f"bad setting {place}: a number is needed, not true or false")
     _check_augment(settings.train.augment)
+    if settings.train.lora.decode_only:
+        _check_decode_only(settings)
     _check_contracts(settings)
     for domain in settings.chosen():
         domain.domain()  # raises for invalid values
@@ -759,6 +765,28 @@ def _check_contracts(settings: Settings) -> None:
             raise SettingsError(
                 f"domain {domain.name} has no contract: set domains.{domain.name}.required to the "
                 "accuracy that it must keep"
+            )
+
+
+def _check_decode_only(settings: Settings) -> None:
+    """Check that what adapters at decoding only change is all that answers are read from."""
+    lora = settings.train.lora
+    if lora.vision_tower or lora.projector:
+        raise SettingsError(
+            "train.lora.decode_only=true leaves prompts and their images as they are, but "
+            "train.lora adapts how images are encoded: set vision_tower and projector to false "
+            "(train=default)"
+        )
+    for domain in settings.chosen():
+        assert domain.task is not None, "`Settings.chosen` fills it in"
+        spec = domain.task.spec
+        choice = spec.choice and bool(domain.labels)
+        if spec.detects or (choice and settings.heads.pooling != "last"):
+            remedy = " or heads.pooling=last" if choice else ""
+            raise SettingsError(
+                f"domain {domain.name} ({domain.task}) is answered by a head that reads the whole "
+                "prompt, where an adapter at decoding only changes nothing: set "
+                f"train.lora.decode_only=false{remedy}"
             )
 
 

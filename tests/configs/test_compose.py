@@ -186,6 +186,10 @@ def test_the_papers_requirements_are_the_default():
         ),
         ("train.augment.views=2", "asks for views that nothing changes: set train/augment=light"),
         ("train.augment.blur=2", "changes nothing without views: set train.augment.views=2"),
+        (
+            "train.lora.decode_only=true",
+            r"train.lora adapts how images are encoded: .*\(train=default\)",
+        ),
         ("task.type=poetry", "bad setting task.type='poetry'"),
         (
             "domains.person.source.kind=tar",
@@ -197,6 +201,18 @@ def test_bad_settings_are_one_sentence(override, message):
     with pytest.raises(ValoraError, match=message) as caught:
         settings(override)
     assert "\n" not in str(caught.value)
+
+
+def test_adapters_at_decoding_only_are_for_answers_that_follow_the_prompt():
+    late = "train.lora.decode_only=true"
+    for task in ("caption", "grounding", "context"):
+        assert settings(f"task={task}", "train=default", late).train.lora.decode_only
+    with pytest.raises(SettingsError, match=r"detection\) is answered by .*decode_only=false$"):
+        settings("task=detection", "train=default", late)
+    with pytest.raises(SettingsError, match=r"=false or heads\.pooling=last"):
+        settings("task=classification", "train=default", late)
+    for task in ("classification", "vqa"):
+        assert settings(f"task={task}", "train=default", late, "heads.pooling=last")
 
 
 def test_own_task_without_domains_says_so():

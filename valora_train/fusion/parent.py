@@ -7,6 +7,7 @@ adapter's weights stay as they are and every domain has a head of its own.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from valora_data.contract.bundle import read_bundle
 from valora_train.errors import SettingsError
 from valora_train.fusion.requirement import CONTRACT
 from valora_train.fusion.state import FUSION, STATE, of_domains, read_snapshot
+from valora_train.settings import LoraSettings
 from valora_train.stage import RECORD, read_json
 
 if TYPE_CHECKING:
@@ -126,7 +128,11 @@ def load_parent(
     result = read_json(folder / FUSION)
     for name, theirs, ours in (
         *((key, record["settings"][key], stage.settings[key]) for key in MUST_MATCH),
-        ("train.lora", record["settings"]["train"]["lora"], stage.settings["train"]["lora"]),
+        (
+            "train.lora",
+            dataclasses.asdict(LoraSettings()) | record["settings"]["train"]["lora"],
+            stage.settings["train"]["lora"],
+        ),
     ):
         if theirs != ours:
             raise SettingsError(

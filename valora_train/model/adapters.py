@@ -52,14 +52,20 @@ class Adapters:
     def __init__(self, model: BaseModel, lora: LoraSettings) -> None:
         self._model, self._lora = model, lora
         self._peft: Any = None
+        self._decode_only: set[str] = set()
+        self._active: str | None = None
+        self._acts: torch.Tensor | None = None  # (n, length, 1) bool; None: on every token
 
-    def add(self, name: str, seed: int, rank: int | None = None) -> None:
+    def add(
+        self, name: str, seed: int, rank: int | None = None, decode_only: bool | None = None
+    ) -> None:
         """Add an adapter that changes nothing yet (B = 0), and activate it.
 
         Args:
             name: Name of the adapter.
             seed: Seed of A.
             rank: Its rank, None for that of the settings; the scaling is that of the settings.
+            decode_only: Whether it acts at decoding only, see `act_from`; None for the settings.
         """
         peft = _peft()
         rank = rank or self._lora.rank
@@ -78,10 +84,17 @@ class Adapters:
             else:
                 self._peft.add_adapter(name, config)
         self._keep_precision()
+        self._hook(name, self._lora.decode_only if decode_only is None else decode_only)
         self.activate(name)
 
-    def load(self, name: str, folder: Path) -> None:
-        """Load an adapter from a PEFT folder."""
+    def load(self, name: str, folder: Path, decode_only: bool = False) -> None:
+        """Load an adapter from a PEFT folder.
+
+        Args:
+            name: Name of the adapter.
+            folder: The folder.
+            decode_only: Whether it acts at decoding only, see `act_from`.
+        """
         peft = _peft()
         if self._peft is None:
             self._peft = peft.PeftModel.from_pretrained(
@@ -90,6 +103,40 @@ class Adapters:
         else:
             self._peft.load_adapter(folder, adapter_name=name)
         self._keep_precision()
+        self._hook(name, decode_only)
+
+    def _hook(self, name: str, decode_only: bool) -> None:
+        """Let `act_from` hold for an adapter, if it acts at decoding only."""
+        self._decode_only.discard(name)
+        if not decode_only:
+            return
+        self._decode_only.add(name)
+        for module in self._model.model.modules():
+            if name in getattr(module, "lora_B", {}):
+                module.lora_B[name].register_forward_hook(self._where_it_acts)
+
+    def _where_it_acts(self, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output if self._acts is None else output * self._acts.to(output.dtype)
+
+    def act_from(self, starts: Sequence[int], length: int) -> None:
+        """Say on which tokens of the next batch an adapter acts that acts at decoding only.
+
+        Other adapters act on all tokens, and so does this one after `act_everywhere` or `activate`.
+        It holds until then, because gradient checkpointing computes a batch twice.
+
+        Args:
+            starts: For each row, the place of the first token that the adapter acts on: the last
+                one of the prompt.
+            length: Tokens of a row.
+        """
+        self._acts = None
+        if self._active in self._decode_only:
+            places = torch.arange(length) >= torch.tensor(starts)[:, None]
+            self._acts = places[..., None].to(self._model.device)
+
+    def act_everywhere(self) -> None:
+        """Let the active adapter act on every token of the next batches."""
+        self._acts = None
 
     def _keep_precision(self) -> None:
         """On a 16-bit base, let autocast cast LoRA's few weights; PEFT would cast activations."""
@@ -101,6 +148,7 @@ class Adapters:
 
     def activate(self, name: str | None) -> None:
         """Make an adapter the active one, or none."""
+        self._active, self._acts = name, None
         if self._peft is None:
             return
         if name is None:

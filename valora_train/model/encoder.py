@@ -67,7 +67,7 @@ class ContextEncoder(nn.Module):
         super().__init__()
         self._lmm, self.decoder = lmm, decoder
         for shift, name in enumerate(self.adapters):
-            lmm.adapters.add(name, seed + shift)
+            lmm.adapters.add(name, seed + shift, decode_only=False)
         table = lmm.model.get_input_embeddings().weight.detach().float()
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randint(len(table), (tokens,), generator=generator)

@@ -95,6 +95,7 @@ class Lmm(BaseModel):
         self.language_model.train(self._checkpointing and torch.is_grad_enabled())
         with self.precision():
             embedded, visual, ids, extra = self._embed(batch)
+            self.adapters.act_from([item.prompt - 1 for item in batch], ids.shape[1])
             output = self.language_model(inputs_embeds=embedded, use_cache=False, **extra)
         return HiddenStates(
             output.last_hidden_state,
@@ -151,8 +152,10 @@ class Lmm(BaseModel):
 
     def _write(self, batch: Sequence[Encoded], max_tokens: int) -> list[str]:
         self.language_model.eval()
-        embedded, _, _, extra = self._embed(batch)
+        embedded, _, ids, extra = self._embed(batch)
+        self.adapters.act_from([item.prompt - 1 for item in batch], ids.shape[1])
         output = self.language_model(inputs_embeds=embedded, use_cache=True, **extra)
+        self.adapters.act_everywhere()
         stops = torch.tensor(sorted(self.stop_ids), device=self.device)
         tokens = [self.logits(output.last_hidden_state[:, -1]).argmax(-1)]
         ended = torch.isin(tokens[0], stops)

@@ -262,6 +262,7 @@ def _write(
     lmm: Lmm, batch: Sequence[Encoded], memories: Sequence[AnyMemory | None], most: int
 ) -> list[str]:
     hidden, cache, position = _run(lmm, batch, memories, cached=True)
+    lmm.adapters.act_everywhere()  # on what is written now
     return write_on(lmm, hidden, cache, position + batch[0].length, most, lmm.precision())
 
 
@@ -286,7 +287,9 @@ def _run(
     with lmm.precision():
         ids = pad_sequence([item.ids for item in batch], batch_first=True).to(lmm.device)
         embedded = lmm.model.get_input_embeddings()(ids)
+        last = [item.prompt - 1 for item in batch]
         if isinstance(memories[0], Prefix):
+            lmm.adapters.act_from(last, ids.shape[1])
             keys = torch.stack([memory.keys for memory in memories], 1)
             values = torch.stack([memory.values for memory in memories], 1)
             position = memories[0].position
@@ -294,6 +297,7 @@ def _run(
             return hidden, cache, position
         heads = torch.stack([head_embeddings(lmm, memory) for memory in memories])
         embedded = torch.cat([heads.to(embedded), embedded], dim=1)
+        lmm.adapters.act_from([heads.shape[1] + place for place in last], embedded.shape[1])
         hidden, cache = run_tails(lmm, embedded, 0, cached=cached)
         return hidden[:, heads.shape[1] :], cache, heads.shape[1]
 

@@ -228,6 +228,7 @@ def _manifest(
             name: {
                 "path": f"adapters/{name}",
                 **adapter_facts(fused / "adapters" / name),
+                **({"decode_only": True} if settings.train.lora.decode_only else {}),
                 "domains": list(held),
             }
             for name, held in result["packing"].items()

@@ -67,7 +67,8 @@ class BundleModel:
         )
         self._lmm = Lmm(model, lora)
         for name, adapter in bundle.adapters.items():
-            self._lmm.adapters.load(name, bundle.folder / adapter["path"])
+            late = adapter.get("decode_only", False)
+            self._lmm.adapters.load(name, bundle.folder / adapter["path"], decode_only=late)
         self.tasks: dict[str, DomainTask] = {}
         self._heads: dict[str, Any] = {}
         contexts = bundle.contexts

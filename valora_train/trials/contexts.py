@@ -269,7 +269,7 @@ def _trainer(reader: Reader, names: Sequence[str], form: str, tokens: int) -> Tr
 def next_token(reader: Reader, tokens: int) -> Answered:
     """LoRA trained to predict the documents' next tokens; closed book (the paper's baseline 3)."""
     lmm, settings = reader.lmm, reader.settings.train
-    lmm.adapters.add(NAME, settings.seed)
+    lmm.adapters.add(NAME, settings.seed, decode_only=False)
     start = time.monotonic()
     try:
         weights = list(lmm.adapters.parameters(NAME).values())

@@ -1,12 +1,23 @@
 """LoRA adapters: saved for plain PEFT, on the right modules, in the base's precision."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from tests.support.training_lmm import PROMPTS, disturb, load, questions, reference, visual
+from tests.support.training_lmm import (
+    PROMPTS,
+    disturb,
+    load,
+    questions,
+    reference,
+    visual,
+    whole,
+)
 from valora_train.model.lmm import Lmm
+from valora_train.model.prompts import Example
 from valora_train.settings import LoraSettings, ModelSettings
 
 
@@ -89,3 +100,71 @@ def test_vision_and_projector_are_found_in_every_family(family, checkpoint):
     outer = "multi_modal_projector" if family == "llava" else "merger"
     for part in ("language_model", inner, outer):
         assert any(part in name for name in names), part
+
+
+def two_passes(folder, adapter, example, answer):
+    """Logits of an answer by PEFT: the prompt without the adapter, the rest with it."""
+    model, inputs = whole(folder, example)
+    model = PeftModel.from_pretrained(model, adapter)
+    ids = inputs.pop("input_ids")
+    inputs.pop("attention_mask")
+    with torch.no_grad():
+        with model.disable_adapter():
+            read = model(input_ids=ids[:, :-1], **inputs, use_cache=True)
+        rest = torch.cat([ids[:, -1:], torch.tensor([answer], dtype=torch.int64)], dim=1)
+        return model(input_ids=rest, past_key_values=read.past_key_values).logits[0]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_at_decoding_only_it_acts_from_the_last_token_on(
+    random_llava, images, tmp_path, checkpointing
+):
+    settings = ModelSettings(id=str(random_llava), gradient_checkpointing=checkpointing)
+    lmm = Lmm(settings, LoraSettings(rank=4, alpha=12, decode_only=True))
+    lmm.adapters.add("late", seed=1)
+    disturb(lmm, "late")
+    lmm.adapters.save("late", tmp_path, "some-base")
+    words = ["a", "the one at the left", "yes"]
+    examples = [
+        Example(prompt, (image,), answer=lambda _, text=text: text)
+        for prompt, image, text in zip(PROMPTS, images, words, strict=True)
+    ]
+    states = lmm.states(lmm.encode(examples))
+    hidden, tokens = states.answer_pairs()
+    logits = lmm.logits(hidden)
+    lengths = [end - first for end, first in zip(states.lengths, states.prompts, strict=True)]
+    parts = zip(examples, logits.split(lengths), tokens.split(lengths), strict=True)
+    asked = [replace(example, answer=None) for example in examples]
+    for example, found, answer in parts:
+        bare = replace(example, answer=None)
+        expected = two_passes(random_llava, tmp_path, bare, answer.tolist())
+        torch.testing.assert_close(found, expected[:-1], atol=2e-5, rtol=1e-4)
+    # What precedes the last token of a prompt is the base model's, to the bit.
+    lmm.adapters.activate(None)
+    plain = lmm.states(lmm.encode(examples)).hidden
+    for row, prompt in enumerate(states.prompts):
+        torch.testing.assert_close(states.hidden[row, : prompt - 1], plain[row, : prompt - 1])
+        assert not torch.allclose(states.hidden[row, prompt - 1], plain[row, prompt - 1])
+    # Training reaches the adapter, also where checkpointing computes everything again.
+    lmm.adapters.activate("late")
+    hidden, tokens = lmm.states(lmm.encode(examples)).answer_pairs()
+    torch.nn.functional.cross_entropy(lmm.logits(hidden), tokens).backward()
+    gradients = [weight.grad for weight in lmm.adapters.parameters("late").values()]
+    lmm.adapters.activate("late")
+    eager = load(random_llava, decode_only=True)
+    eager.adapters.load("late", tmp_path, decode_only=True)
+    eager.adapters.activate("late")
+    for weight in eager.adapters.parameters("late").values():
+        weight.requires_grad_(True)
+    hidden, tokens = eager.states(eager.encode(examples)).answer_pairs()
+    torch.nn.functional.cross_entropy(eager.logits(hidden), tokens).backward()
+    for found, weight in zip(gradients, eager.adapters.parameters("late").values(), strict=True):
+        torch.testing.assert_close(found, weight.grad, atol=1e-5, rtol=1e-4)
+    # What it writes is what two passes write.
+    said = eager.write(eager.encode(asked), max_tokens=4)
+    for text, example in zip(said, asked, strict=True):
+        written: list[int] = []
+        for _ in range(4):
+            step = two_passes(random_llava, tmp_path, example, written)[-1]
+            written.append(int(step.argmax()))
+        assert text == eager.text_of(written)

@@ -65,7 +65,8 @@ class SourceSettings:
         unlabelled: Folder of images without labels, as the unlabelled split; null if the source
             itself has that split, or it is to be taken from the training part.
         document: Id of the document, for files of several documents.
-        entries: Records of a drawn document, for `records`.
+        entries: Records of a drawn document (`records`), or scenes of a drawn album
+            (`drawn_album`).
     """
 
     kind: str = "scenes"

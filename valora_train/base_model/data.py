@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from valora_data.sources.documents.albums import draw_album
+from valora_data.sources.documents.albums import ask_about_album, draw_album
 from valora_data.sources.documents.records import RECORD_TOKENS, WORDINGS, draw_document
 from valora_data.sources.generic.questions import (
     CAPTIONED,
@@ -35,6 +35,7 @@ from valora_data.sources.generic.scenes import (
     MOST_THINGS,
     PATTERNS,
     SIZE,
+    TRAINING_SEEDS,
     Scene,
     domain_words_in,
     draw_clip,
@@ -47,8 +48,6 @@ PATCH = 12
 VISUAL_TOKENS = (SIZE // PATCH) ** 2
 SPECIALS = ("<pad>", "<s>", "</s>", "<image>", "<|system|>", "<|user|>", "<|assistant|>")
 MARKUP = ("<ref>", "</ref>", "<box>", "</box>")
-TRAINING_SEEDS = 1_000_000_000
-"""Training scenes use this seed and larger ones; evaluation uses smaller seeds."""
 
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
@@ -349,7 +348,8 @@ class SampleMaker:
         for _ in range(chunk_samples(bucket)):
             first = len(images)
             if bucket.images:
-                scenes, asked = draw_album(self.rng, self._seed(), bucket.images, bucket.turns)
+                scenes, facts = draw_album(self._seed(), bucket.images)
+                asked = ask_about_album(self.rng, facts, bucket.turns)
                 images += scenes
                 picks.append([first + place for place in range(bucket.images)])
                 head: list[int] = [self.special["<image>"]] * (VISUAL_TOKENS * bucket.images)

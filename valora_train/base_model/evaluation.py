@@ -135,8 +135,10 @@ def album_questions(n: int, images: int, first_seed: int) -> list[SceneQuestion]
     items = []
     for number in range(n):
         seed = first_seed + 1000 * number
-        scenes, asked = draw_album(np.random.default_rng(seed), seed, images, 1)
-        items.append(SceneQuestion(Question("album", *asked[0]), tuple(scenes), ""))
+        scenes, facts = draw_album(seed, images)
+        fact = facts[int(np.random.default_rng(seed).integers(len(facts)))]
+        question = Question("album", fact.question(-1), fact.value)
+        items.append(SceneQuestion(question, tuple(scenes), ""))
     return items
 
 

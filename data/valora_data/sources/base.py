@@ -46,7 +46,7 @@ class Source:
         reader: Opens images and collects faults; None for a reader that tolerates few.
         unlabelled: Folder of images without labels, as the unlabelled split; None for none.
         document: Id of the document, for files of several.
-        entries: Records of a drawn document.
+        entries: Records of a drawn document, or scenes of a drawn album.
     """
 
     kind: str

@@ -1,8 +1,12 @@
-"""Albums of drawn scenes, with questions about things that occur in one of them only."""
+"""Albums of drawn scenes, with questions about things that occur in one of them only.
+
+Questions come in several wordings; the last one of each attribute is kept for measuring.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from valora_data.sources.generic.scenes import draw_scene
@@ -14,36 +18,80 @@ if TYPE_CHECKING:
 
 MOST_THINGS = 3
 """Most things of a scene in an album."""
+WORDINGS: dict[str, tuple[str, ...]] = {
+    attribute: (
+        f"which {attribute} has the {{shape}}?",
+        f"the {{shape}} has which {attribute}?",
+        f"what {attribute} has the {{shape}}?",
+    )
+    for attribute in ("color", "pattern")
+}
+"""Wordings of a question about an attribute; the last one is for measuring."""
 
 
-def draw_album(
-    rng: np.random.Generator, seed: int, images: int, questions: int
-) -> tuple[list[Scene], list[tuple[str, str]]]:
-    """Draw an album and ask about it.
+@dataclass(frozen=True, slots=True)
+class AlbumFact:
+    """What can be asked about an album.
+
+    Attributes:
+        shape: Shape of a thing that occurs once in the album.
+        attribute: A key of `WORDINGS`.
+        value: Its value.
+    """
+
+    shape: str
+    attribute: str
+    value: str
+
+    def question(self, wording: int) -> str:
+        """Ask for the value.
+
+        Args:
+            wording: Index into `WORDINGS`; −1 is the wording for measuring.
+        """
+        return WORDINGS[self.attribute][wording].format(shape=self.shape)
+
+
+def draw_album(seed: int, images: int) -> tuple[list[Scene], list[AlbumFact]]:
+    """Draw an album of which something can be asked.
 
     Args:
-        rng: Chooses the questions.
         seed: Seed of the scenes.
         images: Number of images.
-        questions: Most questions; there are fewer where few things occur once.
 
     Returns:
-        The scenes in order, and questions with their answers.
+        The scenes in order, and all facts about things that occur in one of them only.
     """
     while True:
         scenes = [draw_scene(seed + place, MOST_THINGS) for place in range(images)]
         things = [thing for scene in scenes for thing in scene.things]
         counts = Counter(thing.shape for thing in things)
-        asked = [
-            pair
+        facts = [
+            AlbumFact(thing.shape, attribute, value)
             for thing in things
             if counts[thing.shape] == 1
-            for pair in (
-                (f"what color is the {thing.shape}?", thing.color),
-                (f"which pattern has the {thing.shape}?", thing.pattern),
-            )
+            for attribute, value in (("color", thing.color), ("pattern", thing.pattern))
         ]
-        if asked:
-            chosen = rng.permutation(len(asked))[:questions]
-            return scenes, [asked[place] for place in chosen.tolist()]
+        if facts:
+            return scenes, facts
         seed += images
+
+
+def ask_about_album(
+    rng: np.random.Generator, facts: list[AlbumFact], questions: int
+) -> list[tuple[str, str]]:
+    """Ask about some facts of an album, each once, in any wording.
+
+    Args:
+        rng: Chooses the facts and the wordings.
+        facts: The facts.
+        questions: Most questions.
+
+    Returns:
+        Questions with their answers.
+    """
+    chosen = [facts[place] for place in rng.permutation(len(facts))[:questions].tolist()]
+    wordings = rng.integers(len(WORDINGS["color"]), size=len(chosen)).tolist()
+    return [
+        (fact.question(wording), fact.value) for fact, wording in zip(chosen, wordings, strict=True)
+    ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -27,12 +27,15 @@ from valora_data.sources.documents.reading import (
     text_files,
 )
 from valora_data.sources.documents.self_study import continuations, gaps
+from valora_data.wording import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 SELF_STUDY = 400
 """Most questions of self-study where `source.counts` does not say how many."""
+LEAST_FACTS = 4
+"""Fewest facts of a drawn document: two to decide with, two to measure with."""
 
 
 class ContextFormat(SourceFormat):
@@ -141,19 +144,65 @@ class RecordsFormat(ContextFormat):
 
         rng = _rng(source)
         drawn = draw_document(rng, source.entries)
-        studied = [
-            Asked(fact.question(wording), (fact.value,))
-            for wording in range(len(next(iter(WORDINGS.values()))) - 1)
-            for fact in drawn.facts
-        ]
-        order = rng.permutation(len(drawn.facts))
-        held = [Asked(drawn.facts[n].question(-1), (drawn.facts[n].value,)) for n in order]
-        half = len(held) // 2
-        parts = {
-            Split.TRAIN: studied, Split.UNLABELLED: studied,
-            Split.VAL: held[:half], Split.TEST: held[half:],
-        }  # fmt: skip
-        return _streams(Document(drawn.text), parts, source)
+        document = Document(drawn.text)
+        return _drawn(document, drawn.facts, len(WORDINGS["color"]), rng, source)
+
+
+class DrawnAlbumFormat(ContextFormat):
+    """A drawn album; `source.entries` says of how many scenes."""
+
+    drawn = True
+
+    def open(self, source: Source) -> Splits:
+        """All facts in the wordings of self-study; in the last one, half for val, half for test."""
+        from PIL import Image
+
+        from valora_data.sources.documents.albums import WORDINGS, draw_album
+        from valora_data.sources.generic.scenes import TRAINING_SEEDS
+
+        rng = _rng(source)
+        # Scenes that the base model has not been trained on.
+        scenes, facts = draw_album(int(rng.integers(TRAINING_SEEDS)), source.entries)
+        images = tuple(Image.fromarray(scene.pixels) for scene in scenes)
+        return _drawn(Document("", images), facts, len(WORDINGS["color"]), rng, source)
+
+
+class Fact(Protocol):
+    """What a question can be asked about."""
+
+    @property
+    def value(self) -> str:
+        """The answer."""
+
+    def question(self, wording: int) -> str:
+        """Ask for it in one of several wordings."""
+
+
+def _drawn(
+    document: Document,
+    facts: Sequence[Fact],
+    wordings: int,
+    rng: np.random.Generator,
+    source: Source,
+) -> Splits:
+    """The splits of a drawn document, whose last wording is kept for measuring."""
+    if len(facts) < LEAST_FACTS:
+        raise DataError(
+            f"domain {source.name} has {plural(len(facts), 'fact')} to ask about, too few to "
+            "decide and to measure with: raise source.entries, or change source.seed"
+        )
+    studied = [
+        Asked(fact.question(wording), (fact.value,))
+        for wording in range(wordings - 1)
+        for fact in facts
+    ]
+    held = [Asked(facts[n].question(-1), (facts[n].value,)) for n in rng.permutation(len(facts))]
+    half = len(held) // 2
+    parts = {
+        Split.TRAIN: studied, Split.UNLABELLED: studied,
+        Split.VAL: held[:half], Split.TEST: held[half:],
+    }  # fmt: skip
+    return _streams(document, parts, source)
 
 
 def splits_of(document: Document, asked: Sequence[Asked], source: Source) -> Splits:

@@ -19,6 +19,8 @@ from valora_data.sources.generic.shapes import FREE_TURN, KEEP_ASPECT, KEEP_SIDE
 Floats = npt.NDArray[np.float32]
 Pixels = npt.NDArray[np.uint8]
 
+TRAINING_SEEDS = 1_000_000_000
+"""Scenes that the base model is trained on have this seed and larger ones; all else smaller."""
 SIZE = 96
 """Width and height of a scene in pixels."""
 

@@ -13,14 +13,13 @@ from PIL import Image
 from safetensors import safe_open
 
 from valora_data.sources.documents.records import VALUES
-from valora_data.sources.generic.scenes import DOMAIN_WORDS, draw_scene
+from valora_data.sources.generic.scenes import DOMAIN_WORDS, TRAINING_SEEDS, draw_scene
 from valora_train.base_model import pretrain
 from valora_train.base_model.data import (
     ALBUMS,
     BUCKETS,
     CHUNK,
     LOGGED,
-    TRAINING_SEEDS,
     VISUAL_TOKENS,
     Chunk,
     SampleMaker,

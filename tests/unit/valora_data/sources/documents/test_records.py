@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 
 from valora_data.contract.base_model import base_folder
-from valora_data.sources.documents.albums import draw_album
+from valora_data.sources.documents.albums import ask_about_album, draw_album
 from valora_data.sources.documents.records import (
     RECORD_TOKENS,
     VALUES,
@@ -54,9 +54,15 @@ def test_documents_are_made_of_the_base_models_tokens():
 
 
 def test_an_album_is_asked_about_things_that_it_shows_once():
-    scenes, asked = draw_album(np.random.default_rng(6), 20_000_000, 8, 6)
-    assert len(scenes) == 8 and 1 <= len(asked) <= 6
+    scenes, facts = draw_album(20_000_000, 8)
+    assert len(scenes) == 8
     things = [thing for scene in scenes for thing in scene.things]
+    asked = ask_about_album(np.random.default_rng(6), facts, 6)
+    assert len(asked) == min(6, len(facts)) and len({question for question, _ in asked}) > 1
     for question, answer in asked:
-        named = [thing for thing in things if f" {thing.shape}?" in question]
+        named = [thing for thing in things if f" {thing.shape} " in question.replace("?", " ")]
         assert len(named) == 1 and answer in (named[0].color, named[0].pattern)
+    assert len(ask_about_album(np.random.default_rng(6), facts, 10_000)) == len(facts)
+    for fact in facts:
+        assert fact.question(-1).startswith(f"what {fact.attribute}")
+        assert sum(thing.shape == fact.shape for thing in things) == 1

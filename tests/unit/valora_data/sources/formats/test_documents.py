@@ -213,3 +213,19 @@ def test_drawn_documents_measure_in_a_wording_that_is_not_studied():
     other = Source("records", Task.CONTEXT, name="bergen", entries=5)
     (sample,) = list(open_source(other)[Split.TEST]())[:1]
     assert sample.document != found[Split.TEST][0].document
+
+
+def test_a_drawn_album_measures_in_a_wording_that_is_not_studied():
+    source = Source("drawn_album", Task.CONTEXT, name="trip", entries=6)
+    found = {split: list(stream()) for split, stream in open_source(source).items()}
+    facts = len(found[Split.VAL]) + len(found[Split.TEST])
+    assert facts >= 4 and len(found[Split.TRAIN]) == len(found[Split.UNLABELLED]) == 2 * facts
+    assert all(one.prompt.startswith("what ") for one in [*found[Split.VAL], *found[Split.TEST]])
+    assert not any(one.prompt.startswith("what ") for one in found[Split.UNLABELLED])
+    document = found[Split.VAL][0].document
+    assert len(document.images) == 6 and document.text == ""
+    again = next(iter(open_source(source)[Split.TEST]()))
+    assert again.document == found[Split.TEST][0].document
+    with pytest.raises(DataError, match=r"domain tiny has .* raise source\.entries"):
+        for seed in range(30):  # a single scene shows few things, often two or fewer
+            open_source(Source("drawn_album", Task.CONTEXT, name="tiny", entries=1, seed=seed))

@@ -24,6 +24,7 @@ from valora_teachers.registry import KINDS
 from valora_train.errors import SettingsError
 from valora_train.fusion.oracle import MOST_DOMAINS, table_of
 from valora_train.fusion.strategies.registry import make_strategy
+from valora_train.trackers.relay import check_trackers
 from valora_train.settings import LABELS
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def check(settings: Settings) -> None:
             "command=estimate measures one process: start it without accelerate or torchrun"
         )
     _check_task(settings)
+    check_trackers(settings.tracking.also)
     _check_places(settings, fuses)
     for domain in settings.chosen():
         _check_source(domain)

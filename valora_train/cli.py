@@ -197,7 +197,8 @@ class _Pipeline:
         paths = self._settings.paths
         with store_lock(paths.work):
             end_stale_runs(paths.tracking, paths.work)
-            run = TeacherRun(paths.tracking, domain.name, stage, as_dict(teacher))
+            also = self._settings.tracking.also
+            run = TeacherRun(paths.tracking, domain.name, stage, as_dict(teacher), also)
 
         def on_epoch(epoch: int, epochs: int, loss: float, figures: Mapping[str, float]) -> None:
             step(epoch, epochs, loss, figures)
@@ -386,7 +387,7 @@ class _Pipeline:
         with store_lock(paths.work):
             return StudyRun(
                 paths.tracking, f"valora/{task}", f"{command} {key}", f"{name} · {task}",
-                as_dict(asked),
+                as_dict(asked), also=self._settings.tracking.also,
             )  # fmt: skip
 
     def export(

@@ -569,6 +569,17 @@ class PushSettings:
 
 
 @dataclass(frozen=True)
+class TrackingSettings:
+    """Trackers beside MLflow.
+
+    Attributes:
+        also: Their names (`valora_train.trackers.registry.TRACKERS`), e.g. ``wandb``.
+    """
+
+    also: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class PathSettings:
     """Folders of outputs, relative to the working directory.
 
@@ -609,6 +620,7 @@ class Settings:
         compare: What `command=compare` trains.
         baselines: What `command=baselines` measures.
         push: Where `command=push` uploads a bundle.
+        tracking: Trackers beside MLflow.
         paths: Folders of outputs.
     """
 
@@ -629,6 +641,7 @@ class Settings:
     compare: CompareSettings = field(default_factory=CompareSettings)
     baselines: BaselineSettings = field(default_factory=BaselineSettings)
     push: PushSettings = field(default_factory=PushSettings)
+    tracking: TrackingSettings = field(default_factory=TrackingSettings)
     paths: PathSettings = field(default_factory=PathSettings)
 
     def chosen(self) -> list[DomainSettings]:

@@ -36,7 +36,7 @@ KERNELS_MAY = {"torch", "triton", "numpy", "rich", *sys.stdlib_module_names}
 SERVE = ["errors", "types", "routing", "catalogue", "orchestrator", "workloads", "parallel",
          "memory", "model", "engine"]  # fmt: skip
 TRAIN = ["errors", "processes", "launchers", "sweeps", "settings", "stage", "metrics", "model",
-         "tasks", "fusion", "trials", "checks", "reporting", "stages", "estimate",
+         "tasks", "fusion", "trials", "trackers", "checks", "reporting", "stages", "estimate",
          "cli"]  # fmt: skip
 SERVER_MAY = {"server", "types", "errors", "options"}
 

@@ -38,6 +38,7 @@ class StudyRun:
         name: Name of the run.
         config: Settings of the study, for its parameters.
         parent: Id of the run that it is nested in, if any.
+        also: Trackers beside MLflow (`tracking.also`).
 
     Attributes:
         run_id: Id of the run.
@@ -51,11 +52,12 @@ class StudyRun:
         name: str,
         config: Mapping[str, Any],
         parent: str | None = None,
+        also: Sequence[str] = (),
     ) -> None:
         import mlflow
 
         self._uri = uri or mlflow.get_tracking_uri()
-        self._client: Any = Store(self._uri)
+        self._client: Any = Store(self._uri, also)
         self._experiment = open_experiment(self._client, experiment)
         known = self._client.search_runs([self._experiment], f"tags.`{STUDY}` = '{key}'")
         if known:

@@ -72,7 +72,8 @@ def record_job(
         jobs[str(number)] = {"overrides": given, "figures": dict(figures)}
         write_json(file, jobs)
         uri = settings.paths.tracking
-        with StudyRun(uri, f"valora/{task}", f"sweep {sweep}", f"sweep · {task}", {}) as run:
+        key, also = f"sweep {sweep}", settings.tracking.also
+        with StudyRun(uri, f"valora/{task}", key, f"sweep · {task}", {}, also=also) as run:
             columns, rows = sweep_table(jobs)
             run.log_table(columns, rows, "jobs")
             run.note(f"{len(rows)} jobs; the table `jobs.json` compares them.")

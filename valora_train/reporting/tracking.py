@@ -77,16 +77,19 @@ class Tracker:
         uri: Tracking URI; None for MLflow's default, SQLite in the working directory.
         experiment: Name of the experiment.
         fusion: Key of the fusion's stage.
+        also: Trackers beside MLflow (`tracking.also`).
 
     Attributes:
         run_id: Id of the parent run; empty until `start`.
     """
 
-    def __init__(self, uri: str | None, experiment: str, fusion: str) -> None:
+    def __init__(
+        self, uri: str | None, experiment: str, fusion: str, also: Sequence[str] = ()
+    ) -> None:
         import mlflow
 
         self._uri = uri or mlflow.get_tracking_uri()
-        self._client: Any = Store(self._uri)
+        self._client: Any = Store(self._uri, also)
         self._experiment = open_experiment(self._client, experiment)
         self._fusion = fusion
         self.run_id = ""
@@ -422,14 +425,20 @@ class TeacherRun:
         domain: The domain.
         stage: Key of the stage.
         options: Settings of the training.
+        also: Trackers beside MLflow (`tracking.also`).
     """
 
     def __init__(
-        self, uri: str | None, domain: str, stage: str, options: Mapping[str, Any]
+        self,
+        uri: str | None,
+        domain: str,
+        stage: str,
+        options: Mapping[str, Any],
+        also: Sequence[str] = (),
     ) -> None:
         import mlflow
 
-        self._client: Any = Store(uri or mlflow.get_tracking_uri())
+        self._client: Any = Store(uri or mlflow.get_tracking_uri(), also)
         experiment = open_experiment(self._client, TEACHERS)
         earlier = self._client.search_runs(
             [experiment], f"tags.`{TEACHER}` = '{stage}' and attributes.status != 'FINISHED'"

@@ -112,7 +112,10 @@ def _find_run(settings: Settings, fused: Path, result: dict[str, Any]) -> str:
     """The MLflow run of a fusion; if the store has lost it, the result is logged into a new one."""
     with store_lock(settings.paths.work):
         tracker = Tracker(
-            settings.paths.tracking, f"valora/{settings.task.name}", fused.name.rpartition("-")[2]
+            settings.paths.tracking,
+            f"valora/{settings.task.name}",
+            fused.name.rpartition("-")[2],
+            settings.tracking.also,
         )
     known = tracker.find(result["mlflow_run_id"])
     if known is not None:

@@ -326,7 +326,12 @@ def _start_tracker(
     if team.leads:
         with store_lock(settings.paths.work):
             end_stale_runs(settings.paths.tracking, settings.paths.work)
-            tracker = Tracker(settings.paths.tracking, f"valora/{settings.task.name}", stage.key)
+            tracker = Tracker(
+                settings.paths.tracking,
+                f"valora/{settings.task.name}",
+                stage.key,
+                settings.tracking.also,
+            )
     name = f"{settings.task.name} · {settings.fusion.strategy} · seed {settings.train.seed}"
     note = f"Packs {', '.join(item.settings.name for item in domains)} into the fewest adapters."
     chosen = {item.settings.name: item.settings for item in domains}

@@ -1,0 +1,1 @@
+"""Trackers beside MLflow (`tracking.also`): each is told what MLflow is told."""

@@ -78,6 +78,10 @@ format: $(READY) ## Format the code and fix what ruff can fix
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+.PHONY: docs
+docs: $(READY) ## Build the documentation's site in dist/site; a warning is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/site/mkdocs.yml
+
 .PHONY: fuzz soak
 fuzz: $(READY) ## Send hostile input by the thousand (ARGS="media --cases 5000"; every part without ARGS)
 	@$(BIN)/python -m tests.fuzz $(ARGS)

@@ -1,19 +1,28 @@
 """README and docs: links lead somewhere, commands exist, code parses, named files are there."""
 
+import argparse
 import ast
+import importlib
+import importlib.util
+import json
 import re
 import shlex
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 
 from valora_serve import cli as serve
+from valora_serve.commands import COMMANDS
 from valora_train.cli import config_folder
 from valora_train.settings import from_config
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *ROOT.glob("docs/reference/*.md")])
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:tests|docs|conf|valora_\w+|data|kernels|teachers)/[\w./-]+)`")
@@ -78,6 +87,41 @@ def test_python_parses(page):
 
 
 @pages
+def test_names_that_python_imports_exist(page):
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(node.module)
+                for name in node.names:
+                    assert hasattr(module, name.name), f"{page.name}: {node.module}.{name.name}"
+            elif isinstance(node, ast.Import):
+                for name in node.names:
+                    assert importlib.util.find_spec(name.name), f"{page.name}: {name.name}"
+
+
+@pages
+def test_other_blocks_parse(page):
+    for block in blocks(page, "bash"):
+        done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
+        assert done.returncode == 0, f"{page.name}: {done.stderr}"
+    for block in blocks(page, "json"):
+        json.loads(block)
+    for block in blocks(page, "yaml"):
+        yaml.safe_load(block)
+
+
+def extras():
+    for page in PAGES:
+        for names in re.findall(r"valora\[([\w,]+)\]", page.read_text(encoding="utf-8")):
+            yield from names.split(",")
+
+
+def test_extras_exist():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(extras()) <= set(project["optional-dependencies"])
+
+
+@pages
 def test_make_targets_exist(page):
     targets = re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     known = {name for line in targets for name in line.split()}
@@ -114,6 +158,52 @@ def served():
 def test_options_of_the_server_are_read(given):
     bundles, *_ = serve.read(given)
     assert bundles
+
+
+class Parsed(BaseException):
+    """The arguments of a command have been read."""
+
+
+def arguments():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    scripts = project["scripts"] | {
+        f"valora {name}": f"{entry.module}:{entry.attr}"
+        for name, entry in COMMANDS._entries().items()
+    }
+    for page in PAGES:
+        for words in commands(page):
+            words = [word for word in words if word != "&"]
+            name = Path(words[0]).name
+            if name == "valora":
+                name, words = " ".join(words[:2]), words[1:]
+            if not name.startswith("valora") or name in ("valora-train", "valora fuse"):
+                continue  # those of the factory are Hydra's
+            yield pytest.param(name, words[1:], scripts[name], id=" ".join([name, *words[1:]]))
+
+
+@pytest.mark.parametrize(("name", "given", "place"), list(arguments()))
+def test_arguments_of_commands_are_read(name, given, place, monkeypatch):
+    def parse(parser, *args):
+        read(parser, *args)
+        raise Parsed
+
+    read = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    monkeypatch.setattr(sys, "argv", [name, *given])
+    module, _, function = place.partition(":")
+    with pytest.raises(Parsed):
+        getattr(importlib.import_module(module), function)()
+
+
+def test_modules_and_scripts_that_python_runs_exist():
+    for page in PAGES:
+        for words in commands(page):
+            if not Path(words[0]).name.startswith("python"):
+                continue
+            if words[1] == "-m":
+                assert importlib.util.find_spec(words[2]), f"{page.name}: {words[2]}"
+            else:
+                assert (ROOT / words[1]).is_file(), f"{page.name}: {words[1]}"
 
 
 def test_every_extension_point_is_explained():

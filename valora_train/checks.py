@@ -24,8 +24,8 @@ from valora_teachers.registry import KINDS
 from valora_train.errors import SettingsError
 from valora_train.fusion.oracle import MOST_DOMAINS, table_of
 from valora_train.fusion.strategies.registry import make_strategy
-from valora_train.trackers.relay import check_trackers
 from valora_train.settings import LABELS
+from valora_train.trackers.relay import check_trackers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

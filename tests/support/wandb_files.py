@@ -1,4 +1,4 @@
-"""Reads the local files of Weights & Biases: records of protocol buffers in LevelDB's log format."""
+"""Reads the local files of Weights & Biases: records of protobuf in LevelDB's log format."""
 
 import json
 from dataclasses import dataclass, field

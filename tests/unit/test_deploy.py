@@ -1,9 +1,14 @@
 """Files in docs/deploy: Ray Serve, KubeRay, Docker and our own options, read by their readers."""
 
+import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
+import jsonschema
+import kubernetes_validate
 import pytest
 import ray
 import yaml
@@ -19,6 +24,61 @@ DEPLOY = ROOT / "docs" / "deploy"
 INSTRUCTIONS = {
     "ARG", "CMD", "COPY", "ENV", "EXPOSE", "FROM", "RUN", "USER", "WORKDIR",
 }  # fmt: skip
+
+
+MAP, NUMBER = {"type": "object"}, {"type": "integer", "minimum": 0}
+TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
+
+
+def _closed(properties, required=()):
+    """Schema of an object that has no other fields."""
+    return {
+        "type": "object", "properties": properties, "required": list(required),
+        "additionalProperties": False,
+    }  # fmt: skip
+
+
+GROUP = {"rayStartParams": TEXTS, "template": _closed({"metadata": MAP, "spec": MAP}, ["spec"])}
+RAY_SERVICE = _closed(
+    {
+        "apiVersion": {"const": "ray.io/v1"},
+        "kind": {"const": "RayService"},
+        "metadata": _closed({"name": {"type": "string", "pattern": "^[a-z][a-z0-9-]{0,46}$"}}),
+        "spec": _closed(
+            {
+                "serveConfigV2": {"type": "string"},
+                "serviceUnhealthySecondThreshold": NUMBER,
+                "deploymentUnhealthySecondThreshold": NUMBER,
+                "rayClusterDeletionDelaySeconds": NUMBER,
+                "rayClusterConfig": _closed(
+                    {
+                        "rayVersion": {"type": "string"},
+                        "enableInTreeAutoscaling": {"type": "boolean"},
+                        "headGroupSpec": _closed(
+                            GROUP | {"serviceType": {"type": "string"}}, ["template"]
+                        ),
+                        "workerGroupSpecs": {
+                            "type": "array",
+                            "items": _closed(
+                                GROUP
+                                | {
+                                    "groupName": {"type": "string"}, "numOfHosts": NUMBER,
+                                    "replicas": NUMBER, "minReplicas": NUMBER,
+                                    "maxReplicas": NUMBER, "idleTimeoutSeconds": NUMBER,
+                                },
+                                ["groupName", "minReplicas", "maxReplicas", "template"],
+                            ),
+                        },
+                    },
+                    ["headGroupSpec"],
+                ),
+            },
+            ["rayClusterConfig"],
+        ),
+    },
+    ["apiVersion", "kind", "metadata", "spec"],
+)  # fmt: skip
+"""The fields of KubeRay's API that a manifest of ours may use (its reference of ray.io/v1)."""
 
 
 def read(name):
@@ -102,15 +162,51 @@ def test_the_manifest_fits_its_configuration():
         assert any(path.startswith(f"{mount}/") for mount in mounts)
 
 
-def test_the_dockerfile():
+def test_the_manifest_fits_the_schemas_of_kuberay_and_kubernetes():
+    manifest = read("kuberay.yaml")
+    jsonschema.validate(manifest, RAY_SERVICE)
+    cluster = manifest["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}}
+        pod["spec"] = group["template"]["spec"]
+        kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+        pod["spec"]["containers"][0]["volumeMount"] = []
+        with pytest.raises(kubernetes_validate.ValidationError, match="volumeMount"):
+            kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_dockerfile_is_linted():
+    linter = Path(sys.executable).parent / "hadolint"
+    done = subprocess.run(
+        [linter, DEPLOY / "Dockerfile"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def instructions():
+    """(instruction, rest) of each step of the Dockerfile."""
     text = (DEPLOY / "Dockerfile").read_text()
     lines = re.sub(r"\\\n", " ", re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE)).splitlines()
-    steps = [line.split(None, 1) for line in lines if line.strip()]
+    return [(*line.split(None, 1),) for line in lines if line.strip()]
+
+
+def test_the_dockerfile():
+    steps = instructions()
     assert steps[0][0] == "FROM"
+    stages = [rest.split() for name, rest in steps if name == "FROM"]
+    assert stages[1:] == [["base", "AS", "cpu"], ["base", "AS", "gpu"]]
     assert {name for name, _ in steps} <= INSTRUCTIONS
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (extras,) = (rest for name, rest in steps if name == "ARG")
-    assert set(extras.removeprefix("EXTRAS=").split(",")) <= set(project["optional-dependencies"])
+    extras = [
+        set(rest.removeprefix("EXTRAS=").split(","))
+        for name, rest in steps
+        if name == "ARG" and rest.startswith("EXTRAS=")
+    ]
+    assert len(extras) == 2
+    for named in extras:
+        assert named <= set(project["optional-dependencies"])
+    python = re.match(r"python:(3\.\d+)-", stages[0][0])[1]
+    assert f"Programming Language :: Python :: {python}" in project["classifiers"]
     copied = {
         Path(word).name for name, rest in steps if name == "COPY" for word in rest.split()[:-1]
     }
@@ -122,13 +218,18 @@ def test_the_dockerfile():
     assert sources <= copied
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
     assert {line[1:] for line in ignored if line.startswith("!")} == copied
-    assert steps[-1][0] == "CMD"
-    (user,) = (rest for name, rest in steps if name == "USER")
-    assert user != "root"
+    starts = [json.loads(rest) for name, rest in steps if name == "CMD"]
+    assert {start[0] for start in starts} <= set(project["scripts"])
+    assert [rest for name, rest in steps if name == "USER"] == ["1000", "1000"]
 
 
 def test_compose_mounts_what_is_there_and_prometheus_asks_the_server():
     services = read("compose.yaml")["services"]
+    stages = {rest.split()[-1] for name, rest in instructions() if name == "FROM"}
+    assert services["valora"]["build"]["target"] in stages
+    more = read("compose.gpu.yaml")["services"]
+    assert set(more) <= set(services)
+    assert more["valora"]["build"]["target"] in stages
     for name, service in services.items():
         for mount in service["volumes"]:
             place = (DEPLOY / mount.split(":")[0]).resolve()

@@ -22,7 +22,7 @@ from valora_train.cli import config_folder
 from valora_train.settings import from_config
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *ROOT.glob("docs/reference/*.md")])
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/reference/*.md")])
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:tests|docs|conf|valora_\w+|data|kernels|teachers)/[\w./-]+)`")
@@ -102,7 +102,9 @@ def test_names_that_python_imports_exist(page):
 @pages
 def test_other_blocks_parse(page):
     for block in blocks(page, "bash"):
-        done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", "-n"], input=block, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, f"{page.name}: {done.stderr}"
     for block in blocks(page, "json"):
         json.loads(block)
@@ -172,13 +174,13 @@ def arguments():
     }
     for page in PAGES:
         for words in commands(page):
-            words = [word for word in words if word != "&"]
-            name = Path(words[0]).name
+            first, *given = (word for word in words if word != "&")
+            name = Path(first).name
             if name == "valora":
-                name, words = " ".join(words[:2]), words[1:]
+                name, given = f"valora {given[0]}", given[1:]
             if not name.startswith("valora") or name in ("valora-train", "valora fuse"):
                 continue  # those of the factory are Hydra's
-            yield pytest.param(name, words[1:], scripts[name], id=" ".join([name, *words[1:]]))
+            yield pytest.param(name, given, scripts[name], id=" ".join([name, *given]))
 
 
 @pytest.mark.parametrize(("name", "given", "place"), list(arguments()))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 
 from valora_train.errors import TrackingError, describe_fault
-from valora_train.trackers.relay import NOTE, PARENT, Relay
+from valora_train.trackers.relay import Relay
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from valora_train.errors import TrackingError
 from valora_train.reporting.mlflow_store import (
-    NOTE,
-    PARENT,
     Store,
     log_metrics,
     log_params,
@@ -18,6 +16,7 @@ from valora_train.reporting.mlflow_store import (
     user_name,
 )
 from valora_train.reporting.text import markdown_table
+from valora_train.trackers.relay import NOTE, PARENT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -20,8 +20,6 @@ from valora_train.reporting import pictures
 from valora_train.reporting.attempt_text import outcome_of, verdict_of, went
 from valora_train.reporting.mlflow_store import (
     METRICS_PER_REQUEST,
-    NOTE,
-    PARENT,
     Store,
     explained,
     log_metrics,
@@ -32,6 +30,7 @@ from valora_train.reporting.mlflow_store import (
     user_name,
 )
 from valora_train.stage import was_killed
+from valora_train.trackers.relay import NOTE, PARENT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

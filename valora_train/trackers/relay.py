@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from valora_train.trackers.base import RunFacts, SecondTracker
 from valora_train.trackers.registry import TRACKERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 PARENT = "mlflow.parentRunId"
 NOTE = "mlflow.note.content"
@@ -102,7 +103,9 @@ class Relay:
                     file=sys.stderr,
                 )
 
-    def _on_update_run(self, run_id: str, status: str | None = None, name: str | None = None) -> None:
+    def _on_update_run(
+        self, run_id: str, status: str | None = None, name: str | None = None
+    ) -> None:
         if status == "RUNNING":
             self.begun(self._client.get_run(run_id), continued=True)
         if name is not None and run_id in self._open:
@@ -118,7 +121,7 @@ class Relay:
             self._each(lambda tracker: tracker.log_params(run_id, values))
         for step, rows in groupby(metrics, key=lambda row: row.step):
             row = {item.key: item.value for item in rows}
-            self._each(lambda tracker, at=step, row=row: tracker.log_metrics(run_id, at, row))
+            self._each(partial(_log_metrics, run_id=run_id, step=step, values=row))
 
     def _on_log_image(self, run_id: str, image: Any, file: str) -> None:
         if run_id in self._open:
@@ -153,3 +156,9 @@ class Relay:
         if run_id in self._open:
             self._open.remove(run_id)
             self._each(lambda tracker: tracker.end(run_id, status))
+
+
+def _log_metrics(
+    tracker: SecondTracker, run_id: str, step: int, values: Mapping[str, float]
+) -> None:
+    tracker.log_metrics(run_id, step, values)

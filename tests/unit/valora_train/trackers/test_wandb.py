@@ -64,9 +64,10 @@ def test_a_fusion_is_in_both(uri, tmp_path):
     tracker.log_summary(TRIED, [1.5] * len(TRIED), BARS, told[: len(TRIED)])
     tracker.finish("FINISHED", "packed")
     parent = tracker.run_id
-    with pytest.raises(ValueError, match="broken"), TeacherRun(
-        uri, "cat", "t1", {"epochs": 5}, ["wandb"]
-    ) as taught:
+    with (
+        pytest.raises(ValueError, match="broken"),
+        TeacherRun(uri, "cat", "t1", {"epochs": 5}, ["wandb"]) as taught,
+    ):
         taught.add(1, {"loss": 0.5})
         raise ValueError("broken")
 
@@ -121,9 +122,7 @@ def test_a_tracker_that_fails_ends_no_training(uri, tmp_path, monkeypatch, capsy
     tracker.finish("FINISHED")
     assert MlflowClient(uri).get_run(tracker.run_id).data.metrics["accuracy"] == 0.5
     said = capsys.readouterr().err.splitlines()
-    assert said == [
-        "wandb is told nothing more (OSError: no space left); MLflow has everything"
-    ]
+    assert said == ["wandb is told nothing more (OSError: no space left); MLflow has everything"]
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
@@ -135,7 +134,7 @@ def test_what_is_missing_is_said_before_any_work(mode, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("wandb.setup", lambda: _Setup(mode))
     if mode == "online":
-        with pytest.raises(SettingsError, match="no API key .* WANDB_MODE=offline"):
+        with pytest.raises(SettingsError, match=r"no API key .* WANDB_MODE=offline"):
             check_trackers(["wandb"])
         (tmp_path / "none").write_text("machine wandb.example login user password key\n")
         check_trackers(["wandb"])

@@ -71,6 +71,7 @@ def test_a_fusion_is_in_both(uri, tmp_path):
         taught.add(1, {"loss": 0.5})
         raise ValueError("broken")
 
+    library.teardown()  # its process writes the rest
     runs = read_runs(tmp_path)
     known = [
         run
@@ -102,13 +103,18 @@ def test_an_interrupted_fusion_goes_on_in_both(uri, tmp_path, monkeypatch):
     first = begun(uri)
     first.log_metrics({"accuracy": 0.25}, 1)
     first.finish("KILLED")
-    monkeypatch.setattr(relay, "_MADE", {})  # as in another process
+    library.teardown()  # as in another process, a second later at least: W&B names folders by it
+    monkeypatch.setattr(relay, "_MADE", {})
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "again"))
     again = begun(uri)
     again.log_metrics({"accuracy": 0.5}, 2)
     again.finish("FINISHED")
-    (found,) = read_runs(tmp_path).values()
-    assert found.history["accuracy"] == [(1, 0.25), (2, 0.5)]
-    assert found.exit_code == 0
+    library.teardown()
+    (before,) = read_runs(tmp_path).items()
+    (after,) = read_runs(tmp_path / "again").items()
+    assert before[0] == after[0] == first.run_id == again.run_id
+    assert (before[1].history["accuracy"], before[1].exit_code) == ([(1, 0.25)], 1)
+    assert (after[1].history["accuracy"], after[1].exit_code) == ([(2, 0.5)], 0)
 
 
 def test_a_tracker_that_fails_ends_no_training(uri, tmp_path, monkeypatch, capsys):

@@ -168,6 +168,7 @@ class Request:
         min_score: Least confidence of a box head's boxes; the domain's threshold if None.
         sampling: How tokens are chosen and when generation stops.
         deadline: Seconds from arrival within which the request must be answered; None for no limit.
+        client: Who asks, e.g. the name of an API key, for shares by key; None if that is not known.
         stream: Whether outputs are passed on to the client as they come. Otherwise the outputs of a
             replica may come together, and another replica may begin the answer again.
     """
@@ -185,6 +186,7 @@ class Request:
     min_score: float | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     deadline: float | None = None
+    client: str | None = None
     stream: bool = True
 
 

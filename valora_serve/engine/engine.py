@@ -232,7 +232,7 @@ class Engine:
         self.cost = cost_model or load_or_estimate(
             sizing.cost_folder(settings), sizing.machine_of(settings, self.device), lmm.base
         )
-        self.policy = make_policy(settings.policy, self.cost, settings.policy_settings)
+        self.policy = make_policy(settings.policy, self.cost, settings.deciding)
         path = settings.decision_trace
         try:
             self._trace_file = Path(path).open("a") if path else None  # noqa: SIM115
@@ -327,7 +327,7 @@ class Engine:
     def use(self, cost_model: CostModel) -> None:
         """Decide with another cost model from now on."""
         self.cost = cost_model
-        self.policy = make_policy(self.settings.policy, cost_model, self.settings.policy_settings)
+        self.policy = make_policy(self.settings.policy, cost_model, self.settings.deciding)
 
     def _weights_changed(self, language: bool) -> None:
         """Weights have moved, or take adapters from now on: what was captured is out of date.
@@ -446,6 +446,7 @@ class Engine:
             deadline=None if request.deadline is None else now + request.deadline,
             domain=request.model if target.model.kind == "domain" else None,
             latency_limit=request.deadline,
+            client=self._client(request, key),
         )
         due = self.settings.policy_settings.due(view)
         if due is not None:
@@ -589,6 +590,14 @@ class Engine:
         """Whether there are unfinished requests or outputs that `step` has not returned yet."""
         requests = self.requests
         return bool(requests.waiting or requests.running or self._flight or self._answers.pending)
+
+    def _client(self, request: Request, adapter: str | None) -> str | None:
+        """Return who is charged for a request, None if no shares are kept."""
+        if self.settings.share_by == "key":
+            return request.client
+        if self.settings.share_by == "adapter":
+            return "base" if adapter is None else self.named.name(adapter)
+        return None
 
     @property
     def stalled(self) -> bool:

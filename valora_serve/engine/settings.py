@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from valora_data.contract.bundle import NF4
 from valora_serve.orchestrator.decision import PolicySettings
@@ -10,6 +10,10 @@ from valora_serve.orchestrator.registry import modes_of
 from valora_serve.parallel.choice import AUTO, CHOICES
 
 ROUNDINGS = ("auto", "none", NF4)
+
+
+SHARED = ("none", "key", "adapter")
+"""What shares of the machine can be kept for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,9 @@ class EngineSettings:
         policy: Policy that chooses batches and inference modes, e.g. ``cost``, ``valora`` or
             ``slora``.
         policy_settings: Settings of the policy.
+        share_by: Whether shares of the machine are kept under overload: ``key`` for each API key,
+            ``adapter`` for each adapter (the base model is ``base``), ``none`` for no shares.
+        shares: Share of each key or adapter, e.g. gold=3,free=1; 1 for those that are not named.
         cost_folder: Folder of the costs measured on this machine; None for the user's cache.
         profile: Measure the costs at the first start on this machine.
         decision_trace: File for the decision trace, one line per decision; None for none.
@@ -78,6 +85,8 @@ class EngineSettings:
     image_cache_bytes: int = 1 << 30
     policy: str = "cost"
     policy_settings: PolicySettings = field(default_factory=PolicySettings)
+    share_by: str = "none"
+    shares: dict[str, float] = field(default_factory=dict)
     cost_folder: str | None = None
     profile: bool = True
     decision_trace: str | None = None
@@ -102,4 +111,16 @@ class EngineSettings:
             raise ValueError(
                 f"lora_parallel: expected one of {', '.join(CHOICES)}, got {self.lora_parallel}"
             )
+        if self.share_by not in SHARED:
+            raise ValueError(f"share_by: expected one of {', '.join(SHARED)}, got {self.share_by}")
+        if self.shares and self.share_by == "none":
+            raise ValueError("shares goes with share_by: name key or adapter")
+        _ = self.deciding  # refuses shares that are none
         modes_of(self.policy)  # refuses an unknown policy
+
+    @property
+    def deciding(self) -> PolicySettings:
+        """Settings of the policy, with the shares."""
+        if self.share_by == "none":
+            return self.policy_settings
+        return replace(self.policy_settings, fair=True, shares=self.shares)

@@ -15,6 +15,7 @@ from valora_serve.orchestrator.batching import FOREVER, BatchBuilder, BatchPlan
 from valora_serve.orchestrator.cost_model import StepShape
 from valora_serve.orchestrator.decision import Decision
 from valora_serve.orchestrator.early_abort import EarlyAbort
+from valora_serve.orchestrator.fairness import FairShares
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class BasePolicy:
         many, few = StepShape(prefill=1024), StepShape(prefill=512)
         self._per_token = (cost_model.step(many) - cost_model.step(few)) / 512
         self._early_abort = EarlyAbort(settings) if settings.early_abort else None
+        self._shares = FairShares(settings.shares) if settings.fair else None
 
     def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
         """Plan a step.
@@ -55,7 +57,7 @@ class BasePolicy:
         Args:
             view: State before the step; at least one request is running or waiting.
             waiting: Waiting requests that may be admitted, in the order of `view.waiting` unless
-                early abort reverses it.
+                early abort reverses it or `PolicySettings.fair` orders it by share.
         """
         raise NotImplementedError
 
@@ -77,6 +79,8 @@ class BasePolicy:
         if not view.running and not waiting:
             until = 0.0 if abort else FOREVER
             return Decision(view.mode, view.merged, abort=abort, reason="idle", until=until)
+        if self._shares is not None:
+            waiting = self._shares.order(view.running, waiting, view.limits.max_requests)
         plan = self.plan(view, waiting)
         if self.settings.clusters and plan.waiting:
             plan.waiting = _cluster(view, plan.waiting, self.settings.clusters)
@@ -93,6 +97,8 @@ class BasePolicy:
         """Be notified that a request has ended."""
         if self._early_abort is not None:
             self._early_abort.finished(request_id)
+        if self._shares is not None:
+            self._shares.finished(request_id)
 
     def urgent(self, view: View, waiting: Iterable[RequestView]) -> list[RequestView]:
         """Return the waiting requests that must be admitted now to be answered in time.
@@ -184,6 +190,8 @@ class BasePolicy:
             stuck = False
         if self._early_abort is not None:
             self._early_abort.note(batch.requests, now)
+        if self._shares is not None:
+            self._shares.admitted(batch.requests)
         for request in batch.requests:
             request.served = now
         mode, merged = plan.mode, plan.merged

@@ -330,13 +330,14 @@ class CostPolicy(BasePolicy):
         total = running + len(urgent) + len(waiting)
         target, fixed, slope = self._group_size(view, load, total, waiting)
         slots -= len(first)
+        fair = self.settings.fair  # the order is that of the shares
         admit = min(slots, math.ceil(min(target, total)) - running - len(first))
         if admit >= len(waiting):
             return [*first, *(r for r in waiting if r.adapter is None or r.adapter in resident)], ""
         aged = 0
         too_old = view.now - self.settings.patience
         for request in waiting:
-            if request.arrival >= too_old:
+            if fair or request.arrival >= too_old:
                 break
             aged += 1
         admit = max(admit, min(aged, slots))
@@ -346,8 +347,8 @@ class CostPolicy(BasePolicy):
         rest = [
             r for r in islice(waiting, aged, None) if r.adapter is None or r.adapter in resident
         ]
-        why = "shortest request first"
-        if not aged and not first:
+        why = "by share" if fair else "shortest request first"
+        if not aged and not fair and not first:
             alone = self._alone(view, load, rest, target)
             if alone is not None:
                 rest = [r for r in rest if r.adapter == alone]
@@ -357,7 +358,9 @@ class CostPolicy(BasePolicy):
         def remaining(request: RequestView) -> float:
             return request.prompt_left * self._per_token + request.output_left * per_row
 
-        return first + old + heapq.nsmallest(max(0, admit - aged), rest, key=remaining), why
+        if not fair:
+            rest = heapq.nsmallest(max(0, admit - aged), rest, key=remaining)
+        return first + old + rest[: max(0, admit - aged)], why
 
     def _group_size(
         self, view: View, load: _Load, total: int, waiting: Sequence[RequestView]
@@ -537,7 +540,9 @@ class CostPolicy(BasePolicy):
         for the others.
         """
         too_old = view.now - self.settings.patience
-        if any(r.arrival < too_old or self.settings.due(r) is not None for r in ready):
+        if self.settings.fair or any(
+            r.arrival < too_old or self.settings.due(r) is not None for r in ready
+        ):
             return ready
         ordered = sorted(ready, key=_prompt_left)
         chunk, total = view.limits.chunk, len(ready)

@@ -13,10 +13,13 @@ once per step and carry out the `Decision` in this order:
 from __future__ import annotations
 
 import heapq
+import math
+from collections import Counter
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from valora_serve.errors import SettingsError
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ class RequestView:
         domain: Domain that the request names, if any.
         latency_limit: Latency limit in seconds from arrival, which policies try to keep; None for
             the limit of the domain, if there is one (`PolicySettings.due`).
+        client: Who is charged for the request, if shares are kept (`PolicySettings.fair`).
         credit: Seconds of waiting plus predicted execution and switch; written by the policy.
         served: Time at which the request was last in a batch, None if never; written by the
             policy.
@@ -70,6 +74,7 @@ class RequestView:
     deadline: float | None = None
     domain: str | None = None
     latency_limit: float | None = None
+    client: str | None = None
     credit: float = 0.0
     served: float | None = None
 
@@ -138,17 +143,30 @@ def window(queue: Sequence[RequestView], most: int) -> Sequence[RequestView]:
         most: Most requests to show.
 
     Returns:
-        The queue if it is not longer. Otherwise half of the requests shown are the oldest ones; the
-        others are the newest ones and those with the earliest due times, in equal parts, as far as
-        they are not among the oldest. Oldest first.
+        The queue if it is not longer. Otherwise half of the requests shown are the oldest ones, of
+        each client as many; the others are the newest ones and those with the earliest due times,
+        in equal parts, as far as they are not among the oldest. Oldest first.
     """
     if len(queue) <= most:
         return queue
     part = most // 4
-    chosen = {r.id: r for r in (*queue[: most - 2 * part], *queue[len(queue) - part :])}
+    oldest = _oldest(queue, most - 2 * part)
+    chosen = {r.id: r for r in (*oldest, *queue[len(queue) - part :])}
     limited = [(r.arrival + r.latency_limit, r.id, r) for r in queue if r.latency_limit is not None]
     chosen.update((key, request) for _, key, request in heapq.nsmallest(part, limited))
     return sorted(chosen.values(), key=attrgetter("arrival"))
+
+
+def _oldest(queue: Sequence[RequestView], most: int) -> Sequence[RequestView]:
+    """Return the oldest requests of a queue, in turn from each client if there are several."""
+    seen: Counter[str | None] = Counter()
+    turns: list[tuple[int, int]] = []
+    for request in queue:
+        turns.append((seen[request.client], len(turns)))
+        seen[request.client] += 1
+    if len(seen) < 2:
+        return queue[:most]
+    return [queue[place] for _, place in heapq.nsmallest(most, turns)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +241,9 @@ class PolicySettings:
             without one.
         latency_limits: Latency limits in seconds by domain. Of these, a request's own limit and its
             deadline, the earliest counts.
+        fair: Whether waiting requests are admitted by what their clients were served
+            (`fairness.FairShares`), instead of by age, by length or by `patience`.
+        shares: Share of each client; 1 for those that it does not name.
     """
 
     theta: float = 0.03
@@ -234,6 +255,13 @@ class PolicySettings:
     early_abort: bool = False
     slo: float = 6.0
     latency_limits: dict[str, float] = field(default_factory=dict)
+    fair: bool = False
+    shares: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for client, share in self.shares.items():
+            if not 0 < share < math.inf:
+                raise SettingsError(f"shares: expected more than 0 for {client}, got {share}")
 
     def due(self, request: RequestView) -> float | None:
         """Return the time by which a request should be answered, None for no limit.

@@ -34,6 +34,7 @@ POLICIES: Registry[PolicyClass] = Registry(
     {
         "cost": f"{_HERE}.cost_policy:CostPolicy",
         "valora": f"{_HERE}.valora:ValoraPolicy",
+        "algorithm1": f"{_HERE}.algorithm1:Algorithm1Policy",
         "merge_only": f"{_HERE}.baselines:MergeOnlyPolicy",
         "unmerge_only": f"{_HERE}.baselines:UnmergeOnlyPolicy",
         "dlora": f"{_HERE}.baselines:DLoraPolicy",

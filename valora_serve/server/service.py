@@ -15,6 +15,7 @@ from valora_serve.errors import (
     StoppedError,
     UnknownModelError,
 )
+from valora_serve.server.access.guard import caller
 from valora_serve.types import Finish
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class Service:
         last: Output | None = None
         constraint = request.sampling.constraint
         texts: list[str] = []
-        request = dataclasses.replace(request, stream=stream)
+        request = dataclasses.replace(request, client=caller.get(), stream=stream)
         answering = self.engine.generate(request)
         try:
             with self._tracer.span(name, headers) as span:

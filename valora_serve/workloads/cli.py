@@ -102,6 +102,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--duration", type=float, default=30.0, help="seconds of arrivals")
     add("--requests", type=int, default=400, help="at_once: number of requests")
     add("--heads", action=argparse.BooleanOptionalAction, default=True, help="video: use heads")
+    add(
+        "--answer-limit",
+        type=int,
+        metavar="N",
+        help="answers end by themselves, and policies expect N tokens of each",
+    )
     add("--latency-limit", type=float, help="latency limit of every request in seconds")
     add("--seed", type=int, default=0, help="random seed")
 
@@ -121,6 +127,12 @@ def _parser() -> argparse.ArgumentParser:
         "--early-abort",
         action="store_true",
         help="abort requests whose first token would come too late (S-LoRA's early abort)",
+    )
+    add(
+        "--shares",
+        nargs="*",
+        metavar="ADAPTER=N",
+        help="admit by what each adapter was served, divided by its share (1 unless named)",
     )
     add("--slo", type=float, default=policy.slo, help="limit of the time to first token in seconds")
 
@@ -180,14 +192,29 @@ def _machine(options: argparse.Namespace) -> tuple[CostModel, PolicySettings, Si
         early_abort=options.early_abort,
         groups=options.groups,
         slo=options.slo,
+        fair=options.shares is not None,
+        shares=_shares(options.shares or ()),
     )
     machine = SimSettings(
         max_requests=options.max_requests,
         pages=options.pages,
         slots=options.slots,
         slo=options.slo,
+        answer_limit=options.answer_limit,
     )
     return costs.with_lora(options.lora_cost), settings, machine
+
+
+def _shares(given: Sequence[str]) -> dict[str, float]:
+    """Read the shares of adapters."""
+    shares = {}
+    for one in given:
+        name, _, share = one.rpartition("=")
+        try:
+            shares[name] = float(share)
+        except ValueError as error:
+            raise traces.TraceError(f"--shares {one}: write ADAPTER=NUMBER.") from error
+    return shares
 
 
 def _runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -332,7 +359,10 @@ def _print_cluster(rows: Sequence[dict[str, Any]], options: argparse.Namespace) 
 
 
 def _print(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Print the results as a table; with several cases, also their geometric means."""
+    """Print the results as a table; with several cases, also their geometric means.
+
+    With shares, also what each adapter was served.
+    """
     from rich.table import Table
 
     table = Table(title=_title(options), title_justify="left")
@@ -352,6 +382,11 @@ def _print(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
         table.add_row(rate, f"{row['skew']:.2g}", str(row["policy"]), *cells)
     console = _console()
     console.print(table)
+    if options.shares is not None:
+        for row in rows:
+            total = max(1, sum(row["served"].values()))
+            parts = ", ".join(f"{a} {n / total:.1%}" for a, n in sorted(row["served"].items()))
+            console.print(f"{row['policy']}: tokens before the last arrival: {parts}")
     console.print(
         "ms/token: sum of end-to-end latencies over all input, image and output tokens.",
         style="dim",

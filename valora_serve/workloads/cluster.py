@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from valora_serve.orchestrator.cost_model import CostModel
-    from valora_serve.orchestrator.decision import Policy, RequestView
+    from valora_serve.orchestrator.decision import Policy
     from valora_serve.workloads.dispatch import Dispatch
-    from valora_serve.workloads.simulator import Report
+    from valora_serve.workloads.simulator import Report, SimulatedRequest
     from valora_serve.workloads.traces import Workload
 
 
@@ -125,7 +125,7 @@ class _Cluster:
                 self.owner[int(key)] = target
                 self.migrations += 1
 
-                def arrive(_: float, view: RequestView = view, target: int = target) -> None:
+                def arrive(_: float, view: SimulatedRequest = view, target: int = target) -> None:
                     self.machines[target].insert(view)
 
                 # What the machine computes now is computed before the request leaves.

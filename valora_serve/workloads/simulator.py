@@ -36,6 +36,17 @@ if TYPE_CHECKING:
 KV_TOKEN = DECODE_TERMS.index("kv_token")
 
 
+@dataclass(slots=True)
+class SimulatedRequest(RequestView):
+    """A request of the simulation.
+
+    Attributes:
+        left: Tokens still to generate, which the policy knows only if `output_left` says so.
+    """
+
+    left: int = 0
+
+
 class SimulationError(ServeError):
     """The simulation cannot continue: a request can never fit, or a policy broke a rule."""
 
@@ -56,6 +67,8 @@ class SimSettings:
         window: Most waiting requests that the policy sees.
         overhead: Seconds per step that the cost model does not contain.
         slo: Limit of the time to the first token in seconds, for requests without a latency limit.
+        answer_limit: Tokens that policies expect of every answer, as of requests with this limit
+            whose answers end by themselves; None if they know how long each answer gets.
     """
 
     max_requests: int = 512
@@ -69,6 +82,7 @@ class SimSettings:
     window: int = 512
     overhead: float = 0.0
     slo: float = 6.0
+    answer_limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +107,7 @@ class Report:
         attainment: Share of all requests whose first token came within the request's latency limit,
             or within `SimSettings.slo` if it has none.
         modes: Share of the busy time by inference mode.
+        served: Tokens of the requests that ended before the last one arrived, by adapter.
     """
 
     requests: int
@@ -110,6 +125,7 @@ class Report:
     end_to_end: tuple[float, float, float, float]
     attainment: float
     modes: dict[str, float]
+    served: dict[str, int]
 
 
 def simulate(
@@ -185,11 +201,11 @@ class Machine:
         self.now = self.arrivals[0]
         self.last = self.now  # when a request last ended
         self.until = self.now  # the next event that is not this machine's own
-        self.inbox: list[RequestView] = []  # submitted since the last decision
-        self.running: list[RequestView] = []
-        self.queue: list[RequestView] = []
+        self.inbox: list[SimulatedRequest] = []  # submitted since the last decision
+        self.running: list[SimulatedRequest] = []
+        self.queue: list[SimulatedRequest] = []
         self.arrived: list[float] = []  # arrival times that the policy has not seen
-        self.views: dict[str, RequestView] = {}
+        self.views: dict[str, SimulatedRequest] = {}
         self.resident: set[str] = set()
         self.recent: OrderedDict[str, None] = OrderedDict()  # least recently used first
         self.loading: dict[str, float] = {}
@@ -227,23 +243,27 @@ class Machine:
         adapter = None if number == BASE else w.adapters[number]
         prompt = int(w.prompt[index])
         limit = float(w.latency_limit[index])
-        view = RequestView(
+        output = int(w.output[index])
+        expected = self.settings.answer_limit if output else 0  # heads generate nothing
+        view = SimulatedRequest(
             id=str(index),
             adapter=adapter,
             rank=0 if adapter is None else w.ranks[number],
             arrival=self.arrivals[index],
             prompt_left=prompt,
-            output_left=int(w.output[index]),
+            output_left=output if expected is None else expected,
+            left=output,
             pages=self._pages(prompt),
             adapter_pages=0 if adapter is None else self.adapter_pages[adapter],
             images=int(w.images[index]),
             latency_limit=None if math.isnan(limit) else limit,
+            client=adapter,
         )
         self.views[view.id] = view
         self.inbox.append(view)
         self.arrived.append(view.arrival)
 
-    def remove(self, key: str) -> RequestView:
+    def remove(self, key: str) -> SimulatedRequest:
         """Take a request out, to be continued by another machine (`insert`)."""
         view = self.views.pop(key)
         if view.running:
@@ -255,7 +275,7 @@ class Machine:
         self.policy.finished(key)
         return view
 
-    def insert(self, view: RequestView) -> None:
+    def insert(self, view: SimulatedRequest) -> None:
         """Continue a request that another machine began; its keys and values come with it."""
         if view.running:
             # A step of one prompt token reads the keys and values and computes the next token, as
@@ -299,7 +319,7 @@ class Machine:
             self._enqueue(view)
         self.inbox.clear()
 
-    def _enqueue(self, view: RequestView) -> None:
+    def _enqueue(self, view: SimulatedRequest) -> None:
         if not self.queue or self.queue[-1].arrival <= view.arrival:
             self.queue.append(view)
             return
@@ -389,7 +409,7 @@ class Machine:
             self.running = [r for r in self.running if r is not view]
         self.policy.finished(key)
 
-    def _release(self, view: RequestView) -> None:
+    def _release(self, view: SimulatedRequest) -> None:
         """Release the pages of a running request."""
         self.kv_pages -= view.held
         adapter = view.adapter
@@ -400,7 +420,7 @@ class Machine:
                 self.user_pages -= self.adapter_pages[adapter]
                 self.recent.move_to_end(adapter)
 
-    def _preempt(self, view: RequestView) -> None:
+    def _preempt(self, view: SimulatedRequest) -> None:
         self._release(view)
         self.preempted += 1
         view.prompt_left += view.kv_tokens  # is recomputed
@@ -462,7 +482,7 @@ class Machine:
 
     # -- steps --------------------------------------------------------------------------------
 
-    def _step(self, decision: Decision, batch: list[tuple[RequestView, int]]) -> None:
+    def _step(self, decision: Decision, batch: list[tuple[SimulatedRequest, int]]) -> None:
         shape = step_shape(decision.mode, decision.merged, batch, self.ranks)
         seconds = self.cost.step(shape) + self.settings.overhead
         if shape.prefill or decision.until <= self.now or self.trace is not None:
@@ -476,13 +496,13 @@ class Machine:
         self._progress(batch, times)
 
     def _repeat(
-        self, batch: list[tuple[RequestView, int]], seconds: float, until: float
+        self, batch: list[tuple[SimulatedRequest, int]], seconds: float, until: float
     ) -> tuple[int, float]:
         """Return how often a decode step repeats until the next event, and the seconds in all.
 
         Each step takes longer than the one before, as every row has one more token in the KV cache.
         """
-        times = min(r.output_left for r, _ in batch)
+        times = min(r.left for r, _ in batch)
         horizon = min(until, self.until)
         for end in self.loading.values():
             if end > self.now:
@@ -504,7 +524,7 @@ class Machine:
         times = max(1, min(times, (free // max(1, rows)) * self.settings.page_tokens))
         return times, times * seconds + growth * times * (times - 1) / 2
 
-    def _take_pages(self, batch: list[tuple[RequestView, int]]) -> None:
+    def _take_pages(self, batch: list[tuple[SimulatedRequest, int]]) -> None:
         """Allocate the pages that the requests in the batch need."""
         admitted = False
         need = 0
@@ -529,7 +549,7 @@ class Machine:
             if len(self.running) > self.settings.max_requests:
                 raise SimulationError("The policy admitted more requests than `max_requests`.")
 
-    def _start(self, view: RequestView) -> None:
+    def _start(self, view: SimulatedRequest) -> None:
         adapter = view.adapter
         if adapter is not None:
             if adapter not in self.resident:
@@ -542,7 +562,7 @@ class Machine:
         view.running = True
         self.running.append(view)
 
-    def _progress(self, batch: list[tuple[RequestView, int]], times: int) -> None:
+    def _progress(self, batch: list[tuple[SimulatedRequest, int]], times: int) -> None:
         page = self.settings.page_tokens
         ended = False
         grown = 0
@@ -556,12 +576,14 @@ class Machine:
                 index = int(view.id)
                 if math.isnan(self.first[index]):
                     self.first[index] = self.now
-                if view.output_left:
-                    view.output_left -= 1
+                done = min(1, view.left)
             else:
                 view.kv_tokens += times
-                view.output_left -= times
-            if view.output_left <= 0:
+                done = times
+            view.left -= done
+            # As in the engine: an answer that has not ended goes on for a token at least.
+            view.output_left = max(view.output_left - done, min(1, view.left))
+            if view.left <= 0:
                 ended = True
                 self._finish(view)
                 continue
@@ -576,7 +598,7 @@ class Machine:
             views = self.views
             self.running = [r for r in self.running if r.id in views]
 
-    def _finish(self, view: RequestView) -> None:
+    def _finish(self, view: SimulatedRequest) -> None:
         self.end[int(view.id)] = self.last = self.now
         self.ended += 1
         self._release(view)
@@ -604,6 +626,7 @@ def report(machines: Sequence[Machine], workload: Workload, indices: NDArray[np.
     end, first_token = everything.end[indices], everything.first[indices]
     arrival, prompt, output = w.arrival[indices], w.prompt[indices], w.output[indices]
     done = ~np.isnan(end)
+    early = end < w.arrival[-1]
     latency = (end - arrival)[done]
     tokens = int(prompt[done].sum()) + int(output[done].sum())
     limit = w.latency_limit[indices]
@@ -628,6 +651,10 @@ def report(machines: Sequence[Machine], workload: Workload, indices: NDArray[np.
         end_to_end=_spread(latency),
         attainment=in_time,
         modes={str(mode): sum(m.mode_time[mode] for m in machines) / busy for mode in Mode},
+        served={
+            name: int((prompt + output)[(w.adapter[indices] == number) & early].sum())
+            for number, name in enumerate(w.adapters)
+        },
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from valora_serve.errors import ForbiddenError
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from valora_serve.server.access.keys import KeyRing
     from valora_serve.server.access.rules import Rules
     from valora_serve.server.access.sites import Sites
+
+
+caller: ContextVar[str | None] = ContextVar("caller", default=None)
+"""Name of the API key of the request that is being handled; None without one."""
 
 
 class Guard:
@@ -55,6 +60,7 @@ class Guard:
             self._sites.check(scope, headers, any_host=rules.any_host)
         if rules.disabled is not None:
             raise ForbiddenError(rules.disabled)
+        caller.set(None)
         if rules.access is Access.OPEN:
             return {}
         admin = rules.access is Access.ADMIN
@@ -66,4 +72,6 @@ class Guard:
         key = self._keys.check(headers.get(b"authorization"), admin=admin)
         address = scope["client"][0] if scope.get("client") else ""
         self._rates.take(f"key {key.name}" if key else f"address {address}", time.monotonic())
+        if key:
+            caller.set(key.name)
         return {"key": key.name} if key else {}

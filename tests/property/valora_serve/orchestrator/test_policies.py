@@ -224,7 +224,16 @@ class World:
 
     def views(self):
         return [
-            request(i, adapter, arrival, prompt, output, *size(adapter), latency_limit=limit)
+            request(
+                i,
+                adapter,
+                arrival,
+                prompt,
+                output,
+                *size(adapter),
+                latency_limit=limit,
+                client=adapter,
+            )
             for i, (adapter, arrival, prompt, output, limit) in enumerate(self.requests)
         ]
 
@@ -292,6 +301,7 @@ def worlds(draw, limited=False):
 SETTINGS = {
     "default": PolicySettings(),
     "impatient": PolicySettings(theta=0.0, hysteresis=0.0, patience=0.05, max_pause=0.02),
+    "shares": PolicySettings(fair=True, shares={"a0": 3.0, "a1": 0.5}, patience=0.5),
     "clusters": PolicySettings(theta=5.0, clusters=2, patience=0.5),
 }
 SLOW = (HealthCheck.too_slow,)

@@ -43,7 +43,7 @@ def test_command_says_what_is_wrong(tmp_path, capsys):
     assert main(["--decision-trace", str(tmp_path / "d.txt")]) == 1
     assert "one policy" in capsys.readouterr().err
     assert main(["--policies", "fifo"]) == 1
-    assert "unknown policy 'fifo': choose one of cost, dlora" in capsys.readouterr().err
+    assert "unknown policy 'fifo': choose one of algorithm1, cost" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", traces.GENERATORS)

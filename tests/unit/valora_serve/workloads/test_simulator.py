@@ -194,3 +194,27 @@ def test_cost_is_the_best_on_video_too(streams, heads):
     latency = {name: run(name, work, H200_7B).token_latency for name in POLICIES}
     others = min(value for name, value in latency.items() if name != "cost")
     assert latency["cost"] <= others * (0.85 if heads else 1.01)
+
+
+def test_answers_whose_length_policies_do_not_know():
+    """The shortest answer goes first only if the policy knows which one that is."""
+    work = workload([(0.0, None, 5, 40), (0.0, None, 5, 4), (0.0, None, 5, 20)])
+    one = SimSettings(max_requests=1)
+    known = run("cost", work, settings=one)
+    blind = run("cost", work, settings=replace(one, answer_limit=50))
+    assert known.end_to_end[1] == pytest.approx((0.02 + 0.03) + (0.02 + 0.19))  # 4, then 20
+    assert blind.end_to_end[1] == pytest.approx((0.02 + 0.39) + (0.02 + 0.03))  # 40, then 4
+    for report in (known, blind):
+        assert report.finished == 3
+        assert report.steps == 64
+        assert report.seconds == pytest.approx(3 * 0.02 + 0.61)
+    # Longer than the limit says: as in the engine, a token more is always expected.
+    short = run("cost", work, settings=replace(one, answer_limit=3))
+    assert (short.finished, short.steps) == (3, 64)
+    first = run("slora", work, settings=replace(one, answer_limit=50))
+    assert first.end_to_end == run("slora", work, settings=one).end_to_end
+
+
+def test_tokens_by_adapter_until_the_last_arrival():
+    rows = [(0.0, "a", 5, 2), (0.0, "b", 7, 3), (9.0, "a", 4, 4)]
+    assert run("slora", workload(rows)).served == {"a": 7, "b": 10}

@@ -113,6 +113,7 @@ def test_only_admins_and_only_where_it_is_opted_in(place, tmp_path):
         assert post(server, "load_lora_adapter", body, key="wrong").status_code == 401
         assert post(server, "load_lora_adapter", body, key=secret).status_code == 403
         assert post(server, "completions", {"prompt": "x"}, key=secret).status_code == 200
+        assert server.engine.asked[-1].client == "app"  # whom shares by key charge
     with serving(api_key=SECRET) as server:
         for path in ("load_lora_adapter", "unload_lora_adapter", "load_bundle", "unload_bundle"):
             assert post(server, path, {}).status_code == 403

@@ -1,0 +1,159 @@
+"""Shares under overload: kept within the bound of the Virtual Token Counter, and never wasted."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.property.valora_serve.orchestrator.test_policies import Machine, explained, request
+from tests.support.random_tests import examples
+from valora_serve.errors import SettingsError
+from valora_serve.orchestrator.cost_model import H200_7B
+from valora_serve.orchestrator.decision import PolicySettings, RequestView, StepLimits, window
+from valora_serve.orchestrator.fairness import ANSWER_WEIGHT, PROMPT_WEIGHT, FairShares
+from valora_serve.orchestrator.registry import make_policy
+
+KEEPS = ["cost", "valora", "unmerge_only", "slora"]
+"""Policies that admit in the order that they are given."""
+ROOMY = StepLimits(4, 64, 10_000, 8, 64)
+
+
+def machine_of(name, requests, limits=ROOMY, **settings):
+    policy = make_policy(name, H200_7B, PolicySettings(**settings))
+    return Machine(policy, requests, limits)
+
+
+def served(requests, totals):
+    """Tokens that each client was served, weighted, from what is left of its requests."""
+    found = Counter()
+    for one, (prompt, output) in zip(requests, totals, strict=True):
+        done = prompt - one.prompt_left
+        answer = output - one.output_left if done == prompt else 0
+        found[one.client] += PROMPT_WEIGHT * done + ANSWER_WEIGHT * answer
+    return found
+
+
+@st.composite
+def backlogs(draw):
+    """Clients with shares and work of different kinds, which all of them bring at once."""
+    clients = [f"c{i}" for i in range(draw(st.integers(2, 4)))]
+    shares = {c: draw(st.sampled_from([0.5, 1.0, 2.0, 3.0])) for c in clients}
+    kinds = {c: (draw(st.integers(1, 30)), draw(st.integers(1, 20))) for c in clients}
+    return shares, kinds
+
+
+@pytest.mark.parametrize("name", KEEPS)
+@examples(5)
+@given(backlog=backlogs(), same=st.booleans())
+def test_shares_are_kept_while_all_have_work(name, backlog, same):
+    shares, kinds = backlog
+    requests, totals = [], []
+    for _ in range(40):
+        for place, (client, (prompt, output)) in enumerate(kinds.items()):
+            adapter = "a0" if same else f"a{place}"
+            requests.append(request(len(requests), adapter, 0.0, prompt, output, client=client))
+            totals.append((prompt, output))
+    machine = machine_of(name, requests, fair=True, shares=shares, patience=0.05)
+    most = max(prompt for prompt, _ in kinds.values()), max(o for _, o in kinds.values())
+    # 2 max(w_p L_input, w_q M) of the paper, M being the tokens of a whole batch.
+    bound = 2 * max(PROMPT_WEIGHT * most[0], ANSWER_WEIGHT * 4 * sum(most)) / min(shares.values())
+    with explained(machine):
+        machine.step()
+        while set(kinds) <= {r.client for r in machine.waiting}:
+            machine.step()
+            got = served(requests, totals)
+            levels = [got[client] / shares[client] for client in kinds]
+            assert max(levels) - min(levels) <= bound
+        machine.run(most=20_000)
+        assert len(machine.ended) == len(requests)  # nobody starves
+
+
+@pytest.mark.parametrize("name", [*KEEPS, "dlora", "merge_only", "algorithm1"])
+@examples(10)
+@given(kinds=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 9)), min_size=1, max_size=12))
+def test_one_client_alone_gets_what_it_would_get_anyway(name, kinds):
+    ends = []
+    for share in (0.01, 5.0):
+        requests = [request(i, "a1", 0.0, p, o, client="only") for i, (p, o) in enumerate(kinds)]
+        machine = machine_of(name, requests, fair=True, shares={"only": share})
+        machine.run(most=5000)
+        ends.append((machine.ended, machine.steps))
+    assert ends[0] == ends[1]
+
+
+def test_what_others_leave_is_used():
+    """A client with a small share has the machine for itself as soon as nobody else asks."""
+    requests = [request(i, "a0", 0.0, 4, 6, client="small") for i in range(30)]
+    requests += [request(30 + i, "a1", 0.0, 4, 6, client="large") for i in range(3)]
+    machine = machine_of("slora", requests, fair=True, shares={"large": 1000.0})
+    alone = machine_of("slora", [replace(r) for r in requests])
+    machine.run(most=5000)
+    alone.run(most=5000)
+    assert machine.steps <= alone.steps + 2
+
+
+def view(identity, client, prompt=10):
+    return RequestView(identity, "a", 8, 0.0, prompt, client=client)
+
+
+def compute(shares, request, prompt=0, answer=0):
+    """Admit and compute a part of a request as an engine does."""
+    shares.admitted([request])
+    request.prompt_left -= prompt
+    request.kv_tokens += prompt
+    if prompt:
+        shares.order([request], [], 10)
+    request.kv_tokens += answer
+    shares.order([request], [], 10)
+
+
+def test_counters_by_hand():
+    shares = FairShares({"b": 2.0})
+    a, b = view("1", "a"), view("2", "b", prompt=9)
+    assert shares.order([], [a, b], 10) == [a, b]
+    compute(shares, a, prompt=10, answer=3)
+    compute(shares, b, prompt=9, answer=1)
+    assert shares.counters == {"a": 10 + 2 * 3, "b": (9 + 2 * 1) / 2}
+    b.kv_tokens += 4
+    shares.finished("2")  # its last tokens are charged
+    assert shares.counters["b"] == (9 + 2 * 5) / 2
+    cached = view("3", "b")
+    shares.admitted([cached])
+    cached.prompt_left, cached.kv_tokens = 0, 74  # 64 tokens came from the prefix cache
+    shares.finished("3")
+    assert shares.counters["b"] == (9 + 2 * 5) / 2 + 10 / 2
+
+
+def test_whoever_comes_back_gains_nothing_by_having_been_away():
+    shares = FairShares({})
+    first, second = view("1", "busy"), view("2", "busy")
+    shares.order([], [first, second], 10)
+    compute(shares, first, prompt=10, answer=45)
+    late = view("3", "late")
+    shares.order([first], [second, late], 10)
+    assert shares.counters == {"busy": 100.0, "late": 100.0}
+
+
+def test_the_order_takes_turns_by_share():
+    shares = FairShares({"b": 2.0})
+    queue = [view(f"a{i}", "a") for i in range(4)] + [view(f"b{i}", "b") for i in range(4)]
+    ordered = [r.id for r in shares.order([], queue, 100)]
+    assert ordered == ["a0", "b0", "b1", "a1", "b2", "b3", "a2", "a3"]
+    assert sorted(r.id for r in shares.order([], queue, 2)) == sorted(ordered)
+
+
+def test_a_long_queue_hides_no_client():
+    queue = [view(f"f{i}", "flood") for i in range(900)]
+    queue += [view(f"q{i}", "quiet") for i in range(3)]
+    queue += [view(f"g{i}", "flood") for i in range(900)]
+    shown = [r.id for r in window(queue, 64)]
+    assert {"q0", "q1", "q2", "f0", "g899"} <= set(shown)
+    assert len(shown) <= 64
+
+
+def test_shares_are_positive():
+    for share in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(SettingsError, match="expected more than 0 for gold"):
+            PolicySettings(shares={"gold": share})

@@ -1,0 +1,150 @@
+"""Shares of the machine under overload: virtual token counters, weighted by client.
+
+The Virtual Token Counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024,
+Algorithm 2 and its weighted variant): every client has a counter of the tokens that it was served,
+divided by its share; the next request to be admitted is that of the client with the lowest counter.
+A client that comes back after it had nothing to ask for is lifted to the others, so that it gains
+nothing by having been away. Nothing is kept back for anybody: what one client does not use, the
+others get.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from valora_serve.orchestrator.decision import RequestView
+
+PROMPT_WEIGHT, ANSWER_WEIGHT = 1.0, 2.0
+"""What a token of a prompt and of an answer count (w_p and w_q of the paper)."""
+MOST_CLIENTS = 4096
+"""Clients whose counters are kept although they ask for nothing."""
+
+
+@dataclass(slots=True)
+class _Account:
+    """What a request was charged for: its view, and prompt and KV tokens as of then."""
+
+    view: RequestView
+    prompt_left: int
+    kv_tokens: int
+    began: bool = False
+
+
+class FairShares:
+    """Counts what clients are served, and orders waiting requests by it.
+
+    Args:
+        shares: Share of each client; 1 for those that it does not name.
+
+    Attributes:
+        counters: Weighted tokens that each client was served, divided by its share.
+    """
+
+    def __init__(self, shares: Mapping[str, float]) -> None:
+        self._shares = dict(shares)
+        self.counters: dict[str, float] = {}
+        self._accounts: dict[str, _Account] = {}
+        self._queued: set[str] = set()
+        self._level = 0.0  # lowest counter of those who waited or ran last
+
+    def order(
+        self, running: Iterable[RequestView], waiting: Sequence[RequestView], most: int
+    ) -> Sequence[RequestView]:
+        """Return waiting requests in the order in which they should be admitted.
+
+        Args:
+            running: Running requests, which are charged for what was computed of them.
+            waiting: Waiting requests, in the order in which each client's own are admitted.
+            most: Number of requests from which on the order does not matter.
+        """
+        for request in running:
+            account = self._accounts.get(request.id)
+            if account is not None:
+                self._charge(account)
+        queues: dict[str, deque[RequestView]] = defaultdict(deque)
+        for request in waiting:
+            queues[client_of(request)].append(request)
+        self._lift(queues)
+        if len(queues) < 2:
+            return waiting
+        heap = [(self.counters[client], client) for client in queues]
+        heapq.heapify(heap)
+        ordered: list[RequestView] = []
+        while heap and len(ordered) < most:
+            counter, client = heap[0]
+            queue = queues[client]
+            request = queue.popleft()
+            ordered.append(request)
+            if not queue:
+                heapq.heappop(heap)
+                continue
+            # As if it were admitted: its prompt is certain.
+            counter += PROMPT_WEIGHT * max(1, request.prompt_left) / self._share(client)
+            heapq.heapreplace(heap, (counter, client))
+        for queue in queues.values():
+            ordered.extend(queue)
+        return ordered
+
+    def admitted(self, requests: Iterable[RequestView]) -> None:
+        """Open accounts for the requests of a batch that have none yet."""
+        for request in requests:
+            if request.id not in self._accounts:
+                account = _Account(request, request.prompt_left, request.kv_tokens)
+                self._accounts[request.id] = account
+
+    def finished(self, request_id: str) -> None:
+        """Charge a request that has ended for the last time."""
+        account = self._accounts.pop(request_id, None)
+        if account is not None:
+            self._charge(account)
+
+    def _charge(self, account: _Account) -> None:
+        view = account.view
+        prompt = max(0, account.prompt_left - view.prompt_left)
+        answer = 0
+        if account.began:  # before, keys and values may have come from the prefix cache
+            answer = max(0, view.kv_tokens - account.kv_tokens - prompt)
+        if prompt or view.kv_tokens != account.kv_tokens:
+            account.began = view.kv_tokens > 0
+        account.prompt_left, account.kv_tokens = view.prompt_left, view.kv_tokens
+        client = client_of(view)
+        tokens = PROMPT_WEIGHT * prompt + ANSWER_WEIGHT * answer
+        self.counters[client] = self.counters.get(client, 0.0) + tokens / self._share(client)
+
+    def _lift(self, queues: Iterable[str]) -> None:
+        """Lift the clients that did not wait before to the lowest of those that did.
+
+        The paper lifts to the last one that left if the queue is empty; here that is the lowest of
+        those that still run, or ran last.
+        """
+        now = set(queues)
+        stayed = [self.counters[client] for client in now & self._queued]
+        floor = min(stayed, default=self._level)
+        for client in now - self._queued:
+            self.counters[client] = max(self.counters.get(client, 0.0), floor)
+        active = now | {client_of(account.view) for account in self._accounts.values()}
+        if active:
+            least = min(self.counters.get(client, 0.0) for client in active)
+            self._level = max(self._level, least)
+        self._queued = now
+        if len(self.counters) > MOST_CLIENTS + len(now):
+            # Whoever is below the level would be lifted to it anyway.
+            self.counters = {
+                client: counter
+                for client, counter in self.counters.items()
+                if client in active or counter > self._level
+            }
+
+    def _share(self, client: str) -> float:
+        return self._shares.get(client, 1.0)
+
+
+def client_of(request: RequestView) -> str:
+    """Return whom a request is charged to; requests without a client share one account."""
+    return request.client or ""

@@ -429,6 +429,10 @@ class EngineStats:
         non_finite: Requests that failed because the model computed NaN or infinity for them.
         unmergeable: Names of the adapters that are never merged into the base weights.
         quarantined: Names of the adapters that requests cannot use any more, each with the reason.
+        start_seconds: Seconds that each phase of the start took, by its name; what is prepared
+            between requests is added.
+        prepared: Graphs and kernels that are prepared.
+        preparations: Graphs and kernels that are prepared or will be, between requests.
     """
 
     running: int = 0
@@ -461,6 +465,9 @@ class EngineStats:
     non_finite: int = 0
     unmergeable: tuple[str, ...] = ()
     quarantined: dict[str, str] = field(default_factory=dict)
+    start_seconds: dict[str, float] = field(default_factory=dict)
+    prepared: int = 0
+    preparations: int = 0
 
 
 @dataclass(frozen=True, slots=True)

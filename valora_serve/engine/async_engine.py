@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from valora_serve.catalogue.contexts import write_context
-from valora_serve.engine.profile import ensure_costs
+from valora_serve.engine.profile import Profiler, adopt, ensure_costs, lacks_costs
 from valora_serve.errors import RequestError, ServeError, StoppedError
 from valora_serve.types import EngineStats, Finish, Output, Times, failure
 
@@ -64,6 +64,7 @@ class AsyncEngine:
         self._preparing = ThreadPoolExecutor(1, "prepare")
         self._loading = ThreadPoolExecutor(1, "load")
         self._stats = engine.stats()
+        self._profiler: Profiler | None = None
         # For the event loop's thread; the engine's thread has a copy of its own.
         self._tokenizer = copy.deepcopy(engine.lmm.tokenizer)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -79,9 +80,13 @@ class AsyncEngine:
         try:
             while not self._stopping:
                 while self._calls:
+                    self._pause_profiler()  # a call may need what it holds
                     self._calls.popleft()()
                 if not engine.busy:
+                    settling = self._settle()
                     self._stats = engine.stats()
+                    if settling:
+                        continue
                     self._wake.wait()
                     self._wake.clear()
                     continue
@@ -104,6 +109,22 @@ class AsyncEngine:
                 self._calls.popleft()()
             self._stats = engine.stats()
             engine.close()
+
+    def _settle(self) -> bool:
+        """Do a piece of what the start has left for later; return whether there was any."""
+        if self._engine.settle():
+            return True
+        if self._profiler is None:
+            return False
+        self._profiler.go_on()
+        if self._profiler.found is not None:
+            adopt(self._engine, self._profiler.found)
+            self._profiler = None
+        return True
+
+    def _pause_profiler(self) -> None:
+        if self._profiler is not None:
+            self._profiler.pause()
 
     def _lost(self, reason: str) -> None:
         """Stop, as a process of the tensor-parallel group has ended; called in another thread."""
@@ -222,11 +243,19 @@ class AsyncEngine:
             self._queues.pop(request_id, None)
 
     async def warm_up(self) -> None:
-        """Capture CUDA graphs, and measure the costs of this machine if they are not known."""
+        """Capture CUDA graphs, and measure the costs of this machine if they are not known.
+
+        Where graphs are left for later, costs are measured after them.
+        """
 
         def start() -> None:
-            self._engine.warm_up()
-            ensure_costs(self._engine)
+            engine = self._engine
+            engine.warm_up()
+            if not engine.start_up.left:
+                with engine.start_up.phase("costs"):
+                    ensure_costs(engine)
+            elif lacks_costs(engine):
+                self._profiler = Profiler(engine)
 
         await asyncio.wrap_future(self._call(start))
 

@@ -15,6 +15,7 @@ The parts:
 - `answers`: from a step's results to outputs;
 - `crew`, `lockstep`, `follower`: the other processes of a tensor-parallel group, what they are told
   and what they do;
+- `warm_up`: graphs and kernels that are prepared before and between requests;
 - `profile`: measures the costs that decisions are made with, before there are requests.
 
 `Engine` belongs to one thread; `async_engine` runs it behind an event loop.
@@ -30,8 +31,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from valora_data.contract.bundle import NF4
 from valora_data.wording import plural
 from valora_serve.catalogue.store import Store
@@ -46,6 +45,8 @@ from valora_serve.engine.merge import MergeState
 from valora_serve.engine.named import Named
 from valora_serve.engine.requests import Requests
 from valora_serve.engine.sequence import Prepared, SequenceState
+from valora_serve.engine.settings import LAZY
+from valora_serve.engine.warm_up import WarmUp
 from valora_serve.errors import (
     CancelledRequestError,
     DeadlineError,
@@ -78,6 +79,7 @@ from valora_serve.types import EngineStats, Finish, Mode, Output, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from valora_serve.catalogue.contexts import Context
     from valora_serve.engine.compress import Compression
@@ -128,6 +130,7 @@ class Engine:
         cost: Cost model that the policy uses.
         policy: Decides every step.
         crew: The followers of a tensor-parallel group; None on one GPU.
+        start_up: What is prepared before and between requests, and the time that the start takes.
 
     Raises:
         SettingsError: Settings contradict each other, or ask for what the machine has not.
@@ -142,6 +145,8 @@ class Engine:
         seat: Seat | None = None,
     ) -> None:
         self.settings = settings
+        self._modes = modes_of(settings.policy)
+        self.start_up = WarmUp(sizing.lora_terms(self._modes), lazy=settings.capture == LAZY)
         self.crew: Crew | None = None
         if settings.tensor_parallel > 1 and seat is None:
             if lmm is not None:
@@ -167,7 +172,8 @@ class Engine:
         """Load what is not given, and make all parts."""
         settings = self.settings
         if lmm is None:
-            lmm = self._load(seat)
+            with self.start_up.phase("base model"):
+                lmm = self._load(seat)
         self.device = lmm.device
         self.lmm = lmm
         cuda = self.device.type == "cuda"
@@ -175,9 +181,9 @@ class Engine:
             lmm.compile_layers()
         self.context_length = min(settings.context_length or lmm.context_length, lmm.context_length)
         self._longest_token = max(map(len, lmm.tokenizer.get_vocab()))  # in characters
-        self._modes = modes_of(settings.policy)
         mergeable = self._modes != {Mode.UNMERGED}
-        self.memory = self._make_memory(seat, mergeable=mergeable)
+        with self.start_up.phase("memory"):
+            self.memory = self._make_memory(seat, mergeable=mergeable)
         self.pool = PagePool(self.memory.pages)
         # Rows that only fill a graph up write to page 0.
         self.pool.take(1, Owner.RESERVED)
@@ -208,7 +214,8 @@ class Engine:
             mergeable=mergeable,
             on_change=self._weights_changed,
         )
-        self.runner = self._make_runner(seat)
+        with self.start_up.phase("attention"):
+            self.runner = self._make_runner(seat)
         self.images = ImageEncoder(self.runner, self.adapters, settings.image_cache_bytes)
         # A tokenizer is not thread-safe, and prompts are prepared in another thread.
         self._tokenizer = copy.deepcopy(lmm.tokenizer)
@@ -308,21 +315,26 @@ class Engine:
         self, folder: Path, name: str | None = None, *, decode_only: bool = False
     ) -> list[str]:
         """Load a bundle, or an adapter under a name; see `Named.load`."""
-        return self.named.load(folder, name, decode_only=decode_only)
+        with self.start_up.phase("adapters"):
+            return self.named.load(folder, name, decode_only=decode_only)
 
     def warm_up(self) -> None:
-        """Capture CUDA graphs and compile kernels, so that the first requests need not wait."""
-        terms = sizing.lora_terms(self._modes)
+        """Prepare for requests: capture CUDA graphs and compile kernels.
+
+        With ``capture=lazy``, only the likeliest graphs; `settle` and `step` prepare the others.
+        """
         self._warm = True
-        start = time.monotonic()
-        count = self.runner.capture(terms)
-        if count:
-            log.info("captured %d steps in %.1f s", count, time.monotonic() - start)
-        if self.device.type == "cuda":
-            start = time.monotonic()
-            self.runner.compile_kernels(terms)
-            torch.cuda.synchronize(self.device)
-            log.info("compiled kernels for all other steps in %.1f s", time.monotonic() - start)
+        with self._explained():
+            self.start_up.start(self.runner)
+
+    def settle(self) -> bool:
+        """Prepare one thing more while there are no requests, which takes up to a second.
+
+        Returns:
+            False if nothing is left to prepare.
+        """
+        with self._explained():
+            return self.start_up.settle(self.runner)
 
     def use(self, cost_model: CostModel) -> None:
         """Decide with another cost model from now on."""
@@ -616,14 +628,18 @@ class Engine:
         Raises:
             StoppedError: A process of the tensor-parallel group has ended.
         """
-        if self.crew is None:
-            return self._step()
-        with self.crew.explained():
+        with self._explained():
             found = self._step()
-            self.crew.check()  # what a lost process left behind is no answer
+            if self.crew is not None:
+                self.crew.check()  # what a lost process left behind is no answer
         return found
 
+    def _explained(self) -> AbstractContextManager[object]:
+        """Context in which the end of a process of the group is told as such."""
+        return contextlib.nullcontext() if self.crew is None else self.crew.explained()
+
     def _step(self) -> list[Output]:
+        self.start_up.beside(self.runner)
         now = time.monotonic()
         answers = self._answers
         for key, wrong in self.adapters.poll().items():
@@ -780,6 +796,9 @@ class Engine:
             non_finite=self._answers.non_finite,
             unmergeable=tuple(sorted(named.by_name(self.adapters.unmergeable))),
             quarantined=named.by_name(self.adapters.quarantined),
+            start_seconds=dict(self.start_up.seconds),
+            prepared=self.start_up.done,
+            preparations=self.start_up.done + len(self.start_up.left),
         )
 
     def close(self) -> None:

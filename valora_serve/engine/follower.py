@@ -56,6 +56,8 @@ class Follower:
             "step": runner.follow,
             "encode": runner.encode_share,
             "capture": runner.capture,
+            "prepare": runner.prepare,
+            "give_up": runner.give_up,
             "compile_kernels": runner.compile_kernels,
             "forget_graphs": runner.forget_graphs,
             "activate": self._activate,

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from valora_serve.engine.crew import Crew
     from valora_serve.memory.prefix_memory import PackedPrefix
     from valora_serve.memory.unified import PackedAdapter, PackedPages
+    from valora_serve.model.preparation import Preparation
     from valora_serve.model.prompt import Visual
     from valora_serve.model.work import AdapterTable, StepResult
     from valora_serve.parallel.group import Group
@@ -167,6 +168,16 @@ class LeadingRunner(_GroupRunner):
         """Capture graphs on all GPUs, in the same order; see `ModelRunner.capture`."""
         self._tell("capture", tuple(terms))
         return super().capture(terms)
+
+    def prepare(self, wanted: Preparation) -> bool:
+        """Capture a graph, or run kernels, on all GPUs; see `ModelRunner.prepare`."""
+        self._tell("prepare", wanted)
+        return super().prepare(wanted)
+
+    def give_up(self, wanted: Preparation) -> None:
+        """Capture no graphs of a size on any GPU; see `ModelRunner.give_up`."""
+        self._tell("give_up", wanted)
+        super().give_up(wanted)
 
     def forget_graphs(self) -> None:
         """Drop all graphs on all GPUs."""

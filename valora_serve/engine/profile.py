@@ -62,10 +62,19 @@ def ensure_costs(engine: Engine) -> None:
 
     Nothing is measured if the settings say so, or while the engine has requests.
     """
-    if engine.settings.profile and not engine.cost.measured and not engine.busy:
-        costs = measure(engine)
-        costs.save(cost_folder(engine.settings))
-        engine.use(costs)
+    if lacks_costs(engine) and not engine.busy:
+        adopt(engine, measure(engine))
+
+
+def lacks_costs(engine: Engine) -> bool:
+    """Return whether the costs of this machine should be measured."""
+    return engine.settings.profile and not engine.cost.measured
+
+
+def adopt(engine: Engine, costs: CostModel) -> None:
+    """Save costs, and decide with them from now on."""
+    costs.save(cost_folder(engine.settings))
+    engine.use(costs)
 
 
 def measure(engine: Engine, seconds: float = SECONDS) -> CostModel:
@@ -81,44 +90,96 @@ def measure(engine: Engine, seconds: float = SECONDS) -> CostModel:
     Raises:
         RuntimeError: The engine has requests.
     """
-    if engine.busy:
-        raise RuntimeError("profile: expected an engine without requests")
-    start = time.monotonic()
-    switches = engine.merge_state.switches
-    loads = _load(engine)
-    points, captured, uncaptured = [], engine.runner.captured_prompts, 0.0
-    if captured and captured[-1] < engine.settings.max_tokens:
-        for _, works, merged in _uncaptured(engine, captured[-1]):
-            _merge(engine, merged)
-            uncaptured = _time(engine, works)
-    for shape, works, merged in _steps(engine):
-        if time.monotonic() - start > seconds:
-            break
-        _merge(engine, merged)
-        points.append((shape, _time(engine, works)))
-    merges, unmerges = [], []
-    for key in _mergeable(engine)[:MERGED_ADAPTERS]:
-        rank = int(engine.adapters.ranks[engine.adapters.slot(key)])
-        _merge(engine, key)  # the first time, the merged weights are checked
-        _merge(engine, None)
-        for _ in range(REPEATS):
-            merges.append((rank, _switch_time(engine, key)))
-            unmerges.append(_switch_time(engine, None))
-    _merge(engine, None)
-    engine.merge_state.switches = switches  # no request needed those of the measurement
-    mergeable = bool(engine.lmm.linears.merged)
-    found = engine.cost.fit(
-        points,
-        machine=machine_of(engine.settings, engine.device),
-        model=engine.lmm.base,
-        merges=merges if mergeable else (),
-        unmerges=unmerges if mergeable else (),
-        loads=loads,
-        captured_rows=captured,
-        uncaptured_seconds=uncaptured,
-    )
-    log.info("measured %d steps in %.0f s", len(points), time.monotonic() - start)
-    return found
+    profiler = Profiler(engine, seconds)
+    while profiler.found is None:
+        profiler.go_on()
+    return profiler.found
+
+
+class Profiler:
+    """Measures an engine piece by piece, so that requests need not wait for all of it.
+
+    Args:
+        engine: The engine.
+        seconds: Most seconds to spend on steps.
+
+    Attributes:
+        found: The cost model, once everything is measured.
+    """
+
+    def __init__(self, engine: Engine, seconds: float = SECONDS) -> None:
+        self.found: CostModel | None = None
+        self._engine, self._seconds = engine, seconds
+        self._spent = 0.0
+        self._points: dict[StepShape, float] = {}
+        self._loads: list[tuple[int, float]] = []
+        self._work: Iterator[CostModel | None] | None = None
+
+    def go_on(self) -> None:
+        """Measure one thing more; the engine keeps pages for it until `pause`.
+
+        Raises:
+            RuntimeError: The engine has requests.
+        """
+        engine, start = self._engine, time.monotonic()
+        if engine.busy:
+            raise RuntimeError("profile: expected an engine without requests")
+        switches = engine.merge_state.switches
+        self._work = self._work or self._measure()
+        self.found = next(self._work)
+        engine.merge_state.switches = switches  # no request needed those of the measurement
+        self._spent += time.monotonic() - start
+        if self.found is not None:
+            log.info("measured %d steps in %.0f s", len(self._points), self._spent)
+            self.pause()
+
+    def pause(self) -> None:
+        """Leave the engine to others; weights are pristine and no page is held afterwards."""
+        if self._work is not None:
+            switches = self._engine.merge_state.switches
+            self._work.close()  # type: ignore[attr-defined]
+            self._work = None
+            _merge(self._engine, None)
+            self._engine.merge_state.switches = switches
+
+    def _measure(self) -> Iterator[CostModel | None]:
+        """Measure what is not measured yet; yields None, and in the end the result."""
+        engine, points = self._engine, self._points
+        self._loads += _load(engine)
+        yield None
+        captured, uncaptured = engine.runner.captured_prompts, 0.0
+        if captured and captured[-1] < engine.settings.max_tokens:
+            for _, works, merged in _uncaptured(engine, captured[-1]):
+                _merge(engine, merged)
+                uncaptured = _time(engine, works)
+            yield None
+        for shape, works, merged in _steps(engine):
+            if self._spent > self._seconds:
+                break
+            if shape not in points:
+                _merge(engine, merged)
+                points[shape] = _time(engine, works)
+                yield None
+        merges, unmerges = [], []
+        for key in _mergeable(engine)[:MERGED_ADAPTERS]:
+            rank = int(engine.adapters.ranks[engine.adapters.slot(key)])
+            _merge(engine, key)  # the first time, the merged weights are checked
+            _merge(engine, None)
+            for _ in range(REPEATS):
+                merges.append((rank, _switch_time(engine, key)))
+                unmerges.append(_switch_time(engine, None))
+            yield None
+        mergeable = bool(engine.lmm.linears.merged)
+        yield engine.cost.fit(
+            list(points.items()),
+            machine=machine_of(engine.settings, engine.device),
+            model=engine.lmm.base,
+            merges=merges if mergeable else (),
+            unmerges=unmerges if mergeable else (),
+            loads=self._loads,
+            captured_rows=captured,
+            uncaptured_seconds=uncaptured,
+        )
 
 
 def _mergeable(engine: Engine) -> list[str]:

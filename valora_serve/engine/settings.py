@@ -10,6 +10,7 @@ from valora_serve.orchestrator.registry import modes_of
 from valora_serve.parallel.choice import AUTO, CHOICES
 
 ROUNDINGS = ("auto", "none", NF4)
+LAZY, EAGER = CAPTURES = ("lazy", "eager")
 
 
 SHARED = ("none", "key", "adapter")
@@ -42,6 +43,9 @@ class EngineSettings:
         graphs: Capture decode steps in CUDA graphs.
         prompt_graphs: Also capture the layers of prefill steps with up to 2,048 rows, which are
             limited by the host otherwise; None to do so wherever decode steps are captured.
+        capture: When graphs are captured and kernels compiled: ``lazy`` serves as soon as the
+            likeliest graphs are captured, and prepares the others while nothing runs or when steps
+            miss them; ``eager`` prepares all of them before it serves.
         compile: Fuse the small operations of a layer; None to do so on a GPU.
         overlap: Plan a step while the step before it runs; None to do so on a GPU.
         prefix_cache: Keep the KV cache of prompts for later requests with the same prefix.
@@ -79,6 +83,7 @@ class EngineSettings:
     attention: str = "auto"
     graphs: bool = True
     prompt_graphs: bool | None = None
+    capture: str = LAZY
     compile: bool | None = None
     overlap: bool | None = None
     prefix_cache: bool = True
@@ -107,6 +112,8 @@ class EngineSettings:
             raise ValueError(
                 f"quantize: expected one of {', '.join(ROUNDINGS)}, got {self.quantize}"
             )
+        if self.capture not in CAPTURES:
+            raise ValueError(f"capture: expected one of {', '.join(CAPTURES)}, got {self.capture}")
         if self.lora_parallel not in CHOICES:
             raise ValueError(
                 f"lora_parallel: expected one of {', '.join(CHOICES)}, got {self.lora_parallel}"

@@ -8,14 +8,16 @@ for zero, one and two LoRA terms per row.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
 from valora_kernels.metadata import LoraBatch
-from valora_serve.model.attention.base import Rows
+from valora_serve.model.attention.base import Rows, pinned
 from valora_serve.model.finite import finite_rows
 
 if TYPE_CHECKING:
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
     from valora_serve.model.lmm import VisualRows
     from valora_serve.model.work import LoraTerms, StepResources, Work
 
-T = TypeVar("T")
+    Replay: TypeAlias = Callable[[], None]
+
 G = TypeVar("G")
 
 MAX_SEQUENCES_WITH_PROMPTS = 256
@@ -40,17 +43,32 @@ TYPICAL_ROWS_PER_ADAPTER = 128
 class GraphRecorder:
     """Captures functions as CUDA graphs, which all share one memory pool.
 
+    Without a GPU the functions run again at each replay, so that tests cover the bookkeeping.
+
     Args:
-        device: The GPU.
+        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
 
-    def record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Warm a function up and capture it; returns the graph and the function's result."""
+    def record(
+        self, run: Callable[[], tuple[Tensor, ...]], result: Callable[[], tuple[Tensor, ...]]
+    ) -> tuple[Replay, tuple[Tensor, ...]]:
+        """Warm a function up and capture it.
+
+        Args:
+            run: A function of buffers of fixed address.
+            result: Returns buffers for its result, where it is not captured.
+
+        Returns:
+            What replays it, and its result, which a replay overwrites.
+        """
         with torch.inference_mode():
+            if self._device.type != "cuda":
+                buffers = result()
+                return partial(_run_into, run, buffers), buffers
             stream = torch.cuda.Stream(self._device)
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
@@ -63,7 +81,7 @@ class GraphRecorder:
                 found = run()
         if self._pool is None:
             self._pool = graph.pool()
-        return graph, found
+        return graph.replay, found
 
     def forget(self) -> None:
         """Take a new pool from now on; all graphs are dropped.
@@ -73,12 +91,17 @@ class GraphRecorder:
         self._pool = None
 
 
+def _run_into(run: Callable[[], tuple[Tensor, ...]], buffers: Sequence[Tensor]) -> None:
+    for buffer, new in zip(buffers, run(), strict=True):
+        buffer.copy_(new)
+
+
 @dataclass(slots=True)
 class DecodeGraph:
     """A captured decode step of a fixed number of rows, from last tokens to next tokens.
 
     Attributes:
-        graph: The CUDA graph.
+        graph: Replays the CUDA graph.
         plan: Attention of the rows.
         lora: Adapters of the rows; None without LoRA terms.
         inputs: [4, rows] int64 on the device: each row's place in `StepResources.last_tokens`,
@@ -87,11 +110,11 @@ class DecodeGraph:
         tokens: [rows] int64, argmax of the logits, written by a replay.
         finite: [rows] bool, whether the logits are finite, written by a replay.
         staging: Two page-locked copies of `inputs`, used in turn.
-        events: For each staging buffer, the end of its last copy to the device.
+        events: For each staging buffer, the end of its last copy to the device; none on a CPU.
         turn: Index of the staging buffer used last.
     """
 
-    graph: torch.cuda.CUDAGraph
+    graph: Replay
     plan: FixedAttentionPlan
     lora: LoraBatch | None
     inputs: Tensor
@@ -110,6 +133,9 @@ class _Graphs(ABC, Generic[G]):
         resources: Model, KV cache and adapters of the steps.
         recorder: Recorder that captures the graphs.
         sizes: Numbers of rows to capture.
+
+    Attributes:
+        missed: Sizes and terms of steps that wanted a graph that is not captured yet, oldest first.
     """
 
     def __init__(
@@ -118,24 +144,57 @@ class _Graphs(ABC, Generic[G]):
         self._resources, self._recorder = resources, recorder
         self._sizes = sorted(sizes)
         self._graphs: dict[tuple[int, int], G] = {}
+        self.missed: dict[tuple[int, int], None] = {}
 
     def __len__(self) -> int:
         """Number of graphs."""
         return len(self._graphs)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of rows of the steps that are or will be captured, ascending."""
+        return tuple(self._sizes)
+
     def forget(self) -> None:
         """Drop all graphs."""
         self._graphs.clear()
+        self.missed.clear()
+
+    def missing(self, terms: int) -> list[int]:
+        """Return the sizes that are not captured, the largest first."""
+        return [size for size in reversed(self._sizes) if (size, terms) not in self._graphs]
+
+    def give_up(self, size: int) -> None:
+        """Capture a size no more; larger graphs, or eager steps, compute its steps."""
+        self._sizes = [other for other in self._sizes if other != size]
+        self.missed.clear()
 
     def capture(self, terms: int) -> None:
         """Capture all sizes, the largest first, so that the others fit into its memory."""
-        for size in reversed(self._sizes):
-            if (size, terms) not in self._graphs:
-                graph = self._capture(size, terms)
-                if graph is None:
-                    self._sizes = []
-                    return
+        for size in self.missing(terms):
+            self.capture_one(size, terms)
+
+    def capture_one(self, size: int, terms: int) -> bool:
+        """Capture one size, unless it is captured; return False if the backend has no graphs."""
+        self.missed.pop((size, terms), None)
+        if size in self._sizes and (size, terms) not in self._graphs:
+            graph = self._capture(size, terms)
+            if graph is None:
+                self._sizes = []
+            else:
                 self._graphs[size, terms] = graph
+        return bool(self._sizes)
+
+    def _best(self, rows: int, terms: int) -> G | None:
+        """Return the smallest captured step of at least so many rows, and note what is missing."""
+        first = bisect_left(self._sizes, rows)
+        for size in self._sizes[first:]:
+            graph = self._graphs.get((size, terms))
+            if graph is not None:
+                return graph
+            if size == self._sizes[first]:
+                self.missed[size, terms] = None
+        return None
 
     @abstractmethod
     def _capture(self, size: int, terms: int) -> G | None:
@@ -148,7 +207,7 @@ class DecodeGraphs(_Graphs[DecodeGraph]):
     Args:
         resources: Model, KV cache and adapters of the steps.
         recorder: Recorder that captures the graphs.
-        sizes: Numbers of rows to capture; none where there is no GPU.
+        sizes: Numbers of rows to capture.
     """
 
     def _capture(self, size: int, terms: int) -> DecodeGraph | None:
@@ -176,9 +235,14 @@ class DecodeGraphs(_Graphs[DecodeGraph]):
                 last_tokens[inputs[0]] = tokens
             return logits, tokens, finite_rows(logits)
 
-        graph, (logits, tokens, finite) = self._recorder.record(run)
-        staging = [torch.empty((4, size), dtype=torch.int64).pin_memory() for _ in range(2)]
-        events = [torch.cuda.Event() for _ in range(2)]
+        def result() -> tuple[Tensor, ...]:
+            logits = torch.zeros((size, lmm.vocabulary), device=lmm.device)
+            tokens = torch.zeros(size, dtype=torch.int64, device=lmm.device)
+            return logits, tokens, torch.zeros_like(tokens, dtype=torch.bool)
+
+        graph, (logits, tokens, finite) = self._recorder.record(run, result)
+        staging = [pinned(np.zeros((4, size), np.int64)) for _ in range(2)]
+        events = [torch.cuda.Event() for _ in range(2)] if lmm.device.type == "cuda" else []
         return DecodeGraph(graph, plan, lora, inputs, logits, tokens, finite, staging, events)
 
     def find(self, works: Sequence[Work], terms: LoraTerms | None) -> DecodeGraph | None:
@@ -187,8 +251,7 @@ class DecodeGraphs(_Graphs[DecodeGraph]):
             return None
         if any(w.tokens is not None or w.choice is None or w.keep is not None for w in works):
             return None
-        size = next(size for size in self._sizes if size >= len(works))
-        return self._graphs.get((size, 0 if terms is None else terms.width))
+        return self._best(len(works), 0 if terms is None else terms.width)
 
     def replay(
         self, graph: DecodeGraph, works: Sequence[Work], terms: LoraTerms | None
@@ -207,21 +270,23 @@ class DecodeGraphs(_Graphs[DecodeGraph]):
         """
         size, count = graph.inputs.shape[1], len(works)
         graph.turn ^= 1
-        graph.events[graph.turn].synchronize()  # its copy was enqueued two steps ago
+        if graph.events:
+            graph.events[graph.turn].synchronize()  # its copy was enqueued two steps ago
         staging = graph.staging[graph.turn].numpy()
         staging[0, count:] = self._resources.max_requests
         staging[1:, count:] = 0
         staging[0, :count] = [work.place for work in works]
         staging[1:, :count] = [work.start + work.delta for work in works]
         graph.inputs.copy_(graph.staging[graph.turn], non_blocking=True)
-        graph.events[graph.turn].record()
+        if graph.events:
+            graph.events[graph.turn].record()
         lengths = np.ones(size, np.int32)
         lengths[:count] = [work.start + 1 for work in works]
         tables = [work.table for work in works] + [[0]] * (size - count)
         graph.plan.update(Rows(np.arange(size + 1, dtype=np.int32), lengths, tables))
         if graph.lora is not None and terms is not None:
             self._resources.adapters.fill(graph.lora, terms.padded(size))
-        graph.graph.replay()
+        graph.graph()
         places = graph.inputs[0, :count]
         return graph.logits[:count], graph.tokens[:count], graph.finite[:count], places
 
@@ -250,18 +315,11 @@ class PromptGraph:
 class PromptGraphs(_Graphs[PromptGraph]):
     """Captured layers of steps with prompts, by their number of rows and of LoRA terms.
 
-    On a CPU the layers run eagerly in the same fixed buffers, so that tests cover the bookkeeping.
-
     Args:
         resources: Model, KV cache and adapters of the steps.
         recorder: Recorder that captures the graphs.
         sizes: Numbers of rows to capture.
     """
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Numbers of rows of the captured steps, ascending."""
-        return tuple(self._sizes) if self._graphs else ()
 
     def _max_sequences(self, rows: int) -> int:
         """Largest number of sequences in a captured step of `rows` rows."""
@@ -283,33 +341,26 @@ class PromptGraphs(_Graphs[PromptGraph]):
             embedded = torch.zeros((size, lmm.width), dtype=lmm.dtype, device=lmm.device)
             positions = torch.zeros(shape, dtype=torch.int64, device=lmm.device)
 
-        def run() -> Tensor:
+        def run() -> tuple[Tensor]:
             with lmm.linears.scope.text(lora):
-                return lmm.forward(embedded, positions, plan)
+                return (lmm.forward(embedded, positions, plan),)
 
-        if lmm.device.type != "cuda":
-            hidden = torch.zeros_like(embedded)
-
-            def run_eagerly() -> None:
-                hidden.copy_(run())
-
-            return PromptGraph(run_eagerly, plan, lora, embedded, positions, hidden)
-        graph, hidden = self._recorder.record(run)
-        return PromptGraph(graph.replay, plan, lora, embedded, positions, hidden)
+        replay, (hidden,) = self._recorder.record(run, lambda: (torch.zeros_like(embedded),))
+        return PromptGraph(replay, plan, lora, embedded, positions, hidden)
 
     def find(
         self, rows: Rows, terms: LoraTerms | None, visual: VisualRows | None
     ) -> PromptGraph | None:
         """The smallest graph that holds a step."""
         used = int(rows.starts[-1])
-        if not self._graphs or used > self._sizes[-1]:
+        if not self._sizes or used > self._sizes[-1]:
             return None
         if visual is not None and visual.deep:
             return None  # these images also change the output of later layers
-        size = next(size for size in self._sizes if size >= used)
-        if len(rows.lengths) > self._max_sequences(size):
+        graph = self._best(used, 0 if terms is None else terms.width)
+        if graph is None or len(rows.lengths) > self._max_sequences(len(graph.embedded)):
             return None
-        return self._graphs.get((size, 0 if terms is None else terms.width))
+        return graph
 
     def replay(
         self,

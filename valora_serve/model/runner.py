@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,12 +14,13 @@ from valora_serve.model.attention.registry import make_backend
 from valora_serve.model.finite import finite_rows, mark_broken
 from valora_serve.model.graphs import DecodeGraphs, GraphRecorder, PromptGraphs
 from valora_serve.model.lmm import VisualRows
+from valora_serve.model.preparation import DECODE, KERNELS, PROMPT, Preparation
 from valora_serve.model.prompt import VisualFeatures
 from valora_serve.model.sampler import StepLogprobs, sample, top_logprobs
 from valora_serve.model.work import LoraTerms, StepResources, StepResult, runs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -46,7 +46,7 @@ class ModelRunner:
         max_tokens: Largest number of rows in a step.
         max_requests: Largest number of running requests.
         max_adapters: Largest number of distinct adapters in a step.
-        graphs: Numbers of rows for which decode steps are captured; ignored on a CPU.
+        graphs: Numbers of rows for which decode steps are captured.
         prompt_graphs: Numbers of rows for which the layers of steps with prompts are captured.
 
     Attributes:
@@ -81,9 +81,9 @@ class ModelRunner:
         )
         self._lora = LoraBatch(max_tokens, self._resources.max_segments, self._device)
         self._recorder = recorder = GraphRecorder(self._device)
-        sizes = graphs if self._device.type == "cuda" else ()
-        self._decode_graphs = DecodeGraphs(self._resources, recorder, sizes)
+        self._decode_graphs = DecodeGraphs(self._resources, recorder, graphs)
         self._prompt_graphs = PromptGraphs(self._resources, recorder, prompt_graphs)
+        self._compiled: set[Preparation] = set()
         self.has_lora = False
 
     # ------------------------------------------------------------------ steps
@@ -253,26 +253,78 @@ class ModelRunner:
 
     # ------------------------------------------------------------------ warm-up
 
-    def capture(self, terms: Sequence[int] = (0, 1, 2)) -> int:
-        """Capture the steps that have no graph yet.
+    def preparations(
+        self, terms: Sequence[int] = (0, 1, 2)
+    ) -> tuple[list[Preparation], list[Preparation]]:
+        """Return what is not prepared yet: what serving should wait for, and the rest.
 
         Args:
             terms: Numbers of LoRA terms per row: 0 without LoRA, 1 in unmerged mode, 2 in mixture
                 mode.
+        """
+        found = [
+            Preparation(kind, size, count)
+            for kind, graphs in self._graphs.items()
+            for count in self._terms(terms)
+            for size in graphs.missing(count)
+        ]
+        largest = {kind: max(graphs.sizes, default=0) for kind, graphs in self._graphs.items()}
+        found.sort(key=lambda one: one.order(largest[one.kind]))
+        first = [one for one in found if one.size == largest[one.kind] or one.likely]
+        rest = found[len(first) :]
+        if self._device.type == "cuda":
+            rest += [one for one in self._kernel_runs(terms) if one not in self._compiled]
+        return first, rest
+
+    def prepare(self, wanted: Preparation) -> bool:
+        """Capture a graph, or run kernels, between two steps.
+
+        Returns:
+            False if the attention backend has no graphs of this kind.
+        """
+        if wanted.kind == KERNELS:
+            self._compile(wanted)
+            return True
+        return self._graphs[wanted.kind].capture_one(wanted.size, wanted.terms)
+
+    def give_up(self, wanted: Preparation) -> None:
+        """Capture no graphs of a size, as there is no memory for them."""
+        if wanted.kind == KERNELS:
+            self._compiled.add(wanted)
+        else:
+            self._graphs[wanted.kind].give_up(wanted.size)
+
+    def missed(self) -> Preparation | None:
+        """Return the graph that a step has missed, the longest ago; None if none was missed."""
+        for kind, graphs in self._graphs.items():
+            for size, terms in graphs.missed:
+                return Preparation(kind, size, terms)
+        return None
+
+    @property
+    def _graphs(self) -> dict[str, DecodeGraphs | PromptGraphs]:
+        return {DECODE: self._decode_graphs, PROMPT: self._prompt_graphs}
+
+    def _terms(self, terms: Sequence[int]) -> list[int]:
+        return [count for count in terms if self.has_lora or not count]
+
+    def capture(self, terms: Sequence[int] = (0, 1, 2)) -> int:
+        """Capture the steps that have no graph yet.
+
+        Args:
+            terms: As in `preparations`.
 
         Returns:
             Number of graphs.
         """
-        for count in terms:
-            if count and not self.has_lora:
-                continue
+        for count in self._terms(terms):
             self._prompt_graphs.capture(count)
             self._decode_graphs.capture(count)
         return len(self._decode_graphs) + len(self._prompt_graphs)
 
     @property
     def captured_prompts(self) -> tuple[int, ...]:
-        """Numbers of rows of the captured steps with prompts, ascending."""
+        """Numbers of rows of the steps with prompts that have a graph, ascending."""
         return self._prompt_graphs.sizes
 
     def forget_graphs(self) -> None:
@@ -282,6 +334,7 @@ class ModelRunner:
         self._decode_graphs.forget()
         self._prompt_graphs.forget()
         self._recorder.forget()
+        self._compiled.clear()
 
     def compile_kernels(self, terms: Sequence[int] = (0, 1, 2)) -> None:
         """Run the kernels that steps without a graph may need, as each is compiled at first use.
@@ -292,31 +345,41 @@ class ModelRunner:
         Args:
             terms: Numbers of LoRA terms per row, as in `capture`.
         """
+        for one in self._kernel_runs(terms):
+            self._compile(one)
+
+    def _kernel_runs(self, terms: Sequence[int]) -> Iterator[Preparation]:
+        """Yield a run of a whole step (size 0), and runs of all linears by rows with an adapter."""
+        for count in self._terms(terms):
+            yield Preparation(KERNELS, 0, count)
+            if count:
+                for active in _doublings(self._lora.max_rows):
+                    yield Preparation(KERNELS, active, count)
+
+    def _compile(self, wanted: Preparation) -> None:
         lmm, resources = self._lmm, self._resources
-        most = self._lora.max_rows
+        most, active = self._lora.max_rows, wanted.size
         least = min(max(self.captured_prompts, default=0) + 1, most)
-        groups = {
-            (group.spec.in_features, group.spec.out_features): group
-            for group in lmm.linears.groups.values()
-            if group.spec.part == "text" and group.lora is not None
-        }
-        with torch.inference_mode():
-            for count in terms if self.has_lora else (0,):
-                with lmm.linears.scope.text(self._lora if count else None):
-                    self._run_prompt(min(2 * least, most), count)
-                    if not count:
-                        continue
-                    for active, distinct in product(
-                        _doublings(most), _doublings(resources.max_segments - 1)
-                    ):
-                        if distinct > active:
-                            continue
-                        rows = max(active, least)
-                        resources.fill_typical(self._lora, rows, count, active, distinct)
-                        for group in groups.values():
-                            shape = (rows, group.spec.in_features)
-                            group.compute(torch.zeros(shape, dtype=lmm.dtype, device=self._device))
+        lora = self._lora if wanted.terms else None
+        with torch.inference_mode(), lmm.linears.scope.text(lora):
+            if not active:
+                self._run_prompt(min(2 * least, most), wanted.terms)
+            else:
+                groups = {
+                    (group.spec.in_features, group.spec.out_features): group
+                    for group in lmm.linears.groups.values()
+                    if group.spec.part == "text" and group.lora is not None
+                }
+                rows = max(active, least)
+                for distinct in _doublings(resources.max_segments - 1):
+                    if distinct > active:
+                        break
+                    resources.fill_typical(self._lora, rows, wanted.terms, active, distinct)
+                    for group in groups.values():
+                        shape = (rows, group.spec.in_features)
+                        group.compute(torch.zeros(shape, dtype=lmm.dtype, device=self._device))
         lmm.linears.forget_outputs()
+        self._compiled.add(wanted)
 
     def _run_prompt(self, rows: int, terms: int) -> None:
         """Run a step of one prompt, whose keys and values are written to page 0."""

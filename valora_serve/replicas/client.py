@@ -417,7 +417,8 @@ class ReplicatedEngine:
 def total(states: list[EngineStats]) -> EngineStats:
     """Return the sum of states: of counters, sizes and names.
 
-    Mode and merged adapter are those of the state with the most running requests.
+    Mode and merged adapter are those of the state with the most running requests, and phases of the
+    start take the longest of all.
     """
     if not states:
         return EngineStats()
@@ -432,6 +433,9 @@ def total(states: list[EngineStats]) -> EngineStats:
         elif item.name == "finished":
             reasons = {reason for counts in values for reason in counts}
             made[item.name] = {r: sum(counts.get(r, 0) for counts in values) for r in reasons}
+        elif item.name == "start_seconds":
+            phases = {phase for seconds in values for phase in seconds}
+            made[item.name] = {p: max(seconds.get(p, 0.0) for seconds in values) for p in phases}
         elif isinstance(values[0], dict):
             made[item.name] = {name: text for texts in values for name, text in texts.items()}
         elif item.name in ("adapters_known", "contexts_known"):

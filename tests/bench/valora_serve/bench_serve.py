@@ -91,7 +91,7 @@ class Bench:
         defaults = {
             "max_requests": 512, "max_tokens": 8192, "chunk": 8192, "max_adapters": 128,
             "slots": min(max(adapters, 1), 256), "max_rank": max(ranks), "host_bytes": 1 << 50,
-            "profile": False, "memory": 0.85, "prefix_cache": False,
+            "profile": False, "memory": 0.85, "capture": "eager", "prefix_cache": False,
             "attention": self.arguments.attention, "cost_folder": self.arguments.costs,
             "pages": 2000 if small else None,
             "prompt_graphs": None if self.arguments.prompt_graphs else False,
@@ -603,6 +603,32 @@ def peft(bench):
           ["adapters", "ours, requests/s", "PEFT, requests/s", "times"], rows)  # fmt: skip
 
 
+def startup(bench):
+    """Seconds of a start with 100 adapters by phase, and until the first token; weights are there.
+
+    The first line is a cold start if the caches of torch, Triton and FlashInfer are empty.
+    """
+    rows = []
+    for capture in ("lazy", "eager"):
+        bench.stop()
+        began = time.monotonic()
+        names = bench.start(bench.arguments.policy, 100, (16,), capture=capture)
+        ready = time.monotonic() - began
+        first = bench.drive([bench.request(0, 256, 1, names[0])])[1]
+        start_up = bench.engine.start_up
+        left = len(start_up.left)
+        began = time.monotonic()
+        while bench.engine.settle():
+            pass
+        bench.synchronize()
+        rest = time.monotonic() - began
+        phases = ", ".join(f"{name} {spent:.1f}" for name, spent in start_up.seconds.items())
+        rows.append([capture, ready, 1e3 * first, left, rest, phases])
+    table("Start with 100 adapters of rank 16, s",
+          ["capture", "ready after", "first request, ms", "left for later", "which took",
+           "phases, in the end"], rows)  # fmt: skip
+
+
 def costs(bench):
     """Measure the cost model that the policies decide with, and keep it in the costs folder."""
     bench.start("valora", 16, profile=True)
@@ -613,6 +639,7 @@ SECTIONS = {
     f.__name__: f
     for f in (
         costs,
+        startup,
         decode,
         backends,
         kernels,

@@ -74,7 +74,7 @@ def settings_of(given: argparse.Namespace, folder: Path, gpus: int, way: str) ->
         max_rank=given.rank, slots=ADAPTERS, profile=False, max_requests=max(given.batches),
         pages=2000 if cpu else None, max_tokens=max(ROWS), block_size=16,
         # Decode steps in unmerged mode only: fewer graphs to capture.
-        policy="slora", prompt_graphs=False,
+        policy="slora", prompt_graphs=False, capture="eager",
     )  # fmt: skip
 
 

@@ -910,6 +910,9 @@ class Status(_ResponseBody):
     non_finite: int
     unmergeable: list[str]
     quarantined: dict[str, str]
+    start_seconds: dict[str, float]
+    prepared: int
+    preparations: int
     memory_bytes: int
     uptime_seconds: float
 

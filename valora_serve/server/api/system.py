@@ -137,6 +137,9 @@ def router(context: ServerContext) -> APIRouter:
             non_finite=stats.non_finite,
             unmergeable=list(stats.unmergeable),
             quarantined=stats.quarantined,
+            start_seconds=stats.start_seconds,
+            prepared=stats.prepared,
+            preparations=stats.preparations,
             memory_bytes=memory_bytes(),
             uptime_seconds=time.monotonic() - context.started,
         )

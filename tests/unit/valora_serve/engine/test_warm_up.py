@@ -1,0 +1,215 @@
+"""What is prepared before, beside and between requests, on the CPU with graphs that run again."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.engine_reference import add_requests, finish, make_engine, question, run
+from valora_serve.engine import profile
+from valora_serve.engine.async_engine import AsyncEngine
+from valora_serve.engine.engine import Engine
+from valora_serve.engine.settings import EngineSettings
+from valora_serve.engine.warm_up import PAUSE, WarmUp
+from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
+from valora_serve.model.preparation import DECODE, KERNELS, PROMPT, Preparation
+from valora_serve.types import Mode
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FIRST = [Preparation(DECODE, 64, 0), Preparation(PROMPT, 256, 1)]
+REST = [Preparation(DECODE, 2, 0), Preparation(PROMPT, 128, 0), Preparation(KERNELS, 7, 1)]
+
+
+class FakeRunner:
+    """Records what is prepared; every preparation takes a second of a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.prepared: list[Preparation] = []
+        self.refused: list[Preparation] = []
+        self.given_up: list[Preparation] = []
+        self.without: set[str] = set()
+        self.wanted: Preparation | None = None
+
+    def preparations(self, terms: Any) -> tuple[list[Preparation], list[Preparation]]:
+        assert terms == [0, 1]
+        return list(FIRST), list(REST)
+
+    def prepare(self, wanted: Preparation) -> bool:
+        self.now += 1.0
+        if wanted in self.refused:
+            raise torch.OutOfMemoryError
+        self.prepared.append(wanted)
+        return wanted.kind not in self.without
+
+    def give_up(self, wanted: Preparation) -> None:
+        self.given_up.append(wanted)
+
+    def missed(self) -> Preparation | None:
+        return self.wanted
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made = FakeRunner()
+    monkeypatch.setattr("valora_serve.engine.warm_up.time.monotonic", lambda: made.now)
+    yield made
+
+
+def test_the_rest_is_prepared_piece_by_piece(runner: Any) -> None:
+    warm = WarmUp([0, 1], lazy=True)
+    assert not warm.settle(runner)  # nothing before the start
+    warm.start(runner)
+    assert (runner.prepared, warm.left, warm.done) == (FIRST, REST, 2)
+    assert [warm.settle(runner) for _ in range(4)] == [True, True, True, False]
+    assert (runner.prepared, warm.left) == ([*FIRST, *REST], [])
+    assert warm.seconds == {"graphs": 4.0, "kernels": 1.0}
+    assert str(warm) == "5 of 5 graphs and kernels prepared"
+
+
+def test_eager_leaves_nothing(runner: Any) -> None:
+    warm = WarmUp([0, 1], lazy=False)
+    warm.start(runner)
+    assert (runner.prepared, warm.left) == ([*FIRST, *REST], [])
+
+
+def test_what_a_step_misses_is_prepared_without_slowing_requests_down(runner: Any) -> None:
+    warm = WarmUp([0, 1], lazy=True)
+    warm.start(runner)
+    warm.beside(runner)
+    assert runner.prepared == FIRST
+    runner.wanted = REST[1]
+    warm.beside(runner)
+    assert runner.prepared == [*FIRST, REST[1]]
+    runner.wanted = REST[0]
+    runner.now += PAUSE - 0.5
+    warm.beside(runner)
+    assert len(runner.prepared) == 3
+    runner.now += 1.0
+    warm.beside(runner)
+    assert runner.prepared == [*FIRST, REST[1], REST[0]]
+    assert warm.left == [REST[2]]
+
+
+def test_graphs_without_memory_are_given_up(runner: Any, caplog: pytest.LogCaptureFixture) -> None:
+    runner.refused = [REST[0]]
+    warm = WarmUp([0, 1], lazy=True)
+    warm.start(runner)
+    assert warm.settle(runner)
+    assert (runner.given_up, warm.left) == ([REST[0]], REST[1:])
+    assert "no memory for a graph of decode steps with 2 rows" in caplog.text
+
+
+def test_a_backend_without_graphs_leaves_none_to_prepare(runner: Any) -> None:
+    runner.without = {DECODE, PROMPT}
+    warm = WarmUp([0, 1], lazy=True)
+    warm.start(runner)
+    assert (warm.done, warm.left) == (0, [REST[2]])
+
+
+def graphs(engine: Engine) -> set[Preparation]:
+    return {
+        Preparation(kind, size, terms)
+        for kind, held in engine.runner._graphs.items()
+        for size, terms in held._graphs
+    }
+
+
+def lazily(base: str, adapters: dict[str, Path], **options: Any) -> Engine:
+    return make_engine(
+        base, adapters, prompt_graphs=True, max_requests=4, max_tokens=128, chunk=24,
+        policy="slora", **options,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def decode_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torch has fixed buffers for decode steps, too."""
+    plan = lambda self, sequences: TorchMixedPlan(self._cache)  # noqa: E731
+    monkeypatch.setattr(TorchBackend, "decode_plan", plan)
+
+
+@pytest.mark.usefixtures("decode_graphs")
+def test_larger_graphs_serve_until_smaller_ones_are_captured(
+    base: str, adapters: dict[str, Path]
+) -> None:
+    asked = [question(f"{n}", ("a", None)[n % 2], tokens=3 + 5 * n) for n in range(3)]
+    plain = make_engine(base, {"a": adapters["a"]}, policy="slora")
+    expected = {name: got.tokens for name, got in run(plain, asked).items()}
+    engine = lazily(base, {"a": adapters["a"]})
+    engine.warm_up()
+    first = {Preparation(DECODE, size, terms) for size in (1, 4) for terms in (0, 1)}
+    first |= {Preparation(PROMPT, size, terms) for size in (64, 128) for terms in (0, 1)}
+    assert graphs(engine) == first
+    missing = {Preparation(DECODE, 2, terms) for terms in (0, 1)}
+    assert set(engine.start_up.left) == missing
+    found = run(engine, asked)
+    assert {name: got.tokens for name, got in found.items()} == expected
+    assert graphs(engine) > first  # of what its steps have missed
+    while engine.settle():
+        pass
+    assert graphs(engine) == first | missing
+    stats = engine.stats()
+    assert stats.prepared == stats.preparations == 10
+    assert {"memory", "attention", "adapters", "graphs"} <= stats.start_seconds.keys()
+    again = run(engine, asked)
+    assert {name: got.tokens for name, got in again.items()} == expected
+
+
+@pytest.mark.usefixtures("decode_graphs")
+def test_an_idle_engine_settles_and_then_measures(
+    base: str, adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "FEW_ROWS", (1,))
+    monkeypatch.setattr(profile, "FEW_TOKENS", (64,))
+    made = lazily(base, {"a": adapters["a"]}, profile=True, cost_folder=str(tmp_path))
+
+    async def serve() -> None:
+        engine = AsyncEngine(made)
+        try:
+            await engine.warm_up()
+            async for output in engine.generate(question("one", "a", tokens=3)):
+                assert output.error is None
+            end = time.monotonic() + 60
+            while not made.cost.measured and time.monotonic() < end:
+                await asyncio.sleep(0.02)
+        finally:
+            await engine.close()
+
+    asyncio.run(serve())
+    assert made.cost.measured
+    stats = made.stats()
+    assert stats.prepared == stats.preparations
+    assert (stats.mode, stats.pages_kv, stats.switches) == (Mode.UNMERGED, 0, 0)
+    assert list(tmp_path.iterdir())
+
+
+def test_a_measurement_that_is_interrupted_goes_on(base: str, adapters: dict[str, Path]) -> None:
+    engine = make_engine(base, {"a": adapters["a"]}, policy="valora")
+    profiler = profile.Profiler(engine)
+    for piece in range(200):
+        profiler.go_on()
+        if profiler.found is not None:
+            break
+        if piece % 3 == 2:
+            profiler.pause()
+            assert engine.stats().pages_kv == 0
+            add_requests(engine, question(f"{piece}", "a", tokens=2))
+            with pytest.raises(RuntimeError, match="expected an engine without requests"):
+                profiler.go_on()
+            finish(engine)
+    assert profiler.found is not None and profiler.found.measured
+    shapes = {shape for shape, _, _ in profile._steps(engine)}
+    assert shapes == profiler._points.keys()
+    stats = engine.stats()
+    assert (stats.merged_adapter, stats.pages_kv) == (None, 0)
+
+
+def test_unknown_way_to_capture() -> None:
+    with pytest.raises(ValueError, match="capture: expected one of lazy, eager, got never"):
+        EngineSettings(capture="never")

@@ -1,0 +1,121 @@
+"""Prepares an engine: what the first requests need before they come, the rest between them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from valora_serve.model.preparation import KERNELS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from valora_serve.model.preparation import Preparation
+    from valora_serve.model.runner import ModelRunner
+
+log = logging.getLogger(__name__)
+
+PAUSE = 10.0
+"""Beside requests, what a step has missed is prepared after so many times the time it takes."""
+
+PROGRESS_SECONDS = 5.0
+"""Seconds between two messages about the progress."""
+
+
+class WarmUp:
+    """Graphs and kernels of an engine, and the time that its start takes.
+
+    Args:
+        terms: Numbers of LoRA terms per row that steps can have.
+        lazy: Whether `start` leaves all but the likeliest graphs to `settle` and `beside`.
+
+    Attributes:
+        seconds: Seconds that each phase of the start took, by its name.
+        done: Number of preparations that are done.
+        left: Preparations that are left, the next one first.
+    """
+
+    def __init__(self, terms: Sequence[int], *, lazy: bool) -> None:
+        self.seconds: dict[str, float] = {}
+        self.done = 0
+        self.left: list[Preparation] = []
+        self._terms, self._lazy = terms, lazy
+        self._next = 0.0  # when the next preparation beside requests may begin
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time that a block takes to a phase of the start."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+
+    def start(self, runner: ModelRunner) -> None:
+        """Prepare what serving waits for; all of it unless the rest is left for later."""
+        first, rest = runner.preparations(self._terms)
+        self.left = [*first, *rest]
+        self.done = 0
+        told = time.monotonic()
+        for one in first if self._lazy else tuple(self.left):
+            if one not in self.left:
+                continue
+            self._prepare(runner, one)
+            if time.monotonic() - told > PROGRESS_SECONDS:
+                told = time.monotonic()
+                log.info("start-up: %s", self)
+        if self.done:
+            log.info("start-up: %s", self)
+        parts = (f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
+        log.info("start-up took: %s", ", ".join(parts))
+
+    def __str__(self) -> str:
+        """Return how much is prepared, for messages."""
+        return f"{self.done} of {self.done + len(self.left)} graphs and kernels prepared"
+
+    def settle(self, runner: ModelRunner) -> bool:
+        """Prepare one thing more while there are no requests.
+
+        Returns:
+            False if nothing is left.
+        """
+        if not self.left:
+            return False
+        self._prepare(runner, self.left[0])
+        if not self.left:
+            log.info("start-up: %s", self)
+        return True
+
+    def beside(self, runner: ModelRunner) -> None:
+        """Capture the graph that a step has missed, unless that would slow down the requests."""
+        start = time.monotonic()
+        if not self.left or start < self._next:
+            return
+        missed = runner.missed()
+        if missed is None:
+            return
+        self._prepare(runner, missed)
+        now = time.monotonic()
+        self._next = now + PAUSE * (now - start)
+
+    def _prepare(self, runner: ModelRunner, wanted: Preparation) -> None:
+        """Prepare one thing, or give it up where there is no memory for it."""
+        with self.phase("kernels" if wanted.kind == KERNELS else "graphs"):
+            try:
+                there = runner.prepare(wanted)
+            except torch.OutOfMemoryError:
+                log.warning(
+                    "no memory for a graph of %s steps with %d rows: they run without one; a "
+                    "smaller `memory` leaves more room", wanted.kind, wanted.size,
+                )  # fmt: skip
+                runner.give_up(wanted)
+                there = True
+        if there:
+            self.done += 1
+        self.left = [
+            one for one in self.left if one != wanted and (there or one.kind != wanted.kind)
+        ]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data import shards
+from valora_data.contract.heads import golden_text
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Sample, Split
 from valora_data.wording import plural
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 TRAIN = "train"  # value of `domains.*.teacher`: a teacher is trained first
 TAUGHT = "taught"
 REPORT = "report.json"
+TESTED = "tested.json"
+"""File with the teacher's answers on the test split, which bundles show beside their own."""
 
 
 def teach_stage(
@@ -228,10 +231,29 @@ def build_distilled(
         kept, report = _keep_answers(domain, teacher, found, truth)
     report |= {"teacher": domain.teacher, "samples": len(kept)}
     report["speed"] = pace.facts()
+    sure = max(report["threshold"] or 0.0, teacher.min_confidence)
+    # The stage's version stays, as nothing that is trained reads this file: outputs without it are
+    # up to date, and their bundles show no teacher's answers.
+    write_json(folder / TESTED, [_shown(domain, one.answer, sure) for one in found[Split.TEST]])
     if teacher.labelled:
         kept += shards.read(intact(data / Split.TRAIN))
     shards.write(kept, domain.labels, folder / TAUGHT)
     write_json(folder / REPORT, report)
+
+
+def _shown(domain: DomainSettings, answer: Answer, sure: float) -> Any:
+    """A teacher's answer as golden examples hold answers; None if there is none."""
+    if answer.boxes or (domain.task is not None and domain.task.spec.detects):
+        return [
+            {"label": box.label, "box": list(box.xyxy), "confidence": box.confidence}
+            for box in answer.boxes
+            if box.confidence >= sure
+        ]
+    if answer.captions:
+        return golden_text(answer.captions[0])
+    if answer.choice is None:
+        return None
+    return {"label": answer.choice} | ({"confidence": max(answer.soft)} if answer.soft else {})
 
 
 def _answer(model: Teacher, samples: list[Sample], pace: Pace, on_batch: OnStep) -> list[Answer]:
@@ -383,6 +405,22 @@ def teacher_figures(distilled: Path) -> dict[str, Any]:
         if key == "ci95" or (key != "accuracy" and math.isfinite(value))
     }
     return {"teacher": teacher_accuracy(distilled, Split.TEST)} | more
+
+
+def answers_on_test(distilled: Path) -> list[Any]:
+    """The teacher's answers on the test split, in its order, as golden examples hold answers.
+
+    Args:
+        distilled: Output of stage `distill`.
+
+    Returns:
+        Lists of boxes from the teacher's threshold on, ``{"label", "confidence"}`` or ``{"text"}``,
+        None where it gave no answer; empty where there is no teacher, or the output is of an
+        earlier version.
+    """
+    if not (distilled / TESTED).exists():
+        return []
+    return list(read_json(intact(distilled / TESTED)))
 
 
 def teacher_speed(distilled: Path) -> dict[str, Any]:

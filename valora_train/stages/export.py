@@ -34,6 +34,7 @@ from valora_train.reporting.pictures import accuracy_bars, confusion_matrix
 from valora_train.reporting.tracking import Tracker, register_bundle
 from valora_train.settings import as_dict
 from valora_train.stage import intact, read_json, versions, write_json
+from valora_train.stages.distill import answers_on_test
 from valora_train.stages.gate import BundleModel
 from valora_train.stages.memorise import ENCODER
 
@@ -281,7 +282,9 @@ def _golden_examples(
     test = shards.open_shard(intact(item.data / Split.TEST))
     # For detection, images with at least one object are more telling.
     wanted = [n for n, answer in enumerate(test.answers()) if threshold is None or answer.boxes]
-    samples = [test[number] for number in wanted[:EXAMPLES_PER_DOMAIN]]
+    chosen = wanted[:EXAMPLES_PER_DOMAIN]
+    samples = [test[number] for number in chosen]
+    taught = answers_on_test(item.distilled)
     examples = []
     for number, (sample, prediction) in enumerate(
         zip(samples, model.answer(name, samples), strict=True)
@@ -303,6 +306,8 @@ def _golden_examples(
         if "max_tokens" in manifest["domains"][name]:
             example["max_tokens"] = manifest["domains"][name]["max_tokens"]
         example["expected"] = task.golden(prediction, threshold)
+        if taught and (teacher := taught[chosen[number]]) is not None:
+            example["teacher"] = teacher
         examples.append(example)
     return examples
 

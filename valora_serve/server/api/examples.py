@@ -13,7 +13,7 @@ from starlette.responses import Response
 from valora_data.contract.files import UnreadableError, read_bytes
 from valora_serve.errors import UnknownModelError
 from valora_serve.server.api.common import error_answers
-from valora_serve.server.api.schema import ExampleCard, ExampleList
+from valora_serve.server.api.schema import ExampleCard, ExampleList, TeacherAnswer
 from valora_serve.server.loading.golden import IMAGE_BYTES, Example, read_examples
 
 if TYPE_CHECKING:
@@ -92,4 +92,5 @@ def _card(name: str, number: int, example: Example) -> ExampleCard:
         video=example.video,
         question=example.question,
         images=[f"v1/examples/{name}/{number}/{place}" for place in range(len(example.files))],
+        teacher=None if example.teacher is None else TeacherAnswer(**example.teacher),
     )

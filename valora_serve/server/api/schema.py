@@ -842,6 +842,17 @@ class ModelList(_ResponseBody):
     data: list[ModelCard]
 
 
+class TeacherAnswer(_ResponseBody):
+    """What the small model that taught a domain answers for an example."""
+
+    detections: list[DetectionAnswer] | None = Field(
+        default=None, description="its boxes from its own threshold on"
+    )
+    label: str | None = None
+    confidence: float | None = None
+    text: str | None = None
+
+
 class ExampleCard(_ResponseBody):
     """A golden example of a served domain."""
 
@@ -850,6 +861,9 @@ class ExampleCard(_ResponseBody):
     video: bool = Field(description="whether the images are the frames of a video")
     question: str | None = Field(description="its own prompt; None for the domain's")
     images: list[str] = Field(description="paths of its images or frames, in order")
+    teacher: TeacherAnswer | None = Field(
+        default=None, description="the domain's small model; null if the bundle does not hold it"
+    )
 
 
 class ExampleList(_ResponseBody):
@@ -882,11 +896,9 @@ class Done(_ResponseBody):
     message: str
 
 
-class Status(_ResponseBody):
-    """Response of ``/v1/status``: state of the engine, as the console shows it."""
+class EngineStatus(_ResponseBody):
+    """State and counters of an engine; counters count from its start."""
 
-    ready: bool
-    base: str
     running: int
     waiting: int
     mode: str
@@ -913,8 +925,20 @@ class Status(_ResponseBody):
     start_seconds: dict[str, float]
     prepared: int
     preparations: int
+
+
+class Status(EngineStatus):
+    """Response of ``/v1/status``: state of the engine, as the console shows it."""
+
+    ready: bool
+    base: str
     memory_bytes: int
     uptime_seconds: float
+    replicas: dict[str, EngineStatus] | None = Field(
+        default=None,
+        description="every replica by its name, whose sum the others are; null if there is one "
+        "engine, in the server's process",
+    )
 
 
 class Loaded(_ResponseBody):

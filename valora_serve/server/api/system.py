@@ -16,11 +16,12 @@ from starlette.responses import FileResponse, Response
 
 from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import answer, error_answers
-from valora_serve.server.api.schema import Health, Status, Version
+from valora_serve.server.api.schema import EngineStatus, Health, Status, Version
 from valora_serve.server.service import last_part
 
 if TYPE_CHECKING:
     from valora_serve.server.context import ServerContext
+    from valora_serve.types import EngineStats
 
 WEB = Path(__file__).parents[1] / "web"
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -110,38 +111,16 @@ def router(context: ServerContext) -> APIRouter:
         summary="State of the engine",
     )
     async def status() -> Status:
-        stats = engine.stats()
+        replicas = engine.replicas()
         return Status(
+            **_facts(engine.stats()),
             ready=engine.healthy and not drain.begun,
             base=last_part(engine.base),
-            running=stats.running,
-            waiting=stats.waiting,
-            mode=str(stats.mode),
-            merged_adapter=stats.merged_adapter,
-            switches=stats.switches,
-            steps=stats.steps,
-            pages_total=stats.pages_total,
-            pages_free=stats.pages_free,
-            pages_kv=stats.pages_kv,
-            pages_adapters=stats.pages_adapters,
-            pages_contexts=stats.pages_contexts,
-            contexts_resident=stats.contexts_resident,
-            contexts_known=stats.contexts_known,
-            adapters_resident=list(stats.adapters_resident),
-            adapters_known=stats.adapters_known,
-            prefix_hit_ratio=_ratio(stats.prefix_hits, stats.prefix_queries),
-            image_hit_ratio=_ratio(stats.image_hits, stats.image_queries),
-            preemptions=stats.preemptions,
-            prompt_tokens=stats.prompt_tokens,
-            generated_tokens=stats.generated_tokens,
-            non_finite=stats.non_finite,
-            unmergeable=list(stats.unmergeable),
-            quarantined=stats.quarantined,
-            start_seconds=stats.start_seconds,
-            prepared=stats.prepared,
-            preparations=stats.preparations,
             memory_bytes=memory_bytes(),
             uptime_seconds=time.monotonic() - context.started,
+            replicas=None
+            if replicas is None
+            else {name: EngineStatus(**_facts(stats)) for name, stats in replicas.items()},
         )
 
     if context.settings.console:
@@ -163,6 +142,38 @@ def router(context: ServerContext) -> APIRouter:
             return FileResponse(WEB / name, media_type=_ASSETS[name])
 
     return routes
+
+
+def _facts(stats: EngineStats) -> dict[str, Any]:
+    """Fields of `EngineStatus`."""
+    return {
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "mode": str(stats.mode),
+        "merged_adapter": stats.merged_adapter,
+        "switches": stats.switches,
+        "steps": stats.steps,
+        "pages_total": stats.pages_total,
+        "pages_free": stats.pages_free,
+        "pages_kv": stats.pages_kv,
+        "pages_adapters": stats.pages_adapters,
+        "pages_contexts": stats.pages_contexts,
+        "contexts_resident": stats.contexts_resident,
+        "contexts_known": stats.contexts_known,
+        "adapters_resident": list(stats.adapters_resident),
+        "adapters_known": stats.adapters_known,
+        "prefix_hit_ratio": _ratio(stats.prefix_hits, stats.prefix_queries),
+        "image_hit_ratio": _ratio(stats.image_hits, stats.image_queries),
+        "preemptions": stats.preemptions,
+        "prompt_tokens": stats.prompt_tokens,
+        "generated_tokens": stats.generated_tokens,
+        "non_finite": stats.non_finite,
+        "unmergeable": list(stats.unmergeable),
+        "quarantined": stats.quarantined,
+        "start_seconds": stats.start_seconds,
+        "prepared": stats.prepared,
+        "preparations": stats.preparations,
+    }
 
 
 def _ratio(part: int, whole: int) -> float | None:

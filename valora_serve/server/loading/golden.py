@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,8 @@ LIMITS = Limits(
     frames=1,
 )
 """Limits of a golden image."""
+MOST_BOXES = 1000
+"""Most boxes of a teacher on a golden image."""
 MOST_PIXELS = 160_000_000
 """Most pixels of the images of one golden example."""
 
@@ -86,6 +89,8 @@ class Example:
         question: Its own question, None for the domain's prompt.
         max_tokens: Most tokens of its answer, None for the default.
         expected: The answer at export.
+        teacher: The answer of the domain's small model, for people: `detections`, or `label` with
+            its `confidence`, or `text`. None if the bundle does not hold it.
     """
 
     domain: str
@@ -95,6 +100,7 @@ class Example:
     question: str | None
     max_tokens: int | None
     expected: Any
+    teacher: dict[str, Any] | None = None
 
 
 def read_examples(folder: Path) -> list[Example]:
@@ -138,9 +144,42 @@ def read_examples(folder: Path) -> list[Example]:
                 question=question,
                 max_tokens=tokens,
                 expected=entry["expected"],
+                teacher=_teacher(entry.get("teacher")),
             )
         )
     return examples
+
+
+def _teacher(found: Any) -> dict[str, Any] | None:
+    """Check a teacher's answer, which is sent to clients as it is.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if found is None:
+        return None
+    if isinstance(found, list) and len(found) <= MOST_BOXES:
+        return {"detections": [_box(entry) for entry in found]}
+    if isinstance(found, dict):
+        texts = {name: found[name] for name in ("label", "text") if name in found}
+        if texts and all(isinstance(text, str) for text in texts.values()):
+            sure = found.get("confidence")
+            return texts if sure is None else texts | {"confidence": _number(sure)}
+    raise ValueError(f"expected a teacher's answer, got {shown(found)}")
+
+
+def _box(entry: dict[str, Any]) -> dict[str, Any]:
+    label, box = entry["label"], entry["box"]
+    if not isinstance(label, str) or not isinstance(box, list) or len(box) != 4:
+        raise ValueError(f"expected a teacher's box, got {shown(entry)}")
+    sure = _number(entry["confidence"])
+    return {"label": label, "confidence": sure, "box": [_number(value) for value in box]}
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"expected a number, got {shown(value)}")
+    return float(value)
 
 
 async def _check(engine: EngineClient, folder: Path, number: int, example: Example) -> None:

@@ -26,6 +26,7 @@ from valora_train.stages.distill import (
     distill_stage,
     teacher_figures,
     teacher_speed,
+    answers_on_test,
 )
 
 SEEN: dict[str, tuple[Box, ...]] = {}
@@ -126,6 +127,24 @@ def test_boxes_below_the_least_confidence_are_never_distilled(person, tmp_path, 
         assert teacher_figures(out)["teacher_map"] > 0.2
 
 
+def test_what_the_teacher_says_of_the_test_images_is_kept(person, tmp_path, monkeypatch):
+    domain, data = person
+    for number, (least, threshold, sure) in enumerate([(0.3, 0.1, 0.3), (0.05, 0.4, 0.4)]):
+        out = distilled(
+            domain, data, tmp_path / str(number), monkeypatch,
+            min_confidence=least, threshold=threshold,
+        )  # fmt: skip
+        test = shards.read(data / Split.TEST)
+        expected = [
+            [([b.x0, b.y0, b.x1, b.y1], b.confidence) for b in SEEN[one.id] if b.confidence >= sure]
+            for one in test
+        ]
+        found = answers_on_test(out)
+        assert [[(b["box"], b["confidence"]) for b in boxes] for boxes in found] == expected
+        assert {box["label"] for boxes in found for box in boxes} == {"person"}
+        assert any(expected)
+
+
 def test_the_teachers_speed_is_measured_while_it_works(person, tmp_path, monkeypatch):
     domain, data = person
     out = distilled(domain, data, tmp_path / "out", monkeypatch)
@@ -138,6 +157,7 @@ def test_labels_without_a_teacher_have_no_figures(person, tmp_path):
     domain, data = person
     build_distilled(replace(domain, teacher="labels"), TeacherSettings(), data, None, tmp_path)
     assert teacher_figures(tmp_path) == {"teacher": None}
+    assert answers_on_test(tmp_path) == []
     assert teacher_speed(tmp_path) == {}
 
 
@@ -145,6 +165,7 @@ def test_a_report_of_an_earlier_version_is_read(tmp_path):
     report = {"accuracy": {"test": {"accuracy": 0.5, "mae": float("nan")}}}
     (tmp_path / REPORT).write_text(json.dumps(report))
     assert teacher_figures(tmp_path) == {"teacher": 0.5}
+    assert answers_on_test(tmp_path) == []
     assert teacher_speed(tmp_path) == {}
     assert read_json(tmp_path / REPORT)["accuracy"]["test"]["accuracy"] == 0.5
 
@@ -190,4 +211,5 @@ def test_label_teachers_have_a_calibration_error(tmp_path, monkeypatch):
     build_distilled(domain, TeacherSettings(kind="function"), data, None, out)
     figures = teacher_figures(out)
     assert figures["teacher_ece"] == pytest.approx(abs(0.7 - figures["teacher"]), abs=1e-5)
+    assert answers_on_test(out) == [{"label": labels[0], "confidence": pytest.approx(0.7)}] * 12
     assert distill_stage(domain, TeacherSettings(kind="function"), data, None).version == 5

@@ -18,9 +18,11 @@ def server(tmp_path):
         (tmp_path / "golden" / f"{name}.png").write_bytes(PNG)
     (tmp_path / "weights.safetensors").write_bytes(b"secret")
     examples = [
-        {"domain": "person", "image": "golden/person-0.png", "expected": []},
+        {"domain": "person", "image": "golden/person-0.png", "expected": [],
+         "teacher": [{"label": "person", "box": [1, 2.5, 30, 18], "confidence": 0.75}]},
         {"domain": "scene", "image": "golden/scene-0.png", "rest": ["golden/scene-0-1.png"],
-         "media": "video", "question": "what?", "expected": "street"},
+         "media": "video", "question": "what?", "expected": "street",
+         "teacher": {"label": "beach", "confidence": 0.625}},
         {"domain": "person", "image": "weights.safetensors", "expected": []},
         {"domain": "other", "image": "golden/person-0.png", "expected": []},
     ]  # fmt: skip
@@ -44,6 +46,16 @@ def test_examples_of_served_domains_are_listed_with_their_images(server):
     answer = server.client.get("/" + found[2]["images"][1])
     assert (answer.content, answer.headers["content-type"]) == (PNG, "image/png")
     assert str(server.folder) not in json.dumps(found)
+
+
+def test_examples_have_the_answers_of_teachers_where_the_bundle_does(server):
+    boxes, none, label = (e["teacher"] for e in server.client.get("/v1/examples").json()["data"])
+    assert boxes["detections"] == [
+        {"label": "person", "box": [1.0, 2.5, 30.0, 18.0], "confidence": 0.75}
+    ]
+    assert boxes["label"] is None
+    assert none is None
+    assert (label["detections"], label["label"], label["confidence"]) == (None, "beach", 0.625)
 
 
 @pytest.mark.parametrize("path", ["person/1/0", "person/0/1", "person/9/0", "cow/0/0"])

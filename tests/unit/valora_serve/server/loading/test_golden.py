@@ -82,3 +82,21 @@ def test_damaged_golden_examples(tmp_path):
         with pytest.raises(AdapterError):
             replay(folder)
     assert asyncio.run(golden.replay(FakeEngine(), tmp_path)) == 0
+
+
+@pytest.mark.parametrize(
+    "teacher",
+    [
+        "street", 3, {}, {"label": 3}, {"label": "a", "confidence": "sure"}, [{"label": "a"}],
+        [{"label": "a", "box": [1, 2, 3], "confidence": 0.5}],
+        [{"label": "a", "box": [1, 2, 3, float("nan")], "confidence": 0.5}],
+        [{"label": "a", "box": [1, 2, 3, 4], "confidence": True}],
+        [{"label": "a", "box": [1, 2, 3, 4], "confidence": 0.5}] * 1001,
+    ],
+)  # fmt: skip
+def test_damaged_answers_of_teachers(tmp_path, teacher):
+    folder = golden_bundle(tmp_path / "b", [BOX])
+    stored = json.loads((folder / GOLDEN).read_text())
+    (folder / GOLDEN).write_text(json.dumps([stored[0] | {"teacher": teacher}]))
+    with pytest.raises(AdapterError, match="golden examples of b are damaged"):
+        replay(folder)

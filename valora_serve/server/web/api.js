@@ -4,44 +4,40 @@ export const el = (id) => document.getElementById(id);
 export const SVG = "http://www.w3.org/2000/svg";
 
 const KEY = "valora-key";
-let refused = false; // the key that is kept was not accepted
 
 function headers(extra = {}) {
   const key = sessionStorage.getItem(KEY);
   return key ? { ...extra, Authorization: `Bearer ${key}` } : extra;
 }
 
-export async function call(path, options = {}) {
-  const response = await fetch(path, { ...options, headers: headers(options.headers) });
+// Keep a key in this tab, or none; gives the one before.
+export function setKey(key) {
+  const before = sessionStorage.getItem(KEY);
+  if (key) sessionStorage.setItem(KEY, key);
+  else sessionStorage.removeItem(KEY);
+  return before;
+}
+
+// Send a request; errors say what the server says. Without a key where one is needed, the user is asked for it, unless the
+// request is a quiet one that nobody has asked for.
+export async function call(path, { quiet = false, ...options } = {}) {
+  let response;
+  try {
+    response = await fetch(path, { ...options, headers: headers(options.headers) });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Error("The server cannot be reached: see whether it runs, and try again.");
+  }
+  if (response.ok) return response;
+  let said = `${response.status} ${response.statusText}`;
+  try {
+    said = (await response.json()).error.message;
+  } catch { /* not JSON: the status is shown */ }
   if (response.status === 401) {
-    refused = sessionStorage.getItem(KEY) !== null;
-    askForKey();
-    throw new Error("This server requires an API key.");
+    if (!quiet) document.dispatchEvent(new Event("key-needed"));
+    said = "This server requires an API key.";
   }
-  if (!response.ok) {
-    let said = `${response.status} ${response.statusText}`;
-    try {
-      said = (await response.json()).error.message;
-    } catch { /* not JSON: the status is shown */ }
-    throw new Error(said);
-  }
-  return response;
-}
-
-function askForKey() {
-  el("key-error").hidden = !refused;
-  if (!el("key-dialog").open) el("key-dialog").showModal();
-  el("key").focus();
-}
-
-export function onKey(started) {
-  el("key-form").addEventListener("submit", (event) => {
-    event.preventDefault();
-    sessionStorage.setItem(KEY, el("key").value.trim());
-    el("key").value = "";
-    el("key-dialog").close();
-    started();
-  });
+  throw Object.assign(new Error(said), { status: response.status });
 }
 
 // Events of a stream, parsed.

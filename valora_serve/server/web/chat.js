@@ -22,7 +22,7 @@ function say(who, text, images = []) {
   return body;
 }
 
-function attach(more) {
+export function attach(more) {
   files = more;
   el("attached").hidden = !files.length;
   el("attached").textContent = files.map((file) => file.name).join(", ");

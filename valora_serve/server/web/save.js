@@ -1,6 +1,8 @@
-// Saves the answers to all files in formats that other tools read.
+// Saves the answers to all files, as they were corrected, in formats that other tools read.
 
-// items: {name, width, height, answers: [{domain, detections | label | text …}]}
+import { zip } from "./zip.js";
+
+// items: {name, width, height, answers: [{domain, detections | label | text …}], corrections}
 export function save(format, items) {
   const made = { coco, yolo, labelstudio, csv }[format](items);
   const link = document.createElement("a");
@@ -10,66 +12,96 @@ export function save(format, items) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
-function* boxes(items) {
-  for (const item of items) {
-    for (const answer of item.answers) {
-      for (const found of answer.detections || []) yield { item, domain: answer.domain, ...found };
-    }
-  }
-}
-
-// Numbers of the classes of all domains; two domains may have the same label.
+// Classes of the boxes of all files; two domains may have the same label.
 function classes(items) {
+  const key = ({ domain, label }) => `${domain}\t${label}`;
   const pairs = new Map();
-  for (const found of boxes(items)) pairs.set(`${found.domain}\t${found.label}`, found);
+  for (const { corrections } of items) {
+    for (const one of [...corrections.boxes, ...corrections.deleted]) pairs.set(key(one), one);
+  }
   const listed = [...pairs.values()];
-  const shared = (label) => listed.filter((found) => found.label === label).length > 1;
-  const names = listed.map((found) => (shared(found.label) ? `${found.domain}/${found.label}` : found.label));
-  return { names, number: new Map([...pairs.keys()].map((key, place) => [key, place])) };
+  const shared = (label) => listed.filter((one) => one.label === label).length > 1;
+  const names = listed.map((one) => (shared(one.label) ? `${one.domain}/${one.label}` : one.label));
+  const numbers = new Map([...pairs.keys()].map((name, place) => [name, place]));
+  return { names, number: (one) => numbers.get(key(one)) };
 }
 
+// What was changed of a picture's boxes; null if nothing was.
+function changes({ corrections }) {
+  if (!corrections.changed) return null;
+  const counts = { added: 0, moved: 0, relabelled: 0, deleted: corrections.deleted.length };
+  for (const one of corrections.boxes) {
+    for (const change of corrections.changeOf(one).split(", ")) if (change) counts[change] += 1;
+  }
+  return counts;
+}
+
+const corner = ([x0, y0, x1, y1]) => [x0, y0, x1 - x0, y1 - y0];
+
+// A box that a person drew has no score; one that a person changed keeps the model's and says what was changed.
 function coco(items) {
   const { names, number } = classes(items);
-  const ids = new Map(items.map((item, place) => [item, place + 1]));
-  const annotations = [...boxes(items)].map((found, place) => {
-    const [x0, y0, x1, y1] = found.box;
+  const annotations = items.flatMap((item, place) => item.corrections.boxes.map((one) => {
+    const bbox = corner(one.box);
+    const change = item.corrections.changeOf(one);
     return {
-      id: place + 1, image_id: ids.get(found.item),
-      category_id: number.get(`${found.domain}\t${found.label}`) + 1,
-      bbox: [x0, y0, x1 - x0, y1 - y0], area: (x1 - x0) * (y1 - y0), iscrowd: 0,
-      score: found.confidence,
+      image_id: place + 1, category_id: number(one) + 1, bbox, area: bbox[2] * bbox[3], iscrowd: 0,
+      ...(one.confidence === null ? {} : { score: one.confidence }),
+      ...(change ? { attributes: { correction: change } } : {}),
+    };
+  })).map((one, place) => ({ id: place + 1, ...one }));
+  const images = items.map((item, place) => {
+    const counts = changes(item);
+    const deleted = item.corrections.deleted.map((one) => ({ category_id: number(one) + 1, bbox: corner(one.box), score: one.confidence }));
+    return {
+      id: place + 1, file_name: item.name, width: item.width, height: item.height,
+      ...(counts ? { corrections: counts, deleted } : {}),
     };
   });
-  const images = items.map((item) => ({
-    id: ids.get(item), file_name: item.name, width: item.width, height: item.height,
-  }));
   const categories = names.map((name, place) => ({ id: place + 1, name }));
   return json("predictions.coco.json", { images, categories, annotations });
 }
 
+// The model's answers are predictions; where a person corrected them, the corrected ones are an annotation, in
+// which each region says where it is from.
 function labelstudio(items) {
-  return json("predictions.labelstudio.json", items.map((item) => ({
-    data: { image: `/data/local-files/?d=${item.name}` },
-    predictions: [{ model_version: "VaLoRA", result: item.answers.flatMap((answer) => results(item, answer)) }],
-  })));
+  return json("predictions.labelstudio.json", items.map((item) => {
+    const { corrections } = item;
+    const others = item.answers.filter((answer) => !answer.detections).flatMap(written);
+    const task = {
+      data: { image: `/data/local-files/?d=${item.name}` },
+      predictions: [{ model_version: "VaLoRA", result: [...corrections.found.map((one) => region(item, one)), ...others] }],
+    };
+    if (corrections.changed) {
+      task.annotations = [{
+        result: [...corrections.boxes.map((one) => ({ ...region(item, one), origin: origin(corrections, one) })), ...others],
+      }];
+    }
+    return task;
+  }));
 }
 
-function results(item, answer) {
+function origin(corrections, one) {
+  const change = corrections.changeOf(one);
+  if (change === "added") return "manual";
+  return change ? "prediction-changed" : "prediction";
+}
+
+function region(item, { id, domain, label, confidence, box: [x0, y0, x1, y1] }) {
+  return {
+    id: `box-${id}`, to_name: "image", from_name: "label", type: "rectanglelabels", meta: { text: [domain] },
+    ...(confidence === null ? {} : { score: confidence }),
+    original_width: item.width, original_height: item.height, image_rotation: 0,
+    value: {
+      x: (100 * x0) / item.width, y: (100 * y0) / item.height, rotation: 0,
+      width: (100 * (x1 - x0)) / item.width, height: (100 * (y1 - y0)) / item.height,
+      rectanglelabels: [label],
+    },
+  };
+}
+
+function written(answer) {
   const common = { to_name: "image", meta: { text: [answer.domain] } };
-  if (answer.detections) {
-    return answer.detections.map((found) => {
-      const [x0, y0, x1, y1] = found.box;
-      return {
-        ...common, type: "rectanglelabels", from_name: "label", score: found.confidence,
-        original_width: item.width, original_height: item.height, image_rotation: 0,
-        value: {
-          x: (100 * x0) / item.width, y: (100 * y0) / item.height, rotation: 0,
-          width: (100 * (x1 - x0)) / item.width, height: (100 * (y1 - y0)) / item.height,
-          rectanglelabels: [found.label],
-        },
-      };
-    });
-  }
   if (answer.label != null) {
     return [{ ...common, type: "choices", from_name: "choice", value: { choices: [answer.label] } }];
   }
@@ -77,16 +109,13 @@ function results(item, answer) {
 }
 
 function csv(items) {
-  const rows = [["file", "domain", "label", "confidence", "x0", "y0", "x1", "y1", "text"]];
-  for (const item of items) {
-    for (const answer of item.answers) {
-      if (answer.detections) {
-        for (const found of answer.detections) {
-          rows.push([item.name, answer.domain, found.label, found.confidence, ...found.box, ""]);
-        }
-      } else {
-        rows.push([item.name, answer.domain, answer.label ?? "", answer.confidence ?? "", "", "", "", "", answer.text ?? ""]);
-      }
+  const rows = [["file", "domain", "label", "confidence", "x0", "y0", "x1", "y1", "text", "correction"]];
+  for (const { name, answers, corrections } of items) {
+    const row = (one, change) => rows.push([name, one.domain, one.label, one.confidence ?? "", ...one.box, "", change]);
+    for (const one of corrections.boxes) row(one, corrections.changeOf(one));
+    for (const one of corrections.deleted) row(one, "deleted");
+    for (const answer of answers.filter((other) => !other.detections)) {
+      rows.push([name, answer.domain, answer.label ?? "", answer.confidence ?? "", "", "", "", "", answer.text ?? "", ""]);
     }
   }
   const content = rows.map((row) => row.map(cell).join(",")).join("\n");
@@ -99,54 +128,31 @@ function cell(value) {
   return /[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
 }
 
+// Label files have no room for more than boxes: what was changed is in a file beside them.
 function yolo(items) {
   const { names, number } = classes(items);
+  const used = new Set();
+  const changed = {};
   const files = items.map((item) => {
-    const rows = [...boxes([item])].map((found) => {
-      const [x0, y0, x1, y1] = found.box;
+    const rows = item.corrections.boxes.map((one) => {
+      const [x0, y0, x1, y1] = one.box;
       const place = [(x0 + x1) / 2 / item.width, (y0 + y1) / 2 / item.height, (x1 - x0) / item.width, (y1 - y0) / item.height];
-      return `${number.get(`${found.domain}\t${found.label}`)} ${place.map((value) => value.toFixed(8)).join(" ")}\n`;
+      return `${number(one)} ${place.map((value) => value.toFixed(8)).join(" ")}\n`;
     });
-    return [`labels/${item.name.replace(/\.[^.]*$/, "")}.txt`, rows.join("")];
+    const stem = item.name.replace(/\.[^.]*$/, "");
+    let name = stem;
+    for (let more = 2; used.has(name); more += 1) name = `${stem}-${more}`; // files of several folders may share a name
+    used.add(name);
+    const counts = changes(item);
+    if (counts) changed[`labels/${name}.txt`] = { ...counts, rows: item.corrections.boxes.map((one) => item.corrections.changeOf(one)) };
+    return [`labels/${name}.txt`, rows.join("")];
   });
   const listed = names.map((name, place) => `  ${place}: ${JSON.stringify(name)}\n`).join("");
   files.push(["data.yaml", `path: .\ntrain: images\nval: images\nnames:\n${listed}`]);
+  if (Object.keys(changed).length) files.push(["corrections.json", `${JSON.stringify(changed, null, 1)}\n`]);
   return { name: "predictions-yolo.zip", type: "application/zip", content: zip(files) };
 }
 
 function json(name, value) {
   return { name, type: "application/json", content: `${JSON.stringify(value)}\n` };
-}
-
-// A zip archive whose files are stored as they are (APPNOTE 6.3.10, sections 4.3.7 to 4.3.16).
-export function zip(files) {
-  const text = new TextEncoder();
-  const parts = [];
-  const listed = [];
-  let at = 0;
-  for (const [name, content] of files) {
-    const title = text.encode(name);
-    const data = text.encode(content);
-    const common = [u16(20), u16(0x0800), u16(0), u16(0), u16(0x21), u32(crc(data)), u32(data.length), u32(data.length), u16(title.length), u16(0)];
-    const head = [u32(0x04034b50), ...common, title];
-    listed.push([u32(0x02014b50), u16(20), ...common, u16(0), u16(0), u16(0), u32(0), u32(at), title]);
-    parts.push(...head, data);
-    at += size(head) + data.length;
-  }
-  const ends = listed.flat();
-  const end = [u32(0x06054b50), u16(0), u16(0), u16(files.length), u16(files.length), u32(size(ends)), u32(at), u16(0)];
-  return new Blob([...parts, ...ends, ...end]);
-}
-
-const size = (parts) => parts.reduce((sum, part) => sum + part.length, 0);
-const u16 = (value) => new Uint8Array([value & 255, value >> 8]);
-const u32 = (value) => new Uint8Array([value, value >>> 8, value >>> 16, value >>> 24]);
-
-function crc(data) {
-  let value = ~0;
-  for (const byte of data) {
-    value ^= byte;
-    for (let bit = 0; bit < 8; bit += 1) value = (value >>> 1) ^ (value & 1 ? 0xedb88320 : 0);
-  }
-  return ~value >>> 0;
 }

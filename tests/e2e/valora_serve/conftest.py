@@ -3,6 +3,7 @@
 import pytest
 
 from tests.e2e.valora_serve.serving import Process, bundle_with_golden
+from tests.support.browser import chromium_path
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +18,16 @@ def served(sample_bundle, tmp_path_factory):
     process = Process(sample_bundle, cwd=tmp_path_factory.mktemp("serve")).ready()
     yield process
     process.end()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless Chromium; skips where there is none."""
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="needs playwright: pip install playwright"
+    )
+    path = chromium_path()
+    with playwright.sync_playwright() as started:
+        running = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield running
+        running.close()

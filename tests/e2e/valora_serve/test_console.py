@@ -10,34 +10,16 @@ import pytest
 from PIL import Image
 
 from tests.e2e.valora_serve.serving import Process
-from tests.support.browser import chromium_path
+from tests.support.browser import opened
 from tests.support.videos import video_file
 
 pytestmark = pytest.mark.slow
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    path = chromium_path()
-    with playwright.sync_playwright() as started:
-        running = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield running
-        running.close()
-
 
 @pytest.fixture
 def page(browser, served):
-    opened = browser.new_page(viewport={"width": 1280, "height": 800})
-    problems = []
-    opened.on("console", lambda said: problems.append(said.text) if said.type == "error" else None)
-    opened.on("pageerror", lambda error: problems.append(str(error)))
-    opened.goto(served.url)
-    opened.locator("#model option").first.wait_for(state="attached")
-    yield opened
-    opened.close()
-    assert problems == []
+    with opened(browser, served.url) as page:
+        yield page
 
 
 @pytest.fixture(scope="module")

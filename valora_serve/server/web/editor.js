@@ -57,8 +57,8 @@ export function render() {
   }
   const area = (one) => (one.box[2] - one.box[0]) * (one.box[3] - one.box[1]);
   const order = [...boxes].sort((a, b) => area(b) - area(a)); // small ones lie above large ones
-  for (const one of boxes) {
-    const grip = grips.get(one.id) || grow(one.id);
+  boxes.forEach((one, place) => {
+    const grip = grips.get(one.id) || grow(one.id, boxes.slice(place + 1).find((later) => grips.has(later.id)));
     const change = work.corrections.changeOf(one);
     const [x0, y0, x1, y1] = one.box.map(Math.round);
     const facts = [one.label, one.confidence === null ? "" : `confidence ${one.confidence.toFixed(2)}`, change].filter(Boolean);
@@ -66,7 +66,7 @@ export function render() {
     grip.setAttribute("aria-pressed", String(one.id === chosen));
     grip.style.zIndex = order.indexOf(one) + 1;
     lay(grip, one.box);
-  }
+  });
   const target = boxes.find((one) => one.id === chosen);
   el("frame").hidden = !target;
   if (target) lay(el("frame"), target.box);
@@ -87,13 +87,14 @@ function lay(node, [x0, y0, x1, y1]) {
   });
 }
 
-function grow(id) {
+// The button of a box, before that of a later one: Tab goes through them in order.
+function grow(id, later) {
   const grip = make("button", { type: "button", className: "grip" });
   grip.dataset.id = id;
   grip.addEventListener("focus", () => choose(id));
   grip.addEventListener("click", (event) => event.detail || el("label").focus()); // Enter or space
   grips.set(id, grip);
-  el("edit").append(grip);
+  el("edit").insertBefore(grip, later ? grips.get(later.id) : null);
   return grip;
 }
 

@@ -185,7 +185,7 @@ function beside(item) {
   })));
   mine.layout();
   const both = agreeing(ours, detections);
-  el("agreement").textContent = `${both} agree (overlap of at least ${AGREE}), ${ours.length - both} only here, ${detections.length - both} only of the teacher.`;
+  el("agreement").textContent = `In common: ${both} (overlap of at least ${AGREE}). Only VaLoRA's: ${ours.length - both}. Only the teacher's: ${detections.length - both}.`;
 }
 
 // How many boxes two lists have in common, each counted once, the best overlaps first.

@@ -22,11 +22,11 @@ from valora_train.stages.data import build_data
 from valora_train.stages.distill import (
     REPORT,
     TAUGHT,
+    answers_on_test,
     build_distilled,
     distill_stage,
     teacher_figures,
     teacher_speed,
-    answers_on_test,
 )
 
 SEEN: dict[str, tuple[Box, ...]] = {}

@@ -108,6 +108,7 @@ async function take(files) {
   const total = given.reduce((sum, file) => sum + file.size, 0);
   el("chosen").textContent = given.length === 1 ? `${given[0].name} (${bytes(total)})` : `${given.length} files (${bytes(total)})`;
   el("error").hidden = el("saving").hidden = true;
+  el("timing").textContent = "";
   show(0);
   return true;
 }

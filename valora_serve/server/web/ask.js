@@ -37,10 +37,12 @@ export async function ask(asked, prompt, least) {
   el("stop").hidden = false;
   el("error").hidden = true;
   el("said").replaceChildren();
+  el("timing").textContent = "";
   const subject = heads ? items : items.slice(state.current, state.current + 1);
   for (const item of subject) Object.assign(item, { asked, answers: [], corrections: new Corrections(), failed: null });
   if (items.length) show(Math.min(state.current, items.length - 1));
   else el("gallery").hidden = true;
+  if (matchMedia("(max-width: 52rem)").matches) el("answer").scrollIntoView({ block: "start" }); // it lies below the form
   const began = performance.now();
   try {
     if (heads) await askHeads(asked, prompt, least, began);

@@ -17,7 +17,6 @@ export function show(place) {
   el("gallery").hidden = true;
   el("clear").hidden = false;
   el("figure").hidden = el("views").hidden = el("tools").hidden = false;
-  el("timing").textContent = "";
   el("picture").hidden = item.video;
   el("clip").hidden = !item.video;
   el("zoom").hidden = item.video;
@@ -91,8 +90,8 @@ export function tell(drawn = false) {
   const { corrections, answers } = item;
   const finds = answers.some((answer) => answer.detections);
   const correctable = finds && !item.video && !state.running;
-  el("correct").hidden = !finds || item.video;
-  el("correct").disabled = Boolean(state.running);
+  el("correct").hidden = item.video || !item.asked.some((model) => model.boxes);
+  el("correct").disabled = !correctable;
   el("compare").hidden = !item.teacher?.detections;
   const boxes = seen(corrections).filter((one) => visible(item, one));
   mine.draw(item.width || 1, item.height || 1, item.video ? [] : boxes.map((one) => ({
@@ -152,11 +151,12 @@ function boxTable(item, boxes) {
 function legend(item) {
   const several = item.asked.length > 1;
   const found = item.corrections.boxes.map((one) => kindOf(item, one));
-  const names = several ? item.answers.map((answer) => [answer.domain, kindOf(item, answer).number])
+  const names = several ? item.asked.map((model, number) => [model.id, number])
     : [...new Map(found.map((one) => [one.name, one.number]))];
+  const waited = (name) => several && !item.answers.some((answer) => answer.domain === name);
   const at = [...el("legend").children].findIndex((entry) => entry.contains(document.activeElement));
   el("legend").replaceChildren(...names.map(([name, number]) => {
-    const count = found.filter((one) => one.name === name).length;
+    const count = waited(name) ? (state.running ? "…" : "–") : found.filter((one) => one.name === name).length;
     const swatch = make("span", { className: "swatch" });
     swatch.style.background = colour(number);
     const made = make("button", { type: "button", className: "chip" }, swatch, `${name} ${count}`);
@@ -178,8 +178,9 @@ function beside(item) {
   if (!shown) return;
   const { domain, detections } = item.teacher;
   const ours = item.corrections.boxes.filter((one) => one.domain === domain);
-  el("mine-said").textContent = `VaLoRA, domain ${domain}: ${ours.length}`;
-  el("beside-said").textContent = `its teacher, the small model: ${detections.length}`;
+  const many = (count) => `${count} ${count === 1 ? "box" : "boxes"}`;
+  el("mine-said").textContent = `VaLoRA, domain ${domain}: ${many(ours.length)}`;
+  el("beside-said").textContent = `Its teacher, the small model: ${many(detections.length)}`;
   teachers.draw(item.width || 1, item.height || 1, detections.map((one) => ({
     ...one, colour: colour(kindOf(item, { domain, label: one.label }).number), change: "", chosen: false,
   })));

@@ -1,7 +1,9 @@
 """Health, version and the console."""
 
 import sys
+from dataclasses import replace
 
+from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import serving
 
 
@@ -19,3 +21,22 @@ def test_version_and_console(tmp_path):
             assert server.client.get(f"/console/{name}").status_code == 404
     with serving(console=False) as server:
         assert server.client.get("/").status_code == 404
+
+
+def test_status_has_every_replica():
+    engine = FakeEngine()
+    with serving(engine) as server:
+        assert server.client.get("/v1/status").json()["replicas"] is None
+        parts = {
+            "east": replace(engine.stats(), running=3, pages_kv=7),
+            "west": replace(engine.stats(), running=5, prefix_queries=0, merged_adapter=None),
+        }
+        engine.replicas = lambda: parts
+        found = server.client.get("/v1/status").json()
+        assert found["running"] == 0
+        east, west = found["replicas"]["east"], found["replicas"]["west"]
+        assert (east["running"], east["pages_kv"], east["prefix_hit_ratio"]) == (3, 7, 0.5)
+        assert (west["running"], west["merged_adapter"], west["prefix_hit_ratio"]) == (
+            5, None, None,
+        )  # fmt: skip
+        assert set(east) < set(found)

@@ -6,7 +6,8 @@ const HUES = [165, 25, 265, 200, 330, 55, 95, 230, 300, 0];
 const LARGEST = 8; // times that a small picture is enlarged
 const TEXT = 12; // pixels on the screen
 const LINE = 1.45; // height of a label's plate, in text sizes
-const WIDE = 0.6; // mean width of a letter, in text sizes
+const pen = document.createElement("canvas").getContext("2d"); // measures labels
+pen.font = `600 ${TEXT}px system-ui, sans-serif`;
 const views = [];
 let zoom = 1;
 
@@ -77,7 +78,7 @@ export class View {
       rect.classList.toggle("chosen", Boolean(chosen));
       rects.push(rect);
       const text = confidence === null ? label : `${label} ${confidence.toFixed(2)}`;
-      const plate = { wide: (WIDE * text.length + 0.8) * size, high: LINE * size };
+      const plate = { wide: (pen.measureText(text).width + 0.9 * TEXT) / scale, high: LINE * size };
       const at = place([x0, y0, x1, y1], plate, { width, height, beside }, placed, this.shown);
       placed.push(at);
       names.push(

@@ -9,7 +9,6 @@ import httpx
 import pytest
 from PIL import Image
 
-from tests.e2e.valora_serve.serving import Process
 from tests.support.browser import opened
 from tests.support.videos import video_file
 
@@ -267,25 +266,3 @@ def test_on_any_screen(page, image, scheme, width):
     ]
     assert (light[0] > light[1]) == (scheme == "light")
     assert abs(light[0] - light[1]) > 380
-
-
-def test_the_key_is_asked_for(browser, sample_bundle, tmp_path, image):
-    secret = "a-key-for-the-console-test"
-    process = Process(sample_bundle, "--api-key", secret, "--no-golden", cwd=tmp_path).ready()
-    try:
-        page = browser.new_page()
-        page.goto(process.url)
-        page.locator("#key-dialog[open]").wait_for()
-        page.fill("#key", "wrong")
-        page.keyboard.press("Enter")
-        page.locator("#key-error", has_text="not known").wait_for()
-        page.fill("#key", secret)
-        page.keyboard.press("Enter")
-        page.locator("#model option").first.wait_for(state="attached")
-        page.select_option("#model", "scene")
-        page.set_input_files("#file", image)
-        page.click("#run")
-        page.locator("#said tbody tr").first.wait_for(timeout=20_000)
-        page.close()
-    finally:
-        process.end()

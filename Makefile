@@ -21,11 +21,15 @@ help: ## List the targets
 	@echo '  TASK=detection  the task (classification, detection, video, vqa, caption, grounding, counting,'
 	@echo '                  mixed, own); ARGS="fusion=paper train.seed=1" sets further settings'
 
+# With an NVIDIA GPU, also the attention library of all our figures.
+EXTRAS ?= $(if $(wildcard /proc/driver/nvidia/version),all$(comma)gpu,all)
+comma := ,
+
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is required: install it, or give its path with PYTHON=…" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV)/ (takes some minutes, once)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $@
 
 .PHONY: setup

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib
 import os
 import sys
 import time
@@ -40,8 +41,15 @@ _EXTRAS = dict.fromkeys(
 _MORE = """\
 other commands:
   valora-serve key NAME [--role admin] [--file FILE]   make an API key
+  valora-serve doctor [--base MODEL] [--json]          check this machine
   valora-serve bench --help                            replay a trace against a running server"""
 
+
+_COMMANDS = {
+    "bench": "valora_serve.workloads.bench",
+    "doctor": "valora_serve.doctor.command",
+}
+"""Modules of other commands by name; each has a `main`."""
 
 WATCH_SECONDS = 0.2
 """Seconds between two looks at the processes of a tensor-parallel group."""
@@ -70,9 +78,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _version() -> str:
-    import importlib.metadata
+    from importlib.metadata import version
 
-    return f"valora-serve {importlib.metadata.version('valora')}"
+    return f"valora-serve {version('valora')}"
 
 
 def read(
@@ -295,10 +303,8 @@ def main(
     try:
         if given[:1] == ["key"]:
             return make_key(given[1:])
-        if given[:1] == ["bench"]:
-            from valora_serve.workloads import bench
-
-            return bench.main(given[1:])
+        if given and given[0] in _COMMANDS:
+            return int(importlib.import_module(_COMMANDS[given[0]]).main(given[1:]))
         return serve(*read(given), on_started)
     except ValoraError as error:
         print(f"error: {error}", file=sys.stderr)

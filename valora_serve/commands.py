@@ -24,7 +24,7 @@ COMMANDS: Registry[Command] = Registry(
         "predict": "valora_serve.predict.command:main",
         "data": "valora_data.cli:main",
         "sim": "valora_serve.workloads.cli:main",
-        "doctor": "valora_serve.doctor:main",
+        "doctor": "valora_serve.doctor.command:main",
     },
 )
 """Commands by name. The factory, which nothing that serves may import, registers `fuse` in the

@@ -19,6 +19,11 @@ COMPILER_MEMORY = 11 << 10
 """Bytes of shared memory a program that are left to the compiler."""
 
 
+def generic_table(name: str) -> Path:
+    """Return the file of the tiling table of a GPU without a record; `valora-tile` writes it."""
+    return Path(__file__).with_name(name.lower().replace(" ", "_") + ".json")
+
+
 def generic(name: str, *, processors: int, shared_memory: int, capability: tuple[int, int]) -> Gpu:
     """The record of a GPU that nobody measured: its own hardware, with the H200's thresholds.
 
@@ -34,7 +39,7 @@ def generic(name: str, *, processors: int, shared_memory: int, capability: tuple
         processors=processors,
         shared_memory=shared_memory,
         capability=capability,
-        table=Path(__file__).with_name(name.lower().replace(" ", "_") + ".json"),
+        table=generic_table(name),
         projections=measured.projections if large else (),
         products=measured.products if large else (),
     )

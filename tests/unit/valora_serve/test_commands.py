@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from valora_serve import commands, doctor
+from valora_serve import commands
 from valora_serve.demo import command as demo
 
 ROOT = Path(__file__).parents[3]
@@ -54,20 +54,6 @@ def test_the_gathering_command_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_doctor_says_what_is_wrong_and_how_to_mend_it(monkeypatch, capsys):
-    assert doctor.main(["python", "files", "machine"]) == 0
-    said = capsys.readouterr().out
-    assert "✓ Python" in said
-    assert "nothing is wrong" in said
-    monkeypatch.setattr(doctor, "PYTHONS", ((3, 99),))
-    monkeypatch.setattr(doctor, "EXTRAS", {"serve": ("no_such_module",)})
-    assert doctor.main(["python", "extras"]) == 1
-    said = capsys.readouterr().out
-    assert "install Python 3.99" in said
-    assert "pip install 'valora[serve]'" in said
-    assert "1 of these must be mended" in said
 
 
 def test_the_demo_serves_the_bundle_of_the_package(monkeypatch, capsys):

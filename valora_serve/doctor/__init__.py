@@ -1,0 +1,1 @@
+"""Command ``valora doctor`` (``valora-serve doctor``): what this machine lacks, and the remedy."""

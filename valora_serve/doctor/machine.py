@@ -1,0 +1,119 @@
+"""Checks of Python, cores, memory, disks, limits, packages, and what ships with the package."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from valora_data.errors import ValoraError
+from valora_serve.doctor.base import Finding, Level
+from valora_serve.doctor.gpu import installed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from valora_serve.doctor.base import Patient
+
+PYTHONS = ((3, 11), (3, 12))
+"""Versions of Python that the package supports."""
+LEAST_DISK = 2 << 30
+"""Bytes below which a disk counts as full: a fusion of the tiny model writes about one GiB."""
+EXTRAS = {
+    "serve": ("fastapi", "uvicorn", "pydantic_settings", "httpx", "llguidance", "av"),
+    "train": ("hydra", "peft", "mlflow", "datasets", "pycocotools", "supervision"),
+    "yolo": ("ultralytics",),
+}
+"""Modules that tell whether an extra is installed, by its name."""
+FILES = 4096 + 256
+"""Open files that a server with its default of `max_connections` needs."""
+
+
+def check_python(_: Patient) -> Iterator[Finding]:
+    """The version of Python."""
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.version_info[:2] in PYTHONS:
+        yield Finding(Level.FINE, "Python", found)
+    else:
+        wanted = " or ".join(".".join(map(str, version)) for version in PYTHONS)
+        yield Finding(Level.WRONG, "Python", found, f"install Python {wanted}")
+
+
+def check_machine(_: Patient) -> Iterator[Finding]:
+    """Cores, memory and limits."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    yield Finding(Level.FINE, "machine", f"{cores} CPU cores, {memory:.0f} GiB memory")
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard != resource.RLIM_INFINITY and hard < FILES:
+        text = f"{hard} at most, which is {hard - 256} connections at a time"
+        remedy = f"`ulimit -Hn {FILES}`, or serve with a lower --max-connections"
+        yield Finding(Level.NOTE, "open files", text, remedy)
+    else:
+        yield Finding(Level.FINE, "open files", "enough may be open")
+
+
+def check_disks(_: Patient) -> Iterator[Finding]:
+    """Room and permission in this folder and in the folders of caches."""
+    home, environment = Path.home(), os.environ
+    cache = Path(environment.get("XDG_CACHE_HOME") or home / ".cache")
+    folders = {
+        "disk": Path.cwd(),
+        "costs": home / ".cache" / "valora",
+        "kernels": Path(environment.get("TRITON_CACHE_DIR") or home / ".triton"),
+        "models": Path(environment.get("HF_HOME") or cache / "huggingface"),
+    }
+    for what, folder in folders.items():
+        there = next(one for one in (folder, *folder.parents) if one.exists())
+        free = shutil.disk_usage(there).free
+        text = f"{free / 2**30:.0f} GiB free in {folder}"
+        if not os.access(there, os.W_OK):
+            text = f"{folder} cannot be written"
+            yield Finding(Level.WRONG, what, text, "give permission, or set another folder")
+        elif free < LEAST_DISK:
+            yield Finding(Level.WRONG, what, text, "make room, or use another folder")
+        else:
+            yield Finding(Level.FINE, what, text)
+
+
+def check_extras(_: Patient) -> Iterator[Finding]:
+    """Which parts of the package are installed."""
+    for extra, modules in EXTRAS.items():
+        missing = [name for name in modules if importlib.util.find_spec(name) is None]
+        if missing:
+            text = f"not installed ({', '.join(missing)})"
+            yield Finding(Level.NOTE, f"valora[{extra}]", text, f"pip install 'valora[{extra}]'")
+        else:
+            yield Finding(Level.FINE, f"valora[{extra}]", "installed")
+    ray = installed("ray")
+    if ray is None:
+        text = "not installed: one engine only, no replicas"
+        yield Finding(Level.NOTE, "Ray", text, "pip install 'valora[scale]'")
+    else:
+        yield Finding(Level.FINE, "Ray", ray)
+
+
+def check_files(patient: Patient) -> Iterator[Finding]:
+    """The base model, and the bundles beside it."""
+    from valora_data.contract.base_model import base_folder, base_hash
+
+    base = patient.base
+    try:
+        found = f"{base_folder(base)} (sha256 {base_hash(base)[:12]})"
+    except (ValoraError, OSError) as error:
+        remedy = "install the package again" if base == "tiny" else "name a folder that holds one"
+        yield Finding(Level.WRONG, "base model", str(error), remedy)
+    else:
+        yield Finding(Level.FINE, "base model", found)
+    bundles = Path("bundles")
+    names = sorted(file.parent.name for file in bundles.glob("*/bundle.json"))
+    if names:
+        yield Finding(Level.FINE, "bundles", f"{', '.join(names)} in {bundles}/")
+    else:
+        remedy = "`valora fuse` makes one; `valora demo` serves the one in the package"
+        yield Finding(Level.NOTE, "bundles", "none in this folder", remedy)

@@ -1,0 +1,77 @@
+"""Reads what PyTorch, the driver and its management library say of the GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from valora_serve.doctor.base import Facts, GpuFacts, Process
+
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@cache
+def read_facts() -> Facts:
+    """Read what is known of the GPUs, once."""
+    compiler = any(map(shutil.which, ("cc", "gcc", "clang")))
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    nvcc = shutil.which("nvcc") is not None or (Path(home) / "bin" / "nvcc").exists()
+    driver = _driver()
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return Facts(None, reason, driver=driver, compiler=compiler, nvcc=nvcc)
+    gpus: list[GpuFacts] = []
+    problem = ""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            if torch.cuda.is_available():
+                gpus = [_gpu(torch, number) for number in range(torch.cuda.device_count())]
+        except RuntimeError as error:
+            problem = str(error).splitlines()[0]
+    if not gpus and not problem and said:
+        problem = str(said[0].message).splitlines()[0]
+    return Facts(
+        str(torch.__version__), problem, torch.version.cuda, driver, tuple(gpus), compiler, nvcc
+    )
+
+
+def _gpu(torch: Any, number: int) -> GpuFacts:
+    facts = torch.cuda.get_device_properties(number)
+    free, total = torch.cuda.mem_get_info(number)
+    capability = facts.major, facts.minor
+    return GpuFacts(str(facts.name), capability, total, free, _processes(str(facts.uuid)))
+
+
+def _processes(uuid: str) -> tuple[Process, ...]:
+    """Return the other processes on a GPU; none if nvidia-ml-py is not installed."""
+    found = []
+    with contextlib.suppress(Exception):  # whatever it is, the free memory is known all the same
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid[:4] == "GPU-" else f"GPU-{uuid}")
+            for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                if one.pid != os.getpid():
+                    found.append(Process(one.pid, one.usedGpuMemory))
+        finally:
+            pynvml.nvmlShutdown()
+    return tuple(found)
+
+
+def _driver() -> str | None:
+    """Return the version of the NVIDIA driver."""
+    with contextlib.suppress(OSError):
+        match = re.search(r"\b(\d{3,}\.\d+(\.\d+)?)\b", DRIVER.read_text())
+        if match is not None:
+            return match[1]
+    return None

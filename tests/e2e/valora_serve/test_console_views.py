@@ -257,6 +257,7 @@ def test_a_document_is_added_asked_and_deleted(page, server, tmp_path):
     page.locator("#context-answers .hint", has_text="generated").wait_for()
     assert "a red star" in text(page, "#context-answers .text")
     assert server.engine.asked[-1].model == "rules"
+    assert server.engine.asked[-1].sampling.temperature == 0
     assert violations(page) == []
 
     page.fill("#learn-name", "rules")  # the name is in use

@@ -57,12 +57,12 @@ export async function* events(stream) {
   }
 }
 
-// Streams a chat completion; calls onText with each piece. Returns usage and warnings.
-export async function complete(model, messages, onText, signal) {
+// Streams a chat completion; calls onText with each piece. Returns usage and warnings. `more` is added to the body.
+export async function complete(model, messages, onText, signal, more = {}) {
   const response = await call("v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ model, messages, stream: true, stream_options: { include_usage: true } }),
+    body: JSON.stringify({ model, messages, stream: true, stream_options: { include_usage: true }, ...more }),
     signal,
   });
   const found = { usage: null, warnings: [] };

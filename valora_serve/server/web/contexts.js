@@ -152,7 +152,9 @@ async function ask() {
   while (el("context-answers").children.length > 20) el("context-answers").lastChild.remove();
   const began = performance.now();
   try {
-    const found = await complete(name, [{ role: "user", content: question }], (piece) => { answer.textContent += piece; }, asking.signal);
+    const onText = (piece) => { answer.textContent += piece; };
+    // What a document says is no matter of chance: the likeliest answer.
+    const found = await complete(name, [{ role: "user", content: question }], onText, asking.signal, { temperature: 0 });
     const parts = [milliseconds(performance.now() - began)];
     if (found.usage) parts.push(`${found.usage.prompt_tokens} prompt tokens with its memory`, `${found.usage.completion_tokens} generated`);
     facts.textContent = [parts.join(", "), ...found.warnings].join("; ");

@@ -140,7 +140,7 @@ function figures() {
     ["Mode switches", facts.switches], ["Steps", facts.steps], ["Resident adapters", `${facts.adapters_resident.length} of ${facts.adapters_known}`],
     ["Resident documents", `${facts.contexts_resident} of ${facts.contexts_known}`],
     ["Prefix cache hits", percent(facts.prefix_hit_ratio)], ["Image cache hits", percent(facts.image_hit_ratio)],
-    ["Prompt tokens", facts.prompt_tokens], ["Generated tokens", facts.generated_tokens], ["Preemptions", facts.preemptions],
+    ["Prompt tokens", facts.prompt_tokens], ["Generated tokens", facts.generated_tokens], ["Preemptions", facts.preemptions], ["Prepared graphs and kernels", `${facts.prepared} of ${facts.preparations}`],
   ];
   if (facts === now) rows.push(["Process memory", bytes(now.memory_bytes)]);
   const text = (value) => (typeof value === "number" ? value.toLocaleString("en") : value);

@@ -27,7 +27,7 @@ async function loadModels() {
   for (const [kind, title] of [["domain", "Domains"], ["context", "Documents"], ["adapter", "Adapters"], ["base", "Base model"]]) {
     const group = document.createElement("optgroup");
     group.label = title;
-    for (const model of listed.filter((item) => (item.form ? "context" : item.kind) === kind)) {
+    for (const model of listed.filter((item) => item.encodes == null && (item.form ? "context" : item.kind) === kind)) {
       group.append(new Option(model.id, model.id));
     }
     if (group.children.length) el("model").append(group);

@@ -8,7 +8,7 @@ let running = null;
 
 export function offer(models) {
   const before = el("chat-model").value;
-  const able = models.filter((model) => !model.head).sort((a, b) => (a.kind === "base" ? -1 : b.kind === "base"));
+  const able = models.filter((model) => !model.head && model.encodes == null).sort((a, b) => (a.kind === "base" ? -1 : b.kind === "base"));
   el("chat-model").replaceChildren(...able.map((model) => new Option(model.id, model.id)));
   if (able.some((model) => model.id === before)) el("chat-model").value = before;
 }

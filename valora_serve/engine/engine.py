@@ -45,7 +45,7 @@ from valora_serve.engine.merge import MergeState
 from valora_serve.engine.named import Named
 from valora_serve.engine.requests import Requests
 from valora_serve.engine.sequence import Prepared, SequenceState
-from valora_serve.engine.settings import LAZY
+from valora_serve.engine.settings import FP8, LAZY
 from valora_serve.engine.warm_up import WarmUp
 from valora_serve.errors import (
     CancelledRequestError,
@@ -146,6 +146,8 @@ class Engine:
     ) -> None:
         self.settings = settings
         self._modes = modes_of(settings.policy)
+        if settings.quantize == FP8:
+            self._modes = frozenset({Mode.UNMERGED})
         self.start_up = WarmUp(sizing.lora_terms(self._modes), lazy=settings.capture == LAZY)
         self.crew: Crew | None = None
         if settings.tensor_parallel > 1 and seat is None:
@@ -181,7 +183,7 @@ class Engine:
             lmm.compile_layers()
         self.context_length = min(settings.context_length or lmm.context_length, lmm.context_length)
         self._longest_token = max(map(len, lmm.tokenizer.get_vocab()))  # in characters
-        mergeable = self._modes != {Mode.UNMERGED}
+        mergeable = self._modes != {Mode.UNMERGED} and lmm.mergeable
         with self.start_up.phase("memory"):
             self.memory = self._make_memory(seat, mergeable=mergeable)
         self.pool = PagePool(self.memory.pages)
@@ -261,7 +263,8 @@ class Engine:
         if seat is None:
             device = sizing.find_device(settings.device)
             dtype = sizing.find_dtype(settings.dtype, device)
-            return Lmm.load(settings.base, dtype, device, quantize)
+            fp8 = settings.quantize == FP8
+            return Lmm.load(settings.base, dtype, device, quantize, fp8=fp8)
         dtype = sizing.find_dtype(settings.dtype, seat.group.device)
 
         def lora(spec: GroupSpec, row: bool) -> LoraParallel:

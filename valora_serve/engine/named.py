@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+FIXED = "the base weights have 8 bits"
+"""Why no adapter is merged into some base models."""
+
 
 class Named:
     """The names of the store, and the adapters behind them in memory.
@@ -156,6 +159,8 @@ class Named:
         unmergeable = {}
         for content, adapter in adapters:
             reason = check_effect(adapter, dtype, self._row_norms)
+            if not self._lmm.mergeable:
+                reason = FIXED
             if reason is not None:
                 unmergeable[content] = reason
         pack = self._memory.pack
@@ -234,7 +239,7 @@ class Named:
 
             key, reason = self.key(adapter), (unmergeable or {}).get(content)
             self._adapters.add(key, packed[content], reload, unmergeable=reason)
-            if reason is not None:
+            if reason is not None and reason is not FIXED:
                 log.warning("adapter %s is served, but never merged: %s", key, reason)
         for target in staged.targets:
             if target.context is not None and target.context.has_prefix:

@@ -14,6 +14,7 @@ from valora_data.errors import BundleError
 from valora_kernels.launching import has_dependent_launch
 from valora_serve.catalogue.adapters import ModelTargets
 from valora_serve.model.attention.base import register_attention
+from valora_serve.model.fp8_linears import check_device, make_group
 from valora_serve.model.linears import Linears
 from valora_serve.model.prompt import VisualFeatures
 from valora_serve.model.split_linears import SplitLinears
@@ -58,9 +59,13 @@ class Lmm(BaseModel):
         split: How this process's part of the model was read, in a tensor-parallel group; None if
             the model is whole.
         lora: How LoRA matrices are split, see `SplitLinears.split`; only with `split`.
+        fp8: Whether the language model computes with weights and activations of 8 bits, which only
+            a whole model can.
 
     Attributes:
-        quantize: How its weights were rounded; None if they were not.
+        quantize: How its weights were rounded before adapters were trained on them; None if they
+            were not.
+        mergeable: Whether adapters can be merged into its weights.
         linears: The linears that adapters can change.
         targets: The same linears by the names that adapters on disk use, with the sizes of the
             whole model.
@@ -83,9 +88,12 @@ class Lmm(BaseModel):
         quantize: str | None = None,
         split: SplitReader | None = None,
         lora: ChooseLora | None = None,
+        *,
+        fp8: bool = False,
     ) -> None:
         super().__init__(base, model, processor)
         self.quantize = quantize
+        self.mergeable = not fp8
         self.to(device)
         text = self.config.get_text_config()
         self._refuse_windows(text)
@@ -103,7 +111,9 @@ class Lmm(BaseModel):
         if split is None:
             self.own_kv_heads = slice(0, self.kv_heads)
             self.targets = ModelTargets.of(model, self.architecture)
-            self.linears = Linears.of(model, within)
+            if fp8:
+                check_device(device)
+            self.linears = Linears.of(model, within, make_group if fp8 else None)
             return
         assert split.targets is not None
         assert lora is not None
@@ -148,7 +158,13 @@ class Lmm(BaseModel):
 
     @classmethod
     def load(
-        cls, base: str, dtype: torch.dtype, device: torch.device, quantize: str | None = None
+        cls,
+        base: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantize: str | None = None,
+        *,
+        fp8: bool = False,
     ) -> Lmm:
         """Load a base model.
 
@@ -160,14 +176,16 @@ class Lmm(BaseModel):
             dtype: Type of the weights and of the computation.
             device: Device to move the model to.
             quantize: ``nf4`` to round the language model to 4 bits; None to keep its weights.
+            fp8: Whether the language model computes with weights and activations of 8 bits.
 
         Raises:
             BundleError: If there is no such model, or it cannot be served or rounded.
+            SettingsError: The device does not compute with 8 bits.
         """
         model, processor = load_model(base, dtype, quantize=quantize, device=device)
         if quantize is not None:
             model = unpack(model, dtype)
-        return cls(base, model, processor, device, quantize)
+        return cls(base, model, processor, device, quantize, fp8=fp8)
 
     def _refuse_windows(self, text: Any) -> None:
         window = getattr(text, "sliding_window", None)

@@ -69,7 +69,8 @@ class Bench:
         self.device = torch.device(arguments.device)
         context = getattr(arguments, "context", 4096)
         self.model = llava_7b(self.device, arguments.layers, arguments.width, context=context)
-        self.lmm = Lmm("llava-7b", self.model, PROCESSOR, self.device)
+        fp8 = getattr(arguments, "quantize", "none") == "fp8"
+        self.lmm = Lmm("llava-7b", self.model, PROCESSOR, self.device, fp8=fp8)
         self.targets = getattr(arguments, "targets", "attention")
         self.engine = None
         self.started = None
@@ -244,11 +245,12 @@ def decode(bench):
     """Decode steps beside the time of reading the weights once, and vLLM's."""
     bandwidth, rate = physical(bench)
     text = bench.model.model.language_model
-    weights = sum(p.numel() for p in text.parameters()) - text.embed_tokens.weight.numel()
-    weights += sum(w.numel() for g in bench.lmm.linears.groups.values()
-                   if g.spec.part == "text" for w in g.weights)  # fmt: skip
-    weights += bench.model.lm_head.weight.numel()
-    floor = 1e3 * 2 * weights / bandwidth
+    held = [
+        w for g in bench.lmm.linears.groups.values() if g.spec.part == "text" for w in g.weights
+    ]
+    held += [p for p in text.parameters() if p is not text.embed_tokens.weight]
+    weights = sum(part.nbytes for part in (*held, bench.model.lm_head.weight))
+    floor = 1e3 * weights / bandwidth
     sizes = bench.arguments.batches
     bench.start("slora")
     bench.warm([])
@@ -267,7 +269,7 @@ def decode(bench):
         rows.append([n, bare[n], bare[n] / floor, idle[n] / bare[n], merged[n] / bare[n], one[n],
                      many[n], many[n] / bare[n], *vllm])  # fmt: skip
     print(f"bandwidth {bandwidth / 1e12:.2f} TB/s, matrix rate {rate / 1e12:.0f} TFLOP/s, "
-          f"weights {2 * weights / 1e9:.2f} GB: {floor:.2f} ms")  # fmt: skip
+          f"weights {weights / 1e9:.2f} GB: {floor:.2f} ms")  # fmt: skip
     table(f"Decode step, ms (rank 64 on {bench.adapted})",
           ["batch", "bare", "of reading the weights", "idle LoRA / bare", "merged / bare",
            "1 adapter", "16 adapters", "16 / bare", "vLLM bare", "vLLM 1", "vLLM 16"],
@@ -662,6 +664,7 @@ def main():
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--quantize", default="none", choices=("none", "fp8"))
     parser.add_argument("--backends", nargs="+", default=["flashinfer", "triton"],
                         help="attention backends of `backends`")  # fmt: skip
     parser.add_argument("--targets", default="attention", choices=TARGETS,

@@ -1,0 +1,144 @@
+"""Linear layers of a base model whose weights and activations have 8 bits (FP8, E4M3).
+
+Weights are rounded once, with a scale for each output; activations in every step, with a scale for
+each row. LoRA terms are computed from the unrounded activations in the model's own type. Adapters
+are never merged: a sum with a merged adapter would have to be rounded again.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from valora_kernels.atmm import atmm
+from valora_kernels.reference import atmm_reference
+from valora_serve.errors import SettingsError
+from valora_serve.model.linears import LinearGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
+
+    from valora_serve.memory.unified import GroupSpec
+    from valora_serve.model.linears import LastOutputs, LoraScope
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+SMALLEST = 1e-12
+"""Smallest magnitude of a row that its scale is computed from: a row of zeros has one, too."""
+
+ALIGNMENT = 16
+"""Inputs and outputs of a layer must be multiples of it, as torch's products need it."""
+
+CAPABILITY = (8, 9)
+"""First CUDA compute capability with products of 8-bit floating-point numbers."""
+
+
+def check_device(device: torch.device) -> None:
+    """Check that a device multiplies numbers of 8 bits; a CPU multiplies the rounded ones.
+
+    Raises:
+        SettingsError: It does not.
+    """
+    if device.type != "cuda":
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < CAPABILITY:
+        raise SettingsError(
+            f"quantize=fp8 needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or "
+            f"newer, this one has {found[0]}.{found[1]}: use quantize=none"
+        )
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round to 8 bits with a scale for each row.
+
+    Args:
+        x: [rows, width].
+
+    Returns:
+        The rounded numbers, [rows, width] FP8, and what they are multiplied by, [rows, 1] float32.
+    """
+    wide = x.float()
+    scale = wide.abs().amax(-1, keepdim=True).clamp(min=SMALLEST) / LARGEST
+    return (wide / scale).clamp(-LARGEST, LARGEST).to(FP8), scale
+
+
+@cache
+def _fused(cuda: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """`round_rows` in one kernel where there is a GPU."""
+    return torch.compile(round_rows, dynamic=True) if cuda else round_rows
+
+
+def multiply(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """x·Wᵀ of 8-bit numbers.
+
+    Args:
+        x: [rows, inputs], rounded here.
+        weight: [outputs, inputs] FP8.
+        scales: [outputs, 1] float32, of the weight's rows.
+
+    Returns:
+        [rows, outputs] in the type of x.
+    """
+    rounded, scale = _fused(x.is_cuda)(x)
+    if not x.is_cuda:
+        return ((rounded.float() * scale) @ (weight.float() * scales).T).to(x.dtype)
+    out = torch.bfloat16  # the only type that products with scales by row return
+    found: Tensor = torch._scaled_mm(
+        rounded, weight.T, scale_a=scale, scale_b=scales.T, out_dtype=out
+    )
+    return found.to(x.dtype)
+
+
+class Fp8Group(LinearGroup):
+    """Linear layers that share their input, with weights of 8 bits.
+
+    Attributes:
+        rounded: [sum of outputs, inputs] FP8.
+        scales: [sum of outputs, 1] float32.
+    """
+
+    def __init__(
+        self, spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope, last: LastOutputs
+    ) -> None:
+        super().__init__(spec, linears, scope, last)
+        with torch.no_grad():
+            self.rounded, self.scales = round_rows(self.weights[0])
+        self._dtype = self.weights[0].dtype
+        self.weights = (self.rounded,)
+        for linear in linears:
+            linear.weight = None  # type: ignore[assignment]  # frees the unrounded weights
+
+    def matrix(self, index: int) -> Tensor:
+        """Weight of the layer at `index` after rounding: [outputs, inputs]."""
+        widths = self.spec.out_features
+        rounded: Tensor = self.rounded.split(widths)[index]
+        scales: Tensor = self.scales.split(widths)[index]
+        return (rounded.float() * scales).to(self._dtype)
+
+    def _compute(self, x: Tensor) -> Sequence[Tensor]:
+        flat = x.reshape(-1, x.shape[-1])
+        y = self._base(flat)
+        batch = self._scope.batch(self.spec.part, len(flat))
+        if batch is not None and self.lora is not None:
+            add = atmm if self._aligned else atmm_reference
+            add(y.split(self.spec.out_features, dim=1), flat, self.lora, batch)
+        parts: Sequence[Tensor] = y.view(*x.shape[:-1], -1).split(self.spec.out_features, dim=-1)
+        return parts
+
+    def _base(self, x: Tensor) -> Tensor:
+        y = multiply(x, self.rounded, self.scales)
+        return y if self.bias is None else y + self.bias
+
+
+def make_group(
+    spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope, last: LastOutputs
+) -> LinearGroup:
+    """Make a group of the language model with 8-bit weights; others keep theirs."""
+    sizes = (spec.in_features, *spec.out_features)
+    fits = spec.part == "text" and all(size % ALIGNMENT == 0 for size in sizes)
+    return (Fp8Group if fits else LinearGroup)(spec, linears, scope, last)

@@ -1,0 +1,53 @@
+"""The notebook of docs/examples, run as a user runs it, with fewer images and steps."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.e2e.valora_serve.serving import ROOT
+
+pytestmark = pytest.mark.slow
+
+NOTEBOOK = ROOT / "docs" / "examples" / "three_yolos_one_adapter.ipynb"
+SMALL = """
+NAMES = ["vehicle", "bicycle", "person"]
+IMAGES, EPOCHS = 16, 1
+SETTINGS = ["train.steps=4", "train.probe_steps=4", "train.validations=0", "processes=1",
+            "fusion.head_only=false"]
+"""
+
+
+def printed(notebook):
+    return "".join(
+        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])
+    )
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are not in git"
+    (place,) = (
+        number
+        for number, cell in enumerate(notebook.cells)
+        if "parameters" in cell.metadata.get("tags", [])
+    )
+    notebook.cells.insert(place + 1, nbformat.v4.new_code_cell(SMALL))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("YOLO_CONFIG_DIR", str(tmp_path))  # it would write the user's settings
+    client = NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    )
+    client.execute()
+    said = printed(notebook)
+    assert "3 domains in 1 adapter(s)" in said
+    manifest = json.loads((tmp_path / "bundles" / "own" / "bundle.json").read_text())
+    assert list(manifest["domains"]) == ["bicycle", "person", "vehicle"]
+    assert {facts["adapter"] for facts in manifest["domains"].values()} == {"adapter-1"}
+    drawn = notebook.cells[-3].outputs[-1]
+    assert "image/png" in drawn["data"]
+    assert notebook.cells[-2].outputs[-1]["data"]["text/plain"] == "0"  # the server ended well

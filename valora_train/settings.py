@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -678,7 +679,9 @@ def from_config(config: DictConfig) -> Settings:
     if isinstance(values, dict) and values.get("shelf"):
         share = (values.get("task") or {}).get("of_teacher") or SHELF_SHARE
         folder = Path(str(values["shelf"])).expanduser()
-        values["domains"] = add_shelf(folder, values.get("domains") or {}, share)
+        values["domains"] = add_shelf(
+            folder, values.get("domains") or {}, share, values.get("teacher") or {}
+        )
     try:
         settings = TypeAdapter(Settings).validate_python(values, extra="forbid")
     except ValidationError as error:
@@ -695,17 +698,25 @@ def from_config(config: DictConfig) -> Settings:
     return settings
 
 
-def add_shelf(folder: Path, domains: dict[str, Any], share: float = SHELF_SHARE) -> dict[str, Any]:
+def add_shelf(
+    folder: Path,
+    domains: dict[str, Any],
+    share: float = SHELF_SHARE,
+    teacher: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Add the models of a shelf to the domains, as settings that have not been validated yet.
 
     Args:
         folder: Folder of the models (see `valora_data.sources.shelf`).
         domains: Settings of domains by name, which take precedence over those of the shelf.
         share: Share of its teacher's accuracy that each domain must keep.
+        teacher: Settings of `teacher`, of which those that say what a model's answers are taken
+            for hold for the shelf, too; its models are trained already.
 
     Raises:
         DataError: The folder holds no model that can be used.
     """
+    taken = {key: teacher[key] for key in ("min_confidence", "threshold") if key in teacher}
     found: dict[str, Any] = {}
     for name, model in read_shelf(folder).models.items():
         found[name] = {
@@ -716,7 +727,7 @@ def add_shelf(folder: Path, domains: dict[str, Any], share: float = SHELF_SHARE)
             "required": None,
             "of_teacher": share,
             "teacher": str(model.weights),
-            "taught_by": {"kind": "yolo"},
+            "taught_by": {"kind": "yolo", **taken},
             "source": {
                 "kind": model.kind,
                 "path": str(model.data),

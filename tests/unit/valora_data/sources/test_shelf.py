@@ -114,10 +114,13 @@ def test_the_factory_reads_a_shelf(tmp_path):
     run(tmp_path / "runs" / "cats", data_set(tmp_path / "pets", "cat"))
     run(tmp_path / "runs" / "saws", data_set(tmp_path / "tools", "saw"))
     given = ["task=own", f"shelf={tmp_path / 'runs'}", "+domains.saws.of_teacher=0.9",
-             "+domains.saws.source.max_faulty=0.5", "task.only=[saws,cats]"]  # fmt: skip
+             "+domains.saws.source.max_faulty=0.5", "task.only=[saws,cats]",
+             "teacher.threshold=0.35", "+domains.cats.taught_by.min_confidence=0.1"]  # fmt: skip
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         saws, cats = from_config(compose("config", overrides=given)).chosen()
     assert (saws.of_teacher, cats.of_teacher) == (0.9, 0.97)
+    assert (saws.taught_by.threshold, cats.taught_by.threshold) == (0.35, 0.35)
+    assert (saws.taught_by.min_confidence, cats.taught_by.min_confidence) == (0.05, 0.1)
     assert saws.source.max_faulty == 0.5
     assert (cats.labels, cats.prompt, cats.required) == (["cat"], "detect cats", None)
     assert cats.teacher == str(tmp_path / "runs" / "cats" / "weights" / "best.pt")

@@ -12,8 +12,8 @@ TRAIN := $(BIN)/valora-train task=$(TASK) $(ARGS)
 BASE := $(BIN)/python -m valora_train.base_model.pretrain --out data/valora_data/tiny
 
 # The first Python that we support.
-PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(shell \
-	$(p) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $(p))))
+PYTHON ?= $(firstword $(foreach p,python3.12 python3.13 python3.11 python3.14 python3,$(shell \
+	$(p) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null && echo $(p))))
 
 .PHONY: help
 help: ## List the targets
@@ -26,7 +26,7 @@ EXTRAS ?= $(if $(wildcard /proc/driver/nvidia/version),all$(comma)gpu,all)
 comma := ,
 
 $(READY): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is required: install it, or give its path with PYTHON=…" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Python 3.11 to 3.14 is required: install it, or give its path with PYTHON=…" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV)/ (takes some minutes, once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
@@ -71,7 +71,7 @@ test: lint test-fast ## Check style and types, and run the fast tests
 test-fast: $(READY) ## Run all tests but the slow ones and those that need a GPU
 	@$(BIN)/python -m pytest -m 'not slow and not gpu' -n auto --maxprocesses 8 --dist loadfile --durations 10 $(ARGS)
 test-slow: $(READY) ## Run the slow end-to-end tests
-	@$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --durations 20 $(ARGS)
+	@$(BIN)/python -m pytest -m slow -n auto --maxprocesses 8 --dist loadfile --durations 20 $(ARGS)
 test-gpu: $(READY) ## Run the tests that need a CUDA GPU
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
 lint: $(READY) ## Check style (ruff) and types (mypy)

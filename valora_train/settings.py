@@ -21,6 +21,8 @@ from valora_data.sources.shelf import read_shelf
 from valora_train.errors import SettingsError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from omegaconf import DictConfig
 
     from valora_data.sources.base import SourceFormat

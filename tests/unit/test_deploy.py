@@ -15,6 +15,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from valora_serve import cli
+from valora_serve.doctor.machine import PYTHONS
 from valora_serve.errors import SettingsError
 from valora_serve.replicas.app import FRONT, build
 from valora_serve.replicas.cluster import DEPLOYMENT
@@ -255,9 +256,15 @@ def test_the_workflow_runs_what_contributors_run():
     assert job["steps"][-1] == {"run": ".ci/run"}
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o100
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for python in job["strategy"]["matrix"]["python"]:
-        assert f">={job['strategy']['matrix']['python'][0]}" in project["requires-python"]
-        assert tuple(map(int, python.split("."))) >= (3, 11)
+    pythons = job["strategy"]["matrix"]["python"]
+    minors = [int(python.removeprefix("3.")) for python in pythons]
+    assert project["requires-python"] == f">=3.{min(minors)},<3.{max(minors) + 1}"
+    assert minors == list(range(min(minors), max(minors) + 1))
+    named = {f"Programming Language :: Python :: {python}" for python in pythons}
+    assert named <= set(project["classifiers"])
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert f"(3, {min(minors)}) <= sys.version_info[:2] <= (3, {max(minors)})" in makefile
+    assert tuple((3, minor) for minor in minors) == PYTHONS
 
 
 def test_the_citation_is_of_this_version():
@@ -265,5 +272,8 @@ def test_the_citation_is_of_this_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert content["cff-version"] == "1.2.0"
     assert content["version"] == project["version"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", project["version"]), "a semantic version"
+    notes = (ROOT / "docs" / "changelog.md").read_text(encoding="utf-8")
+    assert re.search(rf"^## {re.escape(project['version'])}\b", notes, re.MULTILINE)
     assert content["license"] == project["license"]
     assert {"message", "title", "authors"} <= set(content)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from valora_serve.doctor.base import Patient
 
-PYTHONS = ((3, 11), (3, 12))
+PYTHONS = tuple((3, minor) for minor in range(11, 15))
 """Versions of Python that the package supports."""
 LEAST_DISK = 2 << 30
 """Bytes below which a disk counts as full: a fusion of the tiny model writes about one GiB."""

@@ -168,6 +168,10 @@ class ServedSet:
         """Return whether a name is served from this folder."""
         return any(m.name == name and Path(m.root) == folder for m in self._engine.models())
 
+    def needed(self) -> set[str]:
+        """Return the names of adapters that something else needs, such as a context."""
+        return {m.adapter for m in self._engine.models() if m.adapter and m.adapter != m.name}
+
     async def load_found(self, name: str, folder: Path) -> None:
         """Load an adapter that a request named; what is loaded under its name already stays.
 

@@ -266,10 +266,11 @@ class OnRequest:
         for name, entry in tuple(self._loaded.items()):
             if not self._served.has(name, entry.folder):
                 del self._loaded[name]  # an administrator has unloaded or replaced it
+        needed = self._served.needed()
         for name, entry in tuple(self._loaded.items()):
             if len(self._loaded) < self._settings.max_found_adapters:
                 return
-            if not self._users[name]:
+            if not self._users[name] and name not in needed:
                 await self._served.unload_found(name, entry.folder)
                 del self._loaded[name]
                 logs.LOG.info("unloaded %s", name)

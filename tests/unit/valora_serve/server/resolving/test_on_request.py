@@ -19,6 +19,7 @@ from valora_serve.server.resolving import registry
 from valora_serve.server.resolving.base import CONFIG, FILES, WEIGHTS, Found, Resolver
 from valora_serve.server.resolving.on_request import OnRequest
 from valora_serve.server.settings import ServerSettings
+from valora_serve.types import ServedModel
 
 
 def adapter(folder, base="tiny", size=8):
@@ -258,6 +259,15 @@ def test_adapters_in_use_stay(place):
         server.app.state.context.on_request._failed.clear()
         assert ask(server, "cars-2").status_code == 200
         assert "cars-1" not in {m.name for m in engine.models()}
+
+
+def test_adapters_that_contexts_need_stay(place):
+    engine = FakeEngine()
+    with serving(engine, **settings(place, max_found_adapters=1)) as server:
+        assert ask(server, "cars-1").status_code == 200
+        engine._served["rules"] = ServedModel("rules", "domain", "rules", adapter="cars-1")
+        refused(ask(server, "cars-2"), 429, "are in use")
+        assert "cars-1" in {m.name for m in engine.models()}
 
 
 def test_administrators_may_unload_and_replace_it(place):

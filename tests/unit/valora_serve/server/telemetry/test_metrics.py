@@ -8,6 +8,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import chat, encoded, picture, serving
+from valora_serve.server.resolving.on_request import OnRequest
+from valora_serve.server.service import Service
+from valora_serve.server.settings import ServerSettings
+from valora_serve.server.telemetry.adapter_states import follow_adapters
 from valora_serve.server.telemetry.metrics import MOST_LABELS, Metrics
 from valora_serve.types import EngineStats, Finish, Mode, Output, Times, Usage
 
@@ -103,14 +107,21 @@ def test_label_sets_are_bounded():
     assert "other" in names
 
 
-def test_the_dashboard_asks_only_for_metrics_that_are_there():
+def test_the_dashboard_asks_only_for_metrics_that_are_there(tmp_path):
     from pathlib import Path
 
     file = Path(__file__).parents[5] / "docs" / "grafana-dashboard.json"
     board = json.loads(file.read_text())
     queries = [t["expr"] for panel in board["panels"] for t in panel.get("targets", ())]
     assert len(queries) >= 15
-    metrics = Metrics(FakeEngine())
+    engine = FakeEngine()
+    metrics = Metrics(engine)
+    settings = ServerSettings(
+        adapter_sources=(str(tmp_path),), adapter_allow=("*",), adapter_cache=str(tmp_path / "c")
+    )
+    service = Service(engine, None, metrics, None)
+    loader = OnRequest.of(service, None, settings)
+    follow_adapters(metrics, service, loader)
     last = Output("x", finish=Finish.STOP, usage=Usage(1, 1), times=Times(0.0, 0.0, 0.0, 1.0))
     metrics.ended("tiny", last, [0.0, 1.0])
     metrics.failed("x")

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from tests.parity.valora_serve.engine.test_engine import (
     mixture,
     unmerged,
 )
-from tests.parity.valora_serve.model.test_lmm import TARGETS, requests_of
 from tests.support.context_bundles import ContextSpec, make_context_bundle
 from tests.support.engine_reference import (
     Got,
@@ -35,7 +33,7 @@ from tests.support.engine_reference import (
     relative,
     run,
 )
-from tests.support.lmm_checkpoints import CHECKPOINTS, save_llava
+from tests.support.lmm_checkpoints import save_llava
 from tests.support.serve_helpers import (
     EVERYTHING,
     LANGUAGE,
@@ -292,37 +290,6 @@ def test_a_killed_process_ends_requests_with_one_message(
     assert {output.id for output in ended} == {request.id for request in asked}
     with pytest.raises(StoppedError, match="was killed by SIGKILL"):
         engine.load(adapters["mlp"], "another")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "how"), [("qwen2_5_vl", "slora"), ("qwen3_vl", "replicate_a")])
-def test_adapters_on_every_linear_of_other_architectures(
-    family: str, how: str, tmp_path: Path
-) -> None:
-    base = str(CHECKPOINTS[family](tmp_path / family, seed=3))
-    adapters = {
-        "all": make_adapter(
-            tmp_path / "all", base, seed=1, rank=3, alpha=6, targets=TARGETS[family], strength=0.3
-        ),
-        "part": make_adapter(
-            tmp_path / "part", base, seed=2, rank=4, alpha=9, targets=LANGUAGE, strength=0.3
-        ),
-    }
-    asked = [
-        replace(one, sampling=SamplingParams(max_tokens=3, temperature=0.0, logprobs=20))
-        for one in requests_of(family, ["all", None, "part"])
-    ]
-    one = make_engine(base, adapters)
-    two = make_engine(base, adapters, fresh=True, tensor_parallel=2, lora_parallel=how)
-    try:
-        for choose in MODES.values():
-            found = []
-            for engine in (one, two):
-                engine.policy = Forced(choose, engine)  # type: ignore[assignment]
-                found.append(run(engine, asked))
-            assert_equal(found[1], found[0])
-    finally:
-        two.close()
 
 
 def test_a_model_that_cannot_be_split_is_refused(base: str) -> None:

@@ -1,0 +1,49 @@
+"""Adapters on every linear layer, with two processes against one, for several architectures.
+
+In a file of its own, as a process belongs to one group at a time.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.parity.valora_serve.engine.test_engine import Forced
+from tests.parity.valora_serve.engine.test_tensor_parallel import MODES, assert_equal
+from tests.parity.valora_serve.model.test_lmm import TARGETS, requests_of
+from tests.support.engine_reference import make_engine, run
+from tests.support.lmm_checkpoints import CHECKPOINTS
+from tests.support.serve_helpers import LANGUAGE, make_adapter
+from valora_serve.types import SamplingParams
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+
+
+@pytest.mark.parametrize(("family", "how"), [("qwen2_5_vl", "slora"), ("qwen3_vl", "replicate_a")])
+def test_adapters_on_every_linear_of_other_architectures(
+    family: str, how: str, tmp_path: Path
+) -> None:
+    base = str(CHECKPOINTS[family](tmp_path / family, seed=3))
+    adapters = {
+        "all": make_adapter(
+            tmp_path / "all", base, seed=1, rank=3, alpha=6, targets=TARGETS[family], strength=0.3
+        ),
+        "part": make_adapter(
+            tmp_path / "part", base, seed=2, rank=4, alpha=9, targets=LANGUAGE, strength=0.3
+        ),
+    }
+    asked = [
+        replace(one, sampling=SamplingParams(max_tokens=3, temperature=0.0, logprobs=20))
+        for one in requests_of(family, ["all", None, "part"])
+    ]
+    one = make_engine(base, adapters)
+    two = make_engine(base, adapters, fresh=True, tensor_parallel=2, lora_parallel=how)
+    try:
+        for choose in MODES.values():
+            found = []
+            for engine in (one, two):
+                engine.policy = Forced(choose, engine)  # type: ignore[assignment]
+                found.append(run(engine, asked))
+            assert_equal(found[1], found[0])
+    finally:
+        two.close()

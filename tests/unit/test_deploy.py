@@ -67,7 +67,7 @@ RAY_SERVICE = _closed(
                                     "replicas": NUMBER, "minReplicas": NUMBER,
                                     "maxReplicas": NUMBER, "idleTimeoutSeconds": NUMBER,
                                 },
-                                ["groupName", "minReplicas", "maxReplicas", "template"],
+                                [*GROUP, "groupName", "minReplicas", "maxReplicas"],
                             ),
                         },
                     },

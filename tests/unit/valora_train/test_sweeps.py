@@ -115,7 +115,8 @@ def test_the_table_shows_what_differs():
     assert sweep_table(jobs) == (["job", "lr", "adapters"], [[9, "1", 3], [10, "2", 2]])
 
 
-@pytest.mark.parametrize("how", ["basic", pytest.param("optuna", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["basic", "optuna"])
 def test_jobs_lie_below_a_parent_with_a_table(how, tmp_path, monkeypatch, capfd, one_thread):
     monkeypatch.chdir(tmp_path)
     assert coloured_squares(1, 1, "cat")

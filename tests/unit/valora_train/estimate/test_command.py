@@ -59,6 +59,7 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setattr(calibration, "_program", lambda: 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_it_predicts_every_stage_and_leaves_nothing(settings, tmp_path, capsys):
     cli.run(settings, Display(Console(width=120)))

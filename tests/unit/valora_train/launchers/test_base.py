@@ -60,7 +60,8 @@ def test_the_others_end_when_jobs_fail(launcher, tmp_path):
         assert {one["gpus"] for one in found.values()} == {"3"}
 
 
-@pytest.mark.parametrize("launcher", ["submitit", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["submitit", "ray"])
 def test_the_others_end_when_a_job_is_killed(launcher, tmp_path):
     given = ["name=a,b,c", "+do={a:die,c:write_late}"]
     status, said = sweep(tmp_path, *LAUNCHERS[launcher], *given)

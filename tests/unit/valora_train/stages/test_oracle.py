@@ -187,6 +187,7 @@ def test_nothing_of_a_diverged_training_is_known():
     assert json.dumps(oracle._measured({"val": 0.5, "test": 0.25})) == "[0.5, 0.25]"
 
 
+@pytest.mark.slow
 def test_requirements_follow_from_dedicated_adapters(prepared, tmp_path, one_thread):
     asked = ["command=fuse", "fusion.of_dedicated=0.5", "fusion.unreachable=keep", "processes=2",
              "fusion.head_only=false", "oracle.processes=1", "train.seed=4", "train.steps=40",
@@ -210,6 +211,7 @@ def test_requirements_follow_from_dedicated_adapters(prepared, tmp_path, one_thr
     assert steps
 
 
+@pytest.mark.slow
 def test_the_command_compares_ways_to_serve(prepared, tmp_path, one_thread):
     asked = ["command=compare", "compare.seeds=[2]", "compare.strategies=[first_fit]",
              "compare.ewc=[10]", "oracle.processes=1", "train.steps_per_held=1"]  # fmt: skip

@@ -36,6 +36,7 @@ def test_every_subset_for_every_seed():
     assert sorted(len(one.domains) for one in pairs) == [1, 1, 1, 1, 1, 1, 2, 2, 2]
 
 
+@pytest.mark.slow
 def test_processes_find_what_one_finds(inputs, tmp_path):
     trials = oracle_trials(list(read_inputs(inputs).domains), [1, 2], largest=2)
     seen = []
@@ -106,6 +107,7 @@ def test_a_training_that_diverges_reaches_nothing(tmp_path, random_llava, one_th
     assert found[0]["accuracy"]["sky"] == {"val": None, "test": None}
 
 
+@pytest.mark.slow
 def test_packed_inputs_give_the_same_results(inputs, tmp_path):
     packed = pack_inputs(read_inputs(inputs), tmp_path / "packed")
     trial = Trial("joint", ("apple", "leaf"), 3)

@@ -10,6 +10,7 @@ fails the test until somebody has decided. What is not as for a new user:
   shown (`make -n`) instead of run; other tests run them.
 """
 
+import fnmatch
 import os
 import re
 import shutil
@@ -59,19 +60,20 @@ def lines(block):
     return [line for line in text.splitlines() if line.strip()]
 
 
+def ignored(folder, names):
+    """Names in a folder that git leaves out; git itself may be missing where tests run."""
+    found = {".git"}
+    for line in (ROOT / ".gitignore").read_text().splitlines():
+        if not line.startswith("/") or Path(folder) == ROOT:
+            found.update(fnmatch.filter(names, line.strip("/")))
+    return found
+
+
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
     """The files that git has, or would have after `git add`."""
     folder = tmp_path_factory.mktemp("path") / "valora"
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
-    return folder
+    return Path(shutil.copytree(ROOT, folder, ignore=ignored))
 
 
 def server(command, folder, settings, said):

@@ -204,6 +204,7 @@ class Adapters:
             self._peft.base_model.add_weighted_adapter(
                 list(sources), [weight] * len(sources), name, combination, density=density
             )
+        self._hook(name, self._decode_only.issuperset(sources))
 
     def remove(self, name: str) -> None:
         """Delete an adapter."""

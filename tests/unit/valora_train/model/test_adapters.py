@@ -160,6 +160,15 @@ def test_at_decoding_only_it_acts_from_the_last_token_on(
     torch.nn.functional.cross_entropy(eager.logits(hidden), tokens).backward()
     for found, weight in zip(gradients, eager.adapters.parameters("late").values(), strict=True):
         torch.testing.assert_close(found, weight.grad, atol=1e-5, rtol=1e-4)
+    # Merged from such adapters, it acts there, too.
+    eager.adapters.add("other", seed=2)
+    eager.adapters.merge("both", ["late", "other"], 1.0, "linear", 0.5, 0)
+    eager.adapters.activate("both")
+    states = eager.states(eager.encode(examples))
+    for row, prompt in enumerate(states.prompts):
+        torch.testing.assert_close(states.hidden[row, : prompt - 1], plain[row, : prompt - 1])
+        assert not torch.allclose(states.hidden[row, prompt - 1], plain[row, prompt - 1])
+    eager.adapters.activate("late")
     # What it writes is what two passes write.
     said = eager.write(eager.encode(asked), max_tokens=4)
     for text, example in zip(said, asked, strict=True):

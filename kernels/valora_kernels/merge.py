@@ -164,10 +164,7 @@ class MergeableWeights:
             raise ValueError(f"rank: expected 1 to {ranks}, got {rank}")
         aligned = all(n % ALIGNMENT == 0 for shape in self.shapes.values() for n in shape)
         if tiling is None and not (use_triton(self.live) and aligned):
-            for name, (weights, projection) in self._sources.items():
-                a, b = weights.rows_of(projection, slot, rank)
-                merged = merge_reference(self._view(self.pristine, name), a, b.T, scaling)
-                self.weight(name).copy_(merged)
+            self._merge_each(slot, rank, scaling)
             return
         from valora_kernels.merge_kernels import merge_kernel
 
@@ -199,6 +196,37 @@ class MergeableWeights:
             num_warps=tiling.warps,
             num_stages=tiling.stages,
         )
+
+    def _merge_each(self, slot: int, rank: int, scaling: float) -> None:
+        for name, (weights, projection) in self._sources.items():
+            a, b = weights.rows_of(projection, slot, rank)
+            merged = merge_reference(self._view(self.pristine, name), a, b.T, scaling)
+            self.weight(name).copy_(merged)
+
+    def merge_by_matrix(self, slot: int, rank: int, scaling: float) -> None:
+        """Merge as systems without a swift switch do; the weights are those of `merge`.
+
+        What was merged before is taken back first, then every matrix is computed for itself, with
+        its ΔW in memory, and the host waits for the device.
+
+        Args:
+            slot: Slot of the adapter in every source.
+            rank: Rank of the adapter.
+            scaling: Scaling of the adapter.
+        """
+        self.unmerge_by_matrix()
+        self._merge_each(slot, rank, scaling)
+        self._wait()
+
+    def unmerge_by_matrix(self) -> None:
+        """Restore the base weights, one matrix after the other, and wait for the device."""
+        for name in self.shapes:
+            self.weight(name).copy_(self._view(self.pristine, name))
+        self._wait()
+
+    def _wait(self) -> None:
+        if self.live.is_cuda:
+            torch.cuda.synchronize(self.live.device)
 
     def is_finite(self) -> bool:
         """Whether all weights that the model reads are finite; waits for the device."""

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 NONE = -1
 """Adapter index of a row or term without an adapter."""
 
+ABSENT = -2
+"""Behind the last adapter of a list of them; differs from that of rows without an adapter."""
+
 MAX_TERMS = 2
 """Most terms of a row: its own adapter, and in mixture mode the merged one, subtracted again."""
 
@@ -379,6 +382,61 @@ class DeviceBlocks:
     lists: torch.Tensor
 
 
+@dataclass(slots=True)
+class DeviceRowTerms:
+    """The terms of every row in the order of the batch, for operators that gather by row.
+
+    Attributes:
+        copier: The buffer of all tensors below.
+        adapters: [2, rows] int32, adapter of each term, `NONE` without one.
+        ranks: [2, rows] int32, its rank, 0 without one.
+        scale: [2, rows] float32, coefficient · scaling of each term, 0 without one.
+        distinct: [capacity, 2] int32, the adapters of the batch with their ranks; behind them
+            `ABSENT` with rank 0.
+        count: Number of distinct adapters of the last refresh, on the host.
+    """
+
+    copier: Copier
+    adapters: torch.Tensor
+    ranks: torch.Tensor
+    scale: torch.Tensor
+    distinct: torch.Tensor
+    count: int = 0
+
+    @classmethod
+    def of(cls, rows: int, capacity: int, device: torch.device) -> DeviceRowTerms:
+        """Room for so many rows and distinct adapters."""
+        sizes = [MAX_TERMS * rows] * 3 + [2 * capacity]
+        copier = Copier(sum(sizes), device)
+        adapters, ranks, scale, distinct = copier.buffer.split(sizes)
+        shape = (MAX_TERMS, rows)
+        return cls(
+            copier,
+            adapters.view(shape),
+            ranks.view(shape),
+            scale.view(torch.float32).view(shape),
+            distinct.view(capacity, 2),
+        )
+
+    def refresh(self, grouping: Grouping) -> None:
+        """Copy the terms of the next batch to the device."""
+        shape = (MAX_TERMS, self.adapters.shape[1])
+        adapters, ranks = np.full(shape, NONE, np.int32), np.zeros(shape, np.int32)
+        scale = np.zeros(shape, np.float32)
+        lengths = np.diff(grouping.starts)
+        adapters[:, grouping.order] = np.repeat(grouping.adapters, lengths, axis=0).T
+        ranks[:, grouping.order] = np.repeat(grouping.ranks, lengths, axis=0).T
+        scale[:, grouping.order] = grouping.scale.T
+        named = grouping.adapters != NONE
+        found, first = np.unique(grouping.adapters[named], return_index=True)
+        self.count = len(found)
+        distinct = np.tile(np.array([ABSENT, 0], np.int32), (len(self.distinct), 1))
+        distinct[: self.count, 0] = found
+        distinct[: self.count, 1] = grouping.ranks[named][first]
+        parts = (adapters, ranks, scale.view(np.int32), distinct)
+        self.copier.copy(np.concatenate([part.ravel() for part in parts]))
+
+
 class LoraBatch:
     """The adapters of one batch, in fixed device buffers that all layers read.
 
@@ -423,6 +481,7 @@ class LoraBatch:
         self.terms = 1
         self._tiles: dict[int, DeviceTiles] = {}
         self._blocks: dict[int, DeviceBlocks] = {}
+        self._row_terms: DeviceRowTerms | None = None
         self._scratch: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
 
     def update(
@@ -447,7 +506,7 @@ class LoraBatch:
             raise ValueError(
                 f"batch: expected at most {self.max_segments} segments, got {grouping.segments}"
             )
-        if grouping.terms > self.terms and self._tiles and self.fixed:
+        if grouping.terms > self.terms and self._captured and self.fixed:
             raise ValueError(
                 "batch: expected one term per row, as when the graph was captured, got 2"
             )
@@ -462,6 +521,13 @@ class LoraBatch:
             table.refresh(tile_rows(grouping, table.block, table.capacity))
         for blocks in self._blocks.values():
             self._refresh(blocks)
+        if self._row_terms is not None:
+            self._row_terms.refresh(grouping)
+
+    @property
+    def _captured(self) -> bool:
+        """Whether a call has read what a captured graph reads again."""
+        return bool(self._tiles) or self._row_terms is not None
 
     def tiles(self, block: int) -> DeviceTiles:
         """The batch in tiles of `block` rows; made on first use, then refreshed by `update`."""
@@ -488,6 +554,14 @@ class LoraBatch:
             self._refresh(table)
             self._blocks[block] = table
         return table
+
+    def row_terms(self) -> DeviceRowTerms:
+        """The terms of every row; made on first use, then refreshed by `update`."""
+        if self._row_terms is None:
+            capacity = min(self.max_rows, self.max_segments) * MAX_TERMS
+            self._row_terms = DeviceRowTerms.of(self.max_rows, capacity, self.device)
+            self._row_terms.refresh(self.grouping)
+        return self._row_terms
 
     def _refresh(self, table: DeviceBlocks) -> None:
         found = block_rows(self.grouping, table.block, self.max_rows, table.capacity)

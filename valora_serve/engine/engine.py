@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import time
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from typing import TYPE_CHECKING
 
 from valora_data.contract.bundle import NF4
 from valora_data.wording import plural
+from valora_kernels.operators.registry import operator
 from valora_serve.catalogue.store import Store
 from valora_serve.engine import sizing
 from valora_serve.engine.answers import Answers
@@ -45,7 +47,7 @@ from valora_serve.engine.merge import MergeState
 from valora_serve.engine.named import Named
 from valora_serve.engine.requests import Requests
 from valora_serve.engine.sequence import Prepared, SequenceState
-from valora_serve.engine.settings import FP8, LAZY
+from valora_serve.engine.settings import BY_MATRIX, FP8, LAZY
 from valora_serve.engine.warm_up import WarmUp
 from valora_serve.errors import (
     CancelledRequestError,
@@ -119,7 +121,7 @@ class Engine:
         store: Names that requests can use.
         named: Loads and unloads what has a name.
         memory: KV pages and adapters on the device.
-        pool: Free and used pages of `memory`.
+        pool: Free and used pages of `memory`; without those that are kept for adapters alone.
         blocks: Pages of each running request, and the prefix cache.
         adapters: Adapters, on the host and on the device.
         prefixes: Prefixes of contexts, on the host and on the device.
@@ -146,6 +148,8 @@ class Engine:
     ) -> None:
         self.settings = settings
         self._modes = modes_of(settings.policy)
+        if not settings.policy_settings.mixture:
+            self._modes -= {Mode.MIXTURE}
         if settings.quantize == FP8:
             self._modes = frozenset({Mode.UNMERGED})
         self.start_up = WarmUp(sizing.lora_terms(self._modes), lazy=settings.capture == LAZY)
@@ -178,6 +182,8 @@ class Engine:
                 lmm = self._load(seat)
         self.device = lmm.device
         self.lmm = lmm
+        lmm.linears.scope.operator = operator(settings.operator)
+        lmm.linears.by_matrix = settings.switch == BY_MATRIX
         cuda = self.device.type == "cuda"
         if cuda if settings.compile is None else settings.compile:
             lmm.compile_layers()
@@ -186,11 +192,14 @@ class Engine:
         mergeable = self._modes != {Mode.UNMERGED} and lmm.mergeable
         with self.start_up.phase("memory"):
             self.memory = self._make_memory(seat, mergeable=mergeable)
-        self.pool = PagePool(self.memory.pages)
+        kept = math.ceil(settings.adapter_share * self.memory.pages)
+        self.pool = own = PagePool(self.memory.pages - kept)
+        if kept:
+            own = PagePool(kept, first=self.memory.pages - kept)
         # Rows that only fill a graph up write to page 0.
         self.pool.take(1, Owner.RESERVED)
         self.blocks = BlockManager(self.pool, settings.block_size, caching=settings.prefix_cache)
-        self.adapters = AdapterMemory(self.memory, self.pool, host_bytes=settings.host_bytes)
+        self.adapters = AdapterMemory(self.memory, own, host_bytes=settings.host_bytes)
         self.prefixes = PrefixMemory(self.memory, self.adapters.room)
         self.requests = Requests(self.blocks, self.adapters, self.prefixes, settings.max_requests)
         self.adapters.wanted = self.requests.wanted
@@ -433,17 +442,17 @@ class Engine:
                 raise RequestError(f"{target.model.name} was unloaded: ask again")
             if key in self.adapters.quarantined:
                 raise self._quarantined(key)
-            adapter_pages = self.adapters.pages(key)
+            adapter_pages = self._adapter_pages(key)
         size = self.settings.block_size
         prefix = self._prefix_of(context)
         prefix_pages = 0 if prefix is None else self.prefixes.pages(prefix)
         own = prompt.given // size  # pages that the request shares with others of the context
         pages = -(-(len(ids) + 1) // size) - own
         needed = -(-(len(ids) + max(most, 1)) // size) - own + adapter_pages + prefix_pages
-        if needed > self.memory.pages - 1:
+        if needed > self.pool.pages - 1:
             raise TooLongError(
                 f"prompt, answer, adapter and context need {plural(needed, 'page')}, the memory "
-                f"has {self.memory.pages - 1}: ask for fewer tokens"
+                f"has {self.pool.pages - 1}: ask for fewer tokens"
             )
         now = time.monotonic()
         adapter = target.adapter
@@ -735,13 +744,30 @@ class Engine:
             limits=StepLimits(
                 max_requests=settings.max_requests - held,
                 max_tokens=settings.max_tokens,
-                free_pages=self.pool.free + self.adapters.idle_pages,
+                free_pages=self.pool.free + (self.adapters.idle_pages if self._unified else 0),
                 max_adapters=settings.max_adapters,
                 chunk=settings.chunk,
             ),
             arrived=arrived,
             switchable=frozenset(resident - barred) if barred else None,
         )
+
+    def _adapter_pages(self, key: str) -> int:
+        """Return the pages that an adapter takes from keys and values."""
+        if self._unified:
+            return self.adapters.pages(key)
+        pages, most = self.adapters.pages(key), self.adapters.room.pool.pages
+        if pages > most:
+            raise RequestError(
+                f"adapter {self.named.name(key)} needs {plural(pages, 'page')}, {most} are kept "
+                "for adapters: raise adapter_share"
+            )
+        return 0
+
+    @property
+    def _unified(self) -> bool:
+        """Whether keys, values and adapters share all pages."""
+        return self.adapters.room.pool is self.pool
 
     def _schedulable(self, sequence: SequenceState) -> bool:
         """Return whether a running request has a token to compute, as far as the host knows."""
@@ -768,6 +794,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return the state of the engine and its counters."""
         requests, named, merged = self.requests, self.named, self.merge_state.adapter
+        own = self.adapters.room.pool
         return EngineStats(
             running=len(requests.running),
             waiting=len(requests.waiting),
@@ -776,10 +803,10 @@ class Engine:
             switches=self.merge_state.switches,
             steps=self._launcher.steps,
             pages_total=self.memory.pages - 1,
-            pages_free=self.pool.free,
+            pages_free=self.pool.free + (0 if self._unified else own.free),
             pages_kv=self.pool.count(Owner.KV),
-            pages_adapters=self.pool.count(Owner.ADAPTER),
-            pages_contexts=self.pool.count(Owner.CONTEXT),
+            pages_adapters=own.count(Owner.ADAPTER),
+            pages_contexts=own.count(Owner.CONTEXT),
             contexts_resident=len(self.prefixes.resident),
             contexts_known=self.named.contexts,
             context_loads=self.prefixes.loads,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from valora_data.contract.bundle import NF4
+from valora_kernels.operators.registry import ATMM, OPERATORS
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import modes_of
 from valora_serve.parallel.choice import AUTO, CHOICES
@@ -12,6 +13,7 @@ from valora_serve.parallel.choice import AUTO, CHOICES
 FP8 = "fp8"
 ROUNDINGS = ("auto", "none", NF4, FP8)
 LAZY, EAGER = CAPTURES = ("lazy", "eager")
+SWIFT, BY_MATRIX = SWITCHES = ("swift", "by_matrix")
 
 
 SHARED = ("none", "key", "adapter")
@@ -65,6 +67,12 @@ class EngineSettings:
             (docs/scaling.md); 1 to serve it on one.
         lora_parallel: How the GPUs share LoRA matrices: ``slora`` splits both, ``replicate_a``
             needs no communication; ``auto`` takes the faster one for each shape, as measured.
+        operator: LoRA operator, to compare others with ``atmm``: ``static``, ``bgmv``, ``padded``
+            or ``einsum`` (docs/engine.md).
+        switch: How adapters are merged: ``swift`` in one launch, or ``by_matrix`` to compare it
+            with systems that merge each matrix for itself.
+        adapter_share: Share of the pages that is kept for adapters alone, to compare the unified
+            memory with a fixed pool; 0 for the unified memory.
     """
 
     base: str = "tiny"
@@ -99,6 +107,9 @@ class EngineSettings:
     decision_trace: str | None = None
     tensor_parallel: int = 1
     lora_parallel: str = AUTO
+    operator: str = ATMM
+    switch: str = SWIFT
+    adapter_share: float = 0.0
 
     def __post_init__(self) -> None:
         least = {
@@ -128,8 +139,25 @@ class EngineSettings:
             raise ValueError(f"share_by: expected one of {', '.join(SHARED)}, got {self.share_by}")
         if self.shares and self.share_by == "none":
             raise ValueError("shares goes with share_by: name key or adapter")
+        self._check_comparisons()
         _ = self.deciding  # refuses shares that are none
         modes_of(self.policy)  # refuses an unknown policy
+
+    def _check_comparisons(self) -> None:
+        """Check the settings that replace a part of the engine to compare it with others."""
+        if self.operator not in OPERATORS:
+            raise ValueError(
+                f"operator: expected one of {', '.join(OPERATORS)}, got {self.operator}"
+            )
+        if self.switch not in SWITCHES:
+            raise ValueError(f"switch: expected one of {', '.join(SWITCHES)}, got {self.switch}")
+        if self.tensor_parallel > 1 and (self.operator, self.switch) != (ATMM, SWIFT):
+            raise ValueError(
+                "tensor_parallel: other operators and switches are compared on one GPU: use "
+                f"operator={ATMM} and switch={SWIFT}, or tensor_parallel=1"
+            )
+        if not 0 <= self.adapter_share < 1:
+            raise ValueError(f"adapter_share: expected a share in [0, 1), got {self.adapter_share}")
 
     @property
     def deciding(self) -> PolicySettings:

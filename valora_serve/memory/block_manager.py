@@ -36,6 +36,7 @@ class PagePool:
 
     Args:
         pages: Number of pages.
+        first: Number of the first page; those before it belong to another pool.
 
     Attributes:
         pages: Number of pages.
@@ -44,16 +45,16 @@ class PagePool:
             back (idle adapters).
     """
 
-    def __init__(self, pages: int) -> None:
+    def __init__(self, pages: int, first: int = 0) -> None:
         if pages < 1:
             raise ValueError(f"pages: expected at least 1, got {pages}")
         self.pages = pages
         self.on_evict: Callable[[int], None] = lambda _: None
         self.on_short: Callable[[int], None] = lambda _: None
-        self._free = list(range(pages - 1, -1, -1))
+        self._free = list(range(first + pages - 1, first - 1, -1))
         self._cached: dict[int, None] = {}  # in order of last use
-        self._users = [0] * pages
-        self._owner = [Owner.FREE] * pages
+        self._users = [0] * (first + pages)
+        self._owner = [Owner.FREE] * (first + pages)
         self._counts = [pages, *[0] * (len(Owner) - 1)]
 
     @property

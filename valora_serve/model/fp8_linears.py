@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from valora_kernels.atmm import atmm
-from valora_kernels.reference import atmm_reference
 from valora_serve.errors import SettingsError
 from valora_serve.model.linears import LinearGroup
 
@@ -125,8 +123,8 @@ class Fp8Group(LinearGroup):
         y = self._base(flat)
         batch = self._scope.batch(self.spec.part, len(flat))
         if batch is not None and self.lora is not None:
-            add = atmm if self._aligned else atmm_reference
-            add(y.split(self.spec.out_features, dim=1), flat, self.lora, batch)
+            ys = y.split(self.spec.out_features, dim=1)
+            self._scope.operator.add(ys, flat, self.lora, batch)
         parts: Sequence[Tensor] = y.view(*x.shape[:-1], -1).split(self.spec.out_features, dim=-1)
         return parts
 

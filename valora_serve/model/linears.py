@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from valora_kernels.launching import ALIGNMENT
 from valora_kernels.merge import MergeableWeights
+from valora_kernels.operators.registry import ATMM, operator
 from valora_kernels.project import add_projection, linear
-from valora_kernels.reference import atmm_reference
 from valora_serve.memory.unified import GroupSpec
 
 if TYPE_CHECKING:
@@ -50,9 +50,13 @@ class LoraScope:
             lmm.hidden(...)
 
     Outside such a block no adapter applies.
+
+    Attributes:
+        operator: Computes the LoRA terms.
     """
 
     def __init__(self) -> None:
+        self.operator = operator(ATMM)
         self._text: LoraBatch | None = None
         self._vision: Callable[[int], LoraBatch | None] | None = None
 
@@ -183,7 +187,8 @@ class LinearGroup:
     def _compute(self, x: Tensor) -> Sequence[Tensor]:
         flat = x.reshape(-1, x.shape[-1])
         batch = self._scope.batch(self.spec.part, len(flat))
-        if batch is not None and self.lora is not None and self._aligned:
+        way = self._scope.operator
+        if batch is not None and self.lora is not None and self._aligned and way.adaptive:
             y = x.new_empty(len(flat), sum(self.spec.out_features))
             bases = [self.matrix(index) for index in range(len(self.spec.modules))]
             biases = None
@@ -194,7 +199,7 @@ class LinearGroup:
         else:
             y = self._base(flat)
             if batch is not None and self.lora is not None:
-                atmm_reference(y.split(self.spec.out_features, dim=1), flat, self.lora, batch)
+                way.add(y.split(self.spec.out_features, dim=1), flat, self.lora, batch)
         parts: Sequence[Tensor] = y.view(*x.shape[:-1], -1).split(self.spec.out_features, dim=-1)
         return parts
 
@@ -260,6 +265,8 @@ class Linears:
         last: The group that computed last.
         merged: Memory of the weights that adapters are merged into; more than one if later
             adapters have other targets.
+        by_matrix: Whether merges take one matrix after the other, to compare the swift switch
+            with.
     """
 
     groups: dict[str, LinearGroup]
@@ -267,6 +274,7 @@ class Linears:
     scope: LoraScope
     last: LastOutputs
     merged: list[MergeableWeights] = field(default_factory=list)
+    by_matrix: bool = False
 
     @classmethod
     def of(cls, model: nn.Module, parts: Mapping[str, str], make: MakeGroup | None = None) -> Self:
@@ -378,12 +386,18 @@ class Linears:
             scaling: Its scaling.
         """
         for weights in self.merged:
-            weights.merge(slot, rank, scaling)
+            if self.by_matrix:
+                weights.merge_by_matrix(slot, rank, scaling)
+            else:
+                weights.merge(slot, rank, scaling)
 
     def unmerge(self) -> None:
         """Restore the pristine weights."""
         for weights in self.merged:
-            weights.unmerge()
+            if self.by_matrix:
+                weights.unmerge_by_matrix()
+            else:
+                weights.unmerge()
 
     def is_finite(self) -> bool:
         """Whether all weights that adapters are merged into are finite; waits for the device."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
 from valora_serve.orchestrator.batching import FOREVER, BatchBuilder, BatchPlan
@@ -82,6 +83,10 @@ class BasePolicy:
         if self._shares is not None:
             waiting = self._shares.order(view.running, waiting, view.limits.max_requests)
         plan = self.plan(view, waiting)
+        if plan.mode is Mode.MIXTURE and not self.settings.mixture and _has_others(plan):
+            plan = replace(
+                plan, mode=Mode.UNMERGED, merged=None, reason=f"no mixture mode; {plan.reason}"
+            )
         if self.settings.clusters and plan.waiting:
             plan.waiting = _cluster(view, plan.waiting, self.settings.clusters)
         return self._pack(view, plan, waiting, abort)
@@ -234,6 +239,11 @@ def count_by_adapter(view: View, waiting: Iterable[RequestView]) -> Counter[str 
 def with_adapter(requests: Iterable[RequestView], adapter: str | None) -> list[RequestView]:
     """Return the requests of one adapter."""
     return [r for r in requests if r.adapter == adapter]
+
+
+def _has_others(plan: BatchPlan) -> bool:
+    """Return whether requests of another adapter than the merged one may take part."""
+    return any(r.adapter != plan.merged for r in chain(plan.running, plan.waiting))
 
 
 def _cluster(view: View, waiting: Sequence[RequestView], most: int) -> list[RequestView]:

@@ -461,6 +461,8 @@ class CostPolicy(BasePolicy):
         if view.merged is not None:
             candidates.append(view.merged)
         candidates += [a for _, _, a in popular if a != view.merged and can_merge(view, a)]
+        if not self.settings.mixture:  # an adapter beside which nothing else runs, or none
+            candidates = [a for a in candidates if a is None or load.groups.keys() <= {a}]
         for adapter, group in load.groups.items():
             if adapter is not None:
                 self._ranks[adapter] = group.rank

@@ -244,6 +244,8 @@ class PolicySettings:
         fair: Whether waiting requests are admitted by what their clients were served
             (`fairness.FairShares`), instead of by age, by length or by `patience`.
         shares: Share of each client; 1 for those that it does not name.
+        mixture: Whether requests of other adapters may run beside a merged one; without it, they
+            run unmerged (to compare with).
     """
 
     theta: float = 0.03
@@ -257,6 +259,7 @@ class PolicySettings:
     latency_limits: dict[str, float] = field(default_factory=dict)
     fair: bool = False
     shares: dict[str, float] = field(default_factory=dict)
+    mixture: bool = True
 
     def __post_init__(self) -> None:
         for client, share in self.shares.items():

@@ -1,0 +1,77 @@
+"""The LoRA operators that ATMM is compared with, against row-by-row arithmetic."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.lora_cases import Case, assert_near, draw_rows, make_case
+from valora_kernels.metadata import LoraBatch
+from valora_kernels.operators.registry import OPERATORS, operator
+from valora_kernels.registry import UnknownNameError
+
+FP32 = torch.float32
+
+
+def added(name: str, case: Case) -> list[torch.Tensor]:
+    found = [y.clone() for y in case.ys]
+    operator(name).add(found, case.x, case.weights, case.batch)
+    return found
+
+
+def check(name: str, case: Case) -> None:
+    for got, want in zip(added(name, case), case.expected(), strict=True):
+        assert_near(got, want)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("terms", [1, 2])
+def test_mixed_ranks_and_projections_of_different_widths(
+    name: str, paged: bool, terms: int
+) -> None:
+    case = make_case(
+        37, [8, 24, 3, 16], 72, (64, 24, 40), dtype=FP32, terms=terms, paged=paged, device="cpu"
+    )
+    check(name, case)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("popularity", ["distinct", "identical", "zipf", "skewed", "none"])
+def test_popularity(name: str, popularity: str) -> None:
+    check(name, make_case(
+        33, [16, 8, 24], 40, (48,), dtype=FP32, popularity=popularity, device="cpu"
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("rows", [0, 1, 600])
+def test_row_counts(name: str, rows: int) -> None:
+    check(name, make_case(
+        rows, [5, 16], 16, (24,), dtype=FP32, popularity="zipf", paged=True, device="cpu"
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_widths_that_kernels_cannot_compute(name: str) -> None:
+    check(name, make_case(9, [2, 5], 10, (7,), dtype=FP32, paged=True, device="cpu"))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_captured_call_follows_the_batch(name: str) -> None:
+    """What a captured call reads lies in buffers that keep their shapes and addresses."""
+    rows, ranks = 21, [8, 24, 16, 4]
+    case = make_case(rows, ranks, 40, (48, 16), dtype=FP32, terms=2, paged=True, device="cpu")
+    case.batch = LoraBatch(rows, 7, "cpu", fixed=True)
+    case.batch.update(case.adapters, ranks, case.scalings, case.coefficients)
+    check(name, case)
+    terms, buffer = case.batch.row_terms(), case.batch.row_terms().copier.buffer.data_ptr()
+    case.adapters[:, 0] = draw_rows(rows, len(ranks), "zipf", np.random.default_rng(5))
+    case.batch.update(case.adapters, ranks, case.scalings, case.coefficients)
+    assert case.batch.row_terms() is terms
+    assert terms.copier.buffer.data_ptr() == buffer
+    check(name, case)
+
+
+def test_an_unknown_operator_names_those_there_are() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown LoRA operator 'sgmv'.*padded"):
+        operator("sgmv")

@@ -1,0 +1,154 @@
+"""Engines with one part replaced by what other systems do: the answers stay PEFT's."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.engine_reference import (
+    Reference,
+    ask,
+    assert_empty,
+    check_answers,
+    make_engine,
+    noise,
+    question,
+    run,
+)
+from tests.support.lmm_checkpoints import save_llava
+from tests.support.serve_helpers import EVERYTHING, LANGUAGE, MLP, make_adapter
+from valora_kernels.operators.registry import OPERATORS
+from valora_serve.engine.settings import EngineSettings
+from valora_serve.errors import RequestError
+from valora_serve.orchestrator.decision import Decision, PolicySettings, View
+from valora_serve.types import Mode, Request, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_llava(tmp_path_factory.mktemp("llava"), seed=7))
+
+
+@pytest.fixture(scope="module")
+def adapters(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Neighbours differ in rank, scaling and targets."""
+    folder = tmp_path_factory.mktemp("adapters")
+    kinds = {"a": (8, 16, LANGUAGE), "b": (3, 7, MLP), "c": (6, 13, EVERYTHING)}
+    return {
+        name: make_adapter(
+            folder / name, base, seed=seed, rank=rank, alpha=alpha, targets=targets, strength=0.25
+        )
+        for seed, (name, (rank, alpha, targets)) in enumerate(kinds.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def reference(base: str, adapters: dict[str, Path]) -> Reference:
+    return Reference(base, adapters)
+
+
+def mixed() -> list[Request]:
+    names = [None, "a", "b", "c", "a", "a", None, "c", "a", "a"]
+    return [
+        Request(
+            f"{number}-{name}",
+            model=name,
+            messages=ask("What is it, and where?", images=number % 2),
+            images=[noise(30 + number, 40, number)] * (number % 2),
+            sampling=SamplingParams(max_tokens=4 + number % 3),
+        )
+        for number, name in enumerate(names)
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name != "atmm"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_operators(
+    base: str, adapters: dict[str, Path], reference: Reference, name: str, graphs: bool
+) -> None:
+    engine = make_engine(
+        base, adapters, operator=name, policy="algorithm1", graphs=graphs, prompt_graphs=graphs
+    )
+    if graphs:
+        engine.warm_up()
+    requests = mixed()
+    check_answers(run(engine, requests, together=5), reference, *requests)
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("policy", ["valora", "algorithm1", "cost"])
+def test_without_mixture_mode(
+    base: str,
+    adapters: dict[str, Path],
+    reference: Reference,
+    policy: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine(
+        base, adapters, policy=policy, policy_settings=PolicySettings(mixture=False, theta=0.0)
+    )
+    modes, decide = set(), engine.policy.decide
+
+    def noted(view: View) -> Decision:
+        decision = decide(view)
+        modes.add(decision.mode)
+        return decision
+
+    monkeypatch.setattr(engine.policy, "decide", noted)
+    requests = mixed()
+    check_answers(run(engine, requests, together=5), reference, *requests)
+    assert Mode.MIXTURE not in modes
+    assert Mode.UNMERGED in modes
+
+
+def test_merging_by_matrix_gives_the_same_weights(
+    base: str, adapters: dict[str, Path], reference: Reference
+) -> None:
+    swift = make_engine(base, adapters, policy="merge_only")
+    slow = make_engine(base, adapters, policy="merge_only", switch="by_matrix")
+    for engine in (swift, slow):
+        check_answers(run(engine, mixed()), reference, *mixed())
+        assert engine.merge_state.switches > 2
+    for key in [*sorted(swift.adapters.resident)[:2], None]:
+        for engine in (swift, slow):
+            engine.merge_state.switch(Mode.MERGED if key else Mode.UNMERGED, key)
+        for one, other in zip(swift.lmm.linears.merged, slow.lmm.linears.merged, strict=True):
+            assert torch.equal(one.live, other.live)
+
+
+def test_adapters_in_pages_of_their_own(
+    base: str, adapters: dict[str, Path], reference: Reference
+) -> None:
+    engine = make_engine(base, adapters, pages=96, adapter_share=0.25, policy="valora")
+    requests = mixed()
+    check_answers(run(engine, requests, together=5), reference, *requests)
+    assert_empty(engine)
+    held = engine.stats().pages_adapters
+    assert 0 < held <= 24
+    # All pages of keys and values can be taken without an adapter giving any of its own back.
+    assert engine.pool.free == 72 - 1
+    assert engine.pool.take(engine.pool.free + 1, 1) is None
+    assert engine.stats().pages_adapters == held
+
+
+def test_pages_that_hold_no_adapter(base: str, adapters: dict[str, Path]) -> None:
+    engine = make_engine(base, adapters, pages=64, block_size=4, adapter_share=0.01)
+    prepared = engine.prepare(question("x", "c"))
+    with pytest.raises(RequestError, match=r"adapter c needs .* pages, 1 are kept.*adapter_share"):
+        engine.add(prepared)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"operator": "sgmv"}, "operator: expected one of .*bgmv.*, got sgmv"),
+        ({"switch": "slow"}, "switch: expected one of swift, by_matrix, got slow"),
+        ({"adapter_share": 1.0}, r"adapter_share: expected a share in \[0, 1\), got 1.0"),
+        ({"operator": "padded", "tensor_parallel": 2}, "tensor_parallel: .*use operator=atmm"),
+    ],
+)
+def test_settings_that_are_refused(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        EngineSettings(**settings)  # type: ignore[arg-type]

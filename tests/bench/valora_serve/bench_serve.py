@@ -611,7 +611,7 @@ def startup(bench):
     The first line is a cold start if the caches of torch, Triton and FlashInfer are empty.
     """
     rows = []
-    for capture in ("lazy", "eager"):
+    for capture in bench.arguments.captures:
         bench.stop()
         began = time.monotonic()
         names = bench.start(bench.arguments.policy, 100, (16,), capture=capture)
@@ -669,6 +669,8 @@ def main():
                         help="attention backends of `backends`")  # fmt: skip
     parser.add_argument("--targets", default="attention", choices=TARGETS,
                         help="linears that adapters change")  # fmt: skip
+    parser.add_argument("--captures", nargs="+", default=["lazy", "eager"],
+                        choices=("lazy", "eager"), help="of `startup`")  # fmt: skip
     parser.add_argument("--prompt-graphs", action=argparse.BooleanOptionalAction, default=True,
                         help="capture steps with prompts, too")  # fmt: skip
     parser.add_argument("--costs", default="/tmp/valora-costs")

@@ -100,6 +100,10 @@ bench-http: $(READY) ## Measure the HTTP server: overhead, open connections, mem
 bench-serve: $(READY) ## Measure the engine end to end on a 7B shape (needs a CUDA GPU)
 	@$(BIN)/python -m tests.bench.valora_serve.bench_serve $(ARGS)
 
+.PHONY: bench-peers
+bench-peers: $(READY) ## Measure the engine beside vLLM and SGLang, which it installs (needs a CUDA GPU)
+	@$(BIN)/python -m tests.bench.valora_serve.bench_peers $(ARGS)
+
 .PHONY: bench-contexts
 bench-contexts: $(READY) ## Measure documents as contexts and in the prompt (needs a CUDA GPU)
 	@$(BIN)/python -m tests.bench.valora_serve.bench_contexts $(ARGS)

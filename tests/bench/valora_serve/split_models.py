@@ -17,18 +17,39 @@ if TYPE_CHECKING:
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
-def save_base(folder: Path, device: str, layers: int, width: int) -> Path:
-    """Write a model of LLaVA-1.5-7B's shape with random weights, and a processor for its texts."""
+def save_base(folder: Path, device: str, layers: int, width: int, *, vision: bool = False) -> Path:
+    """Write a model of LLaVA-1.5-7B's shape with random weights, and a processor for its texts.
+
+    With `vision`, the vision tower is whole, and the processor is for its pictures, too.
+    """
     from transformers import AutoProcessor
 
     processor = AutoProcessor.from_pretrained(base_folder("tiny"))
-    model = llava_7b(torch.device(device), layers=layers, width=width, vision=False)
+    model = llava_7b(torch.device(device), layers=layers, width=width, vision=vision)
     model.config.image_token_index = processor.tokenizer.convert_tokens_to_ids(
         processor.image_token
     )
+    if vision:
+        tower = model.config.vision_config
+        pixels = {"height": tower.image_size, "width": tower.image_size}
+        processor.patch_size = tower.patch_size
+        processor.image_processor.size = processor.image_processor.crop_size = pixels
     model.generation_config.eos_token_id = processor.tokenizer.eos_token_id
     model.save_pretrained(folder, max_shard_size="2GB")
     processor.save_pretrained(folder)
+    return folder
+
+
+def save_language(base: Path, folder: Path) -> Path:
+    """Write the language model of a base model as a model of its own, with its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlavaForConditionalGeneration
+
+    whole = LlavaForConditionalGeneration.from_pretrained(base, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(whole.config.text_config)
+    model.model, model.lm_head = whole.model.language_model, whole.lm_head
+    model.save_pretrained(folder, max_shard_size="2GB")
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
     return folder
 
 

@@ -1,0 +1,85 @@
+"""Our engine as the server runs it: requests are prepared in a thread beside the engine's."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.bench.valora_serve.peers.base import Ask, Job, Peer, picture_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from valora_serve.types import Request
+
+
+class Valora(Peer):
+    """Ours."""
+
+    title = "ours"
+    package = "valora"
+    requirement = None
+
+    @staticmethod
+    def variants(adapters: int, modules: Sequence[str]) -> list[dict[str, Any]]:
+        return [{"policy": "slora"}]
+
+    def __init__(self, job: Job) -> None:
+        from valora_serve.engine.async_engine import AsyncEngine
+        from valora_serve.engine.engine import Engine
+        from valora_serve.engine.settings import EngineSettings
+
+        count = max(len(job.adapters), 1)
+        self.flags = {
+            "max_requests": job.most_requests, "max_tokens": job.most_tokens,
+            "chunk": job.most_tokens, "max_adapters": count, "slots": count, "max_rank": job.rank,
+            "context_length": job.context, "prefix_cache": False, "image_cache_bytes": 0,
+            "profile": False, "capture": "eager",
+        } | job.options  # fmt: skip
+        cpu = {"pages": 2000} if job.device == "cpu" else {}
+        settings = EngineSettings(
+            base=job.base, device=job.device, host_bytes=1 << 50, **cpu, **self.flags
+        )
+        engine = Engine(settings)
+        for name, folder in job.adapters.items():
+            engine.load(Path(folder), name)
+        engine.warm_up()
+        self._ids = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        self._client = AsyncEngine(engine)
+
+    def prepare(self, asks: Sequence[Ask]) -> Any:
+        from valora_serve.types import Request, SamplingParams
+
+        made = []
+        for ask in asks:
+            text = isinstance(ask.prompt, str)
+            request = Request(
+                "", ask.adapter, text=ask.prompt if text else None,
+                token_ids=None if text else ask.prompt,
+                images=() if ask.picture is None else (picture_of(ask.picture),),
+                sampling=SamplingParams(max_tokens=ask.tokens, ignore_eos=True), stream=False,
+            )  # fmt: skip
+            made.append(request)
+        return made
+
+    def run(self, prepared: list[Request]) -> list[int]:
+        from dataclasses import replace
+
+        async def answer(request: Request) -> int:
+            async for output in self._client.generate(request):
+                if output.error:
+                    raise output.error
+                last = output
+            return last.usage.completion
+
+        async def all_of_them() -> list[int]:
+            named = [replace(request, id=str(next(self._ids))) for request in prepared]
+            return await asyncio.gather(*map(answer, named))
+
+        return self._loop.run_until_complete(all_of_them())
+
+    def close(self) -> None:
+        self._loop.run_until_complete(self._client.close())

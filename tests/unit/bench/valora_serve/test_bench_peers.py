@@ -1,0 +1,259 @@
+"""The comparison with other servers, on stubs of their packages that check how they are called."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bench.valora_serve import bench_peers
+from tests.bench.valora_serve.bench_peers import CASES, Case
+from tests.bench.valora_serve.peers.registry import PEERS, find
+from valora_data.contract.base_model import base_folder
+
+VLLM = """
+class SamplingParams:
+    def __init__(self, temperature, max_tokens, ignore_eos, detokenize):
+        assert temperature == 0.0 and ignore_eos and not detokenize
+        self.max_tokens = max_tokens
+
+
+class Answered:
+    def __init__(self, count):
+        self.outputs = [self]
+        self.token_ids = list(range(count))
+
+
+class LLM:
+    def __init__(self, model, *, seed, max_num_seqs, max_num_batched_tokens, max_model_len,
+                 enable_prefix_caching, dtype, limit_mm_per_prompt, mm_processor_cache_gb,
+                 enable_lora=False, max_loras=1, max_cpu_loras=None, max_lora_rank=16,
+                 lora_target_modules=None, specialize_active_lora=False):
+        if specialize_active_lora:
+            raise ValueError("not on this GPU")
+        self.images = limit_mm_per_prompt["image"]
+        self.lora = enable_lora and (max_loras, max_cpu_loras, max_lora_rank, lora_target_modules)
+
+    def generate(self, prompts, sampling_params, use_tqdm, lora_request):
+        names = [request and request.lora_name for request in lora_request or []]
+        print("CALL", self.lora, self.images, names, [sorted(prompt) for prompt in prompts])
+        return [Answered(each.max_tokens - LOST) for each in sampling_params]
+"""
+REQUEST = """
+class LoRARequest:
+    def __init__(self, lora_name, lora_int_id, lora_path):
+        assert lora_int_id > 0 and lora_path
+        self.lora_name = lora_name
+"""
+SGLANG = """
+from sglang.srt.server_args import ServerArgs
+
+class Engine:
+    def __init__(self, **settings):
+        self.settings = ServerArgs(**settings)
+
+    def generate(self, sampling_params, input_ids=None, prompt=None, image_data=None,
+                 lora_path=None):
+        counts = [each["max_new_tokens"] for each in sampling_params]
+        assert len(input_ids or prompt) == len(counts) == len(lora_path or counts)
+        return [{"meta_info": {"completion_tokens": count}} for count in counts]
+
+    def shutdown(self):
+        import time
+        time.sleep(600)
+"""
+SERVER_ARGS = """
+class ServerArgs:
+    def __init__(self, model_path, random_seed, log_level, max_running_requests, context_length,
+                 chunked_prefill_size, max_prefill_tokens, disable_radix_cache, dtype,
+                 cuda_graph_max_bs, skip_tokenizer_init, enable_lora=None, max_lora_rank=None,
+                 max_loras_per_batch=8, lora_target_modules=None, lora_paths=None,
+                 lora_backend="csgmv", max_lora_chunk_size=16):
+        assert bool(enable_lora) == bool(lora_paths)
+"""
+
+
+def package(folder, files):
+    """A folder of packages, as pip leaves it."""
+    for name, source in files.items():
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        (place.parent / "__init__.py").touch()
+        place.write_text(source)
+    return folder
+
+
+@pytest.fixture
+def vllm(tmp_path):
+    folder = package(
+        tmp_path / "vllm-site",
+        {"vllm/__init__.py": "LOST = 0\n" + VLLM, "vllm/lora/request.py": REQUEST},
+    )
+    metadata = folder / "vllm-9.8.7.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 9.8.7\n")
+    return folder
+
+
+class Folders:
+    """Stands for the checkpoints: nothing reads them."""
+
+    def base(self, text_only):
+        return Path(base_folder("tiny"))
+
+    def adapters(self, case):
+        return {f"adapter-{i}": f"/adapters/{i}" for i in range(case.adapters)}
+
+
+@pytest.fixture
+def measure(tmp_path):
+    """Measures a case of a peer with a folder of packages; the logs are in `out`."""
+
+    def measured(case, name, folder, *arguments):
+        given = bench_peers.parser().parse_args(
+            ["--out", str(tmp_path / "out"), "--requests", "6", "--repeats", "2", *arguments]
+        )
+        return bench_peers.measure(given, Folders(), case, name, folder, None)
+
+    return measured
+
+
+def test_a_peer_gets_the_requests_with_its_documented_settings(vllm, measure, tmp_path):
+    row = measure(CASES["language-5"], "vllm", vllm)
+    assert row.answer.error is None
+    assert row.answer.version == "9.8.7"
+    assert set(row.found) == {"requests/s", "output tokens/s"}
+    asks = CASES["language-5"].rounds(6, 2048)["all"]
+    lengths = sum(ask.tokens for ask in asks)
+    assert row.found["output tokens/s"] / row.found["requests/s"] == pytest.approx(lengths / 6)
+    calls = [
+        line for log in (tmp_path / "out").glob("vllm-*-0.log")
+        for line in log.read_text().splitlines() if line.startswith("CALL")
+    ]  # fmt: skip
+    assert len(calls) == 3  # the warm-up and two repeats
+    names = str([ask.adapter for ask in asks])
+    assert all("(5, 5, 64, ['q_proj'" in call and f"0 {names}" in call for call in calls)
+    # The other settings fail on this stub, so that these are the fastest.
+    tried = [json.loads(line) for line in (tmp_path / "out/bench_peers.jsonl").open()]
+    assert [line["error"] for line in tried] == [None, "ValueError: not on this GPU"]
+    assert row.answer.flags["max_loras"] == 5
+    assert "specialize_active_lora" not in row.answer.flags
+
+
+def test_pictures_and_decode_steps(vllm, measure, tmp_path):
+    row = measure(Case("pictures", 2, pictures=True), "vllm", vllm, "--variants", "1")
+    assert row.answer.error is None
+    call = next((tmp_path / "out").glob("*.log")).read_text()
+    assert "'adapter-1'" in call
+    assert "['multi_modal_data', 'prompt']" in call
+    row = measure(Case("decode", batches=(1, 3)), "vllm", vllm)
+    assert list(row.found) == ["ms a step, batch 1", "ms a step, batch 3"]
+
+
+def test_a_peer_that_never_ends_is_stopped_after_its_answer(measure, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_peers, "CLOSING", 0.2)
+    folder = package(
+        tmp_path / "site",
+        {"sglang/__init__.py": SGLANG, "sglang/srt/server_args.py": SERVER_ARGS},
+    )
+    row = measure(CASES["attention-5"], "sglang", folder, "--variants", "1")
+    assert row.answer.error is None
+    assert row.answer.flags["max_lora_chunk_size"] == 128
+    assert row.answer.flags["cuda_graph_max_bs"] == 512
+
+
+def test_rows_say_why_a_peer_has_no_figures(vllm, measure, tmp_path):
+    source = vllm / "vllm/__init__.py"
+    source.write_text(source.read_text().replace("LOST = 0", "LOST = 1"))
+    short = measure(CASES["base"], "vllm", vllm)
+    tokens = CASES["base"].rounds(6, 2048)["all"][0].tokens
+    want = f"RuntimeError: request 0 got {tokens - 1} tokens, expected {tokens}"
+    assert short.answer.error == want
+    source.write_text("import os; os._exit(7)")
+    killed = measure(CASES["base"], "vllm", vllm)
+    assert killed.answer.error.startswith("ended with status 7; see ")
+    (tmp_path / "empty").mkdir()
+    absent = measure(CASES["attention-5"], "sglang", tmp_path / "empty")
+    assert absent.answer.error == "ModuleNotFoundError: No module named 'sglang'"
+    assert len((tmp_path / "out/bench_peers.jsonl").read_text().splitlines()) == 3
+    lines = bench_peers.table([short, killed, absent])
+    assert [line.split(" | ")[4] for line in lines[2:]] == [
+        row.answer.error for row in (short, killed, absent)
+    ]
+
+
+def test_the_fastest_settings_are_reported_beside_ours():
+    case = Case("case")
+    measured = (("valora", 0, 30.0), ("vllm", 1, 10.0), ("vllm", 2, 20.0))
+    ours, slow, fast = (
+        bench_peers.Row(
+            case, peer, bench_peers.Answer(version="1", flags={"n": n}), {"requests/s": value}
+        )
+        for peer, n, value in measured
+    )
+    failed = bench_peers.Row(case, "vllm", bench_peers.Answer("no"), {})
+    assert bench_peers.fastest([slow, failed, fast]) is fast
+    assert bench_peers.fastest([failed]) is failed
+    line = bench_peers.table([ours, fast])[-1]
+    assert "| 20 | 1.50 |" in line
+    assert "n=2" in line
+    steps = [bench_peers.Row(case, "vllm", slow.answer, {"ms a step, batch 1": v}) for v in (3, 2)]
+    assert bench_peers.fastest(steps) is steps[1]
+
+
+def test_pip_says_in_one_line_why_a_peer_is_not_installed(tmp_path, monkeypatch):
+    pip = tmp_path / "pip"
+    pip.write_text("#!/bin/sh\necho warning >&2\necho 'ERROR: No matching release' >&2\nexit 1\n")
+    pip.chmod(0o755)
+    seen = []
+
+    def run(command, **options):
+        seen.append(command)
+        return original([str(pip)], **options)
+
+    original = bench_peers.subprocess.run
+    monkeypatch.setattr(bench_peers.subprocess, "run", run)
+    reason = bench_peers.install("vllm", tmp_path / "vllm", 10)
+    assert reason == "not installed: No matching release"
+    assert seen[0][0] == sys.executable
+    assert seen[0][-1] == "vllm>=0.20"
+    pins = (tmp_path / "vllm/constraints.txt").read_text()
+    assert pins.startswith("torch==")
+    assert "+" not in pins
+    pip.write_text("#!/bin/sh\nexit 0\n")
+    assert bench_peers.install("vllm", tmp_path / "vllm", 10) is None
+    assert bench_peers.install("vllm", tmp_path / "vllm", 10) is None
+    assert len(seen) == 2
+
+
+def test_further_adapters_share_matrices_but_not_scalings(tmp_path):
+    source = tmp_path / "adapter-0"
+    source.mkdir()
+    (source / "adapter_model.safetensors").write_bytes(b"matrices")
+    (source / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 8}))
+    for number in (16, 32):
+        bench_peers.copy_adapter(tmp_path, number)
+    alphas = [
+        json.loads((tmp_path / f"adapter-{n}/adapter_config.json").read_text())["lora_alpha"]
+        for n in (0, 16, 32)
+    ]
+    assert len(set(alphas)) == 3
+    assert (tmp_path / "adapter-32/adapter_model.safetensors").samefile(
+        source / "adapter_model.safetensors"
+    )
+
+
+def test_every_peer_is_registered_under_its_module():
+    for name in PEERS:
+        assert find(name).__module__.endswith(f".{name}")
+        assert find(name).variants(0, ())
+        assert find(name).variants(5, ("q_proj",))
+
+
+def test_unknown_names_are_refused(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bench_peers", "base", "--peer", "tgi"])
+    with pytest.raises(SystemExit, match="--peer: expected one of valora, vllm, sglang, got tgi"):
+        bench_peers.main()
+    monkeypatch.setattr(sys, "argv", ["bench_peers", "sparse"])
+    with pytest.raises(SystemExit, match=r"expected cases of base, .* got sparse"):
+        bench_peers.main()

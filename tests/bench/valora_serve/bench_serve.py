@@ -619,6 +619,8 @@ def startup(bench):
         first = bench.drive([bench.request(0, 256, 1, names[0])])[1]
         start_up = bench.engine.start_up
         left = len(start_up.left)
+        waited = ", ".join(f"{name} {spent:.1f}" for name, spent in start_up.seconds.items())
+        print(f"{capture}: ready after {ready:.1f} s ({waited})", flush=True)
         began = time.monotonic()
         while bench.engine.settle():
             pass

@@ -14,7 +14,7 @@ from valora_serve.model.attention.registry import make_backend
 from valora_serve.model.finite import finite_rows, mark_broken
 from valora_serve.model.graphs import DecodeGraphs, GraphRecorder, PromptGraphs
 from valora_serve.model.lmm import VisualRows
-from valora_serve.model.preparation import DECODE, KERNELS, PROMPT, Preparation
+from valora_serve.model.preparation import DECODE, KERNELS, MIXTURE, PROMPT, Preparation
 from valora_serve.model.prompt import VisualFeatures
 from valora_serve.model.sampler import StepLogprobs, sample, top_logprobs
 from valora_serve.model.work import LoraTerms, StepResources, StepResult, runs_of
@@ -258,6 +258,8 @@ class ModelRunner:
     ) -> tuple[list[Preparation], list[Preparation]]:
         """Return what is not prepared yet: what serving should wait for, and the rest.
 
+        Mixture mode needs a merged adapter and requests of others, which no server has at once.
+
         Args:
             terms: Numbers of LoRA terms per row: 0 without LoRA, 1 in unmerged mode, 2 in mixture
                 mode.
@@ -270,8 +272,11 @@ class ModelRunner:
         ]
         largest = {kind: max(graphs.sizes, default=0) for kind, graphs in self._graphs.items()}
         found.sort(key=lambda one: one.order(largest[one.kind]))
-        first = [one for one in found if one.size == largest[one.kind] or one.likely]
-        rest = found[len(first) :]
+        first = [
+            one for one in found
+            if one.terms != MIXTURE and (one.size == largest[one.kind] or one.likely)
+        ]  # fmt: skip
+        rest = [one for one in found if one not in first]
         if self._device.type == "cuda":
             rest += [one for one in self._kernel_runs(terms) if one not in self._compiled]
         return first, rest

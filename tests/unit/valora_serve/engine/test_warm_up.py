@@ -16,7 +16,7 @@ from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.engine.warm_up import PAUSE, WarmUp
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
-from valora_serve.model.preparation import DECODE, KERNELS, PROMPT, Preparation
+from valora_serve.model.preparation import DECODE, KERNELS, MIXTURE, PROMPT, Preparation
 from valora_serve.types import Mode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -159,6 +159,14 @@ def test_larger_graphs_serve_until_smaller_ones_are_captured(
     assert {"memory", "attention", "adapters", "graphs"} <= stats.start_seconds.keys()
     again = run(engine, asked)
     assert {name: got.tokens for name, got in again.items()} == expected
+
+
+def test_graphs_of_mixtures_wait(base: str, adapters: dict[str, Path]) -> None:
+    engine = lazily(base, {"a": adapters["a"]}).runner
+    first, rest = engine.preparations((0, 1, 2))
+    assert {one.terms for one in first} == {0, 1}
+    assert {one.size for one in rest if one.terms == MIXTURE} == {1, 2, 4, 64, 128}
+    assert rest[0] == Preparation(DECODE, 4, MIXTURE)  # which serves smaller mixtures meanwhile
 
 
 @pytest.mark.usefixtures("decode_graphs")

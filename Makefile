@@ -114,7 +114,7 @@ bench-tensor-parallel: $(READY) ## Measure decode steps on one and two GPUs (nee
 
 .PHONY: bench-kernels
 bench-kernels: $(READY) ## Measure the LoRA kernels beside other libraries' (needs a CUDA GPU)
-	@$(BIN)/python tests/bench/valora_kernels/bench_atmm.py $(ARGS)
+	@$(BIN)/python -m tests.bench.valora_kernels.bench_atmm $(ARGS)
 
 .PHONY: clean
 clean: ## Delete the outputs of stages and caches; bundles, MLflow runs and the environment stay

@@ -1,9 +1,10 @@
 """Time the LoRA operator beside its lower bound and other implementations: `make bench-kernels`.
 
 Every time is the median over replays of a CUDA graph that cycles through sets of inputs larger than
-the L2 cache, so weights and activations are cold. The column `csv` is the best of fourteen
-published implementations as measured earlier on an H200 (`lora_kernels_h200.csv` beside this file);
-the others are rebuilt here from torch and run beside ours.
+the L2 cache, so weights and activations are cold. `best` is the fastest of the others in the same
+run (`others/`): kernels of vLLM and SGLang where they can be imported (`PYTHONPATH=FOLDER`), and
+constructions from torch's operators. `lora_kernels_h200.csv` beside this file has the cases of the
+grid, and what others took earlier on an H200: a line below the table compares with that.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tests.bench.valora_kernels.others.registry import operators, versions
 from valora_kernels.arrangements.base import ALL
 from valora_kernels.atmm import atmm, table_choice
 from valora_kernels.gpus.detect import gpu_of
@@ -36,9 +38,11 @@ from valora_kernels.timing import Inputs, KernelWorkload, replay_times, spread, 
 from valora_kernels.weights import LoraWeights
 
 WIDTH = 4096
-ANCHORS = Path(__file__).with_name("lora_kernels_h200.csv")
+GRID = Path(__file__).with_name("lora_kernels_h200.csv")
 MIXED = (64, 32, 16, 8)
-SECTIONS = ("csv", "off", "projection", "merge")
+LARGEST_ERROR = 0.02
+"""Relative error that the result of another operator may have."""
+SECTIONS = ("grid", "off", "projection", "merge")
 
 
 @dataclass
@@ -51,9 +55,7 @@ class Case:
     popularity: str = "uniform"
     in_features: int = WIDTH
     out_features: tuple[int, ...] = (WIDTH,)
-    csv_us: float | None = None
-    csv_by: str = ""
-    base_csv_us: float | None = None
+    earlier_us: float | None = None
 
     @property
     def name(self) -> str:
@@ -83,28 +85,26 @@ class Result:
 
     @property
     def best(self) -> float:
-        """The fastest other implementation: from the csv if it has the case, else a rebuilt one."""
-        known = [us for us in self.peers.values() if np.isfinite(us)]
-        return self.case.csv_us if self.case.csv_us is not None else min(known)
+        """The fastest other implementation of this run; NaN if there is none."""
+        return min((us for us in self.peers.values() if np.isfinite(us)), default=float("nan"))
 
 
-def anchors() -> Iterator[Case]:
-    """The cases of the csv."""
-    with ANCHORS.open() as file:
+def grid() -> Iterator[Case]:
+    """The cases of the grid, with the fastest time that was measured earlier."""
+    with GRID.open() as file:
         for row in csv.DictReader(file):
             count = int(row["adapters"])
             ranks = MIXED if row["ranks"] == "mixed" else (int(row["ranks"]),)
             yield Case(
-                "csv",
+                "grid",
                 int(row["tokens"]),
                 [ranks[i % len(ranks)] for i in range(count)],
-                csv_us=float(row["best_us"]),
-                csv_by=row["best_by"],
+                earlier_us=float(row["best_us"]),
             )
 
 
 def off_grid() -> Iterator[Case]:
-    """Shapes that the csv does not have."""
+    """Shapes that the grid does not have."""
     for rows, adapters in ((7, 3), (24, 8), (48, 32), (100, 10), (190, 24), (700, 6), (3000, 40)):
         for ranks in ((8,), (32,), (64,), (128,), MIXED):
             yield Case("between", rows, [ranks[i % len(ranks)] for i in range(adapters)])
@@ -126,76 +126,6 @@ def off_grid() -> Iterator[Case]:
     for outs in ((4096, 4096, 4096), (4096, 1024, 1024)):
         for rows, adapters in ((1, 1), (32, 16), (64, 64), (512, 4), (2048, 16)):
             yield Case("q, k, v", rows, [64] * adapters, out_features=outs)
-
-
-def peers(work: KernelWorkload) -> dict[str, Callable[[Inputs], object]]:
-    """Other implementations, rebuilt from torch; without scalings, which favours them."""
-    device = work.sets[0].x.device
-    slots, rank = len(work.ranks), max(work.ranks)
-    rows_of = torch.from_numpy(work.rows_of).to(device)
-    dtype = work.sets[0].x.dtype
-    places = [(rows_of == slot).nonzero()[:, 0] for slot in range(slots)]
-    counts = torch.bincount(rows_of, minlength=slots)
-    width = int(counts.max())
-    padded = torch.zeros(slots, width, dtype=torch.int64, device=device)
-    for slot, mine in enumerate(places):
-        padded[slot, : len(mine)] = mine
-    inside = (torch.arange(width, device=device)[None] < counts[:, None]).nonzero(as_tuple=True)
-    offsets = counts.cumsum(0).to(torch.int32)
-    mask = (torch.arange(slots, device=device)[None] == rows_of[:, None]).to(dtype)
-    wide_mask = mask.repeat_interleave(rank, dim=1)
-    grouped = getattr(torch.nn.functional, "grouped_mm", None)
-
-    def views(s: Inputs) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        weights = s.weights
-        for p, y in enumerate(s.ys):
-            start, n = weights.b_start(p), weights.out_features[p]
-            b = weights.b[start : start + slots * rank * n].view(slots, rank, n)
-            yield y, weights.a[p], b
-
-    def dense_mask(s: Inputs) -> None:
-        for y, a, b in views(s):
-            hidden = s.x @ a.flatten(0, 1).T
-            y.addmm_(hidden if slots == 1 else hidden * wide_mask, b.flatten(0, 1))
-
-    def loop(s: Inputs) -> None:
-        for y, a, b in views(s):
-            for slot, mine in enumerate(places):
-                if slots == 1:
-                    y.addmm_(s.x @ a[0].T, b[0])
-                else:
-                    y.index_add_(0, mine, s.x[mine] @ a[slot].T @ b[slot])
-
-    def peft(s: Inputs) -> None:
-        for y, a, b in views(s):
-            for slot, mine in enumerate(places):
-                y[mine] += (s.x[mine] @ a[slot].T) @ b[slot] * 0.5
-
-    def padded_bmm(s: Inputs) -> None:
-        for y, a, b in views(s):
-            out = torch.bmm(torch.bmm(s.x[padded], a.transpose(1, 2)), b)
-            y.index_add_(0, padded[inside], out[inside])
-
-    def einsum(s: Inputs) -> None:
-        for y, a, b in views(s):
-            hidden = torch.einsum("mk,srk->msr", s.x, a) * mask[:, :, None]
-            y.add_(torch.einsum("msr,srn->mn", hidden, b))
-
-    def grouped_mm(s: Inputs) -> None:
-        assert grouped is not None
-        for y, a, b in views(s):
-            y.add_(grouped(grouped(s.x, a.transpose(1, 2), offs=offsets), b, offs=offsets))
-
-    found: dict[str, Callable[[Inputs], object]] = {
-        "dense_mask": dense_mask,
-        "loop": loop,
-        "peft": peft,
-        "bmm": padded_bmm,
-        "einsum": einsum,
-    }
-    if grouped is not None:
-        found["grouped_mm"] = grouped_mm
-    return found
 
 
 def exact(work: KernelWorkload, s: Inputs, ys: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -304,18 +234,39 @@ def measure(case: Case, ceilings: Ceilings, *, with_peers: bool, repeats: int) -
         base_p95=float(np.percentile(base, 95)),
     )
     if with_peers:
-        for name, call in peers(work).items():
-            if name in ("loop", "peft") and len(case.ranks) > 16 and case.csv_us is not None:
-                continue  # a millisecond each; the csv has them
+        for name, call in operators(work).items():
+            if name in ("loop", "peft") and len(case.ranks) > 16:
+                continue  # a millisecond each
             few = [partial(call, s) for s in work.sets[: max(2, 64 // len(case.ranks))]]
             try:
+                check(name, work, call)
                 result.peers[name] = float(np.median(replay_times(few, repeats=5, at_least=4)))
-            except (RuntimeError, NotImplementedError) as error_:
-                print(f"  {name}: {str(error_).splitlines()[0][:100]}", file=sys.stderr)
+            except (RuntimeError, NotImplementedError, AssertionError) as error_:
+                reason = (str(error_).splitlines() or [""])[0][:100]
+                print(f"  {name}: {type(error_).__name__}: {reason}", file=sys.stderr)
                 result.peers[name] = float("nan")
             finally:
                 torch.cuda.synchronize()
     return result
+
+
+def check(name: str, work: KernelWorkload, call: Callable[[Inputs], object]) -> None:
+    """Check the result of another operator, if it returns one.
+
+    Raises:
+        RuntimeError: It differs from the result in fp32 by more than bf16 explains.
+    """
+    first = work.sets[0]
+    out = call(first)
+    if not isinstance(out, torch.Tensor):
+        return
+    out.zero_()
+    out = call(first)
+    assert isinstance(out, torch.Tensor)
+    want = torch.cat(exact(work, first, [torch.zeros_like(y) for y in first.ys]), dim=1)
+    error = float((out.float() - want).norm() / want.norm())
+    if not error < LARGEST_ERROR:
+        raise RuntimeError(f"{name} differs from fp32 by {error:.1e}")
 
 
 def compile_ahead(cases: list[Case]) -> None:
@@ -352,7 +303,7 @@ def report(results: list[Result], lines: list[str]) -> None:
     lines += ["", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for r in results:
         known = {n: us for n, us in r.peers.items() if np.isfinite(us)}
-        by = r.case.csv_by or min(known, key=lambda n: known[n], default="")
+        by = min(known, key=lambda n: known[n], default="")
         cells = [
             r.case.name, f"{r.floor:.2f}", f"{r.base:.2f}", f"**{r.ours:.2f}**", f"{r.best:.2f}",
             f"{r.ours / r.best:.2f}", by, f"{r.eager:.0f}", f"{r.error:.1e}",
@@ -381,6 +332,17 @@ def report(results: list[Result], lines: list[str]) -> None:
         f"base GEMM {np.median(base):.4f} (worst {max(base):.3f}). "
         f"Largest relative error {max(r.error for r in results):.1e}.",
     ]
+
+
+def against_earlier(results: list[Result], lines: list[str]) -> None:
+    """Say how we compare with what others took earlier on an H200; no part of the table."""
+    ratios = [r.ours / r.case.earlier_us for r in results if r.case.earlier_us is not None]
+    if ratios and "H200" in torch.cuda.get_device_name():
+        lines += [
+            "",
+            f"Against the fastest times of others measured earlier on an H200 ({GRID.name}): "
+            f"geometric mean {geometric_mean(ratios):.3f}, worst {max(ratios):.3f}.",
+        ]
 
 
 def projection_totals(lines: list[str], repeats: int) -> list[dict[str, float]]:
@@ -522,9 +484,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("outputs/bench-kernels"))
     parser.add_argument("--no-peers", action="store_true", help="ours and the base GEMM only")
-    parser.add_argument(
-        "--few-peers", action="store_true", help="no peers where the csv has the case; faster"
-    )
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument(
         "--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="tables to run"
@@ -541,7 +500,7 @@ def main() -> None:
     ]
     results = []
     cases = [
-        *(anchors() if "csv" in args.only else ()),
+        *(grid() if "grid" in args.only else ()),
         *(off_grid() if "off" in args.only else ()),
     ]
     compile_ahead(cases)
@@ -549,18 +508,19 @@ def main() -> None:
     for case in sorted(
         cases, key=lambda case: case.rows * (case.in_features + sum(case.out_features))
     ):
-        with_peers = not (args.no_peers or (args.few_peers and case.csv_us is not None))
-        result = measure(case, ceilings, with_peers=with_peers, repeats=args.repeats)
+        result = measure(case, ceilings, with_peers=not args.no_peers, repeats=args.repeats)
         results.append(result)
-        best = result.best if result.peers or case.csv_us else float("nan")
-        print(f"{case.name:40s} {result.ours:8.2f} / {best:8.2f}", flush=True)
+        print(f"{case.name:40s} {result.ours:8.2f} / {result.best:8.2f}", flush=True)
         torch.cuda.empty_cache()
     results.sort(key=lambda result: cases.index(result.case))
+    if not args.no_peers:
+        lines.append(f"Others: {versions()}.")
     data: dict[str, object] = {"cases": [asdict(r) for r in results]}
     for on_grid in (True, False):
-        some = [r for r in results if (r.case.group == "csv") == on_grid]
-        if some and (on_grid or not args.no_peers):
+        some = [r for r in results if (r.case.group == "grid") == on_grid]
+        if some:
             report(some, lines)
+            against_earlier(some, lines)
     if "projection" in args.only:
         data["projection"] = projection_totals(lines, args.repeats)
         torch.cuda.empty_cache()

@@ -212,11 +212,19 @@ def install(name: str, folder: Path, seconds: float) -> str | None:
     except subprocess.TimeoutExpired:
         return f"not installed: pip took more than {seconds:.0f} s"
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        reason = (lines or done.stderr.splitlines() or [f"pip ended with {done.returncode}"])[0]
-        return f"not installed: {reason.removeprefix('ERROR: ')}"
+        return f"not installed: {reason_of(done.stderr, str(kind.requirement), torch)}"
     (folder / "installed").touch()
     return None
+
+
+def reason_of(errors: str, requirement: str, torch: str) -> str:
+    """Why pip installed nothing, in one line."""
+    if "conflicting dependencies" in errors:
+        return f"no release of {requirement} goes with torch {torch}"
+    if "Failed to establish a new connection" in errors or "Name or service" in errors:
+        return "pip reaches no package registry"
+    said = [line.removeprefix("ERROR: ") for line in errors.splitlines() if line[:6] == "ERROR:"]
+    return (said or errors.splitlines() or ["pip says nothing"])[-1]
 
 
 def run(job: Job, packages: Path | None, log: Path, seconds: float) -> Answer:

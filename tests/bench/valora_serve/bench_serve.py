@@ -2,9 +2,7 @@
 
 `python -m tests.bench.valora_serve.bench_serve [SECTION …]` runs the named sections (all by
 default), prints a table for each and, with `--out`, writes every figure as JSON. Random
-weights cost what trained ones do. The workloads of `throughput`, `decode` and `arrivals` are
-those of vLLM's published figures in `VLLM` (one H200, Llama-7B shape, LoRA on q, k, v, o, adapters
-on the GPU).
+weights cost what trained ones do. `bench_peers` measures other servers beside this engine.
 
 Average token latency is Σ end-to-end latency over Σ (input + image + output) tokens.
 """
@@ -39,13 +37,6 @@ from valora_serve.model.lmm import Lmm
 from valora_serve.orchestrator.registry import make_policy
 from valora_serve.types import Request, SamplingParams
 
-VLLM_THROUGHPUT = {  # requests/s
-    "no LoRA": 31.1, "S1 n=5": 22.4, "S1 n=100": 18.5, "S2 n=5": 22.9, "S2 n=100": 17.3,
-}  # fmt: skip
-VLLM_DECODE = {  # ms: no adapter, 1 adapter, 16 adapters
-    1: (4.54, 5.88, None), 8: (4.79, 5.99, 8.22), 32: (5.63, 6.78, 11.29), 64: (6.62, 8.48, 13.09),
-}  # fmt: skip
-VLLM_ARRIVALS = {2: 3.17, 6: 3.95, 10: 5.44, 16: 10.29}  # average token latency, ms
 POLICIES = ("merge_only", "unmerge_only", "dlora", "slora", "valora", "cost")
 
 found: dict[str, object] = {}
@@ -242,7 +233,7 @@ def decode_ms(bench, names, batch, active, steps=(1, 128), length=32):
 
 
 def decode(bench):
-    """Decode steps beside the time of reading the weights once, and vLLM's."""
+    """Decode steps beside the time of reading the weights once."""
     bandwidth, rate = physical(bench)
     text = bench.model.model.language_model
     held = [
@@ -264,15 +255,13 @@ def decode(bench):
     merged = {n: decode_ms(bench, names, n, 1) for n in sizes}
     rows = []
     for n in sizes:
-        vllm = VLLM_DECODE.get(n) if bench.targets == "attention" else None
-        vllm = vllm or (None, None, None)
         rows.append([n, bare[n], bare[n] / floor, idle[n] / bare[n], merged[n] / bare[n], one[n],
-                     many[n], many[n] / bare[n], *vllm])  # fmt: skip
+                     many[n], many[n] / bare[n]])  # fmt: skip
     print(f"bandwidth {bandwidth / 1e12:.2f} TB/s, matrix rate {rate / 1e12:.0f} TFLOP/s, "
           f"weights {weights / 1e9:.2f} GB: {floor:.2f} ms")  # fmt: skip
     table(f"Decode step, ms (rank 64 on {bench.adapted})",
           ["batch", "bare", "of reading the weights", "idle LoRA / bare", "merged / bare",
-           "1 adapter", "16 adapters", "16 / bare", "vLLM bare", "vLLM 1", "vLLM 16"],
+           "1 adapter", "16 adapters", "16 / bare"],
           rows)  # fmt: skip
 
 
@@ -349,11 +338,9 @@ def throughput(bench):
         bench.drive(requests[:128])
         done, wall = bench.drive(requests)
         m = metrics(done, wall)
-        vllm = VLLM_THROUGHPUT[name] if bench.targets == "attention" or not n else None
-        rows.append([name, m["requests"], m["output"], vllm, vllm and m["requests"] / vllm])
+        rows.append([name, m["requests"], m["output"]])
     table(f"Throughput, 400 requests at once (on {bench.adapted})",
-          ["adapters", "requests/s", "output tokens/s", "vLLM requests/s", "ours / vLLM"],
-          rows)  # fmt: skip
+          ["adapters", "requests/s", "output tokens/s"], rows)  # fmt: skip
 
 
 def poisson(rate, seconds, seed):
@@ -375,10 +362,7 @@ def arrivals(bench):
     for policy in bench.arguments.policies:
         names = bench.start(policy, 16)
         bench.warm(names)
-        for rate, known in VLLM_ARRIVALS.items():
-            vllm = known if bench.targets == "attention" else None
-            if rate not in bench.arguments.rates:
-                continue
+        for rate in bench.arguments.rates:
             times = poisson(rate, bench.arguments.seconds, 3)
             chosen = skewed(len(times), 16, 0.6, 4)
             requests = [bench.request(i, 256, 200, names[chosen[i]]) for i in range(len(times))]
@@ -386,12 +370,11 @@ def arrivals(bench):
             m = metrics(*bench.drive(requests, times), bench.arguments.slo)
             print(policy, rate, {k: round(v, 3) for k, v in m.items()},
                   "switches", bench.engine.stats().switches - before, flush=True)  # fmt: skip
-            rows.append([policy, rate, m["atl"], m["per_output"], m["ttft"], m["between"], m["slo"],
-                         vllm, vllm and m["atl"] / vllm])  # fmt: skip
+            shown = ("atl", "per_output", "ttft", "between", "slo")
+            rows.append([policy, rate, *(m[key] for key in shown)])
     table("Poisson arrivals, 60 % on one of 16 adapters",
           ["policy", "requests/s", "average token latency, ms", "per output token, ms",
-           "mean TTFT, ms", "mean inter-token, ms", "SLO attainment",
-           "vLLM average token latency", "ours / vLLM"],
+           "mean TTFT, ms", "mean inter-token, ms", "SLO attainment"],
           rows)  # fmt: skip
 
 
@@ -579,7 +562,6 @@ def peft(bench):
         for i in range(1, n):
             wrapped.add_adapter(f"a{i}", config)
         wrapped.to(bench.device, torch.bfloat16).eval()
-        start = time.monotonic()
         batch = min(32, count)
         ids = torch.full((batch, int(inputs[:batch].max())), 2, device=bench.device)
         mask = torch.zeros_like(ids)
@@ -587,22 +569,39 @@ def peft(bench):
             prompt = torch.tensor(requests[row].token_ids, device=bench.device)
             ids[row, -len(prompt) :] = prompt
             mask[row, -len(prompt) :] = 1
-        # A static batch goes on to its longest answer; a part of it shows the pace.
-        steps = min(int(outputs[:batch].max()), arguments.peft_steps)
-        with torch.inference_mode():
-            wrapped.generate(
-                input_ids=ids, attention_mask=mask, max_new_tokens=steps, min_new_tokens=steps,
-                do_sample=False, adapter_names=[f"a{c}" for c in chosen[:batch]],
-            )  # fmt: skip
-        if bench.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = (time.monotonic() - start) * int(outputs[:batch].max()) / steps
+        given = {
+            "input_ids": ids, "attention_mask": mask, "do_sample": False,
+            "adapter_names": [f"a{c}" for c in chosen[:batch]],
+        }  # fmt: skip
+        warm, first, step = peft_times(bench, wrapped, given)
+        # A static batch goes on to its longest answer.
+        seconds = first + step * (int(outputs[:batch].max()) - 1)
         theirs = batch / seconds
-        rows.append([n, count / ours, theirs, count / ours / theirs])
+        rows.append([n, count / ours, warm, first, 1e3 * step, theirs, count / ours / theirs])
         del model, wrapped
         gc.collect()
-    table(f"PEFT and transformers, batches of 32, {arguments.peft_steps} steps measured",
-          ["adapters", "ours, requests/s", "PEFT, requests/s", "times"], rows)  # fmt: skip
+    table("PEFT and transformers, batches of 32",
+          ["adapters", "ours, requests/s", "PEFT: first call of 2 tokens, s", "prefill, s",
+           "decode step, ms", "requests/s", "ours / PEFT"], rows)  # fmt: skip
+
+
+def peft_times(bench, wrapped, given):
+    """Seconds of PEFT's first call, of a warm prefill with its first token, and of a decode step.
+
+    The first call, of two tokens, compiles and allocates; it counts in no rate.
+    """
+
+    def seconds(tokens):
+        start = time.monotonic()
+        with torch.inference_mode():
+            wrapped.generate(**given, max_new_tokens=tokens, min_new_tokens=tokens)
+        bench.synchronize()
+        return time.monotonic() - start
+
+    steps = bench.arguments.peft_steps
+    warm = seconds(2)
+    first = statistics.median(seconds(1) for _ in range(3))
+    return warm, first, (seconds(1 + steps) - first) / steps
 
 
 def startup(bench):
@@ -687,7 +686,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--slo", type=float, default=6.0, help="seconds to the first token")
     parser.add_argument("--counts", nargs="+", type=int, default=[5, 100, 2000])
-    parser.add_argument("--peft-steps", type=int, default=48, help="decode steps of the baseline")
+    parser.add_argument("--peft-steps", type=int, default=48, help="decode steps that are timed")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--traces", action="store_true", help="keep the decisions of `skew`")
     arguments = parser.parse_args()

@@ -257,3 +257,25 @@ def test_unknown_names_are_refused(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench_peers", "sparse"])
     with pytest.raises(SystemExit, match=r"expected cases of base, .* got sparse"):
         bench_peers.main()
+
+
+@pytest.mark.parametrize(
+    ("errors", "reason"),
+    [
+        (
+            "ERROR: Cannot install vllm==0.1, vllm==0.2 because these package versions have "
+            "conflicting dependencies.\nERROR: ResolutionImpossible: see the page",
+            "no release of vllm>=0.20 goes with torch 2.15.0",
+        ),
+        (
+            "WARNING: Retrying: Failed to establish a new connection: refused\n"
+            "ERROR: No matching distribution found for vllm>=0.20",
+            "pip reaches no package registry",
+        ),
+        ("ERROR: Ignored some\nERROR: No space left on device", "No space left on device"),
+        ("/usr/bin/python: No module named pip", "/usr/bin/python: No module named pip"),
+        ("", "pip says nothing"),
+    ],
+)
+def test_reasons_of_pip(errors, reason):
+    assert bench_peers.reason_of(errors, "vllm>=0.20", "2.15.0") == reason

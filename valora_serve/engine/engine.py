@@ -319,6 +319,7 @@ class Engine:
             max_adapters=settings.max_adapters,
             graphs=sizing.decode_sizes(settings),
             prompt_graphs=sizing.prompt_sizes(settings, self.device),
+            vision_graphs=sizing.image_counts(settings, self.device),
         )
 
     # ------------------------------------------------------------------ before requests come

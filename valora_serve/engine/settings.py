@@ -45,8 +45,9 @@ class EngineSettings:
         host_bytes: Most bytes of host memory for adapters.
         attention: Name of the attention backend; ``auto`` takes the fastest that works here.
         graphs: Capture decode steps in CUDA graphs.
-        prompt_graphs: Also capture the layers of prefill steps with up to 2,048 rows, which are
-            limited by the host otherwise; None to do so wherever decode steps are captured.
+        prompt_graphs: Also capture the layers of prefill steps with up to 2,048 rows, and the
+            encoding of images, which are limited by the host otherwise; None to do so wherever
+            decode steps are captured.
         capture: When graphs are captured and kernels compiled: ``lazy`` serves as soon as the
             likeliest graphs are captured, and prepares the others while nothing runs or when steps
             miss them; ``eager`` prepares all of them before it serves.

@@ -23,6 +23,9 @@ DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 1
                 384, 448, 512)  # fmt: skip
 """Numbers of decoding rows that CUDA graphs are captured for."""
 
+IMAGE_COUNTS = (1, 2, 4, 8, 16)
+"""Numbers of images that the vision encoder is captured for."""
+
 CPU_BYTES = 512 << 20
 """Size of the unified memory on a CPU, in bytes."""
 
@@ -79,10 +82,21 @@ def prompt_sizes(settings: EngineSettings, device: torch.device) -> Sequence[int
 
     The last one is the first that holds any step, i.e. `max_tokens` rows, if there is one.
     """
-    wanted = settings.prompt_graphs
-    if wanted is None:
-        wanted = device.type == "cuda" and settings.graphs
-    return PROMPT_SIZES[: bisect_left(PROMPT_SIZES, settings.max_tokens) + 1] if wanted else ()
+    if not _captures_prompts(settings, device):
+        return ()
+    return PROMPT_SIZES[: bisect_left(PROMPT_SIZES, settings.max_tokens) + 1]
+
+
+def image_counts(settings: EngineSettings, device: torch.device) -> Sequence[int]:
+    """Return the numbers of images to capture the vision encoder for."""
+    return IMAGE_COUNTS if _captures_prompts(settings, device) else ()
+
+
+def _captures_prompts(settings: EngineSettings, device: torch.device) -> bool:
+    """Return whether steps with prompts are captured."""
+    if settings.prompt_graphs is None:
+        return device.type == "cuda" and settings.graphs
+    return settings.prompt_graphs
 
 
 def lora_terms(modes: Collection[Mode]) -> list[int]:

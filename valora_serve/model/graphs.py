@@ -1,5 +1,7 @@
 """Captured steps: CUDA graphs of decode steps, and of the layers of steps with prompts.
 
+`vision_graphs` captures the encoding of images, which comes before them.
+
 A graph replays kernels with the arguments of its capture, so its inputs lie in buffers of fixed
 size and address, and smaller steps are padded. Graphs are captured for some numbers of rows, and
 for zero, one and two LoRA terms per row.
@@ -126,7 +128,7 @@ class DecodeGraph:
     turn: int = 0
 
 
-class _Graphs(ABC, Generic[G]):
+class Graphs(ABC, Generic[G]):
     """Captured steps of one kind by their number of rows and of LoRA terms.
 
     Args:
@@ -201,7 +203,7 @@ class _Graphs(ABC, Generic[G]):
         """Capture one step; None if the attention backend has no plan for it."""
 
 
-class DecodeGraphs(_Graphs[DecodeGraph]):
+class DecodeGraphs(Graphs[DecodeGraph]):
     """Captured decode steps by their number of rows and of LoRA terms.
 
     Args:
@@ -312,7 +314,7 @@ class PromptGraph:
     hidden: Tensor
 
 
-class PromptGraphs(_Graphs[PromptGraph]):
+class PromptGraphs(Graphs[PromptGraph]):
     """Captured layers of steps with prompts, by their number of rows and of LoRA terms.
 
     Args:

@@ -74,6 +74,7 @@ class Lmm(BaseModel):
         kv_heads: Key and value heads of an attention layer that this process computes.
         head_dim: Width of an attention head.
         own_kv_heads: Which of the model's heads of keys and values those are.
+        pixel_shape: Channels, height and width of every image's pixels; None if they differ.
 
     Raises:
         BundleError: If the model cannot be served.
@@ -98,6 +99,7 @@ class Lmm(BaseModel):
         text = self.config.get_text_config()
         self._refuse_windows(text)
         text._attn_implementation = register_attention()
+        self.pixel_shape = self.architecture.pixel_shape(self.config)
         self.layers = int(text.num_hidden_layers)
         self.heads = int(text.num_attention_heads)
         self.kv_heads = int(getattr(text, "num_key_value_heads", None) or self.heads)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-DECODE, PROMPT, KERNELS = "decode", "prompt", "kernels"
-"""Kinds of preparations: graphs of decode steps, of steps with prompts, and compiled kernels."""
+DECODE, PROMPT, VISION, KERNELS = "decode", "prompt", "vision", "kernels"
+"""Kinds of preparations: graphs of decode steps, of steps with prompts and of the encoding of
+images, and compiled kernels."""
 
-LIKELY = {DECODE: (1, 8, 32), PROMPT: (64, 256, 1024), KERNELS: ()}
-"""Rows of the steps that most servers compute first."""
+LIKELY = {DECODE: (1, 8, 32), PROMPT: (64, 256, 1024), VISION: (1, 4), KERNELS: ()}
+"""Rows of the steps that most servers compute first, and numbers of images."""
 
 MIXTURE = 2
 """LoRA terms per row in mixture mode, which needs several adapters with requests."""
@@ -19,7 +20,8 @@ class Preparation(NamedTuple):
 
     Attributes:
         kind: Kind of it.
-        size: Rows of a graph; rows with an adapter for kernels, 0 for those of a whole step.
+        size: Rows of a graph, or images; rows with an adapter for kernels, 0 for those of a whole
+            step.
         terms: LoRA terms per row.
     """
 

@@ -14,9 +14,17 @@ from valora_serve.model.attention.registry import make_backend
 from valora_serve.model.finite import finite_rows, mark_broken
 from valora_serve.model.graphs import DecodeGraphs, GraphRecorder, PromptGraphs
 from valora_serve.model.lmm import VisualRows
-from valora_serve.model.preparation import DECODE, KERNELS, MIXTURE, PROMPT, Preparation
+from valora_serve.model.preparation import (
+    DECODE,
+    KERNELS,
+    MIXTURE,
+    PROMPT,
+    VISION,
+    Preparation,
+)
 from valora_serve.model.prompt import VisualFeatures
 from valora_serve.model.sampler import StepLogprobs, sample, top_logprobs
+from valora_serve.model.vision_graphs import VisionGraphs
 from valora_serve.model.work import LoraTerms, StepResources, StepResult, runs_of
 
 if TYPE_CHECKING:
@@ -48,6 +56,7 @@ class ModelRunner:
         max_adapters: Largest number of distinct adapters in a step.
         graphs: Numbers of rows for which decode steps are captured.
         prompt_graphs: Numbers of rows for which the layers of steps with prompts are captured.
+        vision_graphs: Numbers of images for which the vision encoder is captured.
 
     Attributes:
         has_lora: Whether any adapter was registered; until then no graph with LoRA is captured.
@@ -65,6 +74,7 @@ class ModelRunner:
         max_adapters: int,
         graphs: Sequence[int] = (),
         prompt_graphs: Sequence[int] = (),
+        vision_graphs: Sequence[int] = (),
     ) -> None:
         self._lmm = lmm
         self._device = lmm.device
@@ -83,6 +93,7 @@ class ModelRunner:
         self._recorder = recorder = GraphRecorder(self._device)
         self._decode_graphs = DecodeGraphs(self._resources, recorder, graphs)
         self._prompt_graphs = PromptGraphs(self._resources, recorder, prompt_graphs)
+        self._vision_graphs = VisionGraphs(self._resources, recorder, vision_graphs)
         self._compiled: set[Preparation] = set()
         self.has_lora = False
 
@@ -307,24 +318,28 @@ class ModelRunner:
         return None
 
     @property
-    def _graphs(self) -> dict[str, DecodeGraphs | PromptGraphs]:
-        return {DECODE: self._decode_graphs, PROMPT: self._prompt_graphs}
+    def _graphs(self) -> dict[str, DecodeGraphs | PromptGraphs | VisionGraphs]:
+        return {
+            DECODE: self._decode_graphs,
+            PROMPT: self._prompt_graphs,
+            VISION: self._vision_graphs,
+        }
 
     def _terms(self, terms: Sequence[int]) -> list[int]:
         return [count for count in terms if self.has_lora or not count]
 
     def capture(self, terms: Sequence[int] = (0, 1, 2)) -> int:
-        """Capture the steps that have no graph yet.
+        """Capture the steps, and the encoders of images, that have no graph yet.
 
         Args:
             terms: As in `preparations`.
 
         Returns:
-            Number of graphs.
+            Number of graphs of steps.
         """
         for count in self._terms(terms):
-            self._prompt_graphs.capture(count)
-            self._decode_graphs.capture(count)
+            for graphs in self._graphs.values():
+                graphs.capture(count)
         return len(self._decode_graphs) + len(self._prompt_graphs)
 
     @property
@@ -336,8 +351,8 @@ class ModelRunner:
         """Drop all graphs, because weights or adapters have moved in memory."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._decode_graphs.forget()
-        self._prompt_graphs.forget()
+        for graphs in self._graphs.values():
+            graphs.forget()
         self._recorder.forget()
         self._compiled.clear()
 
@@ -428,8 +443,13 @@ class ModelRunner:
                 self._adapters.fill(batches[rows], terms.repeated(each))
             return batches[rows]
 
-        with torch.inference_mode(), self._lmm.linears.scope.vision(batch_of):
-            return self._lmm.encode(visuals)
+        with torch.inference_mode():
+            if (own == NONE).all():
+                found = self._vision_graphs.encode(visuals)
+                if found is not None:
+                    return found
+            with self._lmm.linears.scope.vision(batch_of):
+                return self._lmm.encode(visuals)
 
 
 def _doublings(most: int) -> list[int]:

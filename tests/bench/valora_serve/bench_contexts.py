@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.bench.valora_serve.bench_serve import Bench, found, metrics, table
+from tests.bench.valora_serve.harness import Bench, found, metrics, table
 from valora_data.contract.contexts import PREFIX
 from valora_serve.catalogue.contexts import Context
 from valora_serve.catalogue.store import ResolvedModel, Staged

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from tests.bench.valora_serve.bench_serve import table
+from tests.bench.valora_serve.harness import table
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.types import Request, SamplingParams

@@ -21,174 +21,30 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tests.bench.valora_serve.harness import (
+    POLICIES,
+    Bench,
+    found,
+    metrics,
+    poisson,
+    skewed,
+    table,
+)
+from tests.bench.valora_serve.sections.ablation import PARTS, ablation
+from tests.bench.valora_serve.sections.multimodal import retrieval, video
+from tests.bench.valora_serve.sections.packed import packed
+from tests.bench.valora_serve.sections.populations import populations
+from tests.bench.valora_serve.sections.slo import slo
+from tests.bench.valora_serve.sections.starving import starving
+from tests.bench.valora_serve.sections.switching import switching
 from tests.bench.valora_serve.serve_models import (
-    PROCESSOR,
+    BASES,
     TARGETS,
-    add_adapters,
     add_head,
     llava_7b,
     modules_of,
 )
-from valora_serve.engine.engine import Engine
-from valora_serve.engine.profile import ensure_costs
-from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import SettingsError
-from valora_serve.model.lmm import Lmm
-from valora_serve.orchestrator.registry import make_policy
-from valora_serve.types import Request, SamplingParams
-
-POLICIES = ("merge_only", "unmerge_only", "dlora", "slora", "valora", "cost")
-
-found: dict[str, object] = {}
-
-
-def table(title, head, rows):
-    print(f"\n## {title}\n")
-    print("| " + " | ".join(head) + " |")
-    print("|" + "---|" * len(head))
-    for row in rows:
-        cells = [f"{c:.3g}" if isinstance(c, float) else "–" if c is None else str(c) for c in row]
-        print("| " + " | ".join(cells) + " |", flush=True)
-    found[title] = {"head": head, "rows": rows}
-
-
-class Bench:
-    """The model, and engines on it one after the other."""
-
-    def __init__(self, arguments):
-        self.arguments = arguments
-        self.device = torch.device(arguments.device)
-        context = getattr(arguments, "context", 4096)
-        self.model = llava_7b(self.device, arguments.layers, arguments.width, context=context)
-        fp8 = getattr(arguments, "quantize", "none") == "fp8"
-        self.lmm = Lmm("llava-7b", self.model, PROCESSOR, self.device, fp8=fp8)
-        self.targets = getattr(arguments, "targets", "attention")
-        self.engine = None
-        self.started = None
-
-    @property
-    def adapted(self):
-        """The linears that adapters change, for titles of tables."""
-        return TARGETS[self.targets]
-
-    def start(self, policy="slora", adapters=0, ranks=(64,), **options):
-        """An engine with so many adapters, warmed up; one that is there takes the other policy."""
-        wanted = (adapters, tuple(ranks), options)
-        if self.engine is not None and wanted == self.started and not options:
-            settings = self.engine.settings.policy_settings
-            self.engine.policy = make_policy(policy, self.engine.cost, settings)
-            return self.names
-        self.stop()
-        small = self.device.type == "cpu"
-        defaults = {
-            "max_requests": 512, "max_tokens": 8192, "chunk": 8192, "max_adapters": 128,
-            "slots": min(max(adapters, 1), 256), "max_rank": max(ranks), "host_bytes": 1 << 50,
-            "profile": False, "memory": 0.85, "capture": "eager", "prefix_cache": False,
-            "attention": self.arguments.attention, "cost_folder": self.arguments.costs,
-            "pages": 2000 if small else None,
-            "prompt_graphs": None if self.arguments.prompt_graphs else False,
-        }  # fmt: skip
-        # `cost` goes into every mode, so all that any policy needs is captured.
-        self.engine = Engine(EngineSettings(policy="cost", **(defaults | options)), self.lmm)
-        names = add_adapters(self.engine, adapters, ranks, targets=self.targets) if adapters else []
-        start = time.monotonic()
-        self.engine.warm_up()
-        ensure_costs(self.engine)
-        print(f"[{adapters} adapters: warm after {time.monotonic() - start:.1f} s, "
-              f"{self.engine.memory.pages} pages]", flush=True)  # fmt: skip
-        settings = self.engine.settings.policy_settings
-        self.engine.policy = make_policy(policy, self.engine.cost, settings)
-        self.started, self.names = wanted, names
-        return names
-
-    def stop(self):
-        """Let the engine go, and put the model back as it was."""
-        if self.engine is None:
-            return
-        self.engine.merge_state.switch(self.engine.merge_state.mode, None)
-        self.engine.close()
-        self.lmm.linears.release()
-        self.engine = None
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def synchronize(self):
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def trace(self, name):
-        """File for an engine's decisions, beside the other results."""
-        out = self.arguments.out
-        return str(out.with_name(f"trace-{name}.txt")) if out else None
-
-    def request(self, number, tokens, output, name, **options):
-        ids = np.random.default_rng(number).integers(3, 32000, tokens).tolist()
-        sampling = SamplingParams(max_tokens=output, ignore_eos=True)
-        return Request(str(number), name, token_ids=ids, sampling=sampling, **options)
-
-    def drive(self, requests, arrivals=None, most=600.0):
-        """Run requests, arriving at the given seconds; returns their last outputs and the time."""
-        engine = self.engine
-        prepared = [engine.prepare(request) for request in requests]
-        order = range(len(requests)) if arrivals is None else np.argsort(arrivals)
-        queue = iter([(0.0 if arrivals is None else arrivals[i], prepared[i]) for i in order])
-        due = next(queue, None)
-        done = []
-        start = time.monotonic()
-        while due is not None or engine.busy:
-            now = time.monotonic() - start
-            while due is not None and due[0] <= now:
-                engine.add(due[1])
-                due = next(queue, None)
-            if engine.busy:
-                for output in engine.step():
-                    if output.finish is not None:
-                        if output.error:
-                            raise output.error
-                        done.append(output)
-                if engine.stalled:
-                    time.sleep(2e-4)
-            elif due is not None:
-                time.sleep(max(0.0, min(due[0] - (time.monotonic() - start), 0.001)))
-            if now > most:
-                raise TimeoutError("the requests did not end in time")
-        return done, time.monotonic() - start
-
-    def warm(self, names, count=24):
-        """Let compilers see the shapes before the clock runs."""
-        requests = [
-            self.request(10**6 + i, 20 + 37 * i, 8, names[i % len(names)] if names else None)
-            for i in range(count)
-        ]
-        self.drive(requests)
-        big = [self.request(2 * 10**6 + i, 400, 4, names[i % len(names)] if names else None)
-               for i in range(30)]  # fmt: skip
-        self.drive(big)
-
-
-def metrics(done, wall, slo=6.0):
-    """Latencies in milliseconds, requests and output tokens a second.
-
-    `slo` is the share of requests whose first token came within so many seconds (S-LoRA §7: 6 s).
-    """
-    latency = [o.times.finished - o.times.arrival for o in done]
-    first = [o.times.first_token - o.times.arrival for o in done]
-    tokens = sum(o.usage.prompt + o.usage.completion for o in done)
-    out = sum(o.usage.completion for o in done)
-    between = [
-        (o.times.finished - o.times.first_token) / max(o.usage.completion - 1, 1) for o in done
-    ]
-    return {
-        "atl": 1e3 * sum(latency) / tokens,
-        "per_output": 1e3 * sum(latency) / out,
-        "ttft": 1e3 * statistics.mean(first),
-        "between": 1e3 * statistics.mean(between),
-        "requests": len(done) / wall,
-        "output": out / wall,
-        "p99": 1e3 * float(np.quantile(latency, 0.99)),
-        "slo": statistics.mean(seconds <= slo for seconds in first),
-    }
 
 
 def physical(bench):
@@ -341,19 +197,6 @@ def throughput(bench):
         rows.append([name, m["requests"], m["output"]])
     table(f"Throughput, 400 requests at once (on {bench.adapted})",
           ["adapters", "requests/s", "output tokens/s"], rows)  # fmt: skip
-
-
-def poisson(rate, seconds, seed):
-    gaps = np.random.default_rng(seed).exponential(1 / rate, int(4 * rate * seconds) + 10)
-    times = np.cumsum(gaps)
-    return times[times < seconds]
-
-
-def skewed(count, adapters, share, seed):
-    """Adapter of each request: the first with exactly this probability, else any other."""
-    g = np.random.default_rng(seed)
-    other = g.integers(1, adapters, count) if adapters > 1 else np.zeros(count, int)
-    return np.where(g.random(count) < share, 0, other)
 
 
 def arrivals(bench):
@@ -554,7 +397,7 @@ def peft(bench):
         ]
         ours = bench.drive(requests)[1]
         bench.stop()
-        model = llava_7b(bench.device, arguments.layers, arguments.width)
+        model = llava_7b(bench.device, arguments.layers or 32, arguments.width or 4096)
         config = LoraConfig(
             r=8, lora_alpha=8, target_modules=modules_of(bench.lmm.targets, bench.targets)[0]
         )
@@ -654,16 +497,28 @@ SECTIONS = {
         switch,
         heads,
         peft,
+        ablation,
+        switching,
+        starving,
+        populations,
+        packed,
+        slo,
+        retrieval,
+        video,
     )
 }
 
 
-def main():
+def options():
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sections", nargs="*", default=[])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--base", default="llava-7b", choices=BASES, help="shape of the model")
+    parser.add_argument("--layers", type=int, help="of another number of layers")
+    parser.add_argument("--width", type=int, help="of another width")
+    parser.add_argument("--vision", action=argparse.BooleanOptionalAction, default=True,
+                        help="a whole vision tower, or two layers of it")  # fmt: skip
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--quantize", default="none", choices=("none", "fp8"))
     parser.add_argument("--backends", nargs="+", default=["flashinfer", "triton"],
@@ -687,9 +542,29 @@ def main():
     parser.add_argument("--slo", type=float, default=6.0, help="seconds to the first token")
     parser.add_argument("--counts", nargs="+", type=int, default=[5, 100, 2000])
     parser.add_argument("--peft-steps", type=int, default=48, help="decode steps that are timed")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS,
+                        help="what `ablation` takes away, one at a time")  # fmt: skip
+    parser.add_argument("--window", type=float, default=5,
+                        help="seconds of arrivals, from `ablation` on")  # fmt: skip
+    parser.add_argument("--answer", type=int, default=64,
+                        help="output tokens, from `ablation` on")  # fmt: skip
+    parser.add_argument("--overload", nargs="+", type=float, default=[16, 32, 48, 64],
+                        help="requests a second of `slo`")  # fmt: skip
+    parser.add_argument("--limit", type=float, default=1.5,
+                        help="seconds to the first token of `slo`")  # fmt: skip
+    parser.add_argument("--picture-rates", nargs="+", type=float, default=[4, 10],
+                        help="requests a second of `retrieval`")  # fmt: skip
+    parser.add_argument("--frames", type=int, default=6, help="frames of a second of `video`")
+    parser.add_argument("--video-policies", nargs="+", default=["cost"])
+    parser.add_argument("--most-streams", type=int, default=128)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--traces", action="store_true", help="keep the decisions of `skew`")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main(given=None):
+    """Run the sections."""
+    arguments = options().parse_args(given)
     bench = Bench(arguments)
     for name in arguments.sections or SECTIONS:
         start = time.monotonic()

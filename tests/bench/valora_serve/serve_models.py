@@ -14,8 +14,19 @@ from valora_serve.catalogue.adapters import Adapter, LoraPair
 from valora_serve.catalogue.store import ResolvedModel, Staged
 from valora_serve.types import ServedModel
 
+IMAGE_TOKEN = 32000
+"""Placeholder of images in the vocabulary of LLaVA-1.5."""
 
-def llava_7b(device, layers=32, width=4096, vision=True, context=4096):
+
+def llava_7b(
+    device,
+    layers=32,
+    width=4096,
+    vision=True,
+    context=4096,
+    intermediate=None,
+    image_token=IMAGE_TOKEN,
+):
     """LLaVA-1.5-7B: CLIP-L/336, a two-layer projector and Llama-7B, bf16 weights of std 0.02."""
     from transformers import (
         CLIPVisionConfig,
@@ -23,23 +34,39 @@ def llava_7b(device, layers=32, width=4096, vision=True, context=4096):
         LlavaConfig,
         LlavaForConditionalGeneration,
     )
-    from transformers.initialization import no_init_weights
 
     text = LlamaConfig(
-        vocab_size=32064, hidden_size=width, intermediate_size=width * 43 // 16,
+        vocab_size=32064, hidden_size=width, intermediate_size=intermediate or width * 43 // 16,
         num_hidden_layers=layers, num_attention_heads=width // 128, max_position_embeddings=context,
     )  # fmt: skip
     tower = CLIPVisionConfig(
-        hidden_size=1024, intermediate_size=4096, num_hidden_layers=24 if vision else 2,
-        num_attention_heads=16, image_size=336, patch_size=14, projection_dim=768,
+        hidden_size=1024 if vision else 128, intermediate_size=4096 if vision else 256,
+        num_hidden_layers=24 if vision else 2, num_attention_heads=16, image_size=336,
+        patch_size=14, projection_dim=768,
     )  # fmt: skip
     config = LlavaConfig(
-        text_config=text, vision_config=tower, image_token_index=32000, image_seq_length=576
+        text_config=text, vision_config=tower, image_token_index=image_token, image_seq_length=576
     )
+    model = _made(device, LlavaForConditionalGeneration, config)
+    for module in model.modules():  # what the empty initialisation has left
+        if hasattr(module, "inv_freq"):
+            fresh = type(module)(text).inv_freq.to(device)
+            module.inv_freq = fresh
+        if hasattr(module, "position_ids"):
+            module.position_ids = torch.arange(
+                module.position_ids.shape[-1], device=device
+            ).unsqueeze(0)
+    return model
+
+
+def _made(device, kind, config):
+    """A model with random bf16 weights, made on the device."""
+    from transformers.initialization import no_init_weights
+
     with torch.device(device), no_init_weights():
         torch.set_default_dtype(torch.bfloat16)
         try:
-            model = LlavaForConditionalGeneration(config)
+            model = kind(config)
         finally:
             torch.set_default_dtype(torch.float32)
     generator = torch.Generator(device).manual_seed(0)
@@ -49,15 +76,65 @@ def llava_7b(device, layers=32, width=4096, vision=True, context=4096):
                 parameter.normal_(std=0.02, generator=generator)
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-    for module in model.modules():  # what the empty initialisation has left
-        if hasattr(module, "inv_freq"):
-            fresh = type(module)(text).inv_freq.to(device)
-            module.inv_freq = fresh
-        if hasattr(module, "position_ids"):
-            module.position_ids = torch.arange(
-                module.position_ids.shape[-1], device=device
-            ).unsqueeze(0)
     return model.eval().requires_grad_(False)
+
+
+def llava_13b(device, layers=40, width=5120, vision=True, context=4096, image_token=IMAGE_TOKEN):
+    """LLaVA-1.5-13B: the same vision tower, and Llama-13B."""
+    wide = 13824 if width == 5120 else None
+    return llava_7b(device, layers, width, vision, context, wide, image_token)
+
+
+def qwen_7b(device, layers=28, width=3584, vision=True, context=4096, image_token=None):
+    """Qwen2.5-VL-7B: images of any size, four heads of keys and values, biases of q, k and v."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    ids = range(152000, 152004) if image_token is None else range(image_token, image_token + 4)
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    heads = width // 128
+    text = {
+        "model_type": "qwen2_5_vl_text",
+        "vocab_size": 152064,
+        "hidden_size": width,
+        "intermediate_size": 18944 if width == 3584 else 4 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 4 if heads % 4 == 0 else 1,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [16, 24, 24],
+        },
+    }
+    tower = {
+        "depth": 32 if vision else 2,
+        "hidden_size": 1280 if vision else 64,
+        "intermediate_size": 3420 if vision else 128,
+        "num_heads": 16 if vision else 2,
+        "patch_size": 14,
+        "out_hidden_size": width,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31] if vision else [1],
+        "tokens_per_second": 2,
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=tower,
+        tie_word_embeddings=False,
+        **dict(zip(names, ids, strict=True)),
+    )
+    model = _made(device, Qwen2_5_VLForConditionalGeneration, config)
+    for path, module in model.named_modules():  # written in fp32, not in the weights' type
+        if hasattr(module, "inv_freq"):
+            count, theta = len(module.inv_freq), 1e4 if "visual" in path else 1e6
+            module.inv_freq = theta ** -(torch.arange(count, device=device) / count)
+    return model
+
+
+BASES = {"llava-7b": llava_7b, "llava-13b": llava_13b, "qwen2.5-vl-7b": qwen_7b}
+"""True shapes with random weights by name."""
 
 
 class Tokens:

@@ -102,6 +102,14 @@ class Architecture:
         """Return rows and columns of visual tokens if all images have the same, else None."""
         return None
 
+    def pixel_shape(self, config: Any) -> tuple[int, int, int] | None:
+        """Return channels, height and width of pixels if all images have the same, else None.
+
+        An encoder with a fixed shape must not wait for the host, so that it can be captured in a
+        CUDA graph.
+        """
+        return None
+
     def grid_of(self, image: Image, processor: Any, config: Any) -> tuple[int, int]:
         """Return rows and columns of visual tokens of an image."""
         raise NotImplementedError

@@ -43,6 +43,10 @@ class GenericSquare(Llava):
             return None
         return super().fixed_grid(config)
 
+    def pixel_shape(self, config: Any) -> tuple[int, int, int] | None:
+        """Return None: what an unknown encoder does with its pixels is not known."""
+        return None
+
     def unmet(self, model: Any) -> str | None:
         """Return what a model lacks to be read like this, None if nothing."""
         if hasattr(getattr(model, "model", None), "get_rope_index"):

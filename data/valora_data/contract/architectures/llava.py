@@ -26,6 +26,11 @@ class Llava(Architecture):
         side = int(vision.image_size) // int(vision.patch_size)
         return side, side
 
+    def pixel_shape(self, config: Any) -> tuple[int, int, int] | None:
+        """Return channels and sides of the vision tower's images."""
+        vision = config.vision_config
+        return int(vision.num_channels), int(vision.image_size), int(vision.image_size)
+
     def grid_of(self, image: Image, processor: Any, config: Any) -> tuple[int, int]:
         """Return the grid of visual tokens, which is the same for every image."""
         grid = self.fixed_grid(config)

@@ -16,7 +16,14 @@ from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.engine.warm_up import PAUSE, WarmUp
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
-from valora_serve.model.preparation import DECODE, KERNELS, MIXTURE, PROMPT, Preparation
+from valora_serve.model.preparation import (
+    DECODE,
+    KERNELS,
+    MIXTURE,
+    PROMPT,
+    VISION,
+    Preparation,
+)
 from valora_serve.types import Mode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -145,8 +152,10 @@ def test_larger_graphs_serve_until_smaller_ones_are_captured(
     engine.warm_up()
     first = {Preparation(DECODE, size, terms) for size in (1, 4) for terms in (0, 1)}
     first |= {Preparation(PROMPT, size, terms) for size in (64, 128) for terms in (0, 1)}
+    first |= {Preparation(VISION, size, 0) for size in (1, 4, 16)}
     assert graphs(engine) == first
     missing = {Preparation(DECODE, 2, terms) for terms in (0, 1)}
+    missing |= {Preparation(VISION, size, 0) for size in (2, 8)}
     assert set(engine.start_up.left) == missing
     found = run(engine, asked)
     assert {name: got.tokens for name, got in found.items()} == expected
@@ -155,7 +164,7 @@ def test_larger_graphs_serve_until_smaller_ones_are_captured(
         pass
     assert graphs(engine) == first | missing
     stats = engine.stats()
-    assert stats.prepared == stats.preparations == 10
+    assert stats.prepared == stats.preparations == 15
     assert {"memory", "attention", "adapters", "graphs"} <= stats.start_seconds.keys()
     again = run(engine, asked)
     assert {name: got.tokens for name, got in again.items()} == expected

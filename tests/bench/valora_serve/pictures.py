@@ -1,0 +1,98 @@
+"""Prompts with drawn pictures, as a model's own image processor cuts them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+
+from valora_data.contract.architectures.base import IMAGE
+from valora_serve.model.prompt import Prompt, Visual
+from valora_serve.types import Request, SamplingParams
+
+SIZE = (640, 480)
+"""Width and height of a picture, in pixels."""
+
+
+def picture(seed: int) -> Image.Image:
+    """A drawn picture of 640 × 480 pixels."""
+    rng = np.random.default_rng(seed)
+    image = Image.new("RGB", SIZE, tuple(map(int, rng.integers(0, 256, 3))))
+    draw = ImageDraw.Draw(image)
+    for _ in range(24):
+        left, top = rng.integers(0, SIZE[0] - 80), rng.integers(0, SIZE[1] - 80)
+        width, height = rng.integers(8, 240, 2)
+        shape = draw.rectangle if rng.random() < 0.5 else draw.ellipse
+        box = (int(left), int(top), int(left + width), int(top + height))
+        shape(box, fill=tuple(map(int, rng.integers(0, 256, 3))))
+    return image
+
+
+@cache
+def _processor(qwen: bool):
+    from transformers import CLIPImageProcessor, Qwen2VLImageProcessor
+
+    if qwen:
+        return Qwen2VLImageProcessor()
+    return CLIPImageProcessor(
+        size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}
+    )  # LLaVA-1.5's
+
+
+class Pictures:
+    """Pictures that are processed once; requests about them differ in key and words.
+
+    Args:
+        bench: The bench whose model reads them.
+        count: Number of distinct pictures.
+    """
+
+    def __init__(self, bench, count):
+        self.bench = bench
+        qwen = bench.base.startswith("qwen")
+        self.inputs, self.parts = [], []
+        for seed in range(count):
+            inputs = _processor(qwen)(picture(seed), return_tensors="pt")
+            inputs = {name: torch.as_tensor(np.asarray(value)) for name, value in inputs.items()}
+            tokens = bench.lmm.fixed_grid and int(np.prod(bench.lmm.fixed_grid))
+            if tokens is None:
+                merge = bench.lmm.config.vision_config.spatial_merge_size
+                tokens = int(inputs["image_grid_thw"].prod()) // merge**2
+            self.inputs.append(inputs)
+            self.parts += bench.lmm.split(IMAGE, inputs, tokens)
+
+    def prepared(self, number, name, which, *, words=32, output=1, scene=None):
+        """A request about some of the pictures, ready for the engine.
+
+        Args:
+            number: Number of the request, which its words follow from.
+            name: Model that it asks.
+            which: Numbers of the pictures.
+            words: Random tokens of text.
+            output: Tokens of the answer.
+            scene: What caches know the pictures by, together with their numbers; None if every
+                request has pictures of its own.
+        """
+        engine, lmm = self.bench.engine, self.bench.lmm
+        sampling = SamplingParams(max_tokens=output, ignore_eos=True)
+        request = Request(str(number), name, token_ids=[1], sampling=sampling)
+        ids, visuals, inputs = [1], [], {}
+        for place, one in enumerate(which):
+            part = self.parts[one % len(self.parts)]
+            at = np.arange(len(ids), len(ids) + part.tokens)
+            key = f"own {number}/{place}" if scene is None else f"{scene}/{one}"
+            key = hashlib.sha256(key.encode()).digest()
+            visuals.append(Visual(IMAGE, key, part.tensors, at, SIZE, part.grid))
+            ids += [lmm.image_token] * part.tokens + [3]  # which sets it apart from the next one
+            for given, value in self.inputs[one % len(self.inputs)].items():
+                inputs.setdefault(given, []).append(value)
+        ids += np.random.default_rng(number).integers(3, 31000, words).tolist()
+        together = {given: torch.cat(values) for given, values in inputs.items()}
+        found = lmm.positions({"input_ids": torch.tensor([ids]), **together})
+        positions, delta = (None, 0) if found is None else (found[0].numpy(), found[1])
+        prompt = Prompt(ids, tuple(visuals), positions, delta)
+        return replace(engine.prepare(request), prompt=prompt)

@@ -1,0 +1,1 @@
+"""Sections of `bench_serve`, one module each."""

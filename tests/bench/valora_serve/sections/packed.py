@@ -1,0 +1,59 @@
+"""The baselines of S-LoRA's Table 3: a merged copy for each adapter, and no unified memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tests.bench.valora_serve.harness import metrics, table
+
+
+def packed(bench):
+    """Throughput beside engines that each hold a merged copy, and beside a fixed adapter pool.
+
+    Copies share the GPU in turns, each with its part of the memory that the weights leave; merged
+    weights cost what the base model's do, so one engine without LoRA stands for each of them.
+    """
+    arguments = bench.arguments
+    count = min(arguments.requests, 200)
+    lengths = np.random.default_rng(0).integers(8, 513, (count, 2))
+    lengths = np.minimum(lengths, [[512, arguments.answer * 8]])
+    rows = []
+    for n in (5, 100):
+        chosen = np.random.default_rng(1).integers(0, n, count)
+        sizes = [tuple(map(int, pair)) for pair in lengths]
+        names = bench.start("slora", n, (64, 32, 16, 8), capture="lazy")
+        bench.warm(names)
+        asked = [bench.request(i, *sizes[i], names[chosen[i]]) for i in range(count)]
+        ours = metrics(*bench.drive(asked))["requests"]
+        engine = bench.engine
+        largest = max(engine.adapters.pages(engine.named.key(engine.store.resolve(x).adapter))
+                      for x in names[:4])  # fmt: skip
+        page = engine.memory.page
+        item = engine.memory.storage.element_size()
+        memory = engine.memory.pages * page.elements * item
+        share = min(0.9, engine.memory.slots * largest / engine.memory.pages)
+        names = bench.start("slora", n, (64, 32, 16, 8), capture="lazy", adapter_share=share)
+        bench.warm(names)
+        fixed = metrics(*bench.drive(asked))["requests"]
+        weights = sum(p.nbytes for p in bench.model.parameters())
+        left = (memory - (n - 1) * weights) // n
+        copies = None
+        pages = left // (page.elements * item)
+        if pages * page.block_size > 2 * lengths.max():
+            bench.start("slora", capture="lazy", pages=int(pages))
+            bench.warm([])
+            groups = [np.flatnonzero(chosen == mine).tolist() for mine in range(n)]
+            seconds = sum(
+                bench.drive([bench.request(i, *sizes[i], None) for i in group])[1]
+                for group in groups
+            )
+            copies = count / seconds
+        rows.append([n, ours, fixed, fixed / ours, copies or "no memory",
+                     ours / copies if copies else None])  # fmt: skip
+        print(rows[-1], flush=True)
+    if bench.device.type == "cuda":
+        torch.cuda.empty_cache()
+    table(f"Throughput, {count} requests at once, ranks 64, 32, 16, 8: requests/s",
+          ["adapters", "unified memory", "fixed pool", "fixed / unified",
+           "a merged copy each", "unified / copies"], rows)  # fmt: skip

@@ -1,0 +1,72 @@
+"""The sections of `bench_serve` that follow the papers' figures, on a small shape without a GPU."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.valora_serve.bench_serve import main
+from tests.bench.valora_serve.harness import found
+from tests.bench.valora_serve.sections.ablation import PARTS
+from tests.bench.valora_serve.sections.starving import SHARES
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+
+SMALL = [
+    "--device", "cpu", "--layers", "2", "--width", "256", "--no-vision", "--window", "1",
+    "--answer", "4", "--rate", "4", "--requests", "12", "--counts", "2", "5", "--overload", "4",
+    "--picture-rates", "3", "--policies", "valora", "slora", "--most-streams", "2", "--frames", "2",
+]  # fmt: skip
+
+
+def tables(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Run a section; return its tables."""
+    found.clear()
+    out = tmp_path / "figures.json"
+    main([*arguments, *SMALL, "--costs", str(tmp_path), "--out", str(out)])
+    return list(json.loads(out.read_text()).values())
+
+
+def test_ablation(tmp_path: Path) -> None:
+    (table,) = tables(tmp_path, "ablation")
+    assert sorted(row[0] for row in table["rows"]) == sorted(PARTS)
+    assert all(row[1] > 0 for row in table["rows"])
+
+
+def test_switching(tmp_path: Path) -> None:
+    (table,) = tables(tmp_path, "switching")
+    assert [row[1] for row in table["rows"]] == ["swift", "by matrix"] * 3
+    assert sum(row[2] for row in table["rows"]) > 0
+
+
+def test_starving(tmp_path: Path) -> None:
+    (table,) = tables(tmp_path, "starving")
+    assert len(table["rows"]) == len(SHARES)
+
+
+def test_populations(tmp_path: Path) -> None:
+    (table,) = tables(tmp_path, "populations")
+    assert [row[0] for row in table["rows"]] == ["valora", "slora"]
+    assert len(table["rows"][0]) == 4
+
+
+def test_packed(tmp_path: Path) -> None:
+    (table,) = tables(tmp_path, "packed")
+    assert [row[0] for row in table["rows"]] == [5, 100]
+    assert table["rows"][1][4] == "no memory"
+
+
+def test_slo(tmp_path: Path) -> None:
+    attained, satisfied = tables(tmp_path, "slo")
+    for table in (attained, satisfied):
+        assert len(table["rows"]) == 3
+        assert all(0 <= row[1] <= 1 for row in table["rows"])
+
+
+@pytest.mark.parametrize("base", ["llava-7b", "qwen2.5-vl-7b"])
+def test_retrieval_and_video(tmp_path: Path, base: str) -> None:
+    retrieved, streams = tables(tmp_path, "retrieval", "video", "--base", base)
+    assert [row[0] for row in retrieved["rows"]] == ["valora", "slora"]
+    assert [row[1] for row in streams["rows"]] == ["head", "LM head"]
+    assert all(0 <= row[2] <= 2 for row in streams["rows"])

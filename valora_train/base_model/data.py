@@ -1,8 +1,9 @@
 """Data of the base model: tokenizer, processor, and an endless stream of training samples.
 
 A sample is one turn, `<s><|user|>` prompt `<image>`… `<|assistant|>` answer `</s>`. The prompt
-precedes the image, so that the visual tokens can attend to it. Samples about documents and albums
-begin with a system turn that holds them, and ask several questions, one turn after the other.
+precedes the image, so that the visual tokens can attend to it. Samples about albums begin with a
+system turn that holds them, and ask several questions, one turn after the other. Samples about
+record documents are drawn where they are learnt (`records`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from valora_data.sources.documents.albums import ask_about_album, draw_album
-from valora_data.sources.documents.records import RECORD_TOKENS, WORDINGS, draw_document
+from valora_data.sources.documents.albums import MOST_THINGS as ALBUM_THINGS
+from valora_data.sources.documents.albums import album_facts, ask_about_album
 from valora_data.sources.generic.questions import (
     CAPTIONED,
     TASKS,
@@ -174,7 +175,7 @@ class Bucket:
         length: Tokens per sample, visual tokens included.
         share: Share of training steps, relative to the other buckets'.
         batch: Samples per step, relative to the batch size.
-        turns: Questions per sample; several if a document or an album is asked about.
+        turns: Questions per sample; several if an album is asked about.
     """
 
     images: int
@@ -190,18 +191,15 @@ BUCKETS = {
     "two": Bucket(2, 2 * VISUAL_TOKENS + 18, 0.04, 0.5),
     "three": Bucket(3, 3 * VISUAL_TOKENS + 18, 0.03, 0.5),
     "four": Bucket(4, 4 * VISUAL_TOKENS + 18, 0.03, 0.5),
-    "records_128": Bucket(0, 128 + 13 * 6, 0.20, 0.5, 6),
-    "records_256": Bucket(0, 256 + 13 * 8, 0.08, 0.25, 8),
-    "records_512": Bucket(0, 512 + 13 * 8, 0.06, 0.15, 8),
-    "records_1024": Bucket(0, 1024 + 13 * 10, 0.04, 0.08, 10),
-    "records_1900": Bucket(0, 1900 + 13 * 10, 0.04, 0.05, 10),
-    "album_4": Bucket(4, 4 * VISUAL_TOKENS + 18 * 4, 0.03, 0.25, 4),
-    "album_12": Bucket(12, 12 * VISUAL_TOKENS + 18 * 6, 0.02, 0.08, 6),
-    "album_28": Bucket(28, 28 * VISUAL_TOKENS + 18 * 8, 0.02, 0.05, 8),
+    "album_1": Bucket(1, VISUAL_TOKENS + 12 * 4, 0.06, 0.5, 4),
+    "album_4": Bucket(4, 4 * VISUAL_TOKENS + 12 * 12, 0.10, 0.2, 12),
+    "album_12": Bucket(12, 12 * VISUAL_TOKENS + 12 * 16, 0.08, 0.08, 16),
+    "album_28": Bucket(28, 28 * VISUAL_TOKENS + 12 * 20, 0.06, 0.05, 20),
 }
-"""Groups of samples. The shares of those about single scenes add up to 1; documents and albums come
-on top, so that the other abilities keep their shares among each other."""
-RECORDS, ALBUM = "records", "album"
+"""Groups of samples with images. The shares of those about single scenes and series add up to 1;
+albums come on top."""
+SCENES = tuple(name for name, bucket in BUCKETS.items() if bucket.turns == 1)
+"""Names of the groups that hold no albums."""
 SHORT_TASKS = (
     ["detect"] * 8 + ["count"] * 5 + ["where"] * 2 + ["color"] * 3 + ["pattern"] * 2 + ["size"]
     + ["yes_no"] * 4 + ["relation"] * 3 + ["classify"] * 3 + ["repeat"]
@@ -213,25 +211,15 @@ INDEX = {
 }
 """Index of each shape, colour and pattern within its kind."""
 
-LOGGED = [
-    *TASKS,
-    "which_image",
-    "motion",
-    "repeat",
-    *(n for n, b in BUCKETS.items() if b.turns > 1),
-]
+LOGGED = [*TASKS, "which_image", "motion", "repeat", *(n for n in BUCKETS if n not in SCENES)]
 SHARE_OF_FEW = {"short": 0.2, "long": 0.75}
 """Share of scenes with a single object (short), or with few enough objects for a caption (long)."""
 
 CHUNK = 32
 """Number of samples that a worker makes at a time."""
-ALBUMS = 4
-"""Number of albums that a worker makes at a time."""
-
-
-def chunk_samples(bucket: Bucket) -> int:
-    """Number of samples that a worker makes of a bucket at a time."""
-    return ALBUMS if bucket.images and bucket.turns > 1 else CHUNK
+SPARE_SCENES = 12
+"""Scenes that a chunk of albums draws beyond those of one album. Its albums share scenes, because
+these take longer to draw and to encode than questions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +294,7 @@ class SampleMaker:
         """Make a chunk of the bucket `name`."""
         bucket = BUCKETS[name]
         if bucket.turns > 1:
-            return self._make_contexts(name, bucket)
+            return self._make_albums(name, bucket)
         images: list[Scene] = []
         samples: list[tuple[Question, list[int]]] = []
         while len(samples) < CHUNK:
@@ -339,51 +327,35 @@ class SampleMaker:
             task=np.array([LOGGED.index(q.task) for q, _ in samples[:CHUNK]]),
         )
 
-    def _make_contexts(self, name: str, bucket: Bucket) -> Chunk:
-        """Make a chunk of documents, or of albums, with several questions each."""
-        # A chunk without images would leave the vision tower out: its tutor gets a scene.
-        images = [] if bucket.images else [draw_scene(self._seed(), MOST_THINGS)]
-        picks: list[list[int]] = []
-        rows, spans = [], []
-        for _ in range(chunk_samples(bucket)):
-            first = len(images)
-            if bucket.images:
-                scenes, facts = draw_album(self._seed(), bucket.images)
+    def _make_albums(self, name: str, bucket: Bucket) -> Chunk:
+        """Make a chunk of albums with several questions each."""
+        scenes = [
+            draw_scene(self._seed(), ALBUM_THINGS) for _ in range(bucket.images + SPARE_SCENES)
+        ]
+        head = [self.special["<image>"]] * (VISUAL_TOKENS * bucket.images)
+        picks: list[npt.NDArray[np.int64]] = []
+        rows: list[npt.NDArray[np.int64]] = []
+        spans: list[list[tuple[int, int]]] = []
+        while len(rows) < CHUNK:
+            pick = self.rng.permutation(len(scenes))[: bucket.images]
+            facts = album_facts([scenes[place] for place in pick])
+            if facts:
                 asked = ask_about_album(self.rng, facts, bucket.turns)
-                images += scenes
-                picks.append([first + place for place in range(bucket.images)])
-                head: list[int] = [self.special["<image>"]] * (VISUAL_TOKENS * bucket.images)
-            else:
-                document, asked = self._ask_records(bucket)
-                picks.append([])
-                head = self.tokenizer.encode(document).ids
-            ids, span = self._encode_turns(head, asked, bucket)
-            rows.append(ids)
-            spans.append(span)
-        n = len(rows)
+                ids, span = self._encode_turns(head, asked, bucket)
+                picks.append(pick)
+                rows.append(ids)
+                spans.append(span)
         return Chunk(
-            pixels=np.stack([scene.pixels for scene in images]),
-            things=_things_of(images),
-            n_things=np.array([len(scene.things) for scene in images]),
-            pick=np.array(picks, dtype=np.int64).reshape(n, bucket.images),
+            pixels=np.stack([scene.pixels for scene in scenes]),
+            things=_things_of(scenes),
+            n_things=np.array([len(scene.things) for scene in scenes]),
+            pick=np.array(picks, dtype=np.int64),
             ids=np.stack(rows),
             span=np.array(spans),
-            boxes=np.zeros((n, MOST_THINGS, 4), dtype=np.float32),
-            n_boxes=np.full(n, -1),
-            task=np.full(n, LOGGED.index(name)),
+            boxes=np.zeros((CHUNK, MOST_THINGS, 4), dtype=np.float32),
+            n_boxes=np.full(CHUNK, -1),
+            task=np.full(CHUNK, LOGGED.index(name)),
         )
-
-    def _ask_records(self, bucket: Bucket) -> tuple[str, list[tuple[str, str]]]:
-        """A record document that fills a part of the bucket, and questions about its facts."""
-        rng = self.rng
-        most = (bucket.length - 13 * bucket.turns - 4) // RECORD_TOKENS
-        document = draw_document(rng, int(rng.integers(max(1, most // 2), most + 1)))
-        chosen = rng.integers(len(document.facts), size=bucket.turns)
-        wordings = rng.integers(len(next(iter(WORDINGS.values()))), size=bucket.turns)
-        return document.text, [
-            (document.facts[fact].question(int(wording)), document.facts[fact].value)
-            for fact, wording in zip(chosen.tolist(), wordings, strict=True)
-        ]
 
     def _encode_turns(
         self, head: list[int], asked: list[tuple[str, str]], bucket: Bucket
@@ -467,12 +439,11 @@ class SampleMaker:
 
 def _work(seed: int, tokenizer: str, names: Sequence[str], out: Queue[tuple[str, Chunk]]) -> None:
     maker = SampleMaker(seed, Tokenizer.from_str(tokenizer))
-    # As often as batches use them: chunks of albums hold fewer samples.
-    shares = [
-        BUCKETS[name].share * BUCKETS[name].batch * CHUNK / chunk_samples(BUCKETS[name])
-        for name in names
-    ]
+    shares = [BUCKETS[name].share * BUCKETS[name].batch for name in names]
     shares = [share / sum(shares) for share in shares]
+    # One of each first, so that training need not wait for the rarest.
+    for name in names:
+        out.put((name, maker.make(name)))
     while True:
         bucket = str(maker.rng.choice(list(names), p=shares))
         out.put((bucket, maker.make(bucket)))
@@ -547,5 +518,5 @@ class Stream:
         """A batch of about `size` samples of one bucket, which is drawn according to its share."""
         name = str(self.rng.choice(list(self.pool), p=self.shares))
         chunks = self.pool[name]
-        wanted = max(1, round(size * BUCKETS[name].batch / len(chunks[0].task)))
+        wanted = max(1, round(size * BUCKETS[name].batch / CHUNK))
         return Chunk.join([chunks[i] for i in self.rng.integers(len(chunks), size=wanted)])

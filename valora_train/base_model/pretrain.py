@@ -1,15 +1,16 @@
 """The recipe of valora-tiny, the base model that ships with the project (`make base`).
 
 A LLaVA with about 4 M parameters, built from transformers' own classes, is pretrained from scratch
-on generic scenes. Detection is learned by one linear layer over the visual tokens, everything else
-as written answers. The learning rate follows the clock, so that the recipe fits the time that is
-given; the shipped checkpoint took 25 minutes on one GPU, in three legs with rates of their own
-(`RECIPE`). With `--minutes`, one leg is run instead, which can start from a checkpoint (`--start`).
-The checkpoint is written at the end; an interrupted training continues where it was two minutes
+on generic scenes, and then learns to look facts up in documents and albums. Detection is learned by
+one linear layer over the visual tokens, everything else as written answers. The learning rate
+follows the clock, so that the recipe fits the time that is given (`RECIPE`: legs with rates of
+their own). `--legs` chooses legs of the recipe, `--minutes` runs one leg of other options instead;
+both can start from a checkpoint (`--start`).
+The checkpoint is written at the end; an interrupted training continues where it was a minute
 before, when the same command is given again.
 
     python -m valora_train.base_model.pretrain --out data/valora_data/tiny
-    python -m valora_train.base_model.pretrain --start data/valora_data/tiny --rate 8e-4 --minutes 9
+    python -m valora_train.base_model.pretrain --start data/valora_data/tiny --legs 4 5
     python -m valora_train.base_model.pretrain --evaluate
 """
 
@@ -46,12 +47,15 @@ from valora_train.base_model.data import (
     BUCKETS,
     LOGGED,
     PATCH,
+    SCENES,
     VOCABULARY,
     Chunk,
     Stream,
     build_processor,
     domain_tokens,
 )
+from valora_train.base_model.lookup import LookupTutor
+from valora_train.base_model.records import LENGTHS, Curriculum, RecordBatch, RecordDrawer
 
 GRID = (SIZE // PATCH, SIZE // PATCH)
 HIDDEN = 192
@@ -292,10 +296,12 @@ class Pretraining:
         silent[torch.from_numpy(domain_tokens(processor.tokenizer.backend_tokenizer))] = -torch.inf
         # The softmax leaves out the domains' words, so that their embeddings are not trained.
         self.silent = silent
-        self.right = torch.zeros(len(LOGGED), device=device)
-        self.asked = torch.zeros(len(LOGGED), device=device)
+        self.names = [*LOGGED, *LENGTHS]
+        self.right = torch.zeros(len(self.names), device=device)
+        self.asked = torch.zeros(len(self.names), device=device)
         self.tutor = Tutor().to(device)
-        self.losses = torch.zeros(3, device=device)
+        self.lookup = LookupTutor(model.model.language_model)
+        self.losses = torch.zeros(5, device=device)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """All trained parameters with their names."""
@@ -326,19 +332,46 @@ class Pretraining:
             boxes, _, _ = detection_loss(
                 scores, codes, batch.boxes[batch.wanted], batch.n_boxes[batch.wanted]
             )
-        self.losses.lerp_(torch.stack([words, boxes, tutor]).detach(), 0.05)
+        self.losses[:3].lerp_(torch.stack([words, boxes, tutor]).detach(), 0.05)
         total: Tensor = words + 0.5 * boxes + 0.3 * tutor
         return total
+
+    def reading_loss(self, name: str, batch: RecordBatch) -> tuple[Tensor, Tensor]:
+        """Mean cross-entropy of answers and of `</s>` after them, plus the loss of `LookupTutor`.
+
+        Args:
+            name: A key of `LENGTHS`.
+            batch: Documents of this length.
+
+        Returns:
+            The loss, and (b, turns) float32, 1 where the answer was right.
+        """
+        at = torch.cat([batch.start, batch.start + 1], 1)
+        core = self.model.model
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            embeddings = core.get_input_embeddings()(batch.ids)
+            hidden = core.language_model(inputs_embeds=embeddings, use_cache=False)[0]
+            before = (at - 1)[..., None].expand(-1, -1, hidden.shape[-1])
+            logits = self.model.lm_head(hidden.gather(1, before)).float() + self.silent
+            lookup, _ = self.lookup.loss(batch)
+        target = batch.ids.gather(1, at)
+        words = F.cross_entropy(logits.flatten(0, 1), target.flatten())
+        turns = batch.start.shape[1]
+        right = (logits.detach().argmax(-1) == target)[:, :turns].float()
+        self.right[self.names.index(name)] += right.sum()
+        self.asked[self.names.index(name)] += right.numel()
+        self.losses[3:].lerp_(torch.stack([words, lookup]).detach(), 0.05)
+        return words + 1.5 * lookup, right
 
     def report(self) -> dict[str, float]:
         """Mean losses, and the share of fully right answers per task since the last call."""
         shares = (self.right / self.asked.clamp_min(1)).tolist()
         figures: dict[str, float] = dict(
-            zip(("words", "boxes", "tutor"), self.losses.tolist(), strict=True)
+            zip(("words", "boxes", "tutor", "reading", "lookup"), self.losses.tolist(), strict=True)
         )
         seen = self.asked.tolist()
         figures |= {
-            task: shares[i] for i, task in enumerate(LOGGED) if seen[i] and task != "detect"
+            task: shares[i] for i, task in enumerate(self.names) if seen[i] and task != "detect"
         }
         self.right.zero_()
         self.asked.zero_()
@@ -408,29 +441,41 @@ class Leg:
         minutes: Training time in minutes, which also determines the learning-rate schedule.
         batch: Samples per step.
         rate: Peak learning rate.
-        seed: Seed of fresh weights, and of scenes.
-        buckets: Names of the groups of samples to train on.
+        seed: Seed of fresh weights, of scenes and of documents.
+        buckets: Names of the groups of samples with images to train on.
+        reading: Share of steps that train on record documents, in [0, 1).
     """
 
     minutes: float
     batch: int
     rate: float
     seed: int
-    buckets: tuple[str, ...] = tuple(BUCKETS)
+    buckets: tuple[str, ...] = SCENES
+    reading: float = 0.0
 
     @property
     def options(self) -> str:
         """The options that give this leg."""
         options = f"--minutes {self.minutes:g} --batch {self.batch} --rate {self.rate:g}"
         options += f" --seed {self.seed}"
-        if set(self.buckets) != set(BUCKETS):
+        if set(self.buckets) != set(SCENES):
             options += f" --buckets {' '.join(self.buckets)}"
+        if self.reading:
+            options += f" --reading {self.reading:g}"
         return options
 
 
-RECIPE = (Leg(9.2, 768, 1.5e-3, 0), Leg(8.7, 1024, 1e-3, 1), Leg(6.6, 1024, 6e-4, 2))
-"""How the shipped checkpoint is trained."""
-SAVE_SECONDS = 120.0
+RECIPE = (
+    Leg(9.2, 768, 1.5e-3, 0),
+    Leg(8.7, 1024, 1e-3, 1),
+    Leg(6.6, 1024, 6e-4, 2),
+    Leg(2.4, 768, 2e-3, 3, tuple(BUCKETS), 0.65),
+    Leg(3.3, 1024, 1e-3, 4, tuple(BUCKETS), 0.4),
+)
+"""Three legs learn scenes, one learns to read, and the last one brings everything together."""
+READING_TOKENS = 49_152
+"""Tokens of a step that trains on record documents."""
+SAVE_SECONDS = 60.0
 """Time after which an unfinished training is written again."""
 
 
@@ -482,7 +527,7 @@ def train(
         out: Folder of the checkpoint.
         legs: Parts of the training, one after the other.
         workers: Number of processes that draw scenes.
-        unfinished: File that keeps the state of an unfinished training, every two minutes.
+        unfinished: File that keeps the state of an unfinished training, every minute.
         start_from: Checkpoint to start from, with a new schedule; None for fresh weights.
 
     Raises:
@@ -539,7 +584,7 @@ def run_leg(
         task: The losses, whose model, head and tutor are trained.
         leg: The leg.
         workers: Number of processes that draw scenes.
-        kept: Keeps the state, every two minutes.
+        kept: Keeps the state, every minute.
         facts: What is kept of the training besides.
         state: State to continue from; None at the leg's beginning.
 
@@ -557,8 +602,11 @@ def run_leg(
         print(f"continuing leg {facts['leg'] + 1} after {passed:.0f} s", flush=True)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # Samples that were seen before an interruption are not drawn again.
+    seed = leg.seed + 1000 * steps
     tokenizer = task.processor.tokenizer.backend_tokenizer
-    stream = Stream(leg.seed + 1000 * steps, tokenizer, workers, buckets=leg.buckets)
+    documents = Curriculum(RecordDrawer(tokenizer, seed, task.device), READING_TOKENS, seed)
+    rng = np.random.default_rng(seed)
+    stream = Stream(seed, tokenizer, workers, buckets=leg.buckets)
     try:
         while min(len(chunks) for chunks in stream.pool.values()) < 8:
             stream.check()
@@ -568,12 +616,19 @@ def run_leg(
         while (elapsed := passed + time.monotonic() - start) < 60 * leg.minutes:
             for group in optimizer.param_groups:
                 group["lr"] = leg.rate * schedule(elapsed / 60 / leg.minutes)
-            batch = next(batches)
+            if rng.random() < leg.reading:
+                name, records = documents.draw()
+                loss, right = task.reading_loss(name, records)
+                documents.note(name, right)
+                count = len(records.ids)
+            else:
+                batch = next(batches)
+                loss, count = task.loss(batch), len(batch.task)
             optimizer.zero_grad(set_to_none=True)
-            task.loss(batch).backward()
+            loss.backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
-            steps, seen = steps + 1, seen + len(batch.task)
+            steps, seen = steps + 1, seen + count
             now = time.monotonic()
             if now - logged > 10:
                 stream.check()
@@ -601,6 +656,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("data/valora_data/tiny"))
     parser.add_argument(
+        "--legs", type=int, nargs="+", choices=range(1, len(RECIPE) + 1), metavar="NUMBER",
+        default=list(range(1, len(RECIPE) + 1)), help="legs of the recipe to train (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
         "--minutes", type=float, help="train one leg of this length instead of the recipe"
     )
     parser.add_argument("--batch", type=int, default=768)
@@ -609,8 +668,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=Path, help="checkpoint to start from")
     parser.add_argument(
-        "--buckets", nargs="+", choices=list(BUCKETS), default=list(BUCKETS), metavar="NAME",
-        help=f"groups of samples to train on: {', '.join(BUCKETS)} (default: all)",
+        "--buckets", nargs="+", choices=list(BUCKETS), default=list(SCENES), metavar="NAME",
+        help=f"groups of samples with images to train on: {', '.join(BUCKETS)} "
+        "(default: all without albums)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--reading", type=float, default=0.0, metavar="SHARE",
+        help="share of steps that train on record documents, below 1 (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--unfinished", type=Path, default=Path(".valora/base-model.pt"),
@@ -619,9 +683,13 @@ def main() -> None:
     parser.add_argument("--evaluate", action="store_true", help="evaluate without training")
     parser.add_argument("--questions", type=int, default=600, help="held-out questions per ability")
     args = parser.parse_args()
+    if not 0 <= args.reading < 1:
+        parser.error(f"--reading is {args.reading:g}: give a share from 0 to below 1")
     if not args.evaluate:
-        one = (args.minutes or 0.0, args.batch, args.rate, args.seed, tuple(args.buckets))
-        legs = RECIPE if args.minutes is None else (Leg(*one),)
+        legs = tuple(RECIPE[number - 1] for number in sorted(args.legs))
+        if args.minutes is not None:
+            buckets = tuple(args.buckets)
+            legs = (Leg(args.minutes, args.batch, args.rate, args.seed, buckets, args.reading),)
         try:
             train(args.out, legs, args.workers, args.unfinished, args.start)
         except KeyboardInterrupt:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from valora_data.sources.generic.scenes import draw_scene
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
 
     from valora_data.sources.generic.scenes import Scene
@@ -64,17 +66,22 @@ def draw_album(seed: int, images: int) -> tuple[list[Scene], list[AlbumFact]]:
     """
     while True:
         scenes = [draw_scene(seed + place, MOST_THINGS) for place in range(images)]
-        things = [thing for scene in scenes for thing in scene.things]
-        counts = Counter(thing.shape for thing in things)
-        facts = [
-            AlbumFact(thing.shape, attribute, value)
-            for thing in things
-            if counts[thing.shape] == 1
-            for attribute, value in (("color", thing.color), ("pattern", thing.pattern))
-        ]
+        facts = album_facts(scenes)
         if facts:
             return scenes, facts
         seed += images
+
+
+def album_facts(scenes: Sequence[Scene]) -> list[AlbumFact]:
+    """All facts about things whose shape occurs once in an album of these scenes."""
+    things = [thing for scene in scenes for thing in scene.things]
+    counts = Counter(thing.shape for thing in things)
+    return [
+        AlbumFact(thing.shape, attribute, value)
+        for thing in things
+        if counts[thing.shape] == 1
+        for attribute, value in (("color", thing.color), ("pattern", thing.pattern))
+    ]
 
 
 def ask_about_album(

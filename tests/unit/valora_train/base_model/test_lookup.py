@@ -1,0 +1,47 @@
+from pathlib import Path
+
+import torch
+
+from valora_train.base_model.data import build_processor
+from valora_train.base_model.lookup import ATTRIBUTES, FINDER, LETTERS, LookupTutor
+from valora_train.base_model.pretrain import load
+from valora_train.base_model.records import RecordDrawer
+
+TINY = Path(__file__).parents[4] / "data/valora_data/tiny"
+CPU = torch.device("cpu")
+
+
+def test_heads_are_judged_by_the_attention_that_the_model_computes():
+    """Losses and hits equal those of the probabilities that transformers returns."""
+    model, _, _ = load(TINY)
+    model.set_attn_implementation("eager")
+    language = model.model.language_model
+    tutor = LookupTutor(language)
+    tokenizer = build_processor().tokenizer.backend_tokenizer
+    batch = RecordDrawer(tokenizer, 7, CPU).draw(3, (1, 3), 5)
+    with torch.no_grad():
+        probabilities = language(
+            inputs_embeds=model.get_input_embeddings()(batch.ids), output_attentions=True
+        ).attentions
+        loss, hits = tutor.loss(batch)
+    places = batch.start - 1
+    value = batch.lines[..., 2]
+    wanted = [
+        (0, LETTERS, value, batch.lines[..., 0]),
+        (0, ATTRIBUTES, value, batch.lines[..., 1]),
+        (1, LETTERS, places, batch.asked[..., 0]),
+        (1, ATTRIBUTES, places, batch.asked[..., 1]),
+        (FINDER, 0, places, batch.asked[..., 2]),
+    ]
+    losses, right = [], []
+    for layer, head, at, to in wanted:
+        rows = [
+            (probabilities[layer][sample, head, int(one)], int(other))
+            for sample in range(3)
+            for one, other in zip(at[sample], to[sample], strict=True)
+            if one > 0
+        ]
+        losses.append(torch.stack([-row[other].log() for row, other in rows]).mean())
+        right.append(sum(int(row.argmax()) == other for row, other in rows) / len(rows))
+    torch.testing.assert_close(loss, torch.stack(losses).mean(), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(hits, torch.tensor(right), rtol=1e-5, atol=1e-5)

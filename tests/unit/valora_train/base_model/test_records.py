@@ -1,0 +1,149 @@
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from valora_data.sources.documents.records import VALUES, WORDINGS
+from valora_train.base_model.data import build_processor
+from valora_train.base_model.pretrain import Pretraining, load
+from valora_train.base_model.records import LENGTHS, Curriculum, RecordDrawer
+
+TINY = Path(__file__).parents[4] / "data/valora_data/tiny"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return build_processor()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(processor):
+    return processor.tokenizer.backend_tokenizer
+
+
+def turns_of(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """The document of a sample, and its questions with their answers."""
+    head, *turns = text.replace("<pad>", "").split("<|user|>")
+    asked = [turn.removesuffix("</s>").split("<|assistant|>") for turn in turns]
+    return head.removeprefix("<s><|system|>"), [(question, answer) for question, answer in asked]
+
+
+def told_facts(document: str) -> list[tuple[str, str, str]]:
+    """Letter, attribute and value of each line."""
+    return [tuple(line.split(" ")) for line in document.split("\n")]
+
+
+@pytest.mark.parametrize("name", list(LENGTHS))
+def test_ids_are_those_of_the_text(processor, tokenizer, name):
+    length = LENGTHS[name]
+    drawer = RecordDrawer(tokenizer, 1, CPU)
+    batch = drawer.draw(3, length.records, length.turns, length.kinds)
+    assert batch.ids.shape == (3, length.tokens)
+    assert length.tokens <= 2048
+    for ids, start in zip(batch.ids, batch.start, strict=True):
+        document, asked = turns_of(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+        chat = [{"role": "system", "content": document}]
+        for question, answer in asked:
+            chat += [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+        text = processor.apply_chat_template(chat)
+        told = tokenizer.encode(text, add_special_tokens=False).ids
+        assert ids[: len(told)].tolist() == told
+        assert (ids[len(told) :] == tokenizer.token_to_id("<pad>")).all()
+        answers = [tokenizer.decode([i]) for i in ids[start].tolist()]
+        assert answers == [answer for _, answer in asked]
+        assert (ids[start + 1] == tokenizer.token_to_id("</s>")).all()
+
+
+@pytest.mark.parametrize("name", ["records_20", "records_36", "records_64", "records_512"])
+def test_documents_hold_every_fact_once_and_answer_their_questions(tokenizer, name):
+    length = LENGTHS[name]
+    drawer = RecordDrawer(tokenizer, 2, CPU)
+    batch = drawer.draw(20, length.records, length.turns, length.kinds)
+    sizes, wordings = set(), set()
+    for row, ids in enumerate(batch.ids):
+        document, asked = turns_of(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+        facts = {}
+        for line in document.split("\n"):
+            key, attribute, value = line.split(" ")
+            assert value in VALUES[attribute]
+            facts[int(key), attribute] = value
+        keys = {key for key, _ in facts}
+        assert len(facts) == len(document.split("\n")) == len(keys) * length.kinds
+        assert len({attribute for _, attribute in facts}) == length.kinds
+        told = [
+            tuple(tokenizer.decode([i]).strip() for i in line) for line in ids[batch.lines[row]]
+        ]
+        assert told[: len(facts)] == [(str(key), *rest) for (key, *rest) in told_facts(document)]
+        assert not batch.lines[row, len(facts) :].any()
+        sizes.add(len(keys))
+        places = ids[batch.asked[row]]
+        for parts, (question, answer) in zip(places, asked, strict=True):
+            (key,) = map(int, re.findall(r"\d+", question))
+            (attribute,) = set(VALUES) & set(re.findall("[a-z]+", question))
+            assert facts[key, attribute] == answer
+            assert [tokenizer.decode([i]).strip() for i in parts] == [str(key), attribute, answer]
+            texts = [wording.format(key=key) for wording in WORDINGS[attribute]]
+            wordings.add(texts.index(question))
+    assert min(sizes) >= length.records[0] and max(sizes) <= length.records[1] and len(sizes) > 1
+    assert wordings == {0, 1, 2, 3}
+
+
+def test_draws_are_deterministic_and_a_wording_can_be_chosen(tokenizer):
+    one, again, other = (
+        RecordDrawer(tokenizer, seed, CPU).draw(2, (3, 3), 8, wording=-1) for seed in (3, 3, 4)
+    )
+    assert torch.equal(one.ids, again.ids) and torch.equal(one.start, again.start)
+    assert not torch.equal(one.ids, other.ids)
+    _, asked = turns_of(tokenizer.decode(one.ids[0].tolist(), skip_special_tokens=False))
+    assert all(question.startswith("what ") for question, _ in asked)
+
+
+def test_the_next_length_opens_when_the_newest_is_read(tokenizer):
+    lessons = Curriculum(RecordDrawer(tokenizer, 5, CPU), 600, 5)
+    names = list(LENGTHS)
+
+    def learn(right: float, batches: int) -> set[str]:
+        drawn = set()
+        for _ in range(batches):
+            name, batch = lessons.draw()
+            assert batch.ids.numel() <= 2048
+            lessons.note(name, torch.tensor([[right]]))
+            drawn.add(name)
+        return drawn
+
+    assert learn(0.5, 60) == {names[0]}
+    assert learn(1.0, 40) <= set(names[:3]) and lessons.open >= 2
+    opened = lessons.open
+    learn(0.0, 60)  # what is open stays open
+    assert lessons.open == opened
+    learn(1.0, 900)
+    assert lessons.open == len(names)
+    assert learn(1.0, 100) == set(names)
+
+
+def test_reading_is_trained(tokenizer):
+    """The losses equal those of transformers' own forward pass and attention."""
+    model, head, processor = load(TINY)
+    task = Pretraining(model, head, processor, CPU)
+    batch = RecordDrawer(tokenizer, 6, CPU).draw(2, (1, 3), 4)
+    loss, right = task.reading_loss("records_64", batch)
+    logits = model(input_ids=batch.ids).logits + task.silent
+    wanted = []
+    for row in range(2):
+        for start in batch.start[row].tolist():
+            for at in (start, start + 1):
+                wanted.append(-logits[row, at - 1].log_softmax(-1)[batch.ids[row, at]])
+    with torch.no_grad():
+        shown, _ = task.lookup.loss(batch)
+    words = torch.stack(wanted).mean()
+    torch.testing.assert_close(loss, words + 1.5 * shown, rtol=1e-4, atol=1e-4)
+    said = logits.argmax(-1).gather(1, batch.start - 1)
+    assert torch.equal(right, (said == batch.ids.gather(1, batch.start)).float())
+    assert task.report()["records_64"] == pytest.approx(float(right.mean()))
+    loss.backward()
+    assert model.model.language_model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0

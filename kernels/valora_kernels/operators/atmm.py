@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from valora_kernels.atmm import atmm
-from valora_kernels.launching import ALIGNMENT
-from valora_kernels.operators.base import LoraOperator
+from valora_kernels.operators.base import LoraOperator, aligned
 from valora_kernels.reference import atmm_reference
 
 if TYPE_CHECKING:
@@ -32,5 +31,4 @@ class Atmm(LoraOperator):
         batch: LoraBatch,
     ) -> None:
         """Add the LoRA terms of all rows."""
-        aligned = all(n % ALIGNMENT == 0 for n in (weights.in_features, *weights.out_features))
-        (atmm if aligned else atmm_reference)(ys, x, weights, batch)
+        (atmm if aligned(weights) else atmm_reference)(ys, x, weights, batch)

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from valora_kernels.launching import ALIGNMENT
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from valora_kernels.metadata import LoraBatch
     from valora_kernels.weights import LoraWeights
-
-ROW_STEP = 8
-"""Elements at whose multiples rank rows start in paged memory, if all widths are multiples."""
 
 
 class LoraOperator(ABC):
@@ -51,6 +50,11 @@ class LoraOperator(ABC):
         """
 
 
+def aligned(weights: LoraWeights) -> bool:
+    """Whether the kernels, which load 16 bytes at a time, can read all widths."""
+    return all(n % ALIGNMENT == 0 for n in (weights.in_features, *weights.out_features))
+
+
 def ranks_of(weights: LoraWeights, batch: LoraBatch) -> int:
     """Rank rows that every adapter is padded to: the largest, of the batch if it may change."""
     return weights.max_rank if batch.fixed else batch.max_rank
@@ -79,8 +83,8 @@ def gathered(
         a = weights.a.view(-1, *shape, weights.in_features)[projection, :, :most][slots]
         b = b_pool.view(*shape, width)[:, :most][slots]
     else:
-        widths = (weights.in_features, *weights.out_features)
-        step = 1 if any(n % ROW_STEP for n in widths) else ROW_STEP
+        # Then rank rows start at multiples of it, too.
+        step = ALIGNMENT if aligned(weights) else 1
         tables = (weights.a_table, weights.b_table)
         a_starts, b_starts = (table[projection, :, :most][slots] // step for table in tables)
         a = _rows(weights.a, step, weights.in_features)[a_starts]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from valora_kernels.atmm import atmm
 from valora_kernels.launching import use_triton
-from valora_kernels.operators.base import LoraOperator
+from valora_kernels.operators.base import LoraOperator, aligned
 from valora_kernels.reference import atmm_reference
 from valora_kernels.tiling import Tiling
 
@@ -34,8 +34,8 @@ class Static(LoraOperator):
         weights: LoraWeights,
         batch: LoraBatch,
     ) -> None:
-        """Add the LoRA terms of all rows; without kernels there are no tiles, and torch does it."""
-        if use_triton(x):
+        """Add the LoRA terms of all rows; where kernels cannot run, in plain torch."""
+        if use_triton(x) and aligned(weights):
             atmm(ys, x, weights, batch, tiling=TILING)
         else:
             atmm_reference(ys, x, weights, batch)

@@ -10,6 +10,7 @@ from tests.support.lora_cases import DEVICE, Case, assert_near, make_case, needs
 from valora_kernels.atmm import atmm, direct_choice, launch
 from valora_kernels.lookup import LookupMode, TilingChoice
 from valora_kernels.metadata import LoraBatch
+from valora_kernels.operators.static import TILING as STATIC
 from valora_kernels.reference import atmm_reference
 from valora_kernels.tiling import Tiling
 from valora_kernels.weights import LoraWeights
@@ -21,6 +22,7 @@ TILINGS = [
     pytest.param(Tiling("shrink_expand", 16, 32, 32, 32, 16), id="shrink-expand"),
     pytest.param(Tiling("shrink_expand", 32, 64, 32, 128, 32), id="unsplit"),
     pytest.param(Tiling("shrink_expand", 16, 32, 32, 32, 32, gather=True, loop=2), id="gathered"),
+    pytest.param(STATIC, id="static"),
     pytest.param(Tiling("fused", 16, 32, 32, parts=2), id="fused"),
     pytest.param(Tiling("fused", 32, 64, 64), id="fused-large"),
 ]

@@ -1,0 +1,54 @@
+"""Captured vision encoders on a GPU: as without a graph, and without waiting for the device."""
+
+import pytest
+import torch
+
+from tests.bench.valora_serve.pictures import Pictures
+from tests.bench.valora_serve.serve_models import PROCESSOR, llava_7b
+from valora_kernels.metadata import NONE
+from valora_serve.engine.engine import Engine
+from valora_serve.engine.settings import EngineSettings
+from valora_serve.model.lmm import Lmm
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = 2e-2
+"""Relative Frobenius error: batches of other sizes take other kernels, in bf16."""
+
+
+class Bench:
+    """What `Pictures` reads of a bench."""
+
+    base = "llava-7b"
+
+    def __init__(self, lmm: Lmm) -> None:
+        self.lmm = lmm
+
+
+@pytest.mark.parametrize("count", [1, 3, 16, 19])
+def test_encoded_images(count: int) -> None:
+    model = llava_7b("cuda", layers=2, width=512)
+    lmm = Lmm("llava-7b", model, PROCESSOR, torch.device("cuda", 0))
+    settings = EngineSettings(profile=False, memory=0.3, max_requests=8, max_tokens=1024,
+                              capture="eager", policy="slora")  # fmt: skip
+    engine = Engine(settings, lmm)
+    engine.warm_up()
+    pictures = Pictures(Bench(lmm), count)
+
+    class Found:
+        """A picture as the runner takes it."""
+
+        def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+            self.kind, self.tensors = "image", tensors
+
+    visuals = [Found(part.tensors) for part in pictures.parts]
+    with torch.inference_mode():
+        captured = engine.runner._vision_graphs.encode(visuals)
+    assert captured is not None
+    assert engine.runner.encode(visuals, [NONE] * count)[0].embeddings.shape == (576, 512)
+    with torch.inference_mode():
+        plain = lmm.encode(visuals)
+    for one, other in zip(captured, plain, strict=True):
+        error = (one.embeddings.float() - other.embeddings.float()).norm()
+        assert error / other.embeddings.float().norm() < TOLERANCE
+    engine.close()

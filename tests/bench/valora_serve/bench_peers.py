@@ -200,7 +200,7 @@ def install(name: str, folder: Path, seconds: float) -> str | None:
     torch = importlib.metadata.version("torch").partition("+")[0]
     folder.mkdir(parents=True, exist_ok=True)
     pins = folder / "constraints.txt"
-    pins.write_text(f"torch=={torch}\n")
+    pins.write_text("\n".join((f"torch=={torch}", *kind.pins)) + "\n")
     command = [
         sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
         "--only-binary=:all:", "--retries", "1", "--timeout", "15", "--target", str(folder),

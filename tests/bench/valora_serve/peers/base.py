@@ -117,6 +117,8 @@ class Peer(ABC):
     """Distribution whose version is printed."""
     requirement: ClassVar[str | None]
     """What pip installs; None for what is here already."""
+    pins: ClassVar[tuple[str, ...]] = ()
+    """Further constraints for pip, where the newest release of a dependency breaks the peer."""
     text_only: ClassVar[bool] = False
     """Whether text is measured on the language model as a base model of its own."""
 

@@ -19,6 +19,8 @@ class Vllm(Peer):
     title = "vLLM"
     package = "vllm"
     requirement = "vllm>=0.20"
+    # transformers 5.17 has no PixtralRotaryEmbedding, which vLLM 0.25 and 0.26 import for LLaVA.
+    pins = ("transformers<5.17",)
 
     @staticmethod
     def variants(adapters: int, modules: Sequence[str]) -> list[dict[str, Any]]:

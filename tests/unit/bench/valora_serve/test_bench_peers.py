@@ -220,6 +220,7 @@ def test_pip_says_in_one_line_why_a_peer_is_not_installed(tmp_path, monkeypatch)
     pins = (tmp_path / "vllm/constraints.txt").read_text()
     assert pins.startswith("torch==")
     assert "+" not in pins
+    assert pins.endswith("\ntransformers<5.17\n")
     pip.write_text("#!/bin/sh\nexit 0\n")
     assert bench_peers.install("vllm", tmp_path / "vllm", 10) is None
     assert bench_peers.install("vllm", tmp_path / "vllm", 10) is None

@@ -11,6 +11,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from valora_data.contract.architectures.base import IMAGE
+from valora_data.contract.architectures.qwen_vl import GRIDS
 from valora_serve.model.prompt import Prompt, Visual
 from valora_serve.types import Request, SamplingParams
 
@@ -61,7 +62,7 @@ class Pictures:
             tokens = bench.lmm.fixed_grid and int(np.prod(bench.lmm.fixed_grid))
             if tokens is None:
                 merge = bench.lmm.config.vision_config.spatial_merge_size
-                tokens = int(inputs["image_grid_thw"].prod()) // merge**2
+                tokens = int(inputs[GRIDS[IMAGE]].prod()) // merge**2
             self.inputs.append(inputs)
             self.parts += bench.lmm.split(IMAGE, inputs, tokens)
 
@@ -80,7 +81,7 @@ class Pictures:
         engine, lmm = self.bench.engine, self.bench.lmm
         sampling = SamplingParams(max_tokens=output, ignore_eos=True)
         request = Request(str(number), name, token_ids=[1], sampling=sampling)
-        ids, visuals, inputs = [1], [], {}
+        ids, visuals, grids = [1], [], []
         for place, one in enumerate(which):
             part = self.parts[one % len(self.parts)]
             at = np.arange(len(ids), len(ids) + part.tokens)
@@ -88,11 +89,11 @@ class Pictures:
             key = hashlib.sha256(key.encode()).digest()
             visuals.append(Visual(IMAGE, key, part.tensors, at, SIZE, part.grid))
             ids += [lmm.image_token] * part.tokens + [3]  # which sets it apart from the next one
-            for given, value in self.inputs[one % len(self.inputs)].items():
-                inputs.setdefault(given, []).append(value)
+            grids.append(self.inputs[one % len(self.inputs)].get(GRIDS[IMAGE]))
         ids += np.random.default_rng(number).integers(3, 31000, words).tolist()
-        together = {given: torch.cat(values) for given, values in inputs.items()}
-        found = lmm.positions({"input_ids": torch.tensor([ids]), **together})
-        positions, delta = (None, 0) if found is None else (found[0].numpy(), found[1])
-        prompt = Prompt(ids, tuple(visuals), positions, delta)
+        prompt = Prompt(ids, tuple(visuals))
+        if lmm.three_positions:
+            inputs = {"input_ids": torch.tensor([ids]), GRIDS[IMAGE]: torch.cat(grids)}
+            positions, delta = lmm.positions(inputs)
+            prompt = replace(prompt, positions=positions.numpy(), delta=delta)
         return replace(engine.prepare(request), prompt=prompt)

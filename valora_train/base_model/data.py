@@ -22,7 +22,7 @@ import numpy.typing as npt
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from valora_data.sources.documents.albums import MOST_THINGS as ALBUM_THINGS
-from valora_data.sources.documents.albums import album_facts, ask_about_album
+from valora_data.sources.documents.albums import AlbumFact, album_facts, ask_about_album
 from valora_data.sources.generic.questions import (
     CAPTIONED,
     TASKS,
@@ -234,6 +234,8 @@ class Chunk:
         pick: (b, images) int64, indices of the images of each sample, in order.
         ids: (b, length) int64, token ids, padded on the right.
         span: (b, turns, 2) int64, start and end of the tokens of each answer.
+        look: (b, turns, 2) int64, what an answer about an album is found by: positions of the
+            question's shape and of the visual token at the centre of the thing; 0 for none.
         boxes: (b, MOST_THINGS, 4) float32, boxes to detect, relative to the image size.
         n_boxes: (b,) int64, number of boxes to detect; −1 where the sample is not about detection.
         task: (b,) int64, index into `LOGGED`.
@@ -245,6 +247,7 @@ class Chunk:
     pick: npt.NDArray[np.int64]
     ids: npt.NDArray[np.int64]
     span: npt.NDArray[np.int64]
+    look: npt.NDArray[np.int64]
     boxes: npt.NDArray[np.float32]
     n_boxes: npt.NDArray[np.int64]
     task: npt.NDArray[np.int64]
@@ -254,7 +257,7 @@ class Chunk:
         """Concatenate chunks."""
         starts = np.cumsum([0, *(len(c.pixels) for c in chunks)])
         picks = [c.pick + start for c, start in zip(chunks, starts, strict=False)]
-        rest = ("ids", "span", "boxes", "n_boxes", "task")
+        rest = ("ids", "span", "look", "boxes", "n_boxes", "task")
         return Chunk(
             np.concatenate([c.pixels for c in chunks]),
             np.concatenate([c.things for c in chunks]),
@@ -272,6 +275,12 @@ def _things_of(images: Sequence[Scene]) -> npt.NDArray[np.float32]:
             things[i, j, :4] = np.array(thing.box) / SIZE
             things[i, j, 4:] = INDEX[thing.shape], INDEX[thing.color], INDEX[thing.pattern]
     return things
+
+
+def _cell(box: tuple[float, float, float, float]) -> int:
+    """Index of the visual token at the centre of a box in pixels."""
+    column, row = (int((low + high) / 2 // PATCH) for low, high in (box[::2], box[1::2]))
+    return row * (SIZE // PATCH) + column
 
 
 class SampleMaker:
@@ -320,6 +329,7 @@ class SampleMaker:
             pick=np.array([pick for _, pick in samples[:CHUNK]]),
             ids=np.stack([ids for ids, _ in encoded]),
             span=np.array([[span] for _, span in encoded]),
+            look=np.zeros((CHUNK, 1, 2), dtype=np.int64),
             boxes=boxes,
             n_boxes=np.array(
                 [len(q.boxes) if q.task == "detect" else -1 for q, _ in samples[:CHUNK]]
@@ -336,15 +346,17 @@ class SampleMaker:
         picks: list[npt.NDArray[np.int64]] = []
         rows: list[npt.NDArray[np.int64]] = []
         spans: list[list[tuple[int, int]]] = []
+        looks: list[list[tuple[int, int]]] = []
         while len(rows) < CHUNK:
             pick = self.rng.permutation(len(scenes))[: bucket.images]
             facts = album_facts([scenes[place] for place in pick])
             if facts:
                 asked = ask_about_album(self.rng, facts, bucket.turns)
-                ids, span = self._encode_turns(head, asked, bucket)
+                ids, span, look = self._encode_turns(head, asked, bucket)
                 picks.append(pick)
                 rows.append(ids)
                 spans.append(span)
+                looks.append(look)
         return Chunk(
             pixels=np.stack([scene.pixels for scene in scenes]),
             things=_things_of(scenes),
@@ -352,30 +364,42 @@ class SampleMaker:
             pick=np.array(picks, dtype=np.int64),
             ids=np.stack(rows),
             span=np.array(spans),
+            look=np.array(looks),
             boxes=np.zeros((CHUNK, MOST_THINGS, 4), dtype=np.float32),
             n_boxes=np.full(CHUNK, -1),
             task=np.full(CHUNK, LOGGED.index(name)),
         )
 
     def _encode_turns(
-        self, head: list[int], asked: list[tuple[str, str]], bucket: Bucket
-    ) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]]]:
-        """Token ids of a system turn and of questions with their answers, (length,)."""
+        self, head: list[int], asked: list[tuple[AlbumFact, str]], bucket: Bucket
+    ) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]], list[tuple[int, int]]]:
+        """Token ids of a system turn and of questions with their answers, (length,).
+
+        Returns:
+            The ids, and `Chunk.span` and `Chunk.look` of the sample.
+        """
         special = self.special
-        ids: list[int] = [special["<s>"], special["<|system|>"], *head]
+        ids: list[int] = [special["<s>"], special["<|system|>"]]
+        first = len(ids)
+        ids += head
         spans: list[tuple[int, int]] = []
-        for question, answer in asked:
-            ids += [special["<|user|>"], *self.tokenizer.encode(question).ids]
-            ids += [special["<|assistant|>"]]
+        looks: list[tuple[int, int]] = []
+        for fact, question in asked:
+            encoded = self.tokenizer.encode(question)
+            end = question.index(f" {fact.shape}") + 1 + len(fact.shape)
+            ids += [special["<|user|>"]]
+            shape = len(ids) + [stop for _, stop in encoded.offsets].index(end)
+            ids += [*encoded.ids, special["<|assistant|>"]]
             start = len(ids)
-            ids += [*self.tokenizer.encode(answer).ids, special["</s>"]]
+            ids += [*self.tokenizer.encode(fact.value).ids, special["</s>"]]
             spans.append((start, len(ids)))
+            looks.append((shape, first + fact.image * VISUAL_TOKENS + _cell(fact.box)))
         if len(ids) > bucket.length:
             raise ValueError(f"{len(ids)} tokens do not fit in {bucket.length}: {asked}")
         padded = np.full(bucket.length, special["<pad>"], dtype=np.int64)
         padded[: len(ids)] = ids
-        spans += [(0, 0)] * (bucket.turns - len(spans))
-        return padded, spans
+        none = [(0, 0)] * (bucket.turns - len(spans))
+        return padded, spans + none, looks + none
 
     def _seed(self) -> int:
         return int(self.rng.integers(TRAINING_SEEDS, 2**62))

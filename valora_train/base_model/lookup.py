@@ -62,6 +62,22 @@ class LookupTutor:
         )
         return torch.stack(losses).mean(), torch.stack(hits)
 
+    def album_loss(self, start: Tensor, look: Tensor) -> Tensor:
+        """Mean cross-entropy of two heads, after a forward pass of questions about albums.
+
+        In the second layer, an answer's place looks at the question's shape, as at a letter; in the
+        third one, at the thing.
+
+        Args:
+            start: (b, turns) int64, position of each answer; 0 for none.
+            look: (b, turns, 2) int64, as in `valora_train.base_model.data.Chunk`.
+        """
+        place = (start - 1).clamp_min(0)
+        shape, thing = look.unbind(-1)
+        return torch.stack(
+            [self._attend(1, LETTERS, place, shape)[0], self._attend(FINDER, 0, place, thing)[0]]
+        ).mean()
+
     def _attend(self, number: int, head: int, at: Tensor, to: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy of a head's attention from positions (b, q) to others (b, q).
 

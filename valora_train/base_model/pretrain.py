@@ -212,6 +212,8 @@ class Batch:
         turn: (a,) int64, index of each answer token's answer among the answers of all samples.
         asked: (q,) int64, indices of the answers that there are; `of`: (q,), index of their tasks.
         wanted: (d,) int64, indices of the samples that ask for detection.
+        look: As in `Chunk`; `start`: (b, turns) int64, position of each answer, 0 for none.
+        albums: Whether the samples are about albums.
     """
 
     def __init__(self, chunk: Chunk, device: torch.device) -> None:
@@ -235,6 +237,8 @@ class Batch:
         self.asked, self.turns = move(asked), chunk.span.shape[0] * chunk.span.shape[1]
         self.of = move(chunk.task[asked // chunk.span.shape[1]])
         self.wanted = move(np.flatnonzero(chunk.n_boxes >= 0))
+        self.albums = bool(chunk.look.any())
+        self.look, self.start = move(chunk.look), move(np.ascontiguousarray(chunk.span[..., 0]))
 
 
 def prefetch(stream: Stream, size: int, device: torch.device) -> Iterator[Batch]:
@@ -309,11 +313,12 @@ class Pretraining:
         return [item for part in parts for item in part.named_parameters()]
 
     def loss(self, batch: Batch) -> Tensor:
-        """Mean cross-entropy of answer tokens plus the losses of detection and of the tutor."""
+        """Mean cross-entropy of answer tokens plus the losses of detection and of the tutors."""
         row, column = batch.row, batch.column
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             hidden, visual = forward(self.model, batch, self.image_token)
             logits = self.model.lm_head(hidden[row, column - 1]).float() + self.silent
+            shown = self.lookup.album_loss(batch.start, batch.look) if batch.albums else None
         target = batch.ids[row, column]
         words = F.cross_entropy(logits, target)
         with torch.no_grad():
@@ -334,7 +339,7 @@ class Pretraining:
             )
         self.losses[:3].lerp_(torch.stack([words, boxes, tutor]).detach(), 0.05)
         total: Tensor = words + 0.5 * boxes + 0.3 * tutor
-        return total
+        return total if shown is None else total + SHOWN * shown
 
     def reading_loss(self, name: str, batch: RecordBatch) -> tuple[Tensor, Tensor]:
         """Mean cross-entropy of answers and of `</s>` after them, plus the loss of `LookupTutor`.
@@ -361,7 +366,7 @@ class Pretraining:
         self.right[self.names.index(name)] += right.sum()
         self.asked[self.names.index(name)] += right.numel()
         self.losses[3:].lerp_(torch.stack([words, lookup]).detach(), 0.05)
-        return words + 1.5 * lookup, right
+        return words + SHOWN * lookup, right
 
     def report(self) -> dict[str, float]:
         """Mean losses, and the share of fully right answers per task since the last call."""
@@ -473,6 +478,8 @@ RECIPE = (
     Leg(3.3, 1024, 1e-3, 4, tuple(BUCKETS), 0.4),
 )
 """Three legs learn scenes, one learns to read, and the last one brings everything together."""
+SHOWN = 1.5
+"""Weight of the loss of `LookupTutor`."""
 READING_TOKENS = 49_152
 """Tokens of a step that trains on record documents."""
 SAVE_SECONDS = 60.0

@@ -39,11 +39,15 @@ class AlbumFact:
         shape: Shape of a thing that occurs once in the album.
         attribute: A key of `WORDINGS`.
         value: Its value.
+        image: Index of the thing's image.
+        box: Extent (x0, y0, x1, y1) of the thing in pixels.
     """
 
     shape: str
     attribute: str
     value: str
+    image: int
+    box: tuple[float, float, float, float]
 
     def question(self, wording: int) -> str:
         """Ask for the value.
@@ -74,11 +78,11 @@ def draw_album(seed: int, images: int) -> tuple[list[Scene], list[AlbumFact]]:
 
 def album_facts(scenes: Sequence[Scene]) -> list[AlbumFact]:
     """All facts about things whose shape occurs once in an album of these scenes."""
-    things = [thing for scene in scenes for thing in scene.things]
-    counts = Counter(thing.shape for thing in things)
+    things = [(image, thing) for image, scene in enumerate(scenes) for thing in scene.things]
+    counts = Counter(thing.shape for _, thing in things)
     return [
-        AlbumFact(thing.shape, attribute, value)
-        for thing in things
+        AlbumFact(thing.shape, attribute, value, image, thing.box)
+        for image, thing in things
         if counts[thing.shape] == 1
         for attribute, value in (("color", thing.color), ("pattern", thing.pattern))
     ]
@@ -86,7 +90,7 @@ def album_facts(scenes: Sequence[Scene]) -> list[AlbumFact]:
 
 def ask_about_album(
     rng: np.random.Generator, facts: list[AlbumFact], questions: int
-) -> list[tuple[str, str]]:
+) -> list[tuple[AlbumFact, str]]:
     """Ask about some facts of an album, each once, in any wording.
 
     Args:
@@ -95,10 +99,8 @@ def ask_about_album(
         questions: Most questions.
 
     Returns:
-        Questions with their answers.
+        Facts with their questions.
     """
     chosen = [facts[place] for place in rng.permutation(len(facts))[:questions].tolist()]
     wordings = rng.integers(len(WORDINGS["color"]), size=len(chosen)).tolist()
-    return [
-        (fact.question(wording), fact.value) for fact, wording in zip(chosen, wordings, strict=True)
-    ]
+    return [(fact, fact.question(wording)) for fact, wording in zip(chosen, wordings, strict=True)]

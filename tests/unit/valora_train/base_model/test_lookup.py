@@ -2,7 +2,7 @@ from pathlib import Path
 
 import torch
 
-from valora_train.base_model.data import build_processor
+from valora_train.base_model.data import SampleMaker, build_processor
 from valora_train.base_model.lookup import ATTRIBUTES, FINDER, LETTERS, LookupTutor
 from valora_train.base_model.pretrain import load
 from valora_train.base_model.records import RecordDrawer
@@ -45,3 +45,27 @@ def test_heads_are_judged_by_the_attention_that_the_model_computes():
         right.append(sum(int(row.argmax()) == other for row, other in rows) / len(rows))
     torch.testing.assert_close(loss, torch.stack(losses).mean(), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(hits, torch.tensor(right), rtol=1e-5, atol=1e-5)
+
+
+def test_heads_are_shown_the_thing_that_an_album_is_asked_about():
+    """The loss of albums equals that of the probabilities that transformers returns."""
+    model, _, _ = load(TINY)
+    model.set_attn_implementation("eager")
+    language = model.model.language_model
+    tutor = LookupTutor(language)
+    chunk = SampleMaker(3, build_processor().tokenizer.backend_tokenizer).make("album_4")
+    start, look = (torch.from_numpy(part[:3]) for part in (chunk.span[..., 0], chunk.look))
+    with torch.no_grad():
+        probabilities = language(
+            inputs_embeds=model.get_input_embeddings()(torch.from_numpy(chunk.ids[:3])),
+            output_attentions=True,
+        ).attentions
+        loss = tutor.album_loss(start, look)
+    losses = [[], []]
+    for sample, turn in (start > 0).nonzero().tolist():
+        place = int(start[sample, turn]) - 1
+        for part, (layer, head) in enumerate(((1, LETTERS), (FINDER, 0))):
+            row = probabilities[layer][sample, head, place]
+            losses[part].append(-row[look[sample, turn, part]].log())
+    expected = torch.stack([torch.stack(part).mean() for part in losses]).mean()
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-3)

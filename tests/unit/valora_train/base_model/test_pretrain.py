@@ -218,7 +218,8 @@ def test_samples_are_deterministic_and_name_no_domain(tokenizer, name):
 def test_albums_answer_the_questions_that_follow_them(tokenizer, name):
     chunk = SampleMaker(4, tokenizer).make(name)
     assert chunk.pick.max() < len(chunk.pixels) == BUCKETS[name].images + SPARE_SCENES
-    for pick, ids, spans in zip(chunk.pick, chunk.ids, chunk.span, strict=True):
+    samples = zip(chunk.pick, chunk.ids, chunk.span, chunk.look, strict=True)
+    for pick, ids, spans, looks in samples:
         assert len(set(pick.tolist())) == BUCKETS[name].images
         shown = [
             [kinds[int(i)] for kinds, i in zip(KINDS, thing[4:], strict=True)]
@@ -232,11 +233,22 @@ def test_albums_answer_the_questions_that_follow_them(tokenizer, name):
         told = [ids[start:end] for start, end in spans if end]
         assert [tokenizer.decode(one.tolist()) for one in told] == answers
         assert all(one[-1] == tokenizer.token_to_id("</s>") for one in told)
-        for turn, answer in zip(turns, answers, strict=True):
+        assert (looks[len(turns) :] == 0).all()
+        for turn, answer, (named, cell) in zip(turns, answers, looks, strict=False):
             question = turn.split("<|assistant|>")[0]
             (shape,) = re.findall(r"the ([a-z ]+?)(?: has which|\?)", question)
             (thing,) = [thing for thing in shown if thing[0] == shape]
             assert answer == thing[1 if "color" in question else 2]
+            assert tokenizer.decode([ids[named]]).strip() == shape.split()[-1]
+            image, place = divmod(int(cell) - 2, VISUAL_TOKENS)
+            x, y = (place % 8 + 0.5) / 8, (place // 8 + 0.5) / 8
+            boxes = [
+                box[:4]
+                for box in chunk.things[pick[image], : chunk.n_things[pick[image]]]
+                if KINDS[0][int(box[4])] == shape
+            ]
+            assert [abs((box[0] + box[2]) / 2 - x) <= 1 / 16 + 0.006 for box in boxes] == [True]
+            assert [abs((box[1] + box[3]) / 2 - y) <= 1 / 16 + 0.006 for box in boxes] == [True]
     batch = Batch(chunk, torch.device("cpu"))
     assert len(batch.asked) == int((chunk.span[..., 1] > 0).sum())
     assert set(batch.turn.tolist()) == set(batch.asked.tolist())
@@ -246,7 +258,7 @@ def test_albums_are_trained_on(tokenizer):
     model, head, processor = load(TINY)
     task = Pretraining(model, head, processor, torch.device("cpu"))
     chunk = SampleMaker(5, tokenizer).make("album_4")
-    parts = ("pick", "ids", "span", "boxes", "n_boxes", "task")
+    parts = ("pick", "ids", "span", "look", "boxes", "n_boxes", "task")
     some = replace(chunk, **{part: getattr(chunk, part)[:2] for part in parts})
     loss = task.loss(Batch(some, torch.device("cpu")))
     loss.backward()

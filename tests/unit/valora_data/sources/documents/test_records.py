@@ -58,10 +58,11 @@ def test_an_album_is_asked_about_things_that_it_shows_once():
     assert len(scenes) == 8
     things = [thing for scene in scenes for thing in scene.things]
     asked = ask_about_album(np.random.default_rng(6), facts, 6)
-    assert len(asked) == min(6, len(facts)) and len({question for question, _ in asked}) > 1
-    for question, answer in asked:
+    assert len(asked) == min(6, len(facts)) and len({question for _, question in asked}) > 1
+    for fact, question in asked:
         named = [thing for thing in things if f" {thing.shape} " in question.replace("?", " ")]
-        assert len(named) == 1 and answer in (named[0].color, named[0].pattern)
+        assert len(named) == 1 and named[0] in scenes[fact.image].things
+        assert fact.value == getattr(named[0], fact.attribute) and fact.box == named[0].box
     assert len(ask_about_album(np.random.default_rng(6), facts, 10_000)) == len(facts)
     for fact in facts:
         assert fact.question(-1).startswith(f"what {fact.attribute}")

@@ -234,6 +234,9 @@ class ModelSettings:
         id: `tiny` (shipped with the project), a local folder, or a name on the hub.
         device: Device in torch's terms, e.g. `cpu` or `cuda`.
         dtype: Data type of the frozen weights.
+        precision: Data type that training multiplies matrices in, where the frozen weights are
+            float32; `auto` is bfloat16 on CPUs that have instructions for it (AMX, AVX-512 BF16),
+            and float32 elsewhere. Accuracy is always measured in `dtype`.
         quantize: `nf4` holds the language model in 4 bits while adapters are trained on it (QLoRA;
             needs bitsandbytes), which saves three quarters of the memory; null keeps its weights.
         batch_size: Number of images per forward pass without gradients.
@@ -252,6 +255,7 @@ class ModelSettings:
     id: str = "tiny"
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    precision: Literal["auto", "float32", "bfloat16"] = "float32"
     quantize: Literal["nf4"] | None = None
     batch_size: Count = 64
     coordinates: Literal["grid1000", "pixels"] = "grid1000"

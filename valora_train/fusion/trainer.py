@@ -703,7 +703,7 @@ class Trainer:
     def _read(self, inputs: Sequence[Encoded]) -> HeadInputs:
         """What a head reads of samples; on the host if it would fill much of the GPU."""
         parts: list[HeadInputs] = []
-        for states in self._states(inputs):
+        for states in self._states(inputs, training=True):
             part = states.head_inputs()
             whole = part.bytes / len(part.last) * len(inputs)
             if whole > head_inputs_bytes(self._lmm.device):
@@ -711,10 +711,10 @@ class Trainer:
             parts.append(part)
         return HeadInputs.cat(parts)
 
-    def _states(self, inputs: Sequence[Encoded]) -> Iterator[HiddenStates]:
+    def _states(self, inputs: Sequence[Encoded], training: bool = False) -> Iterator[HiddenStates]:
         for start in range(0, len(inputs), FROZEN_BATCH):
             with torch.no_grad():
-                yield self._lmm.states(inputs[start : start + FROZEN_BATCH])
+                yield self._lmm.states(inputs[start : start + FROZEN_BATCH], training)
 
     def task(self, domain: str) -> DomainTask:
         """Task of a domain."""

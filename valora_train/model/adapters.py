@@ -139,9 +139,7 @@ class Adapters:
         self._acts = None
 
     def _keep_precision(self) -> None:
-        """On a 16-bit base, let autocast cast LoRA's few weights; PEFT would cast activations."""
-        if self._model.dtype == torch.float32:
-            return
+        """In 16 bits, let autocast cast LoRA's few weights; PEFT would cast activations."""
         for module in self._model.model.modules():
             if hasattr(module, "cast_input_dtype_enabled"):
                 module.cast_input_dtype_enabled = False

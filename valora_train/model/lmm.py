@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
+from torch.overrides import TorchFunctionMode
 
 from valora_data.contract.base_model import BaseModel, load_model
 from valora_train.model.adapters import Adapters
@@ -15,13 +17,41 @@ from valora_train.model.encode import Encoder, visual_features
 from valora_train.model.prompts import HiddenStates
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
     from valora_train.model.prompts import Encoded, Example
     from valora_train.model.team import Team
     from valora_train.settings import LoraSettings, ModelSettings
+
+
+class _Float32Attention(TorchFunctionMode):
+    """Computes attention in float32 inside of autocast, which is the faster type on CPUs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        query, key, value, *rest = args
+        with torch.autocast(query.device.type, enabled=False):
+            found = func(query.float(), key.float(), value.float(), *rest, **(kwargs or {}))
+        return found.to(query.dtype)
+
+
+def training_type(settings: ModelSettings) -> torch.dtype:
+    """The type that training on a float32 base model multiplies matrices in (`model.precision`)."""
+    if settings.precision != "auto":
+        found: torch.dtype = getattr(torch, settings.precision)
+        return found
+    on_cpu = torch.device(settings.device).type == "cpu"
+    return torch.bfloat16 if on_cpu and cpu_multiplies_bfloat16() else torch.float32
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions that multiply bfloat16 (AMX, or AVX-512 BF16)."""
+    # Older versions of torch do not tell.
+    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(found.get("amx_bf16") or found.get("avx512_bf16"))
 
 
 class Lmm(BaseModel):
@@ -62,6 +92,7 @@ class Lmm(BaseModel):
             # Layer by layer, and before the model moves, so that no device holds all of it.
             team.shard(self.language_model, self.language_model.layers)
         self.to(settings.device)
+        self._training_type = training_type(settings)
         self._checkpointing = settings.gradient_checkpointing
         if self._checkpointing:
             # Newer versions of transformers renamed the method.
@@ -86,14 +117,15 @@ class Lmm(BaseModel):
         """Turn examples into the language model's inputs, see `Encoder`."""
         return self._encoder(examples, whole)
 
-    def states(self, batch: Sequence[Encoded]) -> HiddenStates:
+    def states(self, batch: Sequence[Encoded], training: bool | None = None) -> HiddenStates:
         """Compute the last hidden states with the active adapter.
 
         Args:
             batch: Encoded examples of any lengths.
+            training: Whether something learns from them, see `precision`.
         """
         self.language_model.train(self._checkpointing and torch.is_grad_enabled())
-        with self.precision():
+        with self.precision(training):
             embedded, visual, ids, extra = self._embed(batch)
             self.adapters.act_from([item.prompt - 1 for item in batch], ids.shape[1])
             output = self.language_model(inputs_embeds=embedded, use_cache=False, **extra)
@@ -144,11 +176,28 @@ class Lmm(BaseModel):
                     answers[row] = text
         return answers
 
-    def precision(self) -> AbstractContextManager[Any]:
-        """On a 16-bit base, let adapters compute in its type; their weights stay float32."""
-        if self.dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device.type, self.dtype)
+    @contextmanager
+    def precision(self, training: bool | None = None) -> Iterator[None]:
+        """Let adapters compute in the base model's type; their weights stay float32.
+
+        On a base model in float32, training computes in `model.precision`, and all else in float32.
+
+        Args:
+            training: Whether something learns from the results; None: whether there are gradients.
+        """
+        low = self.dtype
+        if low == torch.float32 and (torch.is_grad_enabled() if training is None else training):
+            low = self._training_type
+        if low == torch.float32:
+            yield
+            return
+        with torch.autocast(self.device.type, low), self._attention():
+            yield
+
+    def _attention(self) -> AbstractContextManager[Any]:
+        # What checkpointing computes again must be computed in the same way, outside of this.
+        fast = self.dtype == torch.float32 and self.device.type == "cpu" and not self._checkpointing
+        return _Float32Attention() if fast else nullcontext()
 
     def _write(self, batch: Sequence[Encoded], max_tokens: int) -> list[str]:
         self.language_model.eval()

@@ -126,6 +126,8 @@ def training_facts(settings: Settings) -> dict[str, Any]:
     # Stages of runs that leave these settings alone keep their hashes.
     if settings.model.quantize is None:
         del values["model"]["quantize"]
+    if settings.model.precision == "float32":
+        del values["model"]["precision"]
     if not settings.heads.options:
         del values["heads"]["options"]
     elif start := settings.heads.options.get("context", {}).get("start"):

@@ -47,7 +47,9 @@ GROUPS = "groups.json"
 SPLITS = (TAUGHT, str(Split.VAL), str(Split.TEST))
 NOTES = 20
 """Lines about the progress of a command, where the output is not a terminal."""
-ELSEWHERE = ("device", "shard", "batch_size", "keep_features", "gradient_checkpointing")
+ELSEWHERE = (
+    "device", "precision", "shard", "batch_size", "keep_features", "gradient_checkpointing"
+)  # fmt: skip
 """Settings of the model that say how it is computed, not what: results of a GPU hold here, too."""
 
 
@@ -60,7 +62,7 @@ def trial_inputs(settings: Settings, domains: Sequence[DomainInputs]) -> TrialIn
     """
     training = training_facts(settings)
     for key in ELSEWHERE:
-        del training["model"][key]
+        training["model"].pop(key, None)
     training["train"]["threads"] = THREADS
     if not settings.train.augment.views:  # augmented views depend on it; trials have their own
         del training["train"]["seed"]

@@ -34,6 +34,7 @@ def make(
     batch_size=6,
     rehearsal_share=0.5,
     clip=1.0,
+    precision="float32",
     **more,
 ):
     lora = LoraSettings(rank=4, alpha=8, vision_tower=vision, projector=vision)
@@ -41,7 +42,7 @@ def make(
         steps=steps, steps_per_held=3, batch_size=batch_size, rehearsal_share=rehearsal_share,
         probe_steps=5, clip=clip, lora=lora, **more,
     )  # fmt: skip
-    lmm = Lmm(ModelSettings(id=str(random_llava)), lora)
+    lmm = Lmm(ModelSettings(id=str(random_llava), precision=precision), lora)
     data = {}
     for name, colour in COLOURS.items():
         domain = Domain(name, Task.DETECTION, (name,), f"detect {name}", 0.8)
@@ -108,9 +109,14 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("cut", [1, 2, 8])
-@pytest.mark.parametrize("held", [False, True])
-def test_a_training_that_was_killed_continues_to_the_bit(random_llava, tmp_path, held, cut):
+@pytest.mark.parametrize(
+    ("held", "cut", "precision"),
+    [(held, cut, "float32") for held in (False, True) for cut in (1, 2, 8)]
+    + [(True, 2, "bfloat16")],
+)
+def test_a_training_that_was_killed_continues_to_the_bit(
+    random_llava, tmp_path, held, cut, precision
+):
     def begin(trainer):
         trainer.open("adapter-1", seed=3)
         if held:  # its head comes first, though its name does not
@@ -131,17 +137,19 @@ def test_a_training_that_was_killed_continues_to_the_bit(random_llava, tmp_path,
     def ignore(*_):
         pass
 
-    whole, _ = make(random_llava, clip=1e-3)  # small, so that the order of gradients would tell
+    whole, _ = make(
+        random_llava, clip=1e-3, precision=precision
+    )  # small, so that the order of gradients would tell
     begin(whole)
     expected = []
     run(whole, expected)
     Checkpoint(tmp_path / "checkpoint").discard()
-    first, _ = make(random_llava, clip=1e-3)
+    first, _ = make(random_llava, clip=1e-3, precision=precision)
     begin(first)
     with pytest.raises(Killed):
         run(first, [], cut if held else min(cut, 5))
     torch.manual_seed(99)  # another process
-    second, _ = make(random_llava, clip=1e-3)
+    second, _ = make(random_llava, clip=1e-3, precision=precision)
     begin(second)
     losses = []
     run(second, losses)
@@ -239,6 +247,23 @@ def test_it_learns(random_llava):
     assert val.interval[0] <= val.accuracy <= val.interval[1]
     assert val.accuracy > 0.5
     assert test.accuracy > 0.4
+
+
+@pytest.mark.slow
+def test_in_bfloat16_it_learns_what_it_learns_in_float32(random_llava):
+    ended, reached = {}, {}
+    for precision in ("float32", "bfloat16"):
+        trainer, _ = make(random_llava, steps=150, count=64, vision=True, precision=precision)
+        trainer.open("adapter-1", seed=3)
+        losses = train(trainer, "apple")
+        ended[precision] = sum(losses[-20:]) / 20
+        reached[precision] = trainer.evaluate("adapter-1", "apple", Split.VAL).accuracy
+        tensors = trainer.snapshot("adapter-1")
+        types = {tensor.dtype for key, tensor in tensors.items() if not key.startswith("random/")}
+        assert types == {torch.float32}
+    assert ended["bfloat16"] != ended["float32"]
+    assert ended["bfloat16"] == pytest.approx(ended["float32"], rel=0.15)
+    assert reached["bfloat16"] == pytest.approx(reached["float32"], abs=0.1)
 
 
 def test_views_are_trained_on_besides_the_images_and_their_mirrors(random_llava, caplog):

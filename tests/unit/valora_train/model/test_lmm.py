@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests.support.training_lmm import PROMPTS, disturb, load, questions, reference, visual, whole
-from valora_train.model.lmm import Lmm
+from valora_train.model.lmm import Lmm, training_type
 from valora_train.settings import LoraSettings, ModelSettings
 
 
@@ -99,3 +101,67 @@ def test_checkpointed_gradients_are_the_same(family, checkpoint):
     for key, grad in found[0].items():
         torch.testing.assert_close(found[1][key], grad, atol=1e-4, rtol=1e-3)
         assert grad.abs().max() > 0
+
+
+class Watch(TorchFunctionMode):
+    """Notes the types that linear layers and attention compute in."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.attention = set(), set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func is functional.linear:
+            self.linear.add(found.dtype)
+        if func is functional.scaled_dot_product_attention:
+            self.attention.add(args[0].dtype)
+        return found
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_may_multiply_in_bfloat16(family, checkpoint, checkpointing):
+    found = {}
+    for precision in ("float32", "bfloat16"):
+        settings = ModelSettings(
+            id=str(checkpoint), precision=precision, gradient_checkpointing=checkpointing
+        )
+        lmm = Lmm(settings, LoraSettings(rank=4, vision_tower=True, projector=True))
+        lmm.adapters.add("one", seed=2)
+        disturb(lmm, "one")
+        batch = lmm.encode(questions(family))
+        with Watch() as watch:
+            lmm.states(batch).head_inputs().last.square().sum().backward()
+        assert getattr(torch, precision) in watch.linear
+        if not checkpointing:
+            assert watch.linear == {getattr(torch, precision)}
+            assert watch.attention == {torch.float32}
+        weights = lmm.adapters.parameters("one").values()
+        grads = torch.cat([p.grad.flatten() for p in weights if p.grad is not None])
+        with torch.no_grad():  # accuracy is measured in float32
+            read = lmm.states(batch).head_inputs().last
+            taught = lmm.states(batch, training=True).head_inputs().last
+        found[precision] = grads, read, taught
+    (exact, states, _), (low, again, taught) = found["float32"], found["bfloat16"]
+    assert torch.equal(again, states)
+    assert 0 < (taught - states).norm() < 0.05 * states.norm()
+    assert torch.nn.functional.cosine_similarity(low, exact, dim=0) > 0.98
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ({"avx512_f": True, "avx512_bf16": False, "amx_bf16": False}, torch.float32),
+        ({"avx512_bf16": True}, torch.bfloat16),
+        ({"amx_bf16": True}, torch.bfloat16),
+        ({"architecture": "aarch64"}, torch.float32),
+    ],
+)
+def test_the_cpu_decides_what_training_multiplies_in(monkeypatch, found, expected):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
+    assert training_type(ModelSettings(precision="auto")) is expected
+    assert training_type(ModelSettings(precision="auto", device="cuda")) is torch.float32
+    assert training_type(ModelSettings()) is torch.float32
+    assert training_type(ModelSettings(precision="bfloat16", device="cuda")) is torch.bfloat16
+    monkeypatch.delattr(torch.cpu, "get_capabilities")  # an older torch
+    assert training_type(ModelSettings(precision="auto")) is torch.float32

@@ -8,7 +8,6 @@ import pytest
 
 from tests.bench.valora_serve.bench_serve import main
 from tests.bench.valora_serve.harness import found
-from tests.bench.valora_serve.sections.ablation import PARTS
 from tests.bench.valora_serve.sections.starving import SHARES
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -29,26 +28,17 @@ def tables(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
 
 
 def test_ablation(tmp_path: Path) -> None:
-    (table,) = tables(tmp_path, "ablation")
-    assert sorted(row[0] for row in table["rows"]) == sorted(PARTS)
+    parts = ["none", "static", "memory"]
+    (table,) = tables(tmp_path, "ablation", "--parts", *parts)
+    assert sorted(row[0] for row in table["rows"]) == sorted(parts)
     assert all(row[1] > 0 for row in table["rows"])
 
 
-def test_switching(tmp_path: Path) -> None:
-    (table,) = tables(tmp_path, "switching")
-    assert [row[1] for row in table["rows"]] == ["swift", "by matrix"] * 3
-    assert sum(row[2] for row in table["rows"]) > 0
-
-
-def test_starving(tmp_path: Path) -> None:
-    (table,) = tables(tmp_path, "starving")
-    assert len(table["rows"]) == len(SHARES)
-
-
-def test_populations(tmp_path: Path) -> None:
-    (table,) = tables(tmp_path, "populations")
-    assert [row[0] for row in table["rows"]] == ["valora", "slora"]
-    assert len(table["rows"][0]) == 4
+def test_switching_and_starving(tmp_path: Path) -> None:
+    switched, starved = tables(tmp_path, "switching", "starving")
+    assert [row[1] for row in switched["rows"]] == ["swift", "by matrix"] * 3
+    assert sum(row[2] for row in switched["rows"]) > 0
+    assert len(starved["rows"]) == len(SHARES)
 
 
 def test_packed(tmp_path: Path) -> None:
@@ -57,16 +47,17 @@ def test_packed(tmp_path: Path) -> None:
     assert table["rows"][1][4] == "no memory"
 
 
-def test_slo(tmp_path: Path) -> None:
-    attained, satisfied = tables(tmp_path, "slo")
+def test_populations_and_slo(tmp_path: Path) -> None:
+    populated, attained, satisfied = tables(tmp_path, "populations", "slo")
+    assert [row[0] for row in populated["rows"]] == ["valora", "slora"]
+    assert len(populated["rows"][0]) == 4
     for table in (attained, satisfied):
         assert len(table["rows"]) == 3
         assert all(0 <= row[1] <= 1 for row in table["rows"])
 
 
-@pytest.mark.parametrize("base", ["llava-7b", "qwen2.5-vl-7b"])
-def test_retrieval_and_video(tmp_path: Path, base: str) -> None:
-    retrieved, streams = tables(tmp_path, "retrieval", "video", "--base", base)
+def test_retrieval_and_video(tmp_path: Path) -> None:
+    retrieved, streams = tables(tmp_path, "retrieval", "video")
     assert [row[0] for row in retrieved["rows"]] == ["valora", "slora"]
     assert [row[1] for row in streams["rows"]] == ["head", "LM head"]
     assert all(0 <= row[2] <= 2 for row in streams["rows"])

@@ -28,7 +28,7 @@ class LookupTutor:
 
     In the first layer, two heads of a line's value look at its letter and its attribute; in the
     second one, those of an answer's place look at the question's; in the third one, a head looks at
-    the value in the document.
+    the value in the document. For albums see `album_loss`.
 
     Args:
         language: Language model (Llama of transformers), whose layers' inputs are kept from now on.
@@ -42,25 +42,19 @@ class LookupTutor:
                 lambda module, given, made, number=number: self.inputs.update({number: made})
             )
 
-    def loss(self, batch: RecordBatch) -> tuple[Tensor, Tensor]:
-        """Mean cross-entropy of the heads, after a forward pass of the batch.
-
-        Returns:
-            The loss, and (5,) float32, the share of places from which each head looks most at the
-            right token.
-        """
+    def loss(self, batch: RecordBatch) -> Tensor:
+        """Mean cross-entropy of the heads, after a forward pass of the batch."""
         letter, attribute, value = batch.lines.unbind(-1)
         asked_letter, asked_attribute, wanted = batch.asked.unbind(-1)
         place = batch.start - 1  # where the answer is predicted
-        losses, hits = zip(
+        losses = (
             self._attend(0, LETTERS, value, letter),
             self._attend(0, ATTRIBUTES, value, attribute),
             self._attend(1, LETTERS, place, asked_letter),
             self._attend(1, ATTRIBUTES, place, asked_attribute),
             self._attend(FINDER, 0, place, wanted),
-            strict=True,
         )
-        return torch.stack(losses).mean(), torch.stack(hits)
+        return torch.stack(losses).mean()
 
     def album_loss(self, start: Tensor, look: Tensor) -> Tensor:
         """Mean cross-entropy of two heads, after a forward pass of questions about albums.
@@ -75,10 +69,10 @@ class LookupTutor:
         place = (start - 1).clamp_min(0)
         shape, thing = look.unbind(-1)
         return torch.stack(
-            [self._attend(1, LETTERS, place, shape)[0], self._attend(FINDER, 0, place, thing)[0]]
+            [self._attend(1, LETTERS, place, shape), self._attend(FINDER, 0, place, thing)]
         ).mean()
 
-    def _attend(self, number: int, head: int, at: Tensor, to: Tensor) -> tuple[Tensor, Tensor]:
+    def _attend(self, number: int, head: int, at: Tensor, to: Tensor) -> Tensor:
         """Cross-entropy of a head's attention from positions (b, q) to others (b, q).
 
         Position 0 stands for none.
@@ -99,5 +93,4 @@ class LookupTutor:
         scores = scores.masked_fill(positions > at[..., None], -torch.inf)
         there = (at > 0).float().flatten()
         wrong = F.cross_entropy(scores.flatten(0, 1), to.flatten(), reduction="none")
-        hits = (scores.argmax(-1) == to).float().flatten()
-        return (wrong * there).sum() / there.sum(), (hits * there).sum() / there.sum()
+        return (wrong * there).sum() / there.sum()

@@ -358,7 +358,7 @@ class Pretraining:
             hidden = core.language_model(inputs_embeds=embeddings, use_cache=False)[0]
             before = (at - 1)[..., None].expand(-1, -1, hidden.shape[-1])
             logits = self.model.lm_head(hidden.gather(1, before)).float() + self.silent
-            lookup, _ = self.lookup.loss(batch)
+            lookup = self.lookup.loss(batch)
         target = batch.ids.gather(1, at)
         words = F.cross_entropy(logits.flatten(0, 1), target.flatten())
         turns = batch.start.shape[1]

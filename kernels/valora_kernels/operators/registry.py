@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
-from valora_kernels.operators.base import LoraOperator
 from valora_kernels.registry import Registry
+
+if TYPE_CHECKING:
+    from valora_kernels.operators.base import LoraOperator
 
 ATMM = "atmm"
 """The operator that engines use unless they compare."""

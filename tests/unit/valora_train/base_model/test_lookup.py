@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def test_heads_are_judged_by_the_attention_that_the_model_computes():
-    """Losses and hits equal those of the probabilities that transformers returns."""
+    """The loss equals that of the probabilities that transformers returns."""
     model, _, _ = load(TINY)
     model.set_attn_implementation("eager")
     language = model.model.language_model
@@ -23,7 +23,7 @@ def test_heads_are_judged_by_the_attention_that_the_model_computes():
         probabilities = language(
             inputs_embeds=model.get_input_embeddings()(batch.ids), output_attentions=True
         ).attentions
-        loss, hits = tutor.loss(batch)
+        loss = tutor.loss(batch)
     places = batch.start - 1
     value = batch.lines[..., 2]
     wanted = [
@@ -33,7 +33,7 @@ def test_heads_are_judged_by_the_attention_that_the_model_computes():
         (1, ATTRIBUTES, places, batch.asked[..., 1]),
         (FINDER, 0, places, batch.asked[..., 2]),
     ]
-    losses, right = [], []
+    losses = []
     for layer, head, at, to in wanted:
         rows = [
             (probabilities[layer][sample, head, int(one)], int(other))
@@ -42,9 +42,7 @@ def test_heads_are_judged_by_the_attention_that_the_model_computes():
             if one > 0
         ]
         losses.append(torch.stack([-row[other].log() for row, other in rows]).mean())
-        right.append(sum(int(row.argmax()) == other for row, other in rows) / len(rows))
     torch.testing.assert_close(loss, torch.stack(losses).mean(), rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(hits, torch.tensor(right), rtol=1e-5, atol=1e-5)
 
 
 def test_heads_are_shown_the_thing_that_an_album_is_asked_about():

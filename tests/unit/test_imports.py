@@ -139,7 +139,8 @@ def test_nothing_imports_how_the_base_model_was_made():
 @pytest.mark.parametrize(
     "start",
     [
-        "valora_serve.orchestrator", "valora_serve.routing", "valora_train.fusion.plan",
+        "valora_serve.engine.settings", "valora_serve.orchestrator", "valora_serve.routing",
+        "valora_train.fusion.plan",
         "valora_train.fusion.strategies", "valora_train.fusion.oracle", "valora_train.fusion.exact",
     ],
 )  # fmt: skip

@@ -24,6 +24,7 @@ from valora_train.trackers.relay import Relay
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from types import FrameType
 
 KIND = "mlflow.experimentKind"
 TABLES = "mlflow.loggedArtifacts"
@@ -58,6 +59,8 @@ class Store:
         # Creating the database logs every one of its migrations.
         logging.getLogger("alembic").setLevel(logging.WARNING)
         logging.getLogger("mlflow").setLevel(logging.WARNING)
+        # It prints the traceback of every error of the database, of which `explained` says more.
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         self._uri = uri
         with explained(uri):
             self._client = MlflowClient(uri)
@@ -65,7 +68,7 @@ class Store:
 
     def create_run(self, *arguments: Any, **options: Any) -> Any:
         """Create a run, which `end_open_runs` ends unless it is ended before."""
-        with _signals_later():
+        with signals_later():
             run = self._call("create_run", *arguments, **options)
             _OPEN[run.info.run_id] = self
         self._relay.begun(run, continued=False)
@@ -73,27 +76,27 @@ class Store:
 
     def update_run(self, run_id: str, **changes: Any) -> None:
         """Change a run; one that runs again is ended by `end_open_runs`, too."""
-        with _signals_later():
+        with signals_later():
             self._call("update_run", run_id, **changes)
             if changes.get("status") == "RUNNING":
                 _OPEN[run_id] = self
 
     def set_terminated(self, run_id: str, status: str) -> None:
         """End a run."""
-        self._call("set_terminated", run_id, status)
-        _OPEN.pop(run_id, None)
+        with signals_later():
+            self._call("set_terminated", run_id, status)
+            _OPEN.pop(run_id, None)
 
     def _call(self, name: str, /, *arguments: Any, **options: Any) -> Any:
-        return self.__getattr__(name)(*arguments, **options)
+        with explained(self._uri):
+            answer = getattr(self._client, name)(*arguments, **options)
+        self._relay.tell(name, arguments, options)
+        return answer
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._client, name)
-
         def call(*arguments: Any, **options: Any) -> Any:
-            with explained(self._uri):
-                answer = found(*arguments, **options)
-            self._relay.tell(name, arguments, options)
-            return answer
+            with signals_later():
+                return self._call(name, *arguments, **options)
 
         return call
 
@@ -111,16 +114,26 @@ def end_open_runs() -> None:
 
 
 @contextmanager
-def _signals_later() -> Iterator[None]:
-    """Hold back signals until a run that is begun is known: it could not be ended otherwise."""
+def signals_later() -> Iterator[None]:
+    """Hold back signals until the store has done what it is doing; a second one is not held.
+
+    Raised in the middle of a transaction, an interruption leaves it open, and what ends the runs
+    finds the database locked.
+    """
     kept: dict[int, Any] = {}
     arrived: list[tuple[int, Any]] = []
+
+    def later(number: int, frame: FrameType | None) -> None:
+        arrived.append((number, frame))
+        if len(arrived) > 1:  # a store that does not answer must not hold the process
+            kept[number](number, frame)
+
     if threading.current_thread() is threading.main_thread():
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)
             if number is not None and callable(handler := signal.getsignal(number)):
                 kept[number] = handler
-                signal.signal(number, lambda *signalled: arrived.append(signalled))
+                signal.signal(number, later)
     try:
         yield
     finally:

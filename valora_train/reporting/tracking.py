@@ -27,6 +27,7 @@ from valora_train.reporting.mlflow_store import (
     open_experiment,
     run_address,
     show_table,
+    signals_later,
     user_name,
 )
 from valora_train.stage import was_killed
@@ -618,7 +619,7 @@ def register_bundle(
     import mlflow
 
     uri = uri or mlflow.get_tracking_uri()
-    with explained(uri):
+    with signals_later(), explained(uri):
         return _register(uri, run_id, name, bundle, tags)
 
 

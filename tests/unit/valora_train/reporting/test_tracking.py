@@ -9,6 +9,8 @@ import pytest
 from filelock import FileLock
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
 
 from tests.support.stores import new_store
 from tests.unit.valora_train.fusion.test_history import DECISIONS, PACKING, REQUIREMENTS, START
@@ -83,6 +85,48 @@ def test_a_signal_while_a_run_is_begun_is_heard_once_the_run_is_known(
     end_open_runs()
     assert MlflowClient(uri).get_run(run.info.run_id).info.status == "KILLED"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_in_a_transaction_is_heard_after_it(
+    uri: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, signals: int
+) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    run, steps = TeacherRun(uri, "cat", "a", {}), []
+    commit = Session.commit
+
+    def interrupted(self: Session) -> None:
+        for _ in range(signals):
+            signal.raise_signal(signal.SIGINT)
+        steps.append("heard later")
+        commit(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Session, "commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run._client.set_tag(run._id, "a", "b")
+    assert steps == (["heard later"] if signals == 1 else [])  # the second one is not held back
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    end_open_runs()
+    ended = MlflowClient(uri).get_run(run._id)
+    assert ended.info.status == "KILLED"
+    assert ended.data.tags.get("a") == ("b" if signals == 1 else None)
+
+
+def test_a_locked_database_prints_no_traceback(
+    uri: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = TeacherRun(uri, "cat", "a", {})
+
+    def locked(_: Session) -> None:
+        raise OperationalError("COMMIT", {}, sqlite3.OperationalError("database is locked"))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Session, "commit", locked)
+        with pytest.raises(TrackingError, match="stop the other program that uses it"):
+            run._client.set_tag(run._id, "a", "b")
+    assert not caplog.records
 
 
 def test_what_has_ended_is_not_ended_again(uri: str) -> None:

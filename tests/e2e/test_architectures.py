@@ -14,6 +14,7 @@ from rich.console import Console
 
 from tests.support.engine_reference import make_engine
 from tests.support.lmm_checkpoints import CHECKPOINTS
+from tests.support.stores import new_store
 from valora_data.contract.bundle import GOLDEN, read_bundle
 from valora_data.schema import Task
 from valora_data.sources.scenes.builtin import builtin_labels, builtin_prompt
@@ -78,8 +79,7 @@ def settings_of(
         train=TrainSettings(
             steps=3, steps_per_held=1, batch_size=6, probe_steps=2, threads=1, lora=lora
         ),
-        paths=PathSettings(str(folder / "work"), str(folder / "bundles"),
-                           f"sqlite:///{folder}/mlflow.db"),
+        paths=PathSettings(str(folder / "work"), str(folder / "bundles"), new_store(folder)),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from tests.support.engine_reference import make_engine
 from tests.support.http_helpers import data_url, serving
+from tests.support.stores import new_store
 from valora_data.contract.bundle import GOLDEN, read_bundle
 from valora_data.errors import DataError, ValoraError
 from valora_data.schema import Task
@@ -168,8 +169,7 @@ def settings_of(base, folder, data, options):
             steps=3, batch_size=4, probe_steps=2, threads=1, flip=False,
             lora=LoraSettings(rank=4, alpha=8),
         ),
-        paths=PathSettings(str(folder / "work"), str(folder / "bundles"),
-                           f"sqlite:///{folder}/mlflow.db"),
+        paths=PathSettings(str(folder / "work"), str(folder / "bundles"), new_store(folder)),
     )  # fmt: skip
 
 

@@ -22,9 +22,12 @@ _KEPT: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def new_store(folder: Path) -> str:
-    """Put an empty store into a folder, where `valora-train` looks for one.
+    """Put an empty store into a folder, where `valora-train` looks for one; one there is kept.
 
     Returns:
         Its tracking URI.
     """
-    return f"sqlite:///{shutil.copy(_migrated(), folder / 'mlflow.db')}"
+    file = folder / "mlflow.db"
+    if not file.exists():
+        shutil.copy(_migrated(), file)
+    return f"sqlite:///{file}"

@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 
 from tests.support.lmm_checkpoints import CHECKPOINTS
+from tests.support.stores import new_store
 from valora_data import shards
 from valora_data.contract.bundle import Bundle, read_bundle
 from valora_data.contract.contexts import read_encoder, read_memory
@@ -34,7 +35,7 @@ def fuse(base: Path, folder: Path, *more: str) -> tuple[Bundle, str]:
     quick = [
         "task=context", f"model.id={base}", f"task.only=[{','.join(NAMES)}]",
         f"paths.work={folder}/work", f"paths.bundles={folder}/bundles",
-        f"paths.tracking=sqlite:///{folder}/m.db", "processes=1", "fusion.unreachable=keep",
+        f"paths.tracking={new_store(folder)}", "processes=1", "fusion.unreachable=keep",
         "context.tokens=12", "heads.max_tokens=4", "train.threads=1", "train.head_lr=0.02",
         "train.batch_size=8", "train.probe_steps=60", "train.steps=60", "train.steps_per_held=40",
         "context.logits=0", "context.hidden=0", "context.answers=1",

@@ -19,6 +19,7 @@ from mlflow import MlflowClient
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
+from tests.support.stores import new_store
 from tests.unit.valora_train.test_cli import write_coco
 from valora_data.contract.bundle import read_bundle
 from valora_train.stage import read_json
@@ -47,6 +48,7 @@ def overrides(folder: Path, base: Path) -> list[str]:
 
 
 def valora_train(cwd: Path, arguments: list[str], **options) -> subprocess.Popen:
+    new_store(cwd)
     return subprocess.Popen(
         [sys.executable, "-m", "valora_train.cli", *arguments],
         cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options,
@@ -68,7 +70,10 @@ def data(tmp_path_factory, random_llava):
 def done(tmp_path_factory, data):
     """A finished run: its folder and what the terminal showed."""
     cwd = tmp_path_factory.mktemp("run")
-    return cwd, finish(valora_train(cwd, data))
+    start = time.monotonic()
+    said = finish(valora_train(cwd, data))
+    (cwd / "took").write_text(str(time.monotonic() - start))
+    return cwd, said
 
 
 def fusion(cwd: Path) -> dict:
@@ -274,11 +279,7 @@ def decided(cwd: Path) -> int:
 
 def test_killed_at_any_moment_it_goes_on_as_if_nothing_had_been(done, data, tmp_path):
     reference = fusion(done[0])
-    start = time.monotonic()
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    finish(valora_train(whole, data))
-    took = time.monotonic() - start
+    took = float((done[0] / "took").read_text())
     cwd = tmp_path / "killed"
     cwd.mkdir()
     moments = random.Random(11)

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.stores import new_store
 from valora_data.contract.bundle import read_bundle
 
 pytestmark = pytest.mark.slow
@@ -31,6 +32,7 @@ def start(cwd: Path, base: Path, *more: str) -> subprocess.Popen[str]:
         "domains.sign_type.required=0.01", "fusion.head_only=false", "fusion.margin=0",
         "train.steps=4", "train.probe_steps=4", "train.lora.rank=4", "train.threads=1", *more,
     ]  # fmt: skip
+    new_store(cwd)
     return subprocess.Popen(
         command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

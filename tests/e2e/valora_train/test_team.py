@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from tests.e2e.valora_train.test_factory import finish, fusion, overrides, valora_train
 from tests.support.helpers import save_random_llava
+from tests.support.stores import new_store
 from tests.support.team_learning import assert_two_learn_what_one_does, learn, processes
 
 pytestmark = pytest.mark.slow
@@ -33,6 +34,7 @@ def test_two_processes_learn_what_one_does(shard, base, alone, tmp_path):
 def test_the_factory_with_two_processes(base, tmp_path, tmp_path_factory):
     data = overrides(tmp_path_factory.mktemp("data"), base)
     program = ["-m", "valora_train.cli", *data]
+    new_store(tmp_path)
     said = finish(processes(2, program, "accelerate", cwd=tmp_path))
     assert said.count("fuse 01 ") == 1  # one speaks for both
     result = fusion(tmp_path)

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.support.helpers import coloured_squares
+from tests.support.stores import new_store
 from valora_train import cli
 
 LABELLED = ["task=own", "domains.cat.name=cat", "domains.cat.labels=[cat]"]
@@ -260,6 +261,7 @@ def test_skipped_faults_are_one_warning_in_the_terminal(tmp_path):
 
     arguments = write_coco(tmp_path / "cats", change, broken=1)
     # A process of its own: pytest would catch what is logged.
+    new_store(tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "valora_train.cli", *arguments, "command=distill"],
         cwd=tmp_path, capture_output=True, text=True, check=False,

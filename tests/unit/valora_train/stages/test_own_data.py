@@ -16,6 +16,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from tests.support.data_sets import metadata, natural_picture, write_json, write_video
+from tests.support.stores import new_store
 from valora_data import shards
 from valora_data.contract.bundle import read_bundle
 from valora_data.errors import DataError
@@ -359,6 +360,7 @@ def test_domains_of_every_task_go_into_one_bundle(tmp_path: Path, random_llava: 
         "train.lora.rank=4", "train.threads=1", "heads.max_tokens=4",
         *(f"domains.{name}.required=0.01" for name in names),
     ]  # fmt: skip
+    new_store(tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "valora_train.cli", *arguments, *quick],
         cwd=tmp_path, capture_output=True, text=True, check=False,

@@ -37,6 +37,7 @@ from tests.bench.valora_serve.sections.populations import populations
 from tests.bench.valora_serve.sections.slo import slo
 from tests.bench.valora_serve.sections.starving import starving
 from tests.bench.valora_serve.sections.switching import switching
+from tests.bench.valora_serve.sections.tower import tower
 from tests.bench.valora_serve.serve_models import (
     BASES,
     TARGETS,
@@ -505,6 +506,7 @@ SECTIONS = {
         slo,
         retrieval,
         video,
+        tower,
     )
 }
 

@@ -61,3 +61,11 @@ def test_retrieval_and_video(tmp_path: Path) -> None:
     assert [row[0] for row in retrieved["rows"]] == ["valora", "slora"]
     assert [row[1] for row in streams["rows"]] == ["head", "LM head"]
     assert all(0 <= row[2] <= 2 for row in streams["rows"])
+
+
+def test_tower(tmp_path: Path) -> None:
+    (table,) = tables(tmp_path, "tower")
+    assert [row[1:3] for row in table["rows"]] == [
+        [1, 1], [4, 1], [16, 1], [1, 1], [4, 4], [16, 16],
+    ]  # fmt: skip
+    assert all(row[3] > 0 for row in table["rows"])

@@ -83,6 +83,22 @@ class AdapterError(ServeError):
     code = "invalid_adapter"
 
 
+class MissingAdapterError(AdapterError):
+    """A context cannot be served without an adapter that is not served.
+
+    Args:
+        message: What is missing, and the remedy.
+        adapter: Name of the adapter.
+
+    Attributes:
+        adapter: Name of the adapter.
+    """
+
+    def __init__(self, message: str, adapter: str) -> None:
+        super().__init__(message)
+        self.adapter = adapter
+
+
 class QuarantinedError(ServeError):
     """The adapter was found to damage what it is merged into; only loading it again lifts that.
 

@@ -299,17 +299,21 @@ class FakeEngine:
                 f"context {wanted.name}: the document is empty: send its text"
             )
         folder.mkdir(parents=True)
-        (folder / "context.json").write_text(json.dumps([wanted.document, wanted.form]))
+        facts = [wanted.document, wanted.form, wanted.adapter]
+        (folder / "context.json").write_text(json.dumps(facts))
         (folder / "memory.safetensors").write_bytes(wanted.document.encode())
 
     async def load_context(self, name, folder):
         try:
-            document, form = json.loads((folder / "context.json").read_text())
+            document, form, adapter = json.loads((folder / "context.json").read_text())
         except OSError as error:
             raise errors.AdapterError(f"{folder} holds no context: make it again") from error
+        if adapter is not None and adapter not in self._served:
+            raise errors.MissingAdapterError(f"{name} needs {adapter}: load it first", adapter)
         made = ServedModel(
-            name, "domain", str(folder), "tiny", task="context", prompt="{}", prompted=True,
-            form=form, memory_tokens=4, memory_bytes=64, source_tokens=len(document.split()),
+            name, "domain", str(folder), "tiny", adapter=adapter, task="context", prompt="{}",
+            prompted=True, form=form, memory_tokens=4, memory_bytes=64,
+            source_tokens=len(document.split()),
         )  # fmt: skip
         self._served[name] = made
         return made

@@ -19,7 +19,7 @@ from valora_data.contract.heads import read_head
 from valora_data.errors import BundleError
 from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, Adapter, ModelTargets, read_adapter
 from valora_serve.catalogue.contexts import Context, read_context, read_facts
-from valora_serve.errors import AdapterError, BusyError, UnknownModelError
+from valora_serve.errors import AdapterError, BusyError, MissingAdapterError, UnknownModelError
 from valora_serve.types import ServedModel
 
 if TYPE_CHECKING:
@@ -321,13 +321,14 @@ class Store:
         """Return the adapter that answers about a context.
 
         Raises:
-            AdapterError: No adapter has this name.
+            MissingAdapterError: No adapter has this name.
         """
         found = self._named.get(name)
         if found is None or found.model.kind != "adapter":
-            raise AdapterError(
+            raise MissingAdapterError(
                 f"context {context} is to be answered by adapter {shown(name)}, which is not "
-                "served: load it first"
+                "served: load it first",
+                name,
             )
         return found
 

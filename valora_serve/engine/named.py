@@ -309,6 +309,12 @@ class Named:
         kept = {self.prefix_key(context) for context in contexts if context.has_prefix}
         gone, self._wanted_prefixes = self._wanted_prefixes - kept, kept
         self._retire_prefixes(gone)
+        # What is read again gets the key that its first folder gives it then.
+        self._key_of = {
+            content: key
+            for content, key in self._key_of.items()
+            if key in self._names or key in kept or key in self._adapters or key in self._prefixes
+        }
 
     def _retire_prefixes(self, keys: Iterable[str]) -> None:
         """Free prefixes, except those that unfinished requests read."""

@@ -135,6 +135,9 @@ def create_app(
         asyncio.get_running_loop().set_default_executor(pool)
         anyio.to_thread.current_default_thread_limiter().total_tokens = WORKERS  # 40 by default
         context.grammars.read()
+        if on_request is not None:
+            for name in filter(on_request.allows, served.missing):
+                on_request.begin(name)
         yield
         context.drain.begun = True
         await context.media.close()

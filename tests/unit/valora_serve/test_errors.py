@@ -11,12 +11,13 @@ MADE = [
     errors.OverloadedError("full", 7.5),
     errors.NonFiniteError("NaN", blame_adapter=False),
     errors.DeadlineError("late"),
+    errors.MissingAdapterError("gone", "cats"),
     *(
         kind("so it is")
         for kind in vars(errors).values()
         if isinstance(kind, type)
         and issubclass(kind, errors.ServeError)
-        and kind is not errors.FieldError
+        and kind not in (errors.FieldError, errors.MissingAdapterError)
     ),
 ]
 

@@ -20,6 +20,7 @@ from valora_data.errors import ValoraError
 from valora_serve.errors import (
     AdapterError,
     BusyError,
+    MissingAdapterError,
     SettingsError,
     StorageError,
     UnknownModelError,
@@ -28,7 +29,7 @@ from valora_serve.server.loading.state_file import SavedState, StateFile, read_s
 from valora_serve.server.telemetry import logs
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from valora_serve.types import EngineClient, NewContext, ServedModel
 
@@ -69,11 +70,17 @@ class ServedSet:
         self._replay = replay
         self._state = SavedState()
         self._lock = asyncio.Lock()
+        self._waiting: dict[str, list[str]] = {}
 
     @property
     def bundles(self) -> list[str]:
         """Names of the bundles that were loaded at run time."""
         return list(self._state.bundles)
+
+    @property
+    def missing(self) -> list[str]:
+        """Adapters that contexts of earlier runs wait for; once one is loaded, they are served."""
+        return list(self._waiting)
 
     def read(self) -> list[str]:
         """Read the state file of an earlier run.
@@ -112,15 +119,32 @@ class ServedSet:
                 await self._engine.load_adapter(name, folder, decode_only=late)
             except Exception as error:  # noqa: BLE001 - the others are served all the same
                 problems.append(f"adapter {name} is not served again: {error}")
-        for name, path in self._state.contexts.items():  # after the adapters that answer
-            try:
-                folder = await asyncio.to_thread(self._checked, path)
-                await self._engine.load_context(name, folder)
-            except Exception as error:  # noqa: BLE001 - the others are served all the same
-                problems.append(f"context {name} is not served again: {error}")
+        # After the adapters that answer.
+        problems += await self._restore_contexts(list(self._state.contexts))
         for problem in problems:
             logs.LOG.error("%s", problem)
         return problems
+
+    async def _restore_contexts(self, names: Iterable[str]) -> list[str]:
+        """Load contexts of earlier runs; return a sentence for each that could not be loaded."""
+        problems = []
+        for name in names:
+            try:
+                folder = await asyncio.to_thread(self._checked, self._state.contexts[name])
+                await self._engine.load_context(name, folder)
+            except Exception as error:  # noqa: BLE001 - the others are served all the same
+                problems.append(f"context {name} is not served again: {error}")
+                if isinstance(error, MissingAdapterError):
+                    self._waiting.setdefault(error.adapter, []).append(name)
+        return problems
+
+    async def _serve_waiting(self) -> None:
+        """Load the contexts whose adapter has come, unless they were forgotten or replaced."""
+        served = {model.name for model in self._engine.models()}
+        came = [name for name in self._waiting if name in served]
+        waiting = {context for name in came for context in self._waiting.pop(name)} - served
+        for problem in await self._restore_contexts(sorted(waiting & set(self._state.contexts))):
+            logs.LOG.error("%s", problem)
 
     async def load_adapter(
         self, name: str, path: str, *, replace: bool, decode_only: bool = False
@@ -162,7 +186,9 @@ class ServedSet:
                 else:
                     await self._engine.unload_adapter(name)
 
-            return await self._loaded(f"adapter {name}", new, lambda: load(new), undo)
+            made = await self._loaded(f"adapter {name}", new, lambda: load(new), undo)
+            await self._serve_waiting()
+            return made
 
     def has(self, name: str, folder: Path) -> bool:
         """Return whether a name is served from this folder."""
@@ -188,6 +214,7 @@ class ServedSet:
             if all(model.name != name for model in self._engine.models()):
                 await asyncio.to_thread(_check_adapter, folder)
                 await self._engine.load_adapter(name, folder)
+                await self._serve_waiting()
 
     async def unload_found(self, name: str, folder: Path) -> None:
         """Unload what `load_found` has loaded, unless the name stands for another adapter now."""
@@ -308,9 +335,11 @@ class ServedSet:
                 if name in before:
                     await self._engine.load_bundle(before[name])
 
-            return await self._loaded(
+            made = await self._loaded(
                 f"bundle {name}", new, lambda: self._load_bundle(folder, before), undo
             )
+            await self._serve_waiting()
+            return made
 
     async def unload_bundle(self, name: str) -> None:
         """Unload a bundle with its domains.

@@ -163,9 +163,7 @@ class OnRequest:
                 raise OverloadedError(
                     f"{len(self._loading)} other adapters are being loaded: try again in 5 s", 5.0
                 )
-            task = asyncio.create_task(self._load(name))
-            self._loading[name] = task
-            task.add_done_callback(lambda _: self._loading.pop(name, None))
+            task = self.begin(name)
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -174,6 +172,12 @@ class OnRequest:
             raise
         if (failed := self._failed.get(name)) is not None:
             raise copy.copy(failed[1])
+
+    def begin(self, name: str) -> asyncio.Task[None]:
+        """Begin to load an adapter that is not being loaded; what goes wrong is logged."""
+        task = self._loading[name] = asyncio.create_task(self._load(name))
+        task.add_done_callback(lambda _: self._loading.pop(name, None))
+        return task
 
     async def close(self) -> None:
         """End all loads, and release the cache."""

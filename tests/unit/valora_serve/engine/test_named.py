@@ -209,6 +209,21 @@ def test_folders_of_the_same_content(
     assert_empty(engine)
 
 
+def test_adapters_that_are_gone_leave_nothing_behind(
+    base: str, adapters: dict[str, Path], reference: Reference
+) -> None:
+    engine = make_engine(base, {"x": adapters["a"]})
+    first = question("first", "a")
+    add_requests(engine, replace(first, model="x"))
+    engine.step()
+    engine.load(adapters["b"], "x")  # in its place; the first one still has a request
+    assert len(engine.named._key_of) == 2
+    check_answers(finish(engine), reference, first)
+    engine.named.unregister("x", bundle=False)
+    assert engine.named._key_of == {}
+    assert_empty(engine)
+
+
 def test_the_same_name_with_other_content(
     base: str, adapters: dict[str, Path], reference: Reference
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.disk_faults import failing
 from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import serving
+from tests.support.http_helpers import serving, until
 from valora_serve.errors import BusyError, StorageError
 from valora_serve.server.loading.served_set import ServedSet
 from valora_serve.types import NewContext
@@ -123,6 +123,69 @@ def test_a_restart_serves_contexts_again_and_says_what_is_gone(place):
     assert len(problems) == 1 and problems[0].startswith("context three is not served again: ")
     asyncio.run(served.forget_context("three"))
     assert list(json.loads((place / "state/served.json").read_text())["contexts"]) == ["one"]
+
+
+def test_contexts_wait_for_the_adapters_that_answer(place):
+    """Adapters that requests had loaded are not recorded, but contexts on them are."""
+    state = {name: place / "adapters" / name for name in ("cats", "dogs")}
+    for folder in state.values():
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text("{}")
+        (folder / "adapter_model.safetensors").write_bytes(b"x")
+
+    async def life():
+        served = served_set(place)
+        for name, folder in state.items():
+            await served.load_found(name, folder)
+        for name in ("one", "two", "three", "four"):
+            by = "cats" if name in ("one", "two") else "dogs"
+            await served.make_context(NewContext(name, "Text.", adapter=by), replace=False)
+
+    asyncio.run(life())
+
+    async def again():
+        engine = FakeEngine()
+        served = served_set(place, engine)
+        served.read()
+        problems = await served.restore()
+        assert [line.split()[1] for line in problems] == ["one", "two", "three", "four"]
+        assert served.missing == ["cats", "dogs"]
+        await served.forget_context("two")
+        await served.load_found("cats", state["cats"])  # a request named it
+        served_now = [{model.name for model in engine.models() if model.form}]
+        await served.load_adapter("dogs", "dogs", replace=False)  # an administrator did
+        served_now.append({model.name for model in engine.models() if model.form})
+        return served_now, served.missing
+
+    served_now, missing = asyncio.run(again())
+    assert served_now == [{"one"}, {"one", "three", "four"}]
+    assert missing == []
+
+
+def test_a_start_fetches_the_adapters_that_contexts_wait_for(place):
+    store = place / "store/cats"
+    store.mkdir(parents=True)
+    (store / "adapter_config.json").write_text("{}")
+    (store / "adapter_model.safetensors").write_bytes(b"x")
+    given = settings(place) | {
+        "adapter_sources": (str(place / "store"),), "adapter_allow": ("c*",),
+        "adapter_cache": str(place / "cache"),
+    }  # fmt: skip
+    with serving(FakeEngine(), **given) as server:
+        asked = {"model": "cats", "prompt": "x", "max_tokens": 1}
+        found = server.client.post("/v1/completions", json=asked, headers=HEADERS)
+        assert found.status_code == 200, found.text
+        body = {"name": "rules", "document": "No cats.", "adapter": "cats"}
+        made = server.client.post("/v1/contexts", json=body, headers=HEADERS)
+        assert made.status_code == 200, made.text
+    engine = FakeEngine()
+    served = ServedSet(engine, place / "adapters", place / "served.json")
+    served.read()
+    assert len(asyncio.run(served.restore())) == 1
+    with serving(engine, served=served, **given) as server:
+        until(lambda: {"cats", "rules"} <= {model.name for model in engine.models()})
+        listed = server.client.get("/v1/contexts", headers=HEADERS).json()["data"]
+        assert [one["id"] for one in listed] == ["rules"]
 
 
 def test_a_context_that_cannot_be_recorded_is_not_served(place):

@@ -433,6 +433,9 @@ class EngineStats:
             between requests is added.
         prepared: Graphs and kernels that are prepared.
         preparations: Graphs and kernels that are prepared or will be, between requests.
+        tilings_measured: Shapes whose kernel tilings are measured, on a GPU for which none are
+            shipped.
+        tilings_wanted: Shapes whose tilings are or will be measured, between requests.
     """
 
     running: int = 0
@@ -468,6 +471,8 @@ class EngineStats:
     start_seconds: dict[str, float] = field(default_factory=dict)
     prepared: int = 0
     preparations: int = 0
+    tilings_measured: int = 0
+    tilings_wanted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

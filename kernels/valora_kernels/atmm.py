@@ -69,17 +69,19 @@ def atmm(
         launch(direct, ys, x, weights, batch)
         return
     shape = shape_of(weights, batch)
-    chosen = _instead.get(shape) or choose(batch.gpu, shape).tiling
+    chosen = choose(batch.gpu, shape).tiling
+    if _instead:
+        chosen = _instead.get((shape, chosen), chosen)
     try:
         launch(chosen, ys, x, weights, batch)
     except _out_of_resources() as error:  # raised before anything is added to y
-        _instead[shape] = smaller = default_tiling(batch.gpu, shape)
+        _instead[shape, chosen] = smaller = default_tiling(batch.gpu, shape)
         log.warning("%s does not fit (%s): taking %s for %s", chosen, error, smaller, shape)
         launch(smaller, ys, x, weights, batch)
 
 
-_instead: dict[Shape, Tiling] = {}
-"""Shapes whose tiling, measured for another shape, turned out not to fit this GPU."""
+_instead: dict[tuple[Shape, Tiling], Tiling] = {}
+"""What replaces a tiling, measured for another shape, that turned out not to fit this GPU."""
 
 
 @cache

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from valora_kernels.registry import UnknownNameError
 from valora_kernels.tiling import Shape, Tiling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from valora_kernels.gpus.base import Gpu
@@ -156,7 +158,12 @@ class TilingTable:
         text += '\n ],\n "shapes": {"columns": ' + json.dumps(columns) + ', "rows": [\n  '
         text += ",\n  ".join(json.dumps(row) for row in rows) + "\n ]}\n}\n"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            temporary.write_text(text)
+            temporary.replace(path)  # other processes never read half of it
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def _check_arrangement(name: str, path: Path) -> None:
@@ -169,12 +176,41 @@ def _check_arrangement(name: str, path: Path) -> None:
         raise UnknownNameError(f"{path}: no table may choose the arrangement {name!r}")
 
 
-@cache
+_tables: dict[Gpu, TilingTable] = {}
+"""The tables in use: those of the records, and what `use_table` put in their place."""
+
+
+def is_measured(gpu: Gpu) -> bool:
+    """Whether the record of a GPU brings a table."""
+    return gpu.table is not None and gpu.table.exists()
+
+
 def table_of(gpu: Gpu) -> TilingTable:
     """The table of a GPU; an empty one if nothing was measured on it."""
-    if gpu.table is None or not gpu.table.exists():
-        return TilingTable(gpu, [])
-    return TilingTable.load(gpu.table, gpu)
+    if gpu not in _tables:
+        found = gpu.table if is_measured(gpu) else None
+        _tables[gpu] = TilingTable.load(found, gpu) if found else TilingTable(gpu, [])
+    return _tables[gpu]
+
+
+def use_table(table: TilingTable) -> None:
+    """Choose the tilings of a table's GPU from that table from now on.
+
+    CUDA graphs keep the tilings that they were captured with.
+    """
+    _tables[table.gpu] = table
+    choose.cache_clear()
+
+
+@contextmanager
+def using(table: TilingTable) -> Iterator[None]:
+    """Choose the tilings of a table's GPU from that table within a block."""
+    before = table_of(table.gpu)
+    use_table(table)
+    try:
+        yield
+    finally:
+        use_table(before)
 
 
 @lru_cache(maxsize=65536)

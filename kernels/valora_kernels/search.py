@@ -107,23 +107,38 @@ Case = tuple[int, int]
 
 
 @cache
-def _small_workload(group: ProjectionGroup) -> KernelWorkload:
+def _small_workload(group: ProjectionGroup, device: str) -> KernelWorkload:
     return KernelWorkload(
-        spread(128, 1), [group.rank], group.in_features, group.out_features, cold=1, most=1
+        spread(128, 1),
+        [group.rank],
+        group.in_features,
+        group.out_features,
+        device=device,
+        cold=1,
+        most=1,
     )
 
 
-def _compile(job: Job) -> Job | None:
-    """Run a job once, so that its kernels are in Triton's cache; return the job if that fails."""
+def run_once(job: Job, device: str = "cuda") -> str | None:
+    """Run a job once, so that its kernels are in Triton's cache; return the error if that fails."""
     group, step, tiling = job
-    work = _small_workload(group)
+    work = _small_workload(group, device)
     try:
         call_of(step, tiling, work, work.sets[0])()
-        torch.cuda.synchronize()
+        if work.batch.device.type == "cuda":
+            torch.cuda.synchronize()
     except Exception as error:  # noqa: BLE001  # a tiling that Triton refuses is no candidate
-        print(f"{job}: {str(error)[:200]}", file=sys.stderr)
-        return job
+        return str(error)[:200]
     return None
+
+
+def _compile(job: Job) -> Job | None:
+    """Compile a job's kernels; return the job if that fails."""
+    error = run_once(job)
+    if error is None:
+        return None
+    print(f"{job}: {error}", file=sys.stderr)
+    return job
 
 
 class Progress:

@@ -192,7 +192,7 @@ def times_in_turn(
         torch.cuda.synchronize()
         graph, rounds = torch.cuda.CUDAGraph(), -(-at_least // len(calls))
         with torch.cuda.stream(stream):
-            graph.capture_begin()
+            graph.capture_begin(capture_error_mode="thread_local")  # others may load adapters
             for _ in range(rounds):
                 for call in calls:
                     call()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
@@ -213,21 +213,12 @@ def check_tuning(patient: Patient) -> Iterator[Finding]:
     facts = patient.facts()
     if not facts.gpus:
         return
-    from valora_kernels.gpus import detect
-    from valora_kernels.gpus.registry import recorded
     from valora_serve.engine.settings import EngineSettings
     from valora_serve.engine.sizing import cost_folder
     from valora_serve.orchestrator.cost_model import cache_path
 
-    for name in dict.fromkeys(gpu.name for gpu in facts.gpus):
-        known: Any = recorded(name)
-        table = known.table if known is not None else detect.generic_table(name)
-        if table.exists():
-            yield Finding(Level.FINE, "tilings", f"measured for {name}")
-        else:
-            text = f"none for {name}: rules choose them, and the LoRA kernels are slower"
-            remedy = "run `valora-tile --model 7b` on it once"
-            yield Finding(Level.NOTE, "tilings", text, remedy)
+    for name, gpu in {gpu.name: gpu for gpu in facts.gpus}.items():
+        yield _tilings(gpu, patient)
         machine = name if patient.tensor_parallel == 1 else f"{name} x{patient.tensor_parallel}"
         file = cache_path(cost_folder(EngineSettings()), machine, patient.base)
         if file.exists():
@@ -236,6 +227,34 @@ def check_tuning(patient: Patient) -> Iterator[Finding]:
             text = f"not measured for {patient.base} on {machine}"
             remedy = "the first start measures them, which takes some seconds more"
             yield Finding(Level.NOTE, "costs", text, remedy)
+
+
+def _tilings(gpu: GpuFacts, patient: Patient) -> Finding:
+    """Where the tilings of the LoRA kernels come from."""
+    from valora_kernels.gpus import detect
+    from valora_kernels.gpus.registry import recorded
+    from valora_kernels.lookup import is_measured
+    from valora_serve.engine.settings import EngineSettings
+    from valora_serve.engine.sizing import tiling_file
+    from valora_serve.engine.tuning import read_table
+
+    name = gpu.name
+    known = recorded(name) or detect.generic(
+        name, processors=1, shared_memory=0, capability=gpu.capability
+    )
+    if is_measured(known):
+        return Finding(Level.FINE, "tilings", f"measured for {name}")
+    by_hand = "`valora-tile --model 7b` on it measures them"
+    if patient.tensor_parallel > 1:
+        text = f"none for {name}: rules choose them, and the LoRA kernels are slower"
+        return Finding(Level.NOTE, "tilings", text, by_hand)
+    file = tiling_file(EngineSettings(), name)
+    if count := len(read_table(file, known).entries):
+        text = f"{plural(count, 'shape')} measured for {name} while a server was idle, in {file}"
+        return Finding(Level.FINE, "tilings", text)
+    text = f"none for {name} yet: rules choose them, and the LoRA kernels are slower"
+    remedy = f"the server measures them while it is idle; {by_hand} with more candidates"
+    return Finding(Level.NOTE, "tilings", text, remedy)
 
 
 def installed(package: str) -> str | None:

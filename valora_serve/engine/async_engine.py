@@ -65,6 +65,8 @@ class AsyncEngine:
         self._loading = ThreadPoolExecutor(1, "load")
         self._stats = engine.stats()
         self._profiler: Profiler | None = None
+        if engine.tuning is not None:
+            engine.tuning.listen(self._wake.set)
         # For the event loop's thread; the engine's thread has a copy of its own.
         self._tokenizer = copy.deepcopy(engine.lmm.tokenizer)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -80,7 +82,7 @@ class AsyncEngine:
         try:
             while not self._stopping:
                 while self._calls:
-                    self._pause_profiler()  # a call may need what it holds
+                    self._pause_measuring()  # a call may need what it holds
                     self._calls.popleft()()
                 if not engine.busy:
                     settling = self._settle()
@@ -112,19 +114,26 @@ class AsyncEngine:
 
     def _settle(self) -> bool:
         """Do a piece of what the start has left for later; return whether there was any."""
-        if self._engine.settle():
+        engine = self._engine
+        if engine.settle():
             return True
         if self._profiler is None:
-            return False
+            if engine.tune():
+                return True
+            if not (engine.tuning and engine.tuning.adopted and lacks_costs(engine)):
+                return False
+            self._profiler = Profiler(engine)
         self._profiler.go_on()
         if self._profiler.found is not None:
-            adopt(self._engine, self._profiler.found)
+            adopt(engine, self._profiler.found)
             self._profiler = None
         return True
 
-    def _pause_profiler(self) -> None:
+    def _pause_measuring(self) -> None:
         if self._profiler is not None:
             self._profiler.pause()
+        if self._engine.tuning is not None:
+            self._engine.tuning.pause()
 
     def _lost(self, reason: str) -> None:
         """Stop, as a process of the tensor-parallel group has ended; called in another thread."""

@@ -16,7 +16,8 @@ The parts:
 - `crew`, `lockstep`, `follower`: the other processes of a tensor-parallel group, what they are told
   and what they do;
 - `warm_up`: graphs and kernels that are prepared before and between requests;
-- `profile`: measures the costs that decisions are made with, before there are requests.
+- `profile`: measures the costs that decisions are made with, before there are requests;
+- `tuning`: measures tilings of the kernels on a GPU for which none are shipped.
 
 `Engine` belongs to one thread; `async_engine` runs it behind an event loop.
 """
@@ -28,6 +29,7 @@ import copy
 import logging
 import math
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,6 +50,7 @@ from valora_serve.engine.named import Named
 from valora_serve.engine.requests import Requests
 from valora_serve.engine.sequence import Prepared, SequenceState
 from valora_serve.engine.settings import BY_MATRIX, FP8, LAZY
+from valora_serve.engine.tuning import make_tuning
 from valora_serve.engine.warm_up import WarmUp
 from valora_serve.errors import (
     CancelledRequestError,
@@ -133,6 +136,8 @@ class Engine:
         policy: Decides every step.
         crew: The followers of a tensor-parallel group; None on one GPU.
         start_up: What is prepared before and between requests, and the time that the start takes.
+        tuning: Measures the tilings of the GPU; None where some are shipped, and in a
+            tensor-parallel group, whose processes must all choose the same ones.
 
     Raises:
         SettingsError: Settings contradict each other, or ask for what the machine has not.
@@ -173,6 +178,12 @@ class Engine:
             if explained is not None:
                 raise explained from error
             raise
+        terms = sizing.lora_terms(self._modes)
+        self.tuning = (
+            make_tuning(settings, self.device, self.lmm.linears, self.runner, terms)
+            if seat is None
+            else None
+        )
 
     def _open(self, lmm: Lmm | None, cost_model: CostModel | None, seat: Seat | None) -> None:
         """Load what is not given, and make all parts."""
@@ -349,6 +360,21 @@ class Engine:
         with self._explained():
             return self.start_up.settle(self.runner)
 
+    def tune(self) -> bool:
+        """Measure one tiling more while there are no requests, which takes up to a second.
+
+        Returns:
+            False if there is nothing to do now.
+        """
+        tuning = self.tuning
+        if tuning is None or not self._warm:
+            return False
+        adopted = tuning.adopted
+        found = tuning.go_on()
+        if tuning.adopted > adopted:  # steps cost less from now on
+            self.cost = replace(self.cost, measured=False)
+        return found
+
     def use(self, cost_model: CostModel) -> None:
         """Decide with another cost model from now on."""
         self.cost = cost_model
@@ -363,6 +389,8 @@ class Engine:
         if self.runner.has_lora and not language:
             return
         self.runner.has_lora = True
+        if self.tuning is not None:
+            self.tuning.restart()
         if self._warm:
             self.runner.forget_graphs()
             self.warm_up()
@@ -830,10 +858,14 @@ class Engine:
             start_seconds=dict(self.start_up.seconds),
             prepared=self.start_up.done,
             preparations=self.start_up.done + len(self.start_up.left),
+            tilings_measured=0 if self.tuning is None else self.tuning.progress[0],
+            tilings_wanted=0 if self.tuning is None else self.tuning.progress[1],
         )
 
     def close(self) -> None:
         """Stop the followers and reading adapters from their files, and close the trace."""
+        if self.tuning is not None:
+            self.tuning.close()
         if self.crew is not None:
             if self.crew.lost is None:
                 with contextlib.suppress(ServeError):  # a process has ended meanwhile

@@ -62,7 +62,10 @@ class EngineSettings:
             ``adapter`` for each adapter (the base model is ``base``), ``none`` for no shares.
         shares: Share of each key or adapter, e.g. gold=3,free=1; 1 for those that are not named.
         cost_folder: Folder of the costs measured on this machine; None for the user's cache.
-        profile: Measure the costs at the first start on this machine.
+        tiling_folder: Folder of the kernel tilings measured on GPUs for which none are shipped;
+            None for the user's cache.
+        profile: Measure the costs, and tilings where none are shipped for the GPU, at the first
+            start on this machine.
         decision_trace: File for the decision trace, one line per decision; None for none.
         tensor_parallel: GPUs that share the model, each with a part of every layer
             (docs/scaling.md); 1 to serve it on one.
@@ -104,6 +107,7 @@ class EngineSettings:
     share_by: str = "none"
     shares: dict[str, float] = field(default_factory=dict)
     cost_folder: str | None = None
+    tiling_folder: str | None = None
     profile: bool = True
     decision_trace: str | None = None
     tensor_parallel: int = 1

@@ -187,6 +187,15 @@ class Graphs(ABC, Generic[G]):
                 self._graphs[size, terms] = graph
         return bool(self._sizes)
 
+    def captured(self) -> list[tuple[int, int]]:
+        """Return the sizes and terms that are captured."""
+        return list(self._graphs)
+
+    def recapture(self, size: int, terms: int) -> None:
+        """Capture one size again; steps replay what there was until then."""
+        if (size, terms) in self._graphs and (graph := self._capture(size, terms)) is not None:
+            self._graphs[size, terms] = graph
+
     def _best(self, rows: int, terms: int) -> G | None:
         """Return the smallest captured step of at least so many rows, and note what is missing."""
         first = bisect_left(self._sizes, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from valora_serve.model.prompt import Visual
     from valora_serve.model.sampler import TokenChoice
     from valora_serve.model.work import AdapterTable, Work
+
+log = logging.getLogger(__name__)
 
 SCORED_ROWS = 256
 """Most rows of a prompt whose logits are in memory at a time: 150 MB for 150,000 tokens."""
@@ -309,6 +312,30 @@ class ModelRunner:
             self._compiled.add(wanted)
         else:
             self._graphs[wanted.kind].give_up(wanted.size)
+
+    def tiled(self, terms: Sequence[int]) -> list[Preparation]:
+        """Return what is prepared with tilings of the LoRA kernels: graphs and kernels.
+
+        Args:
+            terms: Numbers of LoRA terms per row, as in `preparations`.
+        """
+        graphs = [
+            Preparation(kind, size, count)
+            for kind, held in self._graphs.items()
+            for size, count in held.captured()
+            if count
+        ]
+        return [*(one for one in self._kernel_runs(terms) if one.terms), *graphs]
+
+    def renew(self, wanted: Preparation) -> None:
+        """Prepare something again, with the tilings that are chosen now, between two steps."""
+        if wanted.kind == KERNELS:
+            self._compile(wanted)
+            return
+        try:
+            self._graphs[wanted.kind].recapture(wanted.size, wanted.terms)
+        except torch.OutOfMemoryError:
+            log.info("no memory to capture %s again: it keeps its tilings", wanted)
 
     def missed(self) -> Preparation | None:
         """Return the graph that a step has missed, the longest ago; None if none was missed."""

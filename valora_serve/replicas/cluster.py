@@ -245,7 +245,7 @@ def _everywhere(engine: EngineSettings) -> EngineSettings:
     """Return settings whose folders mean the same in every process of the machine."""
     base = Path(engine.base).expanduser()
     changed: dict[str, Any] = {"base": str(base.resolve()) if base.is_dir() else engine.base}
-    for name in ("cost_folder", "decision_trace"):
+    for name in ("cost_folder", "tiling_folder", "decision_trace"):
         if (path := getattr(engine, name)) is not None:
             changed[name] = str(Path(path).expanduser().absolute())
     return dataclasses.replace(engine, **changed)

@@ -925,6 +925,8 @@ class EngineStatus(_ResponseBody):
     start_seconds: dict[str, float]
     prepared: int
     preparations: int
+    tilings_measured: int
+    tilings_wanted: int
 
 
 class Status(EngineStatus):

@@ -173,6 +173,8 @@ def _facts(stats: EngineStats) -> dict[str, Any]:
         "start_seconds": stats.start_seconds,
         "prepared": stats.prepared,
         "preparations": stats.preparations,
+        "tilings_measured": stats.tilings_measured,
+        "tilings_wanted": stats.tilings_wanted,
     }
 
 

@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from valora_kernels.gpus.detect import generic
+from valora_kernels.lookup import TilingTable
+from valora_kernels.tiling import Shape, Tiling
 from valora_serve.doctor import gpu as checks
 from valora_serve.doctor import probe
 from valora_serve.doctor.base import Facts, GpuFacts, Level, Patient, Process
@@ -182,6 +185,15 @@ def test_what_was_measured_on_the_gpu(monkeypatch, tmp_path):
     other = replace(FACTS, gpus=(replace(H200, name="Example 9000"),) * 2)
     found = list(checks.check_tuning(patient(other)))
     assert levels(found, "tilings") == [Level.NOTE]
+    assert "the server measures them while it is idle" in found[0].remedy
+    example = generic("Example 9000", processors=1, shared_memory=0, capability=(9, 0))
+    table = TilingTable(example, [(Shape(64, 64, 1, 16, 4, 1.0), Tiling("fused"))])
+    table.save(tmp_path / ".cache/valora/tilings/example_9000.json")
+    found = list(checks.check_tuning(patient(other)))
+    assert levels(found, "tilings") == [Level.FINE]
+    assert "1 shape measured for Example 9000" in found[0].found
+    found = list(checks.check_tuning(patient(other, tensor_parallel=2)))
+    assert levels(found, "tilings") == [Level.NOTE]  # its processes choose for themselves
     assert not list(checks.check_tuning(patient(Facts("2.15.0"))))
 
 

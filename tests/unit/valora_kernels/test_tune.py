@@ -1,0 +1,166 @@
+"""Tilings measured piece by piece, with a made-up clock; kernels compiled by another process."""
+
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from valora_kernels.arrangements.base import ALL
+from valora_kernels.arrangements.registry import arrangement
+from valora_kernels.compiler import Compiler
+from valora_kernels.gpus.detect import generic
+from valora_kernels.gpus.nvidia_h200 import gpu as H200
+from valora_kernels.lookup import TilingTable, choose, default_tiling, table_of, use_table, using
+from valora_kernels.search import Job
+from valora_kernels.tiling import ProjectionGroup, Shape, Tiling
+from valora_kernels.tune import ADAPTERS, ROWS, Piece, Tuner, candidates, cases
+
+pytestmark = pytest.mark.usefixtures("few_inputs")
+
+CPU = torch.device("cpu")
+SMALL = generic("a small GPU", processors=20, shared_memory=88 << 10, capability=(8, 9))
+GROUP = ProjectionGroup(64, (32, 16), 16)
+LIKE = TilingTable(
+    H200,
+    [
+        (Shape(64, 48, 2, 16, 16, 4.0), Tiling("shrink_expand", outputs=64)),
+        (Shape(64, 48, 2, 16, 64, 4.0), Tiling("shrink_expand", outputs=128)),
+        (Shape(64, 48, 2, 16, 900, 4.0), Tiling("fused", 32, outputs=128)),
+    ],
+)
+
+
+@pytest.fixture
+def few_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("valora_kernels.tune.MOST_SETS", 2)
+
+
+class Compiled:
+    """A compiler that refuses some tilings, and does the others when it is told."""
+
+    def __init__(self, refuses: Collection[Tiling] = ()) -> None:
+        self.refuses, self.failed = refuses, set[Job]()
+        self.ready, self.lost, self.closed = True, False, 0
+
+    def compile(self, jobs: Collection[Job]) -> bool:
+        self.failed |= {job for job in jobs if job[2] in self.refuses}
+        return self.ready
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def clock(fastest: Tiling) -> Any:
+    """A clock by which one tiling takes half as long as each of the others."""
+
+    def times(calls: Mapping[str, Sequence[Any]], **_: object) -> dict[str, np.ndarray]:
+        return {name: np.array([1.0 if name == str(fastest) else 2.0]) for name in calls}
+
+    return times
+
+
+def tuner(compiler: Compiled, time: Any, like: TilingTable = LIKE) -> Tuner:
+    return Tuner(TilingTable(SMALL, []), like, compiler, CPU, time)  # type: ignore[arg-type]
+
+
+def test_the_fastest_candidate_of_every_shape_is_entered() -> None:
+    compiler, wanted = Compiled(), [(GROUP, case) for case in cases(64, 4)]
+    best = Tiling("shrink_expand", outputs=128)
+    made = tuner(compiler, clock(best))
+    assert made.left(wanted) == [group.shape(*case) for group, case in wanted]
+    pieces = 0
+    while made.go_on(wanted) is Piece.MEASURED:
+        pieces += 1
+        made.pause()  # a request comes after every piece
+    assert pieces > 3 * len(wanted)  # no piece takes long
+    assert set(made.table.entries.values()) == {best}
+    assert made.left(wanted) == []
+    assert made.go_on(wanted) is Piece.NONE_LEFT
+    made.close()
+    made.close()
+    assert compiler.closed == 1
+
+
+def test_what_cannot_be_compiled_or_has_no_room_is_left_out() -> None:
+    best, wanted = Tiling("shrink_expand", outputs=128), [(GROUP, (16, 4)), (GROUP, (64, 4))]
+    made = tuner(Compiled(refuses=[best]), clock(best))
+    while made.go_on(wanted) is Piece.MEASURED:
+        pass
+    assert len(made.table.entries) == 2
+    assert best not in made.table.entries.values()
+
+    def no_room(*_: object, **__: object) -> Any:
+        raise torch.OutOfMemoryError
+
+    made = tuner(Compiled(), no_room)
+    while made.go_on(wanted) is Piece.MEASURED:
+        pass
+    assert made.skipped == {group.shape(*case) for group, case in wanted}
+    assert not made.left(wanted)
+
+
+def test_nothing_is_timed_before_it_is_compiled() -> None:
+    compiler, wanted = Compiled(), [(GROUP, (16, 4))]
+    compiler.ready = False
+    made = tuner(compiler, clock(Tiling("fused")))
+    assert [made.go_on(wanted) for _ in range(3)] == [Piece.WAITS] * 3
+    compiler.lost = True
+    assert made.go_on(wanted) is Piece.MEASURED
+    assert (made.go_on(wanted), len(made.skipped)) == (Piece.NONE_LEFT, 1)
+
+
+@pytest.mark.parametrize("rank", [16, 64, 128])
+def test_candidates_are_few_and_fit(rank: int) -> None:
+    like = table_of(H200)
+    for outputs in ((4096,), (4096, 4096, 4096), (11008, 11008)):
+        group = ProjectionGroup(4096, outputs, rank)
+        for case in cases(max(ROWS), max(ADAPTERS)):
+            shape = group.shape(*case)
+            found = candidates(SMALL, like, shape)
+            assert 1 <= len(found) == len(set(found)) <= 13
+            assert all(arrangement(t.arrangement).fits(t, shape, SMALL) for t in found)
+    shape = ProjectionGroup(4096, (4096,), rank).shape(64, 4)
+    assert like.look_up(shape).tiling in candidates(H200, like, shape)
+    assert default_tiling(H200, shape) in candidates(H200, like, shape)
+
+
+def test_cases_are_those_that_steps_can_have() -> None:
+    found = cases(300, 8)
+    assert found == [(1, 1), (4, 1), (4, 4), (16, 1), (16, 4), (64, 1), (64, 4), (256, 1), (256, 4)]
+
+
+def test_another_table_from_now_on() -> None:
+    gpu = replace(SMALL, table=None)
+    shape, tiling = GROUP.shape(16, 4), Tiling("fused", 64)
+    new = TilingTable(gpu, [(shape, tiling)])
+    before = choose(gpu, shape).tiling
+    with using(new):
+        assert choose(gpu, shape).tiling == tiling
+    assert choose(gpu, shape).tiling == before != tiling
+    use_table(new)
+    assert choose(gpu, shape).tiling == tiling
+
+
+def test_another_process_compiles() -> None:
+    told = threading.Event()
+    compiler = Compiler(CPU)
+    compiler.on_news = told.set
+    small = Tiling("shrink_expand", outputs=16, inputs=16, split=64, ranks=16)
+    good, bad = (GROUP, ALL, small), (GROUP, ALL, replace(small, rows=3))  # no power of two
+    try:
+        assert not compiler.compile([good, bad])
+        while not compiler.compile([good, bad]):
+            assert told.wait(60)
+            told.clear()
+        assert compiler.failed == {bad}
+        assert compiler._process is not None
+        compiler._process.kill()
+        assert told.wait(60)
+        assert compiler.lost
+        assert not compiler.compile([(GROUP, ALL, replace(small, outputs=32))])
+    finally:
+        compiler.close()

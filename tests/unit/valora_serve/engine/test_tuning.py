@@ -1,0 +1,176 @@
+"""Tilings measured while an engine is idle: on the CPU, with a made-up clock and compiler."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.engine_reference import make_engine, question, run
+from valora_kernels import lookup
+from valora_kernels.gpus.detect import gpu_of
+from valora_kernels.gpus.nvidia_h200 import gpu as H200
+from valora_kernels.lookup import TilingTable, table_of
+from valora_kernels.tiling import Shape, Tiling
+from valora_kernels.tune import Tuner
+from valora_serve.engine import profile
+from valora_serve.engine.async_engine import AsyncEngine
+from valora_serve.engine.engine import Engine
+from valora_serve.engine.tuning import Tuning, make_tuning, read_table
+from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
+
+CPU = torch.device("cpu")
+BEST = Tiling("shrink_expand", outputs=32)
+LIKE = TilingTable(H200, [(Shape(64, 64, 1, 16, 16, 4.0), BEST)])
+
+
+@pytest.fixture(autouse=True)
+def apart(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No other test sees these tables; plain torch has fixed buffers for decode steps, too."""
+    monkeypatch.setattr(lookup, "_tables", {})
+    monkeypatch.setattr("valora_kernels.tune.MOST_SETS", 2)
+    plan = lambda self, sequences: TorchMixedPlan(self._cache)  # noqa: E731
+    monkeypatch.setattr(TorchBackend, "decode_plan", plan)
+    yield
+    lookup.choose.cache_clear()
+
+
+class Compiled:
+    """A compiler that has compiled everything already."""
+
+    failed: frozenset[object] = frozenset()
+    lost = False
+
+    def compile(self, jobs: object) -> bool:
+        return True
+
+    def close(self) -> None: ...
+
+
+def clock(calls: Any, **_: object) -> dict[str, np.ndarray]:
+    """Time calls: what has 32 output columns takes half as long as what has not."""
+    return {name: np.array([1.0 + ("outputs=32" not in name)]) for name in calls}
+
+
+def tunable(base: str, adapters: dict[str, Path], file: Path, **settings: Any) -> Engine:
+    """An engine that measures as it would on a GPU."""
+    engine = make_engine(
+        base, adapters, prompt_graphs=True, max_requests=2, max_tokens=64, chunk=24,
+        policy="slora", **settings,
+    )  # fmt: skip
+    tuner = Tuner(read_table(file, gpu_of(CPU)), LIKE, Compiled(), CPU, clock)  # type: ignore[arg-type]
+    engine.tuning = Tuning(
+        tuner, file, engine.lmm.linears, engine.runner,
+        terms=[0, 1], most_rows=64, most_adapters=2,
+    )  # fmt: skip
+    return engine
+
+
+def graphs(engine: Engine) -> dict[Any, Any]:
+    return {
+        (kind, *key): graph
+        for kind, held in engine.runner._graphs.items()
+        for key, graph in held._graphs.items()
+    }
+
+
+def test_steps_choose_from_what_was_measured(
+    base: str, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    asked = [question(f"{n}", ("a", None)[n % 2], tokens=4) for n in range(3)]
+    file = tmp_path / "tilings" / "cpu.json"
+    engine = tunable(base, {"a": adapters["a"]}, file)
+    assert not engine.tune()  # before the start
+    engine.warm_up()
+    while engine.settle():
+        pass
+    expected = {name: got.tokens for name, got in run(engine, asked).items()}
+    before, tuning = graphs(engine), engine.tuning
+    assert tuning is not None
+    progress = []
+    while engine.tune():
+        progress.append(tuning.progress)
+        if len(progress) % 5 == 0:  # a request comes in between
+            tuning.pause()
+            assert {n: got.tokens for n, got in run(engine, asked).items()} == expected
+    measured = tuning.progress[1]
+    assert progress == sorted(progress)
+    assert tuning.progress == (measured, measured) == (8, 8)
+    stats = engine.stats()
+    assert (stats.tilings_measured, stats.tilings_wanted) == (measured, measured)
+    table = table_of(gpu_of(CPU))
+    assert {tiling.outputs for tiling in table.entries.values()} == {32}
+    assert table.entries.keys() == read_table(file, gpu_of(CPU)).entries.keys()
+    after = graphs(engine)
+    assert after.keys() == before.keys()
+    renewed = {key for key, graph in after.items() if graph is not before[key]}
+    assert renewed == {key for key in before if key[-1]}  # those with LoRA terms
+    assert not engine.cost.measured
+    assert tuning.adopted == 1
+    assert {n: got.tokens for n, got in run(engine, asked).items()} == expected
+    again = tunable(base, {"a": adapters["a"]}, file)
+    again.warm_up()
+    while again.settle():
+        pass
+    assert not again.tune()
+    assert again.tuning is not None and again.tuning.progress == (measured, measured)
+
+
+def test_an_idle_engine_tunes_and_measures_its_costs_again(
+    base: str, adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "FEW_ROWS", (1,))
+    monkeypatch.setattr(profile, "FEW_TOKENS", (64,))
+    file = tmp_path / "cpu.json"
+    made = tunable(base, {"a": adapters["a"]}, file, profile=True, cost_folder=str(tmp_path))
+    tuning = made.tuning
+    assert tuning is not None
+    measured = []
+    monkeypatch.setattr(
+        "valora_serve.engine.async_engine.adopt",
+        lambda engine, costs: measured.append(tuning.adopted) or profile.adopt(engine, costs),
+    )
+
+    async def serve() -> None:
+        engine = AsyncEngine(made)
+        try:
+            await engine.warm_up()
+            async for output in engine.generate(question("one", "a", tokens=3)):
+                assert output.error is None
+            end = time.monotonic() + 60
+            while len(measured) < 2 and time.monotonic() < end:
+                await asyncio.sleep(0.02)
+        finally:
+            await engine.close()
+
+    asyncio.run(serve())
+    assert measured == [0, 1]
+    assert made.cost.measured
+
+
+def test_a_file_that_cannot_be_read_or_written(
+    base: str, adapters: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "cpu.json"
+    for text in ("{", "[]", '{"version": 1}', '{"version": 2, "gpu": "cpu", "tilings": [{}]}'):
+        file.write_text(text)
+        assert not read_table(file, gpu_of(CPU)).entries
+    assert caplog.text.count("tilings are measured again") == 4
+    assert not read_table(tmp_path / "none.json", gpu_of(CPU)).entries
+    engine = tunable(base, {"a": adapters["a"]}, file / "below" / "cpu.json")
+    engine.warm_up()
+    while engine.settle() or engine.tune():
+        pass
+    assert caplog.text.count("the tilings of this GPU are not kept") == 1
+    assert engine.tuning is not None and engine.tuning.adopted == 1
+
+
+def test_nothing_is_measured_on_a_cpu_or_with_tilings(base: str) -> None:
+    engine = make_engine(base, profile=True)
+    assert engine.tuning is None
+    assert not engine.tune()
+    assert make_tuning(engine.settings, CPU, engine.lmm.linears, engine.runner, [0, 1]) is None

@@ -1,0 +1,211 @@
+"""Measures the tilings of a GPU for which no table is shipped, while the engine has no requests.
+
+What is measured is kept in a folder for later starts. The engine goes on with what it has until
+all is measured; then kernels are compiled and graphs captured with the new tilings, one by one, and
+from then on every step chooses from them. `valora-tile` tries more candidates, on a GPU that
+nothing else uses.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from valora_kernels.compiler import Compiler
+from valora_kernels.gpus.detect import gpu_of
+from valora_kernels.gpus.nvidia_h200 import gpu as reference
+from valora_kernels.launching import ALIGNMENT, kernels, padded_ranks
+from valora_kernels.lookup import TilingTable, is_measured, table_of, use_table, using
+from valora_kernels.operators.registry import ATMM
+from valora_kernels.tiling import ProjectionGroup
+from valora_kernels.tune import Piece, Tuner, cases
+from valora_serve.engine.sizing import tiling_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from valora_kernels.gpus.base import Gpu
+    from valora_kernels.search import Case
+    from valora_serve.engine.settings import EngineSettings
+    from valora_serve.model.linears import Linears
+    from valora_serve.model.preparation import Preparation
+
+log = logging.getLogger(__name__)
+
+
+class Renewable(Protocol):
+    """What `Tuning` needs of a `ModelRunner`."""
+
+    def tiled(self, terms: Sequence[int]) -> list[Preparation]:
+        """Return what was prepared with tilings."""
+
+    def renew(self, wanted: Preparation) -> None:
+        """Prepare it again, with the tilings that are chosen now."""
+
+
+class Tuning:
+    """Tilings of the GPU of one engine.
+
+    Args:
+        tuner: Measures them.
+        file: File that keeps them.
+        linears: Linears of the model, for whose sizes they are measured.
+        runner: Runs steps.
+        terms: Numbers of LoRA terms per row that steps can have.
+        most_rows: Most rows of a step.
+        most_adapters: Most adapters of a step.
+
+    Attributes:
+        adopted: How often steps have begun to choose from new measurements.
+        progress: Number of shapes that are measured, and of those that are or will be.
+    """
+
+    def __init__(
+        self,
+        tuner: Tuner,
+        file: Path,
+        linears: Linears,
+        runner: Renewable,
+        *,
+        terms: Sequence[int],
+        most_rows: int,
+        most_adapters: int,
+    ) -> None:
+        self.adopted = 0
+        self.progress = (0, 0)
+        self._tuner, self._file, self._linears, self._runner = tuner, file, linears, runner
+        self._terms = [count for count in terms if count]
+        self._cases = cases(most_rows, most_adapters)
+        self._used = tuner.table  # by steps
+        self._renewed: set[Preparation] = set()
+        self._writable = True
+
+    def go_on(self) -> bool:
+        """Do one piece, which takes up to about a second; the engine must have no requests.
+
+        Returns:
+            Whether there was any; if not, all is measured or kernels are being compiled.
+        """
+        tuner = self._tuner
+        known, wanted = tuner.table, self._wanted()
+        with torch.inference_mode():
+            piece = tuner.go_on(wanted)
+        self.progress = len(wanted) - len(tuner.left(wanted)), len(wanted)
+        if tuner.table is not known:
+            self._keep()
+        if piece is not Piece.NONE_LEFT:
+            return piece is Piece.MEASURED
+        self.close()
+        return tuner.table is not self._used and self._renew()
+
+    def listen(self, on_news: Callable[[], None]) -> None:
+        """Call a function, in another thread, whenever `go_on` may have more to do."""
+        self._tuner.compiler.on_news = on_news
+
+    def pause(self) -> None:
+        """Leave the device's memory to others."""
+        self._tuner.pause()
+
+    def restart(self) -> None:
+        """Take note that graphs were captured anew, with the tilings in use."""
+        self._renewed.clear()
+
+    def close(self) -> None:
+        """Free what is needed to measure; measuring goes on all the same if there is more."""
+        self._tuner.close()
+
+    def _wanted(self) -> list[tuple[ProjectionGroup, Case]]:
+        """Return the sizes of the language model's linears that have adapters."""
+        groups = dict.fromkeys(
+            ProjectionGroup(
+                group.spec.in_features, group.spec.out_features, padded_ranks(group.lora)
+            )
+            for group in self._linears.groups.values()
+            if group.lora is not None and group.spec.part == "text"
+        )
+        fitting = [
+            group
+            for group in groups
+            if all(width % ALIGNMENT == 0 for width in (group.in_features, *group.out_features))
+        ]
+        return [(group, case) for group in fitting for case in self._cases]
+
+    def _keep(self) -> None:
+        """Write what is measured to the file, beside what other engines have measured."""
+        table = self._tuner.table
+        others = read_table(self._file, table.gpu)
+        entries = {**others.entries, **table.entries}
+        try:
+            TilingTable(table.gpu, entries.items()).save(self._file, torch=torch.__version__)
+        except OSError as error:
+            if self._writable:
+                log.warning("the tilings of this GPU are not kept: %s: %s", self._file, error)
+            self._writable = False
+
+    def _renew(self) -> bool:
+        """Prepare one thing with the new tilings, or let steps choose from them."""
+        left = [one for one in self._runner.tiled(self._terms) if one not in self._renewed]
+        new = self._tuner.table
+        if left:
+            with using(new):
+                self._runner.renew(left[0])
+            self._renewed.add(left[0])
+            return True
+        use_table(new)
+        self._used = new
+        self._renewed.clear()
+        self.adopted += 1
+        log.info("tilings of the LoRA kernels are measured: %s", self._file)
+        return True
+
+
+def read_table(file: Path, gpu: Gpu) -> TilingTable:
+    """Return the tilings of a file; none if there is no such file, or it is of no use."""
+    try:
+        return TilingTable.load(file, gpu)
+    except FileNotFoundError:
+        pass
+    except (OSError, LookupError, ValueError, TypeError, AttributeError) as error:
+        log.warning("tilings are measured again, as they cannot be read: %s: %s", file, error)
+    return TilingTable(gpu, [])
+
+
+def make_tuning(
+    settings: EngineSettings,
+    device: torch.device,
+    linears: Linears,
+    runner: Renewable,
+    terms: Sequence[int],
+) -> Tuning | None:
+    """Use the tilings that were measured on the GPU, and prepare to measure those that are missing.
+
+    Args:
+        settings: Settings of the engine.
+        device: Its device.
+        linears: As for `Tuning`.
+        runner: As for `Tuning`.
+        terms: As for `Tuning`.
+
+    Returns:
+        None if there is nothing to measure: tilings are shipped, or the settings say so.
+    """
+    if device.type != "cuda" or kernels() is None or is_measured(gpu := gpu_of(device)):
+        return None
+    file = tiling_file(settings, gpu.name)
+    table = read_table(file, gpu)
+    if table.entries:
+        use_table(table)
+    if not (settings.profile and settings.operator == ATMM):
+        return None
+    return Tuning(
+        Tuner(table, table_of(reference), Compiler(device), device),
+        file,
+        linears,
+        runner,
+        terms=terms,
+        most_rows=settings.max_tokens,
+        most_adapters=settings.max_adapters,
+    )

@@ -10,6 +10,7 @@ from PIL import Image
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Sample, Split
 from valora_data.sources.formats.yolo import read_yolo, write_yolo, yolo_splits
+from valora_teachers.ultralytics_plugin import load_ultralytics
 
 LABELS = ("dog", "cat")
 
@@ -52,6 +53,7 @@ def test_round_trip(data: Path) -> None:
 
 
 def test_agrees_with_ultralytics(data: Path) -> None:
+    load_ultralytics()  # imported otherwise, it would change PIL for all tests after this one
     from ultralytics.data.dataset import YOLODataset
     from ultralytics.data.utils import check_det_dataset
 

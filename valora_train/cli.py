@@ -76,6 +76,10 @@ def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, A
 
         for note in read_shelf(Path(settings.shelf).expanduser()).notes:
             display.note("shelf", note)
+    if settings.command == "oracle" and settings.oracle.table is not None:
+        with display():
+            _replay_table(settings, display)
+        return {}
     # What follows imports torch, which takes seconds.
     from valora_train.model.team import Team
 
@@ -294,11 +298,7 @@ class _Pipeline:
 
     def oracle(self, domains: list[DomainInputs]) -> None:
         """Train every group of the domains, and say how few adapters they take."""
-        from valora_train.reporting.oracle_report import (
-            report_bounds,
-            report_strategies,
-            report_table,
-        )
+        from valora_train.reporting.oracle_report import report_bounds, report_oracle
         from valora_train.stages import oracle
 
         settings, display = self._settings, self._display
@@ -309,22 +309,20 @@ class _Pipeline:
             display.note("oracle", told)
             return
         stage = oracle.oracle_stage(settings, inputs)
-        with self._study("oracle", "oracle", stage.key, settings.oracle) as run:
+        with _study(settings, "oracle", "oracle", stage.key, settings.oracle) as run:
             folder = self._run_stage(
                 stage,
                 lambda folder, _: oracle.build_oracle(settings, inputs, folder, display),
             )
             requirements = {name: item.requirement for name, item in inputs.domains.items()}
             table = oracle.read_table(folder)
-            allowed = settings.fusion.head_only
             if table is None:
-                found = oracle.bounds(folder, requirements, allowed)
+                found = oracle.bounds(folder, requirements, settings.fusion.head_only)
                 report_bounds(found, settings.oracle.largest, display.console, run)
             else:
-                report_table(table, requirements, allowed, display.console, run)
                 with display.work("oracle", "replaying strategies"):
-                    report_strategies(
-                        table, settings.oracle.requirements, settings.fusion, display.console, run
+                    report_oracle(
+                        table, requirements, settings.oracle, settings.fusion, display.console, run
                     )
         display.note("oracle", f"{folder}, in MLflow: {run.link}")
 
@@ -338,7 +336,7 @@ class _Pipeline:
         settings, display = self._settings, self._display
         inputs = trial_inputs(settings, domains)
         stage = compare.compare_stage(settings, inputs)
-        with self._study("compare", "comparison", stage.key, settings.compare) as run:
+        with _study(settings, "compare", "comparison", stage.key, settings.compare) as run:
             folder = self._run_stage(
                 stage,
                 lambda folder, _: compare.build_comparison(settings, inputs, folder, display),
@@ -359,7 +357,7 @@ class _Pipeline:
 
         settings, display = self._settings, self._display
         stage = baselines.baseline_stage(settings, domains)
-        with self._study("baselines", "baselines", stage.key, settings.baselines) as run:
+        with _study(settings, "baselines", "baselines", stage.key, settings.baselines) as run:
             folder = self._run_stage(
                 stage,
                 lambda folder, _: baselines.build_baselines(settings, domains, folder, display),
@@ -369,26 +367,6 @@ class _Pipeline:
             run.log_table(COLUMNS, rows, "baselines")
             run.log_file(str(folder / baselines.RESULTS))
         display.note("baselines", f"{folder}/{baselines.TABLE}, in MLflow: {run.link}")
-
-    def _study(self, command: str, name: str, key: str, asked: object) -> StudyRun:
-        """The MLflow run of a command that compares trainings.
-
-        Args:
-            command: The command.
-            name: What people call its result.
-            key: Hash of its stage.
-            asked: Settings of the command.
-        """
-        from valora_train.reporting.mlflow_store import store_lock
-        from valora_train.reporting.study import StudyRun
-        from valora_train.settings import as_dict
-
-        task, paths = self._settings.task.name, self._settings.paths
-        with store_lock(paths.work):
-            return StudyRun(
-                paths.tracking, f"valora/{task}", f"{command} {key}", f"{name} · {task}",
-                as_dict(asked), also=self._settings.tracking.also,
-            )  # fmt: skip
 
     def export(
         self, domains: list[DomainInputs], fused: Path, seconds: Callable[[], float]
@@ -436,6 +414,50 @@ class _Pipeline:
         self._team.wait()
         self._display.done(verb, what + describe(folder), None if reused else took())
         return folder
+
+
+def _study(settings: Settings, command: str, name: str, key: str, asked: object) -> StudyRun:
+    """The MLflow run of a command that compares trainings.
+
+    Args:
+        settings: All settings.
+        command: The command.
+        name: What people call its result.
+        key: Hash of what is compared.
+        asked: Settings of the command.
+    """
+    from valora_train.reporting.mlflow_store import store_lock
+    from valora_train.reporting.study import StudyRun
+    from valora_train.settings import as_dict
+
+    task, paths = settings.task.name, settings.paths
+    with store_lock(paths.work):
+        return StudyRun(
+            paths.tracking, f"valora/{task}", f"{command} {key}", f"{name} · {task}",
+            as_dict(asked), also=settings.tracking.also,
+        )  # fmt: skip
+
+
+def _replay_table(settings: Settings, display: Display) -> None:
+    """Play the strategies on a finished oracle table, without data and without training."""
+    from valora_train.fusion.oracle import finished_table
+    from valora_train.fusion.requirement import contract_of
+    from valora_train.reporting.oracle_report import report_oracle
+
+    domains, name = settings.chosen(), settings.oracle.table
+    assert name is not None, "`run` has looked"
+    table = finished_table(name, [domain.name for domain in domains])
+    requirements = {
+        domain.name: contract_of(domain).requirement(
+            domain.name, settings.fusion.margin, *table.teacher.get(domain.name, (None, None))
+        )
+        for domain in domains
+    }
+    key = table.identity[:16]
+    study = _study(settings, "replay", "oracle", key, settings.oracle)
+    with study as run, display.work("oracle", "replaying strategies"):
+        report_oracle(table, requirements, settings.oracle, settings.fusion, display.console, run)
+    display.note("oracle", f"replayed {name}; in MLflow: {run.link}")
 
 
 def _prepare_domains(

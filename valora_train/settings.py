@@ -516,6 +516,9 @@ class OracleSettings:
         requirements: Random vectors of requirements that strategies are compared on.
         pack: Folder to write everything to that another machine needs, instead of training here.
         results: File of results from another machine, which are taken over.
+        table: File of a finished table, which is replayed instead of training.
+        shares: Of its dedicated adapter's accuracy, that every domain must keep in the packings
+            that are shown beside each other.
     """
 
     seeds: list[Seed] = field(default_factory=lambda: [0, 1, 2])
@@ -524,6 +527,8 @@ class OracleSettings:
     requirements: Count = 2000
     pack: str | None = None
     results: str | None = None
+    table: str | None = None
+    shares: list[ShareAboveZero] = field(default_factory=lambda: [0.9, 0.95, 0.97, 0.99])
 
 
 @dataclass(frozen=True)

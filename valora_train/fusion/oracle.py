@@ -52,6 +52,28 @@ def table_of(file: str | None, domains: Sequence[str]) -> OracleTable | None:
     return table
 
 
+def finished_table(file: str, domains: Sequence[str]) -> OracleTable:
+    """The complete oracle table that `oracle.table` names.
+
+    Args:
+        file: The setting.
+        domains: The domains of this run, which must be those of the table.
+
+    Raises:
+        SettingsError: If there is no such table, or it is damaged, incomplete or of other domains.
+    """
+    setting = f"oracle.table={file}"
+    table = OracleTable.read(Path(file).expanduser())
+    table.require_domains(domains, setting)
+    if missing := [domain for domain in table.domains if domain not in domains]:
+        raise SettingsError(
+            f"{setting} also holds {', '.join(missing)}, and is replayed with all of its domains: "
+            "choose them, too (task.only)"
+        )
+    table.require_complete(setting)
+    return table
+
+
 class OracleTable:
     """Accuracies of the domains of a task in every group of them.
 

@@ -21,10 +21,10 @@ from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.strategies.base import Probe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from valora_train.fusion.decision import AttemptDecision
-    from valora_train.fusion.oracle import OracleTable
+    from valora_train.fusion.oracle import Measured, OracleTable
     from valora_train.fusion.strategies.base import Strategy
 
 
@@ -89,6 +89,35 @@ def replay(
     return Replay(
         plan.packing, tuple(plan.head_only), tuple(plan.unreachable), tuple(plan.decisions)
     )
+
+
+def served(table: OracleTable, packing: Iterable[Sequence[str]], seed: int) -> dict[str, Measured]:
+    """What every domain of a table reaches with a packing.
+
+    Args:
+        table: A complete oracle table.
+        packing: The domains of each adapter; all others take none.
+        seed: One of the table's seeds.
+    """
+    found = dict(table.head_only(seed))
+    for group in packing:
+        found |= table.reached(seed, group)
+    return found
+
+
+def share_requirements(table: OracleTable, share: float, seed: int) -> dict[str, Requirement]:
+    """Require of every domain a share of what it reaches in an adapter of its own.
+
+    Args:
+        table: A complete oracle table.
+        share: The share, in (0, 1].
+        seed: One of the table's seeds.
+    """
+    alone = {name: table.reached(seed, [name])[name].val for name in table.domains}
+    return {
+        name: Requirement(0.0 if math.isnan(value) else share * value, 0.0, table.largest[name])
+        for name, value in alone.items()
+    }
 
 
 def random_requirements(

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from valora_data.wording import plural
 from valora_train.fusion.exact import exact_packing
-from valora_train.fusion.replay import compare, random_requirements
+from valora_train.fusion.replay import (
+    compare,
+    random_requirements,
+    replay,
+    served,
+    share_requirements,
+)
 from valora_train.fusion.strategies.registry import STRATEGIES, make_strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from rich.console import Console
 
@@ -21,7 +29,7 @@ if TYPE_CHECKING:
     from valora_train.fusion.oracle import OracleTable
     from valora_train.fusion.requirement import Requirement
     from valora_train.reporting.study import StudyRun
-    from valora_train.settings import FusionSettings
+    from valora_train.settings import FusionSettings, OracleSettings
 
 OPTIMUM = ("seed", "adapters", "packing", "without LoRA", "out of reach")
 
@@ -40,6 +48,30 @@ def optimum_row(seed: int, found: Optimum) -> list[str]:
         ", ".join(found.head_only) or "–",
         ", ".join(found.unreachable) or "–",
     ]
+
+
+def report_oracle(
+    table: OracleTable,
+    requirements: Mapping[str, Requirement],
+    oracle: OracleSettings,
+    fusion: FusionSettings,
+    console: Console,
+    run: StudyRun,
+) -> None:
+    """Print and log all that a complete table says.
+
+    Args:
+        table: The table.
+        requirements: What each domain must reach by the task's contract.
+        oracle: Random vectors of requirements, and shares of the dedicated adapters' accuracy.
+        fusion: Margin, order of the domains, and whether they may take no adapter.
+        console: The console to print to.
+        run: The run to log to.
+    """
+    report_table(table, requirements, fusion.head_only, console, run)
+    report_strategies(table, oracle.requirements, fusion, console, run)
+    if oracle.shares:
+        report_shares(table, oracle.shares, fusion, console, run)
 
 
 def report_table(
@@ -107,6 +139,85 @@ def report_strategies(
     print_table(console, f"Strategies on {count:,} random vectors of requirements", columns, rows)
     run.log_table(columns, rows, "strategies")
     run.log_metrics({f"at_optimum/{name}": one.at_optimum for name, one in found.items()})
+
+
+def report_shares(
+    table: OracleTable,
+    shares: Sequence[float],
+    fusion: FusionSettings,
+    console: Console,
+    run: StudyRun,
+) -> None:
+    """Print and log what every strategy packs at shares of the dedicated adapters' accuracy.
+
+    Args:
+        table: The table.
+        shares: Shares that every domain must keep on validation.
+        fusion: Order of the domains, and whether they may take no adapter.
+        console: The console to print to.
+        run: The run to log to.
+    """
+    rows = share_rows(table, shares, fusion)
+    columns = ("packing", *(f"at {share:.0%}" for share in shares))
+    title = (
+        "Adapters (worst domain's share of its dedicated adapter on test) where every domain must "
+        "keep a share of it on validation"
+    )
+    print_table(console, title, columns, rows)
+    run.log_table(columns, rows, "shares")
+
+
+def share_rows(
+    table: OracleTable, shares: Sequence[float], fusion: FusionSettings
+) -> list[list[str]]:
+    """A row for every way to pack, a cell for every share: means over the table's seeds."""
+    names = list(table.domains)
+    fixed = {
+        "dedicated adapters": [[name] for name in names],
+        "one joint adapter": [names],
+        "without LoRA": [],
+    }
+    rows = []
+    for name, packing in fixed.items():
+        cell = _share_cell(table, dict.fromkeys(table.seeds, packing))
+        rows.append([name, *(cell for _ in shares)])
+    found: dict[str, list[str]] = {"fewest (exact)": []}
+    for share in shares:
+        asked = {seed: share_requirements(table, share, seed) for seed in table.seeds}
+        best = {
+            seed: exact_packing(table, asked[seed], seed, head_only=fusion.head_only).packing
+            for seed in table.seeds
+        }
+        found["fewest (exact)"].append(_share_cell(table, best))
+        for name in STRATEGIES:
+            if name == "exact":
+                continue
+            packed = {
+                seed: replay(
+                    make_strategy(name, table, seed), table, asked[seed], seed,
+                    head_only=fusion.head_only, order=fusion.order,
+                ).packing.values()
+                for seed in table.seeds
+            }  # fmt: skip
+            found.setdefault(name, []).append(_share_cell(table, packed))
+    return rows + [[name, *cells] for name, cells in found.items()]
+
+
+def _share_cell(table: OracleTable, packings: Mapping[int, Collection[Sequence[str]]]) -> str:
+    """Adapters and the worst share, as means over seeds, e.g. ``1.3 (0.978)``."""
+    worst = []
+    for seed, packing in packings.items():
+        reached = served(table, packing, seed)
+        alone = {name: table.reached(seed, [name])[name].test for name in table.domains}
+        # What diverged alone measures nothing; what diverged in the packing keeps nothing.
+        shares = [
+            0.0 if math.isnan(reached[name].test) else reached[name].test / most
+            for name, most in alone.items()
+            if most > 0
+        ]
+        worst.append(min(shares, default=0.0))
+    adapters = fmean(len(packing) for packing in packings.values())
+    return f"{adapters:.3g} ({fmean(worst):.3f})"
 
 
 def reached_rows(table: OracleTable) -> tuple[list[str], list[list[Any]]]:

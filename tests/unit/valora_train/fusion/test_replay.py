@@ -4,7 +4,13 @@ import pytest
 
 from tests.support.oracle_tables import conflict_table, interference_table, made_up_table
 from valora_train.fusion.oracle import Measured
-from valora_train.fusion.replay import compare, random_requirements, replay
+from valora_train.fusion.replay import (
+    compare,
+    random_requirements,
+    replay,
+    served,
+    share_requirements,
+)
 from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.strategies.registry import make_strategy
 
@@ -55,6 +61,21 @@ def test_random_requirements_are_within_what_the_domains_reach():
         assert min(reached) <= min(required) and max(required) <= alone
         assert max(required) - min(required) > 0.7 * (alone - min(reached))
         assert all(asked[name].margin == 0.01 for asked in drawn)
+
+
+def test_what_a_packing_serves():
+    table = made_up_table("abc", lambda name, group: 0.9 - 0.1 * len(group), head_only=0.3)
+    found = served(table, [("a", "c")], 0)
+    assert {name: round(one.test, 6) for name, one in found.items()} == {
+        "a": 0.7, "b": 0.3, "c": 0.7
+    }  # fmt: skip
+
+
+def test_shares_of_dedicated_adapters():
+    table = made_up_table("ab", lambda name, group: 0.8 if name == "a" else float("nan"))
+    asked = share_requirements(table, 0.95, 0)
+    assert asked["a"].bar == pytest.approx(0.76)
+    assert asked["b"].bar == 0.0, "a training that diverged asks for nothing"
 
 
 def test_a_comparison_counts_adapters_and_attempts():

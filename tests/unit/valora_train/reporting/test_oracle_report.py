@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.support.oracle_tables import conflict_table, interference_table
+from tests.support.oracle_tables import conflict_table, interference_table, made_up_table
 from tests.support.stores import new_store
 from valora_train.fusion.exact import exact_packing
 from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.strategies.registry import STRATEGIES
-from valora_train.reporting.oracle_report import report_strategies, report_table
+from valora_train.reporting.oracle_report import (
+    report_shares,
+    report_strategies,
+    report_table,
+)
 from valora_train.reporting.study import StudyRun
 from valora_train.settings import FusionSettings
 
@@ -45,6 +49,24 @@ def test_strategies_are_compared_with_the_optimum(run, tmp_path):
     data = run._client.get_run(run.run_id)
     assert data.data.metrics["at_optimum/exact"] == 1.0
     assert data.info.status == "FINISHED"
+
+
+def test_packings_at_shares_of_the_dedicated_adapters(run, tmp_path):
+    # a and b lose a twentieth beside each other, and everything else costs nothing.
+    table = made_up_table(
+        "abc", lambda name, group: 0.76 if name in "ab" and {"a", "b"} <= set(group) else 0.8
+    )
+    said = StringIO()
+    with run:
+        report_shares(table, [0.9, 0.97], FusionSettings(), Console(file=said, width=200), run)
+    rows = {row["packing"]: row for row in rows_of(run, "shares", tmp_path)}
+    assert rows["dedicated adapters"]["at 97%"] == "3 (1.000)"
+    assert rows["one joint adapter"]["at 97%"] == "1 (0.950)"
+    assert rows["without LoRA"]["at 90%"] == "0 (0.000)"
+    for name in ("fewest (exact)", "affinity", "first_fit"):
+        assert (rows[name]["at 90%"], rows[name]["at 97%"]) == ("1 (0.950)", "2 (1.000)")
+    assert set(STRATEGIES) - {"exact"} < set(rows)
+    assert "keep a share of it on validation" in said.getvalue()
 
 
 def test_the_packing_of_every_seed_is_shown(run, tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.oracle_tables import made_up_table
 from tests.support.stores import new_store
 from tests.support.trial_inputs import trial_inputs as made_inputs
 from tests.unit.valora_train.test_cli import LABELLED, write_coco
@@ -122,6 +123,13 @@ def test_the_command_makes_a_complete_table(prepared, tmp_path, one_thread):
     both = next(row for row in known.values() if row["domains"] == ["cat", "dog"])
     found = both["accuracy"]["dog"]
     assert table.reached(2, ["dog", "cat"])["dog"] == Measured(found["val"], found["test"])
+    # A finished table is replayed without data and without training.
+    (file,) = tmp_path.glob(".valora/oracle-own-*[0-9a-f]/oracle.json")
+    status, again, err = prepared(*asked, f"oracle.table={file}", "oracle.shares=[0.8]")
+    assert status == 0, err
+    assert "up to date" not in again
+    for shown in ("The fewest adapters of own", "Strategies on 40 random", "at 80%"):
+        assert shown in again
     # Other requirements train nothing, and neither does a folder of stages that was deleted.
     status, out, _ = prepared(*asked, "domains.dog.required=0.31")
     assert status == 0
@@ -157,6 +165,11 @@ def test_packing_writes_all_that_another_machine_needs(prepared, tmp_path):
         (["oracle.largest=-1"], "oracle.largest must be at least 0"),
         (["oracle.results=nowhere"], "oracle.results=nowhere is no file"),
         (["oracle.results=damaged"], "damaged holds no results of trials"),
+        (["oracle.table=nowhere.json"], "cannot read the oracle table nowhere.json"),
+        (["oracle.table=damaged"], "damaged is no JSON"),
+        (["oracle.table=birds.json"], "knows no domain cat, dog, only owl"),
+        (["oracle.table=three.json"], "also holds owl, and is replayed with all of its domains"),
+        (["oracle.table=x", "oracle.pack=y"], "is replayed and nothing is trained"),
         (["oracle.pack=damaged"], "is a file, choose another folder"),
         (["fusion.parent=bundles/x"], "command=oracle extends no bundle"),
         (["model.shard=true"], "set model.shard=false"),
@@ -165,6 +178,8 @@ def test_packing_writes_all_that_another_machine_needs(prepared, tmp_path):
 )
 def test_mistakes_are_one_sentence(prepared, tmp_path, arguments, message):
     (tmp_path / "damaged").write_text("{\n[]\n")
+    for name, domains in (("birds", ["owl"]), ("three", ["cat", "dog", "owl"])):
+        made_up_table(domains, lambda *_: 0.9).write(tmp_path / f"{name}.json")
     status, _, err = prepared("command=oracle", *arguments)
     assert status == 1
     last = err.strip().splitlines()[-1]

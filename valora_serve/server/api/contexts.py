@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import APIRouter, Path
+from pydantic import Field
 
 from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import error_answers
 from valora_serve.server.api.requests import check_text
-from valora_serve.server.api.schema import ContextCard, ContextList, ContextRequest, Done
+from valora_serve.server.api.schema import Body, Done, ResponseBody, Text
 from valora_serve.server.loading.changes import Changes
 from valora_serve.server.service import last_part
 from valora_serve.types import NewContext
@@ -17,6 +18,54 @@ from valora_serve.types import NewContext
 if TYPE_CHECKING:
     from valora_serve.server.context import ServerContext
     from valora_serve.types import ServedModel
+
+
+class ContextRequest(Body):
+    """Body of ``POST /v1/contexts``."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+    document: Text = Field(description="text of the document")
+    form: Literal["prefix", "memory_tokens"] = Field(
+        default="prefix",
+        description="`prefix`: the document's own keys and values; `memory_tokens`: those that an "
+        "encoder of a bundle makes of it",
+    )
+    tokens: int | None = Field(
+        default=None, ge=1, le=2**20, description="tokens that a prefix keeps; all by default"
+    )
+    encoder: str | None = Field(
+        default=None, max_length=256, description="bundle/encoder; by default the only one"
+    )
+    adapter: str | None = Field(
+        default=None,
+        max_length=256,
+        description="adapter that answers; by default the base model",
+    )
+    replace: bool = Field(default=False, description="replace the context of this name")
+
+
+class ContextCard(ResponseBody):
+    """A context: a document that requests can ask about without sending it."""
+
+    id: str
+    object: Literal["context"] = "context"
+    created: int
+    form: str = Field(description="prefix, memory_tokens or adapter")
+    tokens: int = Field(description="tokens of its memory")
+    bytes: int = Field(description="size of its memory")
+    source_tokens: int = Field(description="tokens of the document")
+    adapter: str | None = None
+    decode_only: bool = False
+    bundle: str | None = None
+    accuracy: float | None = None
+    required: float | None = None
+
+
+class ContextList(ResponseBody):
+    """Response of ``GET /v1/contexts``."""
+
+    object: Literal["list"] = "list"
+    data: list[ContextCard]
 
 
 def card(model: ServedModel) -> ContextCard:

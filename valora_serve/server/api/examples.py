@@ -4,20 +4,53 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter
 from fastapi import Path as PathField
+from pydantic import Field
 from starlette.responses import Response
 
 from valora_data.contract.files import UnreadableError, read_bytes
 from valora_serve.errors import UnknownModelError
 from valora_serve.server.api.common import error_answers
-from valora_serve.server.api.schema import ExampleCard, ExampleList, TeacherAnswer
+from valora_serve.server.api.schema import DetectionAnswer, ResponseBody
 from valora_serve.server.loading.golden import IMAGE_BYTES, Example, read_examples
 
 if TYPE_CHECKING:
     from valora_serve.server.context import ServerContext
+
+
+class TeacherAnswer(ResponseBody):
+    """What the small model that taught a domain answers for an example."""
+
+    detections: list[DetectionAnswer] | None = Field(
+        default=None, description="its boxes from its own threshold on"
+    )
+    label: str | None = None
+    confidence: float | None = None
+    text: str | None = None
+
+
+class ExampleCard(ResponseBody):
+    """A golden example of a served domain."""
+
+    domain: str
+    number: int = Field(description="from 0, within the domain")
+    video: bool = Field(description="whether the images are the frames of a video")
+    question: str | None = Field(description="its own prompt; None for the domain's")
+    images: list[str] = Field(description="paths of its images or frames, in order")
+    teacher: TeacherAnswer | None = Field(
+        default=None, description="the domain's small model; null if the bundle does not hold it"
+    )
+
+
+class ExampleList(ResponseBody):
+    """Response of ``/v1/examples``."""
+
+    object: Literal["list"] = "list"
+    data: list[ExampleCard]
+
 
 PNG = b"\x89PNG\r\n\x1a\n"
 """First bytes of a PNG file."""

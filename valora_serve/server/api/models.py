@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.responses import Response
 
 from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import answer, error_answers
 from valora_serve.server.api.responses import filled
-from valora_serve.server.api.schema import (
-    Done,
-    LoadAdapterRequest,
-    LoadBundleRequest,
-    Loaded,
-    ModelCard,
-    ModelList,
-    UnloadAdapterRequest,
-    UnloadBundleRequest,
-)
+from valora_serve.server.api.schema import Body, Done, ResponseBody
 from valora_serve.server.loading.changes import Changes
 from valora_serve.server.service import last_part, without_folder
 from valora_serve.server.telemetry.adapter_states import adapter_states
@@ -32,6 +24,89 @@ if TYPE_CHECKING:
     from valora_serve.types import ServedModel
 
 MAX_BODY_BYTES = 64 * 1024  # names and paths only
+
+
+class LoadAdapterRequest(Body):
+    """Body of ``/v1/load_lora_adapter``."""
+
+    lora_name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+    lora_path: str = Field(min_length=1, max_length=4096)
+    load_inplace: bool = Field(default=False, description="replace the adapter of this name")
+    decode_only: bool = Field(
+        default=False,
+        description="apply it only to the last token of a prompt and those after it, so that "
+        "prompts share the base model's prefix cache; for adapters that were trained so",
+    )
+
+
+class UnloadAdapterRequest(Body):
+    """Body of ``/v1/unload_lora_adapter``."""
+
+    lora_name: str = Field(min_length=1, max_length=128)
+
+
+class LoadBundleRequest(Body):
+    """Body of ``/v1/load_bundle``."""
+
+    bundle_path: str = Field(min_length=1, max_length=4096)
+
+
+class UnloadBundleRequest(Body):
+    """Body of ``/v1/unload_bundle``."""
+
+    bundle_name: str = Field(min_length=1, max_length=256)
+
+
+class ModelCard(ResponseBody):
+    """A model that requests can name: the base model, an adapter or a domain."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "valora"
+    root: str
+    parent: str | None = None
+    kind: Literal["base", "adapter", "domain"]
+    adapter: str | None = None
+    task: str | None = None
+    head: str | None = None
+    boxes: bool = False
+    labels: list[str] = Field(default=[])
+    metric: str | None = None
+    accuracy: float | None = None
+    required: float | None = None
+    teacher: float | None = None
+    prompt: str | None = None
+    media: str | None = None
+    bundle: str | None = None
+    rank: int | None = None
+    decode_only: bool = False
+    state: Literal["disk", "host", "device"] | None = Field(
+        default=None, description="where an adapter is; those on disk are read when they are named"
+    )
+    resolver: str | None = Field(
+        default=None, description="kind of the source that a request loaded the adapter from"
+    )
+    form: str | None = None
+    memory_tokens: int | None = None
+    source_tokens: int | None = None
+    encodes: int | None = None
+    quarantined: str | None = None
+    max_model_len: int
+
+
+class ModelList(ResponseBody):
+    """Response of ``/v1/models``."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Loaded(ResponseBody):
+    """Response to a load: the models that were loaded."""
+
+    status: Literal["ok"] = "ok"
+    models: list[ModelCard]
 
 
 def card(

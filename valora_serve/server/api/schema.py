@@ -1,4 +1,6 @@
-"""Requests and responses of the HTTP API: OpenAI's, with VaLoRA's additions.
+"""Requests and responses of OpenAI's API with VaLoRA's additions, and what endpoints share.
+
+Those of another endpoint alone stand in its module.
 
 Fields that OpenAI's clients send and that have no effect here are accepted and ignored. Unknown
 fields are refused, so that a typo is noticed.
@@ -37,67 +39,71 @@ Bias = Annotated[FiniteFloat, Field(ge=-100, le=100)]
 Text = Annotated[str, AfterValidator(_sound)]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """Body of a request."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class _ResponseBody(BaseModel):
+class ResponseBody(BaseModel):
+    """Body of a response, or a part of one."""
+
     model_config = ConfigDict(frozen=True)
 
 
 # Requests
 
 
-class Url(_Body):
+class Url(Body):
     """URL of an image or video: data:, http(s): of an allowed host, or file: in media_folder."""
 
     url: MediaUrl = Field(min_length=1)
     detail: Literal["auto", "low", "high"] | None = Field(default=None, description="ignored")
 
 
-class TextPart(_Body):
+class TextPart(Body):
     """Text in a message."""
 
     type: Literal["text"]
     text: Text
 
 
-class ImagePart(_Body):
+class ImagePart(Body):
     """An image in a message."""
 
     type: Literal["image_url"]
     image_url: Url | MediaUrl
 
 
-class VideoPart(_Body):
+class VideoPart(Body):
     """A video in a message; evenly spaced frames are sampled from it."""
 
     type: Literal["video_url"]
     video_url: Url | MediaUrl
 
 
-class FramesPart(_Body):
+class FramesPart(Body):
     """A video in a message, as its frames in order."""
 
     type: Literal["frames"]
     frames: list[Url | MediaUrl] = Field(fail_fast=True, min_length=1, max_length=10_000)
 
 
-class RefusalPart(_Body):
+class RefusalPart(Body):
     """An earlier refusal of the assistant."""
 
     type: Literal["refusal"]
     refusal: Text
 
 
-class AudioPart(_Body):
+class AudioPart(Body):
     """Audio, which is refused."""
 
     type: Literal["input_audio"]
     input_audio: JsonValue = None
 
 
-class FilePart(_Body):
+class FilePart(Body):
     """A file, which is refused."""
 
     type: Literal["file"]
@@ -113,14 +119,14 @@ ContentPart = Annotated[
 _Parts = Annotated[list[ContentPart], Field(max_length=10_000, fail_fast=True)]
 
 
-class FunctionCall(_Body):
+class FunctionCall(Body):
     """A call of a function, as the assistant wrote it."""
 
     name: Text
     arguments: Text
 
 
-class ToolCall(_Body):
+class ToolCall(Body):
     """An earlier call of a tool."""
 
     id: str | None = None
@@ -129,7 +135,7 @@ class ToolCall(_Body):
     index: int | None = Field(default=None, description="ignored")
 
 
-class Message(_Body):
+class Message(Body):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -144,7 +150,7 @@ class Message(_Body):
     reasoning_content: JsonValue = Field(default=None, description="ignored")
 
 
-class Function(_Body):
+class Function(Body):
     """A function that the model can call."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
@@ -155,7 +161,7 @@ class Function(_Body):
     strict: bool | None = Field(default=None, description="ignored: the schema always holds")
 
 
-class Tool(_Body):
+class Tool(Body):
     """A tool; only functions are supported."""
 
     type: str
@@ -163,7 +169,7 @@ class Tool(_Body):
     custom: JsonValue = Field(default=None, description="refused")
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """Options of a streamed response."""
 
     include_usage: bool = False
@@ -171,7 +177,7 @@ class StreamOptions(_Body):
     include_obfuscation: bool | None = Field(default=None, description="ignored")
 
 
-class JsonSchema(_Body):
+class JsonSchema(Body):
     """A JSON schema that the answer follows."""
 
     name: str = "answer"
@@ -180,14 +186,14 @@ class JsonSchema(_Body):
     strict: bool | None = Field(default=None, description="ignored: the schema always holds")
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """Format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
 
 
-class Valora(_Body):
+class Valora(Body):
     """VaLoRA's own options of a request."""
 
     head: bool = Field(default=True, description="answer with the domain's head if it has one")
@@ -208,7 +214,7 @@ _Tokens = Annotated[list[Token], Field(max_length=1_000_000, fail_fast=True)]
 _TokenLists = Annotated[list[_Tokens], Field(max_length=1_000, fail_fast=True)]
 
 
-class _Sampled(_Body):
+class _Sampled(Body):
     model: str | None = Field(
         default=None,
         description="a domain, an adapter or the base model; the base model by default",
@@ -298,7 +304,7 @@ class CompletionRequest(_Sampled):
     suffix: None = None
 
 
-class EmbeddingRequest(_Body):
+class EmbeddingRequest(Body):
     """Body of ``/v1/embeddings``."""
 
     model: str | None = Field(
@@ -319,7 +325,7 @@ class EmbeddingRequest(_Body):
     valora: Valora = Valora()
 
 
-class ResponseInputText(_Body):
+class ResponseInputText(Body):
     """Text in a message of ``/v1/responses``."""
 
     type: Literal["input_text", "output_text"]
@@ -328,7 +334,7 @@ class ResponseInputText(_Body):
     logprobs: JsonValue = Field(default=None, description="ignored")
 
 
-class ResponseInputImage(_Body):
+class ResponseInputImage(Body):
     """An image in a message of ``/v1/responses``."""
 
     type: Literal["input_image"]
@@ -337,7 +343,7 @@ class ResponseInputImage(_Body):
     file_id: str | None = Field(default=None, description="refused: no files are kept")
 
 
-class ResponseInputOther(_Body):
+class ResponseInputOther(Body):
     """A file or audio in a message of ``/v1/responses``, which is refused."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -352,7 +358,7 @@ _ResponsePart = Annotated[
 _ResponseParts = Annotated[list[_ResponsePart], Field(max_length=10_000, fail_fast=True)]
 
 
-class ResponseInputMessage(_Body):
+class ResponseInputMessage(Body):
     """A turn of a conversation of ``/v1/responses``."""
 
     type: Literal["message"] = "message"
@@ -363,7 +369,7 @@ class ResponseInputMessage(_Body):
     phase: str | None = Field(default=None, description="ignored")
 
 
-class ResponseInputItem(_Body):
+class ResponseInputItem(Body):
     """An item of ``/v1/responses`` that is no message, which is refused."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -385,7 +391,7 @@ _ResponseItems = Annotated[
 ]
 
 
-class ResponseTextFormat(_Body):
+class ResponseTextFormat(Body):
     """Format of the answer of ``/v1/responses``."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -395,14 +401,14 @@ class ResponseTextFormat(_Body):
     strict: bool | None = Field(default=None, description="ignored: the schema always holds")
 
 
-class ResponseText(_Body):
+class ResponseText(Body):
     """Text options of ``/v1/responses``."""
 
     format: ResponseTextFormat | None = None
     verbosity: str | None = Field(default=None, description="ignored")
 
 
-class ResponsesRequest(_Body):
+class ResponsesRequest(Body):
     """Body of ``/v1/responses``."""
 
     model: str | None = Field(
@@ -446,7 +452,7 @@ class ResponsesRequest(_Body):
     valora: Valora = Valora()
 
 
-class VisionRequest(_Body):
+class VisionRequest(Body):
     """JSON body of ``/v1/vision/{domain}``."""
 
     images: list[MediaUrl] = Field(
@@ -468,65 +474,10 @@ class VisionRequest(_Body):
     deadline: FiniteFloat | None = Field(default=None, ge=0.001, le=86400)
 
 
-class LoadAdapterRequest(_Body):
-    """Body of ``/v1/load_lora_adapter``."""
-
-    lora_name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
-    lora_path: str = Field(min_length=1, max_length=4096)
-    load_inplace: bool = Field(default=False, description="replace the adapter of this name")
-    decode_only: bool = Field(
-        default=False,
-        description="apply it only to the last token of a prompt and those after it, so that "
-        "prompts share the base model's prefix cache; for adapters that were trained so",
-    )
-
-
-class ContextRequest(_Body):
-    """Body of ``POST /v1/contexts``."""
-
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
-    document: Text = Field(description="text of the document")
-    form: Literal["prefix", "memory_tokens"] = Field(
-        default="prefix",
-        description="`prefix`: the document's own keys and values; `memory_tokens`: those that an "
-        "encoder of a bundle makes of it",
-    )
-    tokens: int | None = Field(
-        default=None, ge=1, le=2**20, description="tokens that a prefix keeps; all by default"
-    )
-    encoder: str | None = Field(
-        default=None, max_length=256, description="bundle/encoder; by default the only one"
-    )
-    adapter: str | None = Field(
-        default=None,
-        max_length=256,
-        description="adapter that answers; by default the base model",
-    )
-    replace: bool = Field(default=False, description="replace the context of this name")
-
-
-class UnloadAdapterRequest(_Body):
-    """Body of ``/v1/unload_lora_adapter``."""
-
-    lora_name: str = Field(min_length=1, max_length=128)
-
-
-class LoadBundleRequest(_Body):
-    """Body of ``/v1/load_bundle``."""
-
-    bundle_path: str = Field(min_length=1, max_length=4096)
-
-
-class UnloadBundleRequest(_Body):
-    """Body of ``/v1/unload_bundle``."""
-
-    bundle_name: str = Field(min_length=1, max_length=256)
-
-
 # Responses
 
 
-class ErrorBody(_ResponseBody):
+class ErrorBody(ResponseBody):
     """An error: one sentence, and a code for programs."""
 
     message: str
@@ -535,20 +486,20 @@ class ErrorBody(_ResponseBody):
     code: str | None = None
 
 
-class ErrorAnswer(_ResponseBody):
+class ErrorAnswer(ResponseBody):
     """Response of every error."""
 
     error: ErrorBody
 
 
-class TokenDetails(_ResponseBody):
+class TokenDetails(ResponseBody):
     """Prompt tokens that were cached, and those of images."""
 
     cached_tokens: int = 0
     image_tokens: int = 0
 
 
-class UsageAnswer(_ResponseBody):
+class UsageAnswer(ResponseBody):
     """Token counts of a request."""
 
     prompt_tokens: int = 0
@@ -557,7 +508,7 @@ class UsageAnswer(_ResponseBody):
     prompt_tokens_details: TokenDetails | None = None
 
 
-class DetectionAnswer(_ResponseBody):
+class DetectionAnswer(ResponseBody):
     """A detected box (x0, y0, x1, y1), in pixels of the image as it was sent."""
 
     label: str
@@ -565,7 +516,7 @@ class DetectionAnswer(_ResponseBody):
     box: tuple[float, float, float, float]
 
 
-class ImageAnswer(_ResponseBody):
+class ImageAnswer(ResponseBody):
     """The boxes of one image, and the size in pixels that they refer to."""
 
     width: int
@@ -573,7 +524,7 @@ class ImageAnswer(_ResponseBody):
     detections: list[DetectionAnswer]
 
 
-class ValoraAnswer(_ResponseBody):
+class ValoraAnswer(ResponseBody):
     """Which model answered and how, and the answer of the domain's head.
 
     The fields of the head's answer depend on its kind; other packages may add kinds with fields of
@@ -600,7 +551,7 @@ class ValoraAnswer(_ResponseBody):
     )
 
 
-class TopLogprob(_ResponseBody):
+class TopLogprob(ResponseBody):
     """A token and its log probability."""
 
     token: str
@@ -614,21 +565,21 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob] = []
 
 
-class ChatLogprobs(_ResponseBody):
+class ChatLogprobs(ResponseBody):
     """Log probabilities of the tokens of an answer."""
 
     content: list[TokenLogprob] | None = None
     refusal: list[TokenLogprob] | None = None
 
 
-class CalledFunction(_ResponseBody):
+class CalledFunction(ResponseBody):
     """A function and its arguments, a JSON object as a string."""
 
     name: str
     arguments: str
 
 
-class AnswerToolCall(_ResponseBody):
+class AnswerToolCall(ResponseBody):
     """A call of a function."""
 
     id: str
@@ -636,7 +587,7 @@ class AnswerToolCall(_ResponseBody):
     function: CalledFunction
 
 
-class AnswerMessage(_ResponseBody):
+class AnswerMessage(ResponseBody):
     """Message with the answer."""
 
     role: Literal["assistant"] = "assistant"
@@ -645,7 +596,7 @@ class AnswerMessage(_ResponseBody):
     tool_calls: list[AnswerToolCall] | None = None
 
 
-class ChatChoice(_ResponseBody):
+class ChatChoice(ResponseBody):
     """One answer of ``/v1/chat/completions``."""
 
     index: int
@@ -654,7 +605,7 @@ class ChatChoice(_ResponseBody):
     finish_reason: str
 
 
-class ChatAnswer(_ResponseBody):
+class ChatAnswer(ResponseBody):
     """Response of ``/v1/chat/completions``."""
 
     id: str
@@ -667,7 +618,7 @@ class ChatAnswer(_ResponseBody):
     valora: ValoraAnswer | None = None
 
 
-class CompletionLogprobs(_ResponseBody):
+class CompletionLogprobs(ResponseBody):
     """Log probabilities of an answer's tokens; the first token of an echoed prompt has none."""
 
     tokens: list[str] = []
@@ -676,7 +627,7 @@ class CompletionLogprobs(_ResponseBody):
     text_offset: list[int] = []
 
 
-class CompletionChoice(_ResponseBody):
+class CompletionChoice(ResponseBody):
     """One answer of ``/v1/completions``."""
 
     index: int
@@ -685,7 +636,7 @@ class CompletionChoice(_ResponseBody):
     finish_reason: str | None = None
 
 
-class CompletionAnswer(_ResponseBody):
+class CompletionAnswer(ResponseBody):
     """Response of ``/v1/completions``."""
 
     id: str
@@ -697,7 +648,7 @@ class CompletionAnswer(_ResponseBody):
     valora: ValoraAnswer | None = None
 
 
-class ResponseAnswer(_ResponseBody):
+class ResponseAnswer(ResponseBody):
     """Response of ``/v1/responses``; all of OpenAI's fields that apply here."""
 
     model_config = ConfigDict(extra="allow")
@@ -711,7 +662,7 @@ class ResponseAnswer(_ResponseBody):
     valora: ValoraAnswer | None = None
 
 
-class Embedding(_ResponseBody):
+class Embedding(ResponseBody):
     """One embedding: numbers, or base64 of little-endian float32; its Euclidean length is 1."""
 
     object: Literal["embedding"] = "embedding"
@@ -719,14 +670,14 @@ class Embedding(_ResponseBody):
     embedding: list[float] | str
 
 
-class EmbeddingUsage(_ResponseBody):
+class EmbeddingUsage(ResponseBody):
     """Token counts of the inputs."""
 
     prompt_tokens: int
     total_tokens: int
 
 
-class EmbeddingAnswer(_ResponseBody):
+class EmbeddingAnswer(ResponseBody):
     """Response of ``/v1/embeddings``: one embedding for each input, in order."""
 
     object: Literal["list"] = "list"
@@ -735,7 +686,7 @@ class EmbeddingAnswer(_ResponseBody):
     usage: EmbeddingUsage
 
 
-class VisionResult(_ResponseBody):
+class VisionResult(ResponseBody):
     """The answer to one image or to the video.
 
     The fields of a head's answer depend on its kind; other packages may add kinds with fields of
@@ -753,7 +704,7 @@ class VisionResult(_ResponseBody):
     text: str | None = None
 
 
-class VisionAnswer(_ResponseBody):
+class VisionAnswer(ResponseBody):
     """Response of ``/v1/vision/{domain}``: one result per image, in order."""
 
     id: str
@@ -773,178 +724,8 @@ class VisionAnswer(_ResponseBody):
     )
 
 
-class ModelCard(_ResponseBody):
-    """A model that requests can name: the base model, an adapter or a domain."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "valora"
-    root: str
-    parent: str | None = None
-    kind: Literal["base", "adapter", "domain"]
-    adapter: str | None = None
-    task: str | None = None
-    head: str | None = None
-    boxes: bool = False
-    labels: list[str] = []
-    metric: str | None = None
-    accuracy: float | None = None
-    required: float | None = None
-    teacher: float | None = None
-    prompt: str | None = None
-    media: str | None = None
-    bundle: str | None = None
-    rank: int | None = None
-    decode_only: bool = False
-    state: Literal["disk", "host", "device"] | None = Field(
-        default=None, description="where an adapter is; those on disk are read when they are named"
-    )
-    resolver: str | None = Field(
-        default=None, description="kind of the source that a request loaded the adapter from"
-    )
-    form: str | None = None
-    memory_tokens: int | None = None
-    source_tokens: int | None = None
-    encodes: int | None = None
-    quarantined: str | None = None
-    max_model_len: int
-
-
-class ContextCard(_ResponseBody):
-    """A context: a document that requests can ask about without sending it."""
-
-    id: str
-    object: Literal["context"] = "context"
-    created: int
-    form: str = Field(description="prefix, memory_tokens or adapter")
-    tokens: int = Field(description="tokens of its memory")
-    bytes: int = Field(description="size of its memory")
-    source_tokens: int = Field(description="tokens of the document")
-    adapter: str | None = None
-    decode_only: bool = False
-    bundle: str | None = None
-    accuracy: float | None = None
-    required: float | None = None
-
-
-class ContextList(_ResponseBody):
-    """Response of ``GET /v1/contexts``."""
-
-    object: Literal["list"] = "list"
-    data: list[ContextCard]
-
-
-class ModelList(_ResponseBody):
-    """Response of ``/v1/models``."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class TeacherAnswer(_ResponseBody):
-    """What the small model that taught a domain answers for an example."""
-
-    detections: list[DetectionAnswer] | None = Field(
-        default=None, description="its boxes from its own threshold on"
-    )
-    label: str | None = None
-    confidence: float | None = None
-    text: str | None = None
-
-
-class ExampleCard(_ResponseBody):
-    """A golden example of a served domain."""
-
-    domain: str
-    number: int = Field(description="from 0, within the domain")
-    video: bool = Field(description="whether the images are the frames of a video")
-    question: str | None = Field(description="its own prompt; None for the domain's")
-    images: list[str] = Field(description="paths of its images or frames, in order")
-    teacher: TeacherAnswer | None = Field(
-        default=None, description="the domain's small model; null if the bundle does not hold it"
-    )
-
-
-class ExampleList(_ResponseBody):
-    """Response of ``/v1/examples``."""
-
-    object: Literal["list"] = "list"
-    data: list[ExampleCard]
-
-
-class Health(_ResponseBody):
-    """Response of ``/health`` and ``/ready``."""
-
-    status: Literal["ok", "starting", "draining", "failed"]
-
-
-class Version(_ResponseBody):
-    """Response of ``/version``."""
-
-    version: str
-    base: str
-    python: str
-    torch: str | None
-    transformers: str | None
-
-
-class Done(_ResponseBody):
+class Done(ResponseBody):
     """Response to an unload."""
 
     status: Literal["ok"] = "ok"
     message: str
-
-
-class EngineStatus(_ResponseBody):
-    """State and counters of an engine; counters count from its start."""
-
-    running: int
-    waiting: int
-    mode: str
-    merged_adapter: str | None
-    switches: int
-    steps: int
-    pages_total: int
-    pages_free: int
-    pages_kv: int
-    pages_adapters: int
-    pages_contexts: int
-    contexts_resident: int
-    contexts_known: int
-    adapters_resident: list[str]
-    adapters_known: int
-    prefix_hit_ratio: float | None
-    image_hit_ratio: float | None
-    preemptions: int
-    prompt_tokens: int
-    generated_tokens: int
-    non_finite: int
-    unmergeable: list[str]
-    quarantined: dict[str, str]
-    start_seconds: dict[str, float]
-    prepared: int
-    preparations: int
-    tilings_measured: int
-    tilings_wanted: int
-
-
-class Status(EngineStatus):
-    """Response of ``/v1/status``: state of the engine, as the console shows it."""
-
-    ready: bool
-    base: str
-    memory_bytes: int
-    uptime_seconds: float
-    replicas: dict[str, EngineStatus] | None = Field(
-        default=None,
-        description="every replica by its name, whose sum the others are; null if there is one "
-        "engine, in the server's process",
-    )
-
-
-class Loaded(_ResponseBody):
-    """Response to a load: the models that were loaded."""
-
-    status: Literal["ok"] = "ok"
-    models: list[ModelCard]

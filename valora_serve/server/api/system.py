@@ -8,20 +8,85 @@ import resource
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import APIRouter
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from pydantic import Field
 from starlette.responses import FileResponse, Response
 
 from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import answer, error_answers
-from valora_serve.server.api.schema import EngineStatus, Health, Status, Version
+from valora_serve.server.api.schema import ResponseBody
 from valora_serve.server.service import last_part
 
 if TYPE_CHECKING:
     from valora_serve.server.context import ServerContext
     from valora_serve.types import EngineStats
+
+
+class Health(ResponseBody):
+    """Response of ``/health`` and ``/ready``."""
+
+    status: Literal["ok", "starting", "draining", "failed"]
+
+
+class Version(ResponseBody):
+    """Response of ``/version``."""
+
+    version: str
+    base: str
+    python: str
+    torch: str | None
+    transformers: str | None
+
+
+class EngineStatus(ResponseBody):
+    """State and counters of an engine; counters count from its start."""
+
+    running: int
+    waiting: int
+    mode: str
+    merged_adapter: str | None
+    switches: int
+    steps: int
+    pages_total: int
+    pages_free: int
+    pages_kv: int
+    pages_adapters: int
+    pages_contexts: int
+    contexts_resident: int
+    contexts_known: int
+    adapters_resident: list[str]
+    adapters_known: int
+    prefix_hit_ratio: float | None
+    image_hit_ratio: float | None
+    preemptions: int
+    prompt_tokens: int
+    generated_tokens: int
+    non_finite: int
+    unmergeable: list[str]
+    quarantined: dict[str, str]
+    start_seconds: dict[str, float]
+    prepared: int
+    preparations: int
+    tilings_measured: int
+    tilings_wanted: int
+
+
+class Status(EngineStatus):
+    """Response of ``/v1/status``: state of the engine, as the console shows it."""
+
+    ready: bool
+    base: str
+    memory_bytes: int
+    uptime_seconds: float
+    replicas: dict[str, EngineStatus] | None = Field(
+        default=None,
+        description="every replica by its name, whose sum the others are; null if there is one "
+        "engine, in the server's process",
+    )
+
 
 WEB = Path(__file__).parents[1] / "web"
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}

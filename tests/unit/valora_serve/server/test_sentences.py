@@ -10,6 +10,7 @@ from pydantic_core._pydantic_core import list_all_errors
 from tests.support.http_helpers import CHAT, serving
 from valora_serve.errors import FieldError
 from valora_serve.server.api import schema
+from valora_serve.server.api.registry import endpoints
 from valora_serve.server.bodies import validated
 from valora_serve.server.sentences import refusal
 
@@ -85,6 +86,12 @@ def wrong_values():
             {"a": 1}, [1, "a"], {"type": "x"}, LONG]  # fmt: skip
 
 
+def below(model):
+    """All kinds of requests of all endpoints, and their parts."""
+    list(endpoints())  # imports them
+    return {one for kind in model.__subclasses__() for one in {kind} | below(kind)}
+
+
 def bodies(model):
     """Bodies in which one field, at any depth, is wrong."""
     for name, field in model.model_fields.items():
@@ -94,8 +101,7 @@ def bodies(model):
 
 @pytest.mark.parametrize(
     "model",
-    [item for item in vars(schema).values()
-     if isinstance(item, type) and issubclass(item, schema._Body) and item is not schema._Body],
+    sorted(below(schema.Body), key=lambda model: model.__name__),
     ids=lambda model: model.__name__,
 )  # fmt: skip
 def test_no_message_of_any_request_shows_what_it_is_made_of(model):

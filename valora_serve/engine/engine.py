@@ -49,7 +49,7 @@ from valora_serve.engine.merge import MergeState
 from valora_serve.engine.named import Named
 from valora_serve.engine.requests import Requests
 from valora_serve.engine.sequence import Prepared, SequenceState
-from valora_serve.engine.settings import BY_MATRIX, FP8, LAZY
+from valora_serve.engine.settings import BY_MATRIX, FP8, LAZY, NF4_PACKED, UNMERGEABLE
 from valora_serve.engine.tuning import make_tuning
 from valora_serve.engine.warm_up import WarmUp
 from valora_serve.errors import (
@@ -155,7 +155,7 @@ class Engine:
         self._modes = modes_of(settings.policy)
         if not settings.policy_settings.mixture:
             self._modes -= {Mode.MIXTURE}
-        if settings.quantize == FP8:
+        if settings.quantize in UNMERGEABLE:
             self._modes = frozenset({Mode.UNMERGED})
         self.start_up = WarmUp(sizing.lora_terms(self._modes), lazy=settings.capture == LAZY)
         self.crew: Crew | None = None
@@ -279,12 +279,13 @@ class Engine:
     def _load(self, seat: Seat | None) -> Lmm:
         """Load the base model, or this process's part of it."""
         settings = self.settings
-        quantize = settings.quantize if settings.quantize == NF4 else None
+        packed = settings.quantize == NF4_PACKED
+        quantize = NF4 if packed or settings.quantize == NF4 else None
         if seat is None:
             device = sizing.find_device(settings.device)
             dtype = sizing.find_dtype(settings.dtype, device)
             fp8 = settings.quantize == FP8
-            return Lmm.load(settings.base, dtype, device, quantize, fp8=fp8)
+            return Lmm.load(settings.base, dtype, device, quantize, fp8=fp8, packed=packed)
         dtype = sizing.find_dtype(settings.dtype, seat.group.device)
 
         def lora(spec: GroupSpec, row: bool) -> LoraParallel:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FIXED = "the base weights have 8 bits"
+FIXED = "the base weights have 4 or 8 bits"
 """Why no adapter is merged into some base models."""
 
 

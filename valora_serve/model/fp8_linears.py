@@ -8,7 +8,7 @@ are never merged: a sum with a merged adapter would have to be rounded again.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -96,44 +96,33 @@ class Fp8Group(LinearGroup):
     """Linear layers that share their input, with weights of 8 bits.
 
     Attributes:
-        rounded: [sum of outputs, inputs] FP8.
+        weights: One [sum of outputs, inputs] FP8.
         scales: [sum of outputs, 1] float32.
     """
 
-    def __init__(
-        self, spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope, last: LastOutputs
-    ) -> None:
-        super().__init__(spec, linears, scope, last)
-        with torch.no_grad():
-            self.rounded, self.scales = round_rows(self.weights[0])
-        self._dtype = self.weights[0].dtype
-        self.weights = (self.rounded,)
+    rounded: ClassVar[bool] = True
+
+    def _stack(self, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+        (weight,) = super()._stack(linears)
+        rounded, self.scales = round_rows(weight)
+        self._dtype = weight.dtype
         for linear in linears:
             linear.weight = None  # type: ignore[assignment]  # frees the unrounded weights
+        return (rounded,)
 
     def matrix(self, index: int) -> Tensor:
         """Weight of the layer at `index` after rounding: [outputs, inputs]."""
         widths = self.spec.out_features
-        rounded: Tensor = self.rounded.split(widths)[index]
+        rounded: Tensor = self.weights[0].split(widths)[index]
         scales: Tensor = self.scales.split(widths)[index]
         return (rounded.float() * scales).to(self._dtype)
 
-    def _compute(self, x: Tensor) -> Sequence[Tensor]:
-        flat = x.reshape(-1, x.shape[-1])
-        y = self._base(flat)
-        batch = self._scope.batch(self.spec.part, len(flat))
-        if batch is not None and self.lora is not None:
-            ys = y.split(self.spec.out_features, dim=1)
-            self._scope.operator.add(ys, flat, self.lora, batch)
-        parts: Sequence[Tensor] = y.view(*x.shape[:-1], -1).split(self.spec.out_features, dim=-1)
-        return parts
-
     def _base(self, x: Tensor) -> Tensor:
-        y = multiply(x, self.rounded, self.scales)
+        y = multiply(x, self.weights[0], self.scales)
         return y if self.bias is None else y + self.bias
 
 
-def make_group(
+def make_fp8(
     spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope, last: LastOutputs
 ) -> LinearGroup:
     """Make a group of the language model with 8-bit weights; others keep theirs."""

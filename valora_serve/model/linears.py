@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from valora_data.contract.quantized import shape_of
 from valora_kernels.launching import ALIGNMENT
 from valora_kernels.merge import MergeableWeights
 from valora_kernels.operators.registry import ATMM, operator
@@ -132,7 +133,11 @@ class LinearGroup:
         weights: One [sum of outputs, inputs], or one per layer where they cannot be stacked.
         bias: [sum of outputs] or None.
         lora: LoRA weights of these layers; None while no adapter has any.
+        rounded: Whether weights are stored as other numbers than those that x is multiplied by,
+            so that nothing can be merged into them, nor can our own products read them.
     """
+
+    rounded: ClassVar[bool] = False
 
     def __init__(
         self, spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope, last: LastOutputs
@@ -141,21 +146,24 @@ class LinearGroup:
         self.lora: LoraWeights | None = None
         self._scope, self._last = scope, last
         with torch.no_grad():
-            weights = [linear.weight.detach() for linear in linears]
-            self.weights: tuple[Tensor, ...] = (
-                weights[0] if len(weights) == 1 else torch.cat(weights),
-            )
-            biases: list[Tensor | None] = [linear.bias for linear in linears]
+            self.weights: tuple[Tensor, ...] = self._stack(linears)
             self.bias: Tensor | None = None
-            if any(bias is not None for bias in biases):
+            biases: list[Tensor | None] = [linear.bias for linear in linears]
+            one = next((bias for bias in biases if bias is not None), None)
+            if one is not None:
                 parts: list[Tensor] = [
-                    bias if bias is not None else weight.new_zeros(len(weight))
-                    for bias, weight in zip(biases, weights, strict=True)
+                    one.new_zeros(width) if bias is None else bias
+                    for bias, width in zip(biases, spec.out_features, strict=True)
                 ]
                 self.bias = parts[0] if len(parts) == 1 else torch.cat(parts)
         self._aligned = all(n % ALIGNMENT == 0 for n in (spec.in_features, *spec.out_features))
         self._input: Tensor | None = None
         self._outputs: Sequence[Tensor] = ()
+
+    def _stack(self, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+        """The layers' weights, see `weights`."""
+        weights = [linear.weight.detach() for linear in linears]
+        return (weights[0] if len(weights) == 1 else torch.cat(weights),)
 
     def matrix(self, index: int) -> Tensor:
         """Weight of the layer at `index`: [outputs, inputs], a merged adapter included."""
@@ -188,7 +196,8 @@ class LinearGroup:
         flat = x.reshape(-1, x.shape[-1])
         batch = self._scope.batch(self.spec.part, len(flat))
         way = self._scope.operator
-        if batch is not None and self.lora is not None and self._aligned and way.adaptive:
+        adaptive = way.adaptive and self._aligned and not self.rounded
+        if batch is not None and self.lora is not None and adaptive:
             y = x.new_empty(len(flat), sum(self.spec.out_features))
             bases = [self.matrix(index) for index in range(len(self.spec.modules))]
             biases = None
@@ -304,8 +313,8 @@ class Linears:
             spec = GroupSpec(
                 members[0],
                 tuple(members),
-                module.weight.shape[1],
-                tuple(len(linear.weight) for linear in parts_of),
+                shape_of(module.weight)[1],
+                tuple(shape_of(linear.weight)[0] for linear in parts_of),
                 part,
             )
             group = (make or LinearGroup)(spec, parts_of, found.scope, found.last)

@@ -9,13 +9,14 @@ import torch
 
 from valora_data.contract.architectures.base import ModelPart
 from valora_data.contract.base_model import BaseModel, load_model
-from valora_data.contract.quantized import unpack
+from valora_data.contract.quantized import check_library, unpack
 from valora_data.errors import BundleError
 from valora_kernels.launching import has_dependent_launch
 from valora_serve.catalogue.adapters import ModelTargets
 from valora_serve.model.attention.base import register_attention
-from valora_serve.model.fp8_linears import check_device, make_group
+from valora_serve.model.fp8_linears import check_device, make_fp8
 from valora_serve.model.linears import Linears
+from valora_serve.model.nf4_linears import make_nf4
 from valora_serve.model.prompt import VisualFeatures
 from valora_serve.model.split_linears import SplitLinears
 from valora_serve.model.split_model import SplitReader, local_heads, split_head
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from valora_serve.model.attention.base import AttentionPlan
+    from valora_serve.model.linears import MakeGroup
     from valora_serve.model.prompt import Visual
     from valora_serve.model.split_linears import ChooseLora
     from valora_serve.parallel.group import Group
@@ -61,6 +63,8 @@ class Lmm(BaseModel):
         lora: How LoRA matrices are split, see `SplitLinears.split`; only with `split`.
         fp8: Whether the language model computes with weights and activations of 8 bits, which only
             a whole model can.
+        packed: Whether the language model's weights stay in 4 bits, which only a whole model's
+            can; they are rounded if they are not yet.
 
     Attributes:
         quantize: How its weights were rounded before adapters were trained on them; None if they
@@ -91,10 +95,11 @@ class Lmm(BaseModel):
         lora: ChooseLora | None = None,
         *,
         fp8: bool = False,
+        packed: bool = False,
     ) -> None:
         super().__init__(base, model, processor)
         self.quantize = quantize
-        self.mergeable = not fp8
+        self.mergeable = not (fp8 or packed)
         self.to(device)
         text = self.config.get_text_config()
         self._refuse_windows(text)
@@ -113,9 +118,14 @@ class Lmm(BaseModel):
         if split is None:
             self.own_kv_heads = slice(0, self.kv_heads)
             self.targets = ModelTargets.of(model, self.architecture)
+            make: MakeGroup | None = None
             if fp8:
                 check_device(device)
-            self.linears = Linears.of(model, within, make_group if fp8 else None)
+                make = make_fp8
+            elif packed:
+                check_library(device.type)
+                make = make_nf4(self.dtype)
+            self.linears = Linears.of(model, within, make)
             return
         assert split.targets is not None
         assert lora is not None
@@ -167,11 +177,12 @@ class Lmm(BaseModel):
         quantize: str | None = None,
         *,
         fp8: bool = False,
+        packed: bool = False,
     ) -> Lmm:
         """Load a base model.
 
-        Weights that are rounded to 4 bits are unpacked again: they are the numbers that adapters
-        were trained on, and take as much memory as unrounded ones.
+        Weights that are rounded to 4 bits are unpacked again, unless they are to stay packed: they
+        are the numbers that adapters were trained on, and take as much memory as unrounded ones.
 
         Args:
             base: ``tiny``, a folder or a name on the hub.
@@ -179,15 +190,16 @@ class Lmm(BaseModel):
             device: Device to move the model to.
             quantize: ``nf4`` to round the language model to 4 bits; None to keep its weights.
             fp8: Whether the language model computes with weights and activations of 8 bits.
+            packed: Whether the rounded weights stay in 4 bits.
 
         Raises:
             BundleError: If there is no such model, or it cannot be served or rounded.
             SettingsError: The device does not compute with 8 bits.
         """
         model, processor = load_model(base, dtype, quantize=quantize, device=device)
-        if quantize is not None:
+        if quantize is not None and not packed:
             model = unpack(model, dtype)
-        return cls(base, model, processor, device, quantize, fp8=fp8)
+        return cls(base, model, processor, device, quantize, fp8=fp8, packed=packed)
 
     def _refuse_windows(self, text: Any) -> None:
         window = getattr(text, "sliding_window", None)

@@ -1,8 +1,8 @@
 """A base model whose language model is held in 4 bits (QLoRA), through bitsandbytes.
 
 Adapters that were trained on rounded weights keep their accuracy on these weights. Training holds
-them packed, in about half a byte a weight. Serving unpacks them into the type that it computes in:
-the same numbers, in as much memory as the base model always takes.
+them packed, in about half a byte a weight. Serving unpacks them into the type that it computes in,
+the same numbers in as much memory as the base model always takes, or keeps them packed, too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from valora_data.contract.bundle import NF4
 from valora_data.errors import BundleError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 PACKAGE = "bitsandbytes"
@@ -155,16 +157,95 @@ def prepare_packed(model: Any) -> None:
 
 def unpacked(weight: Any) -> torch.Tensor:
     """Return the numbers of a packed weight: [outputs, inputs]."""
+    return _unpack(weight.data, weight.quant_state)
+
+
+def _unpack(packed: torch.Tensor, state: Any) -> torch.Tensor:
     from bitsandbytes.functional import dequantize_4bit
 
-    state = weight.quant_state
     shape = state.shape
     state.shape = _blocks(shape)
     try:
-        found: torch.Tensor = dequantize_4bit(weight.data, state)
+        found: torch.Tensor = dequantize_4bit(packed, state)
     finally:
         state.shape = shape
     return found.view(shape)
+
+
+class PackedMatrix:
+    """Matrices of 4 bits one below the other, which are multiplied without being unpacked for good.
+
+    Scales of blocks are kept in 32 bits: a weight takes 4.5 bits, and all matrices are one product.
+
+    Args:
+        weights: [outputs, inputs] of each matrix; packed weights of a loaded model, or others,
+            which are rounded. Blocks must fill each of them.
+        dtype: Type of the computation.
+    """
+
+    def __init__(self, weights: Sequence[Any], dtype: torch.dtype) -> None:
+        import torch
+        from bitsandbytes.functional import QuantState
+
+        parts = [_packed(weight) for weight in weights]
+        states = [state for _, state in parts]
+        self.packed = torch.cat([packed.reshape(-1, 1) for packed, _ in parts])
+        self._state = QuantState(
+            torch.cat([_scales(state) for state in states]),
+            torch.Size((sum(int(state.shape[0]) for state in states), int(states[0].shape[1]))),
+            states[0].code,
+            BLOCK,
+            NF4,
+            dtype,
+        )
+
+    def matrix(self) -> torch.Tensor:
+        """Return the numbers: [sum of outputs, inputs]."""
+        return _unpack(self.packed, self._state)
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Compute x·Wᵀ + bias: [rows, inputs] → [rows, sum of outputs].
+
+        bitsandbytes multiplies by packed weights where that is faster, and otherwise unpacks them
+        for the call.
+        """
+        from bitsandbytes import matmul_4bit
+        from torch.nn import functional as F
+
+        if x.shape[1] % BLOCK:  # some of its kernels expect whole blocks in a row
+            return F.linear(x, self.matrix(), bias)
+        found: torch.Tensor = matmul_4bit(x, self.packed.t(), self._state, bias=bias)
+        return found
+
+
+def shape_of(weight: Any) -> torch.Size:
+    """Return the shape of a matrix, packed or not: [outputs, inputs]."""
+    state = getattr(weight, "quant_state", None)
+    found: torch.Size = weight.shape if state is None else state.shape
+    return found
+
+
+def _packed(weight: Any) -> tuple[torch.Tensor, Any]:
+    """Return a matrix rounded to NF4, as bytes and what they mean."""
+    from bitsandbytes.functional import quantize_4bit
+
+    if (state := getattr(weight, "quant_state", None)) is not None:
+        return weight.data, state
+    rows = weight.detach().contiguous().view(_blocks(weight.shape))
+    packed, state = quantize_4bit(rows, compress_statistics=True, quant_type=NF4)
+    state.shape = weight.shape
+    return packed, state
+
+
+def _scales(state: Any) -> torch.Tensor:
+    """Return the scale of each block: [blocks] float32."""
+    from bitsandbytes.functional import dequantize_blockwise
+
+    if not state.nested:
+        plain: torch.Tensor = state.absmax.float()
+        return plain
+    scales: torch.Tensor = dequantize_blockwise(state.absmax, state.state2) + state.offset
+    return scales.float()
 
 
 def rounded_matrix(weight: torch.Tensor) -> torch.Tensor:
@@ -173,12 +254,7 @@ def rounded_matrix(weight: torch.Tensor) -> torch.Tensor:
     Args:
         weight: [outputs, inputs], the whole matrix.
     """
-    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-
-    rows = weight.contiguous().view(_blocks(weight.shape))
-    packed, state = quantize_4bit(rows, compress_statistics=True, quant_type=NF4)
-    found: torch.Tensor = dequantize_4bit(packed, state)
-    return found.view(weight.shape)
+    return _unpack(*_packed(weight))
 
 
 def _blocks(shape: torch.Size) -> torch.Size:

@@ -2,7 +2,8 @@
 
 `python -m tests.bench.valora_serve.bench_rounding [BUNDLE]` serves a bundle's adapters and heads on
 the base model as it is, with weights and activations of 8 bits (`fp8`), and with weights of 4 bits
-(`nf4`, without the bundle's heads, which are refused on other weights than they were trained on).
+(`nf4`, and `nf4_packed`, which keeps them in 4 bits; without the bundle's heads, which are refused
+on other weights than they were trained on).
 Prompts are the golden images of the bundle with a question.
 """
 
@@ -70,7 +71,7 @@ def main() -> None:
     parser.add_argument("bundle", nargs="?", type=Path,
                         default=Path("valora_serve/demo/bundles/detection"))  # fmt: skip
     parser.add_argument("--base", default="tiny")
-    parser.add_argument("--roundings", nargs="+", default=["none", "fp8", "nf4"])
+    parser.add_argument("--roundings", nargs="+", default=["none", "fp8", "nf4", "nf4_packed"])
     given = parser.parse_args()
     images = [Image.open(path).convert("RGB")
               for path in sorted((given.bundle / "golden").glob("*.png"))]  # fmt: skip
@@ -78,7 +79,7 @@ def main() -> None:
     rows, words, heads = [], None, None
     for rounding in given.roundings:
         engine = Engine(EngineSettings(base=given.base, quantize=rounding, profile=False))
-        served = rounding != "nf4"
+        served = not rounding.startswith("nf4")
         domains = []
         if served:
             engine.load(given.bundle)

@@ -522,7 +522,7 @@ def options():
     parser.add_argument("--vision", action=argparse.BooleanOptionalAction, default=True,
                         help="a whole vision tower, or two layers of it")  # fmt: skip
     parser.add_argument("--attention", default="auto")
-    parser.add_argument("--quantize", default="none", choices=("none", "fp8"))
+    parser.add_argument("--quantize", default="none", choices=("none", "fp8", "nf4_packed"))
     parser.add_argument("--backends", nargs="+", default=["flashinfer", "triton"],
                         help="attention backends of `backends`")  # fmt: skip
     parser.add_argument("--targets", default="attention", choices=TARGETS,

@@ -50,8 +50,11 @@ class Bench:
             if getattr(arguments, name, None) is not None:
                 given[name] = getattr(arguments, name)
         self.model = BASES[self.base](self.device, **given)
-        fp8 = getattr(arguments, "quantize", "none") == "fp8"
-        self.lmm = Lmm(self.base, self.model, PROCESSOR, self.device, fp8=fp8)
+        rounding = getattr(arguments, "quantize", "none")
+        self.lmm = Lmm(
+            self.base, self.model, PROCESSOR, self.device,
+            fp8=rounding == "fp8", packed=rounding == "nf4_packed",
+        )  # fmt: skip
         self.targets = getattr(arguments, "targets", "attention")
         self.engine = None
         self.started = None

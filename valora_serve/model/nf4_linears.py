@@ -1,0 +1,82 @@
+"""Linear layers of a base model whose weights stay packed in 4 bits (NF4, through bitsandbytes).
+
+The numbers are those that adapters are trained on with ``model.quantize=nf4``, in 4.5 bits a
+weight. LoRA terms are computed in the model's own type. Adapters are never merged: a sum with a
+merged adapter would have to be rounded again.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import nn
+
+from valora_data.contract.quantized import BLOCK, PackedMatrix, rounded_matrix, shape_of
+from valora_serve.model.linears import LinearGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor
+
+    from valora_serve.memory.unified import GroupSpec
+    from valora_serve.model.linears import LastOutputs, LoraScope, MakeGroup
+
+
+class Nf4Group(LinearGroup):
+    """Linear layers that share their input, with weights of 4 bits.
+
+    Attributes:
+        weights: One [bytes, 1], the packed weights.
+    """
+
+    rounded: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        linears: Sequence[nn.Linear],
+        scope: LoraScope,
+        last: LastOutputs,
+        dtype: torch.dtype,
+    ) -> None:
+        self._dtype = dtype
+        super().__init__(spec, linears, scope, last)
+
+    def _stack(self, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+        self._packed = PackedMatrix([linear.weight for linear in linears], self._dtype)
+        for linear in linears:
+            linear.weight = None  # type: ignore[assignment]  # frees it
+        return (self._packed.packed,)
+
+    def matrix(self, index: int) -> Tensor:
+        """Weight of the layer at `index` after rounding: [outputs, inputs]."""
+        parts: Sequence[Tensor] = self._packed.matrix().split(self.spec.out_features)
+        return parts[index]
+
+    def _base(self, x: Tensor) -> Tensor:
+        return self._packed.multiply(x, self.bias)
+
+
+def make_nf4(dtype: torch.dtype) -> MakeGroup:
+    """Return what makes groups: of the language model with packed weights; others keep theirs.
+
+    Args:
+        dtype: Type of the computation.
+    """
+
+    def make(
+        spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope, last: LastOutputs
+    ) -> LinearGroup:
+        if spec.part != "text":
+            return LinearGroup(spec, linears, scope, last)
+        if all(prod(shape_of(linear.weight)) % BLOCK == 0 for linear in linears):
+            return Nf4Group(spec, linears, scope, last, dtype)
+        for linear in linears:  # blocks do not fill the matrices
+            numbers = rounded_matrix(linear.weight).to(dtype)
+            linear.weight = nn.Parameter(numbers, requires_grad=False)
+        return LinearGroup(spec, linears, scope, last)
+
+    return make

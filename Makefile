@@ -63,7 +63,7 @@ ui: $(READY) ## Show every attempt of every fusion in MLflow, and print links (A
 	@$(BIN)/python -m valora_train.reporting.ui $(ARGS)
 
 .PHONY: base
-base: $(READY) ## Train the base model valora-tiny from scratch (30 minutes on a GPU); continues
+base: $(READY) ## Train the base model valora-tiny from scratch (37 minutes on a GPU); continues
 	@$(BASE) --questions 300
 
 .PHONY: test test-fast test-slow test-gpu lint format

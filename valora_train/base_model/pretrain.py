@@ -4,8 +4,9 @@ A LLaVA with about 4 M parameters, built from transformers' own classes, is pret
 on generic scenes, and then learns to look facts up in documents and albums. Detection is learned by
 one linear layer over the visual tokens, everything else as written answers. The learning rate
 follows the clock, so that the recipe fits the time that is given (`RECIPE`: legs with rates of
-their own). `--legs` chooses legs of the recipe, `--minutes` runs one leg of other options instead;
-both can start from a checkpoint (`--start`).
+their own). While it learns to read, it is held to what it knew of scenes (`retention`). `--legs`
+chooses legs of the recipe, `--minutes` runs one leg of other options instead; both can start from a
+checkpoint (`--start`).
 The checkpoint is written at the end; an interrupted training continues where it was a minute
 before, when the same command is given again.
 
@@ -56,6 +57,7 @@ from valora_train.base_model.data import (
 )
 from valora_train.base_model.lookup import LookupTutor
 from valora_train.base_model.records import LENGTHS, Curriculum, RecordBatch, RecordDrawer
+from valora_train.base_model.retention import Retention
 
 GRID = (SIZE // PATCH, SIZE // PATCH)
 HIDDEN = 192
@@ -306,37 +308,64 @@ class Pretraining:
         self.tutor = Tutor().to(device)
         self.lookup = LookupTutor(model.model.language_model)
         self.losses = torch.zeros(5, device=device)
+        self.retention: Retention | None = None
+
+    def retain(self) -> None:
+        """From now on, scenes teach what the model knows about them now instead of labels.
+
+        The vision tower and the projector are left as they are.
+        """
+        core = self.model.model
+        self.retention = Retention(core.language_model, self.head)
+        core.vision_tower.requires_grad_(False)
+        core.multi_modal_projector.requires_grad_(False)
+        self.tutor.requires_grad_(False)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """All trained parameters with their names."""
         parts: tuple[Any, ...] = (self.model, self.head, self.tutor)
-        return [item for part in parts for item in part.named_parameters()]
+        named = [item for part in parts for item in part.named_parameters()]
+        return [(name, weight) for name, weight in named if weight.requires_grad]
 
     def loss(self, batch: Batch) -> Tensor:
-        """Mean cross-entropy of answer tokens plus the losses of detection and of the tutors."""
+        """Mean cross-entropy of answer tokens plus the losses of detection and of the tutors.
+
+        After `retain`, batches about scenes are learned from `Retention` instead, and the vision
+        tower has no tutor.
+        """
         row, column = batch.row, batch.column
+        retention = None if batch.albums else self.retention
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             hidden, visual = forward(self.model, batch, self.image_token)
             logits = self.model.lm_head(hidden[row, column - 1]).float() + self.silent
             shown = self.lookup.album_loss(batch.start, batch.look) if batch.albums else None
+            if retention is not None:
+                retention.recall(batch.ids, self.image_token, visual[batch.pick])
         target = batch.ids[row, column]
-        words = F.cross_entropy(logits, target)
+        if retention is None:
+            words = F.cross_entropy(logits, target)
+        else:
+            words = retention.words_loss(logits, (row, column - 1), self.silent)
         with torch.no_grad():
             wrong = torch.zeros(batch.turns, device=self.device)
             wrong.index_add_(0, batch.turn, (logits.argmax(-1) != target).float())
             right = (wrong[batch.asked] == 0).float()
             self.right.index_add_(0, batch.of, right)
             self.asked.index_add_(0, batch.of, torch.ones_like(right))
-        tutor = self.tutor(visual, batch.things, batch.n_things)
-        boxes = torch.zeros_like(words)
+        tutor = boxes = torch.zeros_like(words)
+        if self.retention is None:
+            tutor = self.tutor(visual, batch.things, batch.n_things)
         if len(batch.wanted):
             # The image's tokens are contiguous and start after the prompt.
             start = (batch.ids[batch.wanted] == self.image_token).int().argmax(1)
             cells = start[:, None] + torch.arange(GRID[0] * GRID[1], device=self.device)
-            scores, codes = self.head(hidden[batch.wanted[:, None], cells].float())
-            boxes, _, _ = detection_loss(
-                scores, codes, batch.boxes[batch.wanted], batch.n_boxes[batch.wanted]
-            )
+            places = batch.wanted[:, None], cells
+            scores, codes = self.head(hidden[places].float())
+            if retention is None:
+                truth, count = batch.boxes[batch.wanted], batch.n_boxes[batch.wanted]
+                boxes, _, _ = detection_loss(scores, codes, truth, count)
+            else:
+                boxes = retention.boxes_loss(scores, codes, places)
         self.losses[:3].lerp_(torch.stack([words, boxes, tutor]).detach(), 0.05)
         total: Tensor = words + 0.5 * boxes + 0.3 * tutor
         return total if shown is None else total + SHOWN * shown
@@ -449,6 +478,8 @@ class Leg:
         seed: Seed of fresh weights, of scenes and of documents.
         buckets: Names of the groups of samples with images to train on.
         reading: Share of steps that train on record documents, in [0, 1).
+        retain: Whether scenes teach, from this leg on, what the model knew when the leg began
+            instead of labels (`Retention`), with a frozen vision tower.
     """
 
     minutes: float
@@ -457,6 +488,7 @@ class Leg:
     seed: int
     buckets: tuple[str, ...] = SCENES
     reading: float = 0.0
+    retain: bool = False
 
     @property
     def options(self) -> str:
@@ -467,6 +499,8 @@ class Leg:
             options += f" --buckets {' '.join(self.buckets)}"
         if self.reading:
             options += f" --reading {self.reading:g}"
+        if self.retain:
+            options += " --retain"
         return options
 
 
@@ -474,8 +508,8 @@ RECIPE = (
     Leg(9.2, 768, 1.5e-3, 0),
     Leg(8.7, 1024, 1e-3, 1),
     Leg(6.6, 1024, 6e-4, 2),
-    Leg(2.4, 768, 2e-3, 3, tuple(BUCKETS), 0.65),
-    Leg(3.3, 1024, 1e-3, 4, tuple(BUCKETS), 0.4),
+    Leg(2.4, 768, 2e-3, 3, tuple(BUCKETS), 0.65, retain=True),
+    Leg(10.0, 1024, 1e-3, 4, tuple(BUCKETS), 0.25, retain=True),
 )
 """Three legs learn scenes, one learns to read, and the last one brings everything together."""
 SHOWN = 1.5
@@ -560,6 +594,8 @@ def train(
     first = 0 if state is None else int(state["leg"])
     for number in range(first, len(legs)):
         leg = legs[number]
+        if leg.retain and task.retention is None:
+            task.retain()
         given = state if number == first else None
         counted = run_leg(task, leg, workers, kept, {"leg": number, "done": done}, given)
         done.append({
@@ -600,6 +636,8 @@ def run_leg(
     """
     optimizer = make_optimizer(task.parameters(), leg.rate, task.device)
     parts = {"model": task.model, "head": task.head, "tutor": task.tutor}
+    if task.retention is not None:
+        parts["retention"] = task.retention
     passed, steps, seen, drawn = 0.0, 0, 0, 0
     if state is not None:
         for name, part in parts.items():
@@ -684,6 +722,10 @@ def main() -> None:
         help="share of steps that train on record documents, below 1 (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
+        "--retain", action="store_true",
+        help="learn about scenes what the checkpoint to start from knows of them instead of labels",
+    )  # fmt: skip
+    parser.add_argument(
         "--unfinished", type=Path, default=Path(".valora/base-model.pt"),
         help="file of an unfinished training, which continues from it (default: %(default)s)",
     )  # fmt: skip
@@ -692,11 +734,17 @@ def main() -> None:
     args = parser.parse_args()
     if not 0 <= args.reading < 1:
         parser.error(f"--reading is {args.reading:g}: give a share from 0 to below 1")
+    if args.retain and args.start is None:
+        parser.error("--retain needs a checkpoint that knows scenes: give it with --start")
     if not args.evaluate:
         legs = tuple(RECIPE[number - 1] for number in sorted(args.legs))
         if args.minutes is not None:
-            buckets = tuple(args.buckets)
-            legs = (Leg(args.minutes, args.batch, args.rate, args.seed, buckets, args.reading),)
+            legs = (
+                Leg(
+                    args.minutes, args.batch, args.rate, args.seed, tuple(args.buckets),
+                    args.reading, args.retain,
+                ),
+            )  # fmt: skip
         try:
             train(args.out, legs, args.workers, args.unfinished, args.start)
         except KeyboardInterrupt:

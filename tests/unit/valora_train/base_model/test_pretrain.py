@@ -325,7 +325,7 @@ def test_an_interrupted_training_continues(tmp_path, monkeypatch, capsys):
     kept, out = tmp_path / "state" / "unfinished.pt", tmp_path / "out"
     legs = (
         pretrain.Leg(0.001, 32, 1e-3, 0, ("short",)),
-        pretrain.Leg(0.15, 32, 1e-3, 1, ("album_1",), 0.5),
+        pretrain.Leg(0.15, 32, 1e-3, 1, ("album_1",), 0.5, retain=True),
     )
     monkeypatch.setattr(pretrain, "SAVE_SECONDS", 0.0)
     seconds = itertools.count()  # a clock by which every step takes two seconds
@@ -348,23 +348,28 @@ def test_an_interrupted_training_continues(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="other options: give those again"):
         pretrain.train(out, legs[1:], 1, kept, TINY)
     loaded = []
-    load_state = pretrain.PretrainingHead.load_state_dict
+    load_state = pretrain.Retention.load_state_dict
 
     def noted(self, state, *more):
         loaded.append(state)
         return load_state(self, state, *more)
 
-    monkeypatch.setattr(pretrain.PretrainingHead, "load_state_dict", noted)
+    monkeypatch.setattr(pretrain.Retention, "load_state_dict", noted)
     pretrain.train(out, legs, 1, kept, TINY)
     assert "continuing leg 2 after" in capsys.readouterr().out
-    assert torch.equal(loaded[-1]["box.weight"], states[0]["head"]["box.weight"])
+    known = states[0]["retention"]
+    assert all(torch.equal(part, known[name]) for name, part in loaded[-1].items())
+    name = "layers.0.self_attn.q_proj.weight"
+    started = load(TINY)[0].model.language_model.state_dict()[name]
+    assert torch.equal(known[f"language.{name}"], started)
+    assert not torch.equal(states[0]["model"][f"model.language_model.{name}"], started)
     assert not kept.exists()
     trained = json.loads((out / "figures.json").read_text())["training"]
     own = json.loads((TINY / "figures.json").read_text())["training"]
     assert trained[: len(own)] == own
     assert [leg["minutes"] for leg in trained[len(own) :]] == [0.001, 0.15]
     assert [leg["steps"] for leg in trained[len(own) :]] == [0, 4]
-    assert trained[-1]["command"].endswith("--seed 1 --buckets album_1 --reading 0.5 --start")
+    assert trained[-1]["command"].endswith("--buckets album_1 --reading 0.5 --retain --start")
     assert sorted(path.name for path in out.iterdir()) == sorted(
         path.name for path in TINY.iterdir() if path.name != "README.md"
     )

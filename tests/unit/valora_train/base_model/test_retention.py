@@ -1,0 +1,118 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from valora_train.base_model import pretrain
+from valora_train.base_model.data import SampleMaker, build_processor
+from valora_train.base_model.pretrain import GRID, Batch, Pretraining, load
+from valora_train.base_model.retention import Retention
+
+TINY = Path(__file__).parents[4] / "data/valora_data/tiny"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def task(monkeypatch):
+    """Losses of the checkpoint that ships; images are not augmented."""
+    monkeypatch.setattr(
+        pretrain, "augment", lambda pixels: pixels.permute(0, 3, 1, 2).float() / 127.5 - 1.0
+    )
+    return Pretraining(*load(TINY), CPU)
+
+
+def some_of(name: str, samples: int) -> Batch:
+    chunk = SampleMaker(9, build_processor().tokenizer.backend_tokenizer).make(name)
+    parts = ("pick", "ids", "span", "look", "boxes", "n_boxes", "task")
+    return Batch(replace(chunk, **{part: getattr(chunk, part)[:samples] for part in parts}), CPU)
+
+
+def change(task: Pretraining) -> None:
+    """Move the language model and the head away from what they were."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in [*task.model.model.language_model.parameters(), *task.head.parameters()]:
+            weight.add_(torch.randn_like(weight), alpha=0.02)
+
+
+def test_what_was_known_costs_nothing(task):
+    task.retain()
+    batch = some_of("short", 12)
+    task.loss(batch).backward()
+    words, boxes, tutor, *_ = task.losses.tolist()
+    assert abs(words) < 1e-6 and tutor == 0
+    gradient = task.model.model.language_model.layers[0].mlp.up_proj.weight.grad
+    labelled = Pretraining(*load(TINY), CPU)
+    labelled.loss(batch).backward()
+    other = labelled.model.model.language_model.layers[0].mlp.up_proj.weight.grad
+    assert gradient.norm() < 1e-3 * other.norm()
+    assert len(batch.wanted) and boxes > 0  # the entropy of what was known remains
+
+
+def test_the_loss_is_the_divergence_from_transformers_own_answers(task):
+    batch = some_of("short", 16)
+    before, old_head, _ = load(TINY)
+    task.retain()
+    change(task)
+    task.loss(batch)
+    pixels = (batch.pixels.permute(0, 3, 1, 2).float() / 127.5 - 1.0)[batch.pick[:, 0]]
+    with torch.no_grad():
+        old, new = (
+            model(input_ids=batch.ids, pixel_values=pixels, output_hidden_states=True)
+            for model in (before, task.model)
+        )
+    p, q = (
+        (found.logits + task.silent).log_softmax(-1)[batch.row, batch.column - 1].double()
+        for found in (old, new)
+    )
+    spoken = task.silent == 0
+    gaps = (p.exp() * (p - q))[:, spoken].sum(-1)
+    assert task.losses[0] == pytest.approx(0.05 * float(gaps.mean()), rel=1e-3)
+    assert gaps.mean() > 0.01
+
+    cells = batch.ids[batch.wanted] == task.image_token
+    with torch.no_grad():
+        (old_scores, old_codes), (scores, codes) = (
+            head(found.hidden_states[-1][batch.wanted][cells].view(-1, GRID[0] * GRID[1], 192))
+            for head, found in ((old_head, old), (task.head, new))
+        )
+    holds = old_scores.sigmoid()
+    entropy = -(holds * scores.sigmoid().log() + (1 - holds) * (1 - scores.sigmoid()).log())
+    apart = (codes - old_codes).abs()
+    apart = torch.where(apart < 0.1, apart**2 / 0.2, apart - 0.05).sum(-1)
+    wanted = (entropy + apart * holds).sum() / holds.sum()
+    assert task.losses[1] == pytest.approx(0.05 * float(wanted), rel=1e-3)
+
+
+def test_what_is_remembered_does_not_learn(task):
+    task.retain()
+    names = {name for name, _ in task.parameters()}
+    assert names and not [name for name in names if "vision" in name or "projector" in name]
+    kept = {name: part.clone() for name, part in task.retention.state_dict().items()}
+    optimizer = pretrain.make_optimizer(task.parameters(), 1e-3, CPU)
+    for name in ("short", "album_1"):  # albums are learnt from their answers
+        loss = task.loss(some_of(name, 4))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for name, part in task.retention.state_dict().items():
+        assert torch.equal(part, kept[name]), name
+    moved = task.model.model.language_model.state_dict()
+    assert not torch.equal(
+        moved["layers.0.mlp.up_proj.weight"], kept["language.layers.0.mlp.up_proj.weight"]
+    )
+    tower = load(TINY)[0].model.vision_tower.state_dict()
+    for name, part in task.model.model.vision_tower.state_dict().items():
+        assert torch.equal(part, tower[name]), name
+
+
+def test_a_copy_leaves_the_heads_that_are_shown_alone(task):
+    """What `Retention` computes is not what `LookupTutor` judges."""
+    language = task.model.model.language_model
+    embedded = torch.randn(1, 5, 192)
+    language(inputs_embeds=embedded)
+    seen = dict(task.lookup.inputs)
+    copy = Retention(language, task.head)
+    copy.language(inputs_embeds=2 * embedded)
+    assert all(task.lookup.inputs[number] is part for number, part in seen.items())

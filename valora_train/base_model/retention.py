@@ -63,8 +63,7 @@ class Retention(nn.Module):
             old = F.linear(self.known[at], self.language.embed_tokens.weight).float() + silent
             truth = old.log_softmax(-1)
         gap = F.kl_div(logits.log_softmax(-1), truth, log_target=True, reduction="none")
-        divergence: Tensor = gap.masked_fill(silent < 0, 0.0).sum(-1)
-        return divergence.mean()
+        return gap.masked_fill(silent < 0, 0.0).sum(-1).mean()
 
     def boxes_loss(self, scores: Tensor, codes: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
         """Distance of detection from what was known, per cell that holds something.
@@ -79,5 +78,5 @@ class Retention(nn.Module):
             holds = old_scores.sigmoid()
         objectness = F.binary_cross_entropy_with_logits(scores, holds, reduction="sum")
         apart = F.smooth_l1_loss(codes, old_codes, reduction="none", beta=0.1).sum(-1)
-        total: Tensor = objectness + (apart * holds).sum()
-        return total / holds.sum().clamp_min(1)
+        loss: Tensor = (objectness + (apart * holds).sum()) / holds.sum().clamp_min(1)
+        return loss

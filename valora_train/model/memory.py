@@ -138,13 +138,13 @@ def read_document(lmm: Lmm, document: Document) -> Prefix:
     return Prefix(keys.float(), values.float(), position)
 
 
-def new_prefix(lmm: Lmm, document: Document, tokens: int) -> Prefix:
-    """Return a prefix that begins as the keys and values of the document's beginning.
+def read_beginning(lmm: Lmm, document: Document, tokens: int) -> Prefix:
+    """Return what the active model keeps of the document's beginning.
 
     Args:
         lmm: The model.
         document: The document.
-        tokens: Tokens of the prefix; of an album, as many whole images as fit.
+        tokens: Tokens to keep; of an album, as many whole images as fit.
     """
     if document.images:
         return read_document(lmm, _first_images(lmm, document, tokens))

@@ -30,6 +30,7 @@ from valora_data.wording import plural
 from valora_train.metrics.measures import Scores
 from valora_train.metrics.vqa_score import normalized
 from valora_train.model import memory
+from valora_train.model.attended import most_attended
 from valora_train.model.prompts import Example
 from valora_train.settings import ContextSettings
 from valora_train.tasks.language import LanguageTask
@@ -79,6 +80,7 @@ class ContextTask(LanguageTask):
         super().__init__(domain, settings)
         self._lmm = lmm
         self._document: Document | None = None
+        self._studied: Sequence[Encoded] = ()
 
     @classmethod
     def create(
@@ -112,19 +114,33 @@ class ContextTask(LanguageTask):
 
     # --- learning -------------------------------------------------------------------------------
 
+    def remembering(self, form: str, tokens: int) -> ContextTask:
+        """Return the same task with a memory of another form or size."""
+        known = self.settings.options.get("context", {})
+        options = {"context": dict(known) | {"form": form, "tokens": tokens}}
+        made = ContextTask(self.domain, replace(self.settings, options=options), self._lmm)
+        made._studied = self._studied
+        made._keep(self.document)
+        return made
+
     def prepare(self, samples: Sequence[Sample]) -> None:
         """Remember the document that the samples ask about.
 
         Raises:
             DataError: They ask about none, or it has fewer tokens than its memory.
         """
-        self._document = samples[0].document
-        if self._document is None:
+        document = samples[0].document
+        if document is None:
             raise DataError(
                 f"the samples of domain {self.domain.name} ask about no document: give it a source "
                 "of documents, such as documents, quality, texts or album"
             )
-        length, form = memory.document_tokens(self._lmm, self._document), self.options.form
+        self._keep(document)
+
+    def _keep(self, document: Document) -> None:
+        """Keep a document that has as many tokens as its memory."""
+        self._document = document
+        length, form = memory.document_tokens(self._lmm, document), self.options.form
         if form != ADAPTER and self.options.tokens > length:
             raise DataError(
                 f"the document of domain {self.domain.name} has {plural(length, 'token')}, fewer "
@@ -165,7 +181,7 @@ class ContextTask(LanguageTask):
     @torch.no_grad()
     def targets(self, samples: Sequence[Sample], encoded: Sequence[Encoded]) -> SoftTargets:
         """Hidden states of the base model that has the document in its prompt."""
-        lmm = self._lmm
+        lmm, self._studied = self._lmm, encoded
         lmm.adapters.activate(None)
         read = memory.read_document(lmm, self.document)
         found: list[Tensor] = []
@@ -178,7 +194,11 @@ class ContextTask(LanguageTask):
         return SoftTargets(found)
 
     def new_head(self, lmm: Lmm, first: Encoded, seed: int) -> nn.Module | None:
-        """A memory that begins as the beginning of the document; none in the form `adapter`."""
+        """A memory that begins as a part of the document; none in the form `adapter`.
+
+        A prefix begins as what the questions that are learnt attend to, memory tokens as the
+        document's beginning.
+        """
         tokens = self.options.tokens
         if self.options.form == ADAPTER:
             return None
@@ -187,7 +207,8 @@ class ContextTask(LanguageTask):
         if self.options.start is not None and file.is_file():
             return self.read_head(file, lmm.width)
         if self.options.form == PREFIX:
-            return memory.new_prefix(lmm, self.document, tokens)
+            read = memory.read_document(lmm, self.document)
+            return most_attended(lmm, read, self._studied or [first], tokens)
         return memory.new_memory_tokens(lmm, self.document, tokens)
 
     def loss(self, head: Any, states: HiddenStates, targets: Tensor, lmm: Lmm) -> Tensor:

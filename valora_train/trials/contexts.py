@@ -81,11 +81,8 @@ class Reader:
         """
         known = self._data[name]
         changed = copy.copy(known)
-        options = self.settings.heads.options.get("context", {}) | {"form": form, "tokens": tokens}
-        heads = replace(self.settings.heads, options={"context": options})
-        task = ContextTask(known.task.domain, heads, self.lmm)
-        task.prepare(known.splits[Split.TEST].samples)
-        changed.task = task
+        assert isinstance(known.task, ContextTask)
+        changed.task = known.task.remembering(form, tokens)
         return changed
 
     def document(self, name: str) -> Document:
@@ -160,7 +157,8 @@ def in_prompt(reader: Reader, tokens: int) -> Answered:
 def truncated(reader: Reader, tokens: int) -> Answered:
     """The beginning of the document stands in the prompt, cut to the memory's size."""
     found = {
-        name: memory.new_prefix(reader.lmm, reader.document(name), tokens) for name in reader.names
+        name: memory.read_beginning(reader.lmm, reader.document(name), tokens)
+        for name in reader.names
     }
     return reader.without_training(lambda name, sample: (found[name], found[name].tokens))
 

@@ -98,7 +98,7 @@ def test_rows_with_different_memories_are_computed_as_if_alone(lmm):
 
 
 def test_gradients_reach_each_memory_and_only_it(lmm):
-    mine, others = (memory.new_prefix(lmm, DOCUMENT, 12) for _ in range(2))
+    mine, others = (memory.read_beginning(lmm, DOCUMENT, 12) for _ in range(2))
     batch = lmm.encode(examples("red"))
     hidden = memory.states(lmm, batch, [mine, others, mine]).hidden
     hidden[0].sum().backward()
@@ -106,17 +106,17 @@ def test_gradients_reach_each_memory_and_only_it(lmm):
     assert others.values.grad is None or not others.values.grad.any()
 
 
-def test_a_new_prefix_is_the_beginning_of_the_document(lmm):
+def test_the_beginning_of_a_document_is_read_alone(lmm):
     count = memory.document_tokens(lmm, DOCUMENT)
     whole = memory.read_document(lmm, DOCUMENT)
-    same = memory.new_prefix(lmm, DOCUMENT, count)
+    same = memory.read_beginning(lmm, DOCUMENT, count)
     torch.testing.assert_close(same.keys, whole.keys, atol=1e-5, rtol=1e-5)
-    short = memory.new_prefix(lmm, DOCUMENT, 12)
+    short = memory.read_beginning(lmm, DOCUMENT, 12)
     assert (short.tokens, short.position) == (12, 12)
 
 
 def test_a_memory_is_stored_as_it_is(lmm, tmp_path):
-    module = memory.new_prefix(lmm, DOCUMENT, 12)
+    module = memory.read_beginning(lmm, DOCUMENT, 12)
     memory.stored(module, "b" * 64, torch.float32).write(tmp_path / "m.safetensors")
     found = read_memory(tmp_path / "m.safetensors", "b" * 64, lmm.config.get_text_config())
     again = memory.module_of(found)
@@ -128,4 +128,4 @@ def test_what_cannot_be_remembered_is_refused(lmm):
     with pytest.raises(DataError, match="beside a question: split the document"):
         memory.read_document(lmm, Document("red star " * 60_000))
     with pytest.raises(DataError, match=r"raise context\.tokens"):
-        memory.new_prefix(lmm, DOCUMENT, 1)
+        memory.read_beginning(lmm, DOCUMENT, 1)

@@ -10,6 +10,7 @@ from valora_data.errors import DataError
 from valora_data.schema import Answer, Document, Domain, Sample, Task, no_image
 from valora_train.errors import SettingsError
 from valora_train.model import memory
+from valora_train.model.attended import most_attended
 from valora_train.model.lmm import Lmm
 from valora_train.settings import HeadSettings, LoraSettings, ModelSettings
 from valora_train.tasks.registry import make_task
@@ -40,6 +41,10 @@ def task(lmm, **options):
     return made
 
 
+def new_head(made, lmm):
+    return made.new_head(lmm, lmm.encode([made.training_example(samples()[0])])[0], 0)
+
+
 def loss(made, lmm, head):
     encoded = lmm.encode([made.training_example(sample) for sample in samples()])
     targets = made.targets(samples(), encoded)
@@ -59,7 +64,7 @@ def test_the_document_itself_has_no_distance_from_itself(lmm, weights):
 
 def test_the_loss_is_the_divergence_from_the_model_that_reads(lmm):
     made = task(lmm, logits=1.0, hidden=0.0, answers=0.5)
-    head = memory.new_prefix(lmm, DOCUMENT, 10)
+    head = memory.read_beginning(lmm, DOCUMENT, 10)
     found, states, encoded = loss(made, lmm, head)
     read = memory.states(lmm, encoded, [memory.read_document(lmm, DOCUMENT)] * 3)
     hidden, tokens = states.answer_pairs()
@@ -72,7 +77,7 @@ def test_the_loss_is_the_divergence_from_the_model_that_reads(lmm):
 
 def test_a_memory_learns_and_another_documents_does_not_help(lmm):
     made = task(lmm, logits=1.0, hidden=0.0)
-    head = made.new_head(lmm, None, 0)
+    head = new_head(made, lmm)
     start = float(loss(made, lmm, head)[0])
     optimizer = torch.optim.Adam(head.parameters(), 0.05)
     for _ in range(40):
@@ -80,7 +85,7 @@ def test_a_memory_learns_and_another_documents_does_not_help(lmm):
         loss(made, lmm, head)[0].backward()
         optimizer.step()
     assert float(loss(made, lmm, head)[0]) < start / 4
-    other = memory.new_prefix(lmm, Document("999 color pink\n" * 4), 20)
+    other = memory.read_beginning(lmm, Document("999 color pink\n" * 4), 20)
     assert float(loss(made, lmm, other)[0]) > start / 2
 
 
@@ -97,7 +102,7 @@ def test_answers_count_but_for_case_and_punctuation(lmm):
 
 def test_a_memory_is_written_and_read_as_a_head(lmm, tmp_path):
     made = task(lmm, tokens=12)
-    head = made.new_head(lmm, None, 0)
+    head = new_head(made, lmm)
     made.write_head(head, tmp_path / "m.safetensors")
     again = made.read_head(tmp_path / "m.safetensors", lmm.width)
     assert torch.equal(again.keys, head.keys)
@@ -107,7 +112,21 @@ def test_a_memory_is_written_and_read_as_a_head(lmm, tmp_path):
     )  # fmt: skip
     assert facts["bytes"] == (head.keys.nelement() + head.values.nelement()) * 4
     assert facts["source_tokens"] == memory.document_tokens(lmm, DOCUMENT)
-    assert task(lmm, form="adapter").new_head(lmm, None, 0) is None
+    assert new_head(task(lmm, form="adapter"), lmm) is None
+
+
+def test_a_prefix_begins_as_what_the_learnt_questions_attend_to(lmm):
+    made = task(lmm, tokens=12)
+    encoded = lmm.encode([made.training_example(sample) for sample in samples()])
+    made.targets(samples(), encoded)
+    read = memory.read_document(lmm, DOCUMENT)
+    for one, count in ((made, 12), (made.remembering("prefix", 7), 7)):
+        head = one.new_head(lmm, encoded[0], 0)
+        assert torch.equal(head.keys, most_attended(lmm, read, encoded, count).keys)
+    tokens = made.remembering("memory_tokens", 7).new_head(lmm, encoded[0], 0)
+    assert torch.equal(tokens.embeddings, memory.new_memory_tokens(lmm, DOCUMENT, 7).embeddings)
+    with pytest.raises(DataError, match=r"lower context\.tokens"):
+        made.remembering("prefix", 500)
 
 
 def test_bad_documents_and_settings_are_refused_in_one_sentence(lmm):

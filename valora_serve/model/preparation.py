@@ -8,8 +8,9 @@ DECODE, PROMPT, VISION, KERNELS = "decode", "prompt", "vision", "kernels"
 """Kinds of preparations: graphs of decode steps, of steps with prompts and of the encoding of
 images, and compiled kernels."""
 
-LIKELY = {DECODE: (1, 8, 32), PROMPT: (64, 256, 1024), VISION: (1, 4), KERNELS: ()}
-"""Rows of the steps that most servers compute first, and numbers of images."""
+LIKELY = {DECODE: (1, 8, 32), PROMPT: (64, 256, 1024), VISION: (1, 4, 32), KERNELS: ()}
+"""Rows of the steps that most servers compute first, and numbers of images, or of windows of an
+image (32 hold 640 × 480 pixels)."""
 
 MIXTURE = 2
 """LoRA terms per row in mixture mode, which needs several adapters with requests."""

@@ -26,6 +26,7 @@ from valora_serve.model.preparation import (
 from valora_serve.model.prompt import VisualFeatures
 from valora_serve.model.sampler import StepLogprobs, sample, top_logprobs
 from valora_serve.model.vision_graphs import VisionGraphs
+from valora_serve.model.window_graphs import WINDOWS, WindowGraphs
 from valora_serve.model.work import LoraTerms, StepResources, StepResult, runs_of
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class ModelRunner:
         max_adapters: Largest number of distinct adapters in a step.
         graphs: Numbers of rows for which decode steps are captured.
         prompt_graphs: Numbers of rows for which the layers of steps with prompts are captured.
-        vision_graphs: Numbers of images for which the vision encoder is captured.
+        vision_graphs: Numbers of images for which the vision encoder is captured; where it encodes
+            images of any size, numbers of windows stand for them.
 
     Attributes:
         has_lora: Whether any adapter was registered; until then no graph with LoRA is captured.
@@ -96,7 +98,13 @@ class ModelRunner:
         self._recorder = recorder = GraphRecorder(self._device)
         self._decode_graphs = DecodeGraphs(self._resources, recorder, graphs)
         self._prompt_graphs = PromptGraphs(self._resources, recorder, prompt_graphs)
-        self._vision_graphs = VisionGraphs(self._resources, recorder, vision_graphs)
+        self._vision_graphs: VisionGraphs | WindowGraphs
+        encoder = lmm.architecture.window_encoder(lmm.model)
+        if encoder is None:
+            self._vision_graphs = VisionGraphs(self._resources, recorder, vision_graphs)
+        else:
+            sizes = WINDOWS if vision_graphs else ()
+            self._vision_graphs = WindowGraphs(encoder, self._resources, recorder, sizes)
         self._compiled: set[Preparation] = set()
         self.has_lora = False
 
@@ -345,7 +353,7 @@ class ModelRunner:
         return None
 
     @property
-    def _graphs(self) -> dict[str, DecodeGraphs | PromptGraphs | VisionGraphs]:
+    def _graphs(self) -> dict[str, DecodeGraphs | PromptGraphs | VisionGraphs | WindowGraphs]:
         return {
             DECODE: self._decode_graphs,
             PROMPT: self._prompt_graphs,

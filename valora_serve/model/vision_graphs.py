@@ -13,11 +13,11 @@ from valora_serve.model.graphs import Graphs
 from valora_serve.model.prompt import VisualFeatures
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from valora_serve.model.graphs import Replay
+    from valora_serve.model.graphs import GraphRecorder, Replay
     from valora_serve.model.prompt import Visual
 
 log = logging.getLogger(__name__)
@@ -41,9 +41,9 @@ class VisionGraph:
 class VisionGraphs(Graphs[VisionGraph]):
     """Captured encoders by their number of images.
 
-    There are none where images differ in shape (the Qwen-VL family): the encoder then reads on the
-    host where the patches of each image begin. Adapters of the vision tower run without a graph,
-    too.
+    There are none where images differ in shape (the Qwen-VL family, see `window_graphs`): the
+    encoder then reads on the host where the patches of each image begin. Adapters of the vision
+    tower run without a graph, too.
 
     Args:
         resources: The model.
@@ -66,20 +66,14 @@ class VisionGraphs(Graphs[VisionGraph]):
             pixels = torch.zeros((size, *shape), dtype=lmm.dtype, device=lmm.device)
 
         def run() -> tuple[Tensor]:
-            with lmm.linears.scope.vision(_no_adapter):
+            with lmm.linears.scope.vision(no_adapter):
                 parts, _ = lmm.architecture.visual_features(lmm.model, {PIXELS[IMAGE]: pixels})
             return (torch.stack(parts),)
 
-        def result() -> tuple[Tensor]:
-            return (torch.zeros_like(run()[0]),)
-
-        try:
-            replay, (embeddings,) = self._recorder.record(run, result)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            log.warning("the vision encoder runs without CUDA graphs: %s", error)
+        recorded = record_encoder(self._recorder, run)
+        if recorded is None:
             return None
+        replay, embeddings = recorded
         return VisionGraph(replay, pixels, embeddings)
 
     def encode(self, visuals: Sequence[Visual]) -> list[VisualFeatures] | None:
@@ -115,5 +109,31 @@ class VisionGraphs(Graphs[VisionGraph]):
         return found
 
 
-def _no_adapter(_rows: int) -> None:
+def record_encoder(
+    recorder: GraphRecorder, run: Callable[[], tuple[Tensor]]
+) -> tuple[Replay, Tensor] | None:
+    """Capture an encoder.
+
+    Args:
+        recorder: Recorder that captures the graph.
+        run: Encodes images from buffers of fixed address.
+
+    Returns:
+        What replays it, and its result; None, with a warning, if it waits for the host.
+    """
+
+    def result() -> tuple[Tensor]:
+        return (torch.zeros_like(run()[0]),)
+
+    try:
+        replay, (embeddings,) = recorder.record(run, result)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        log.warning("the vision encoder runs without CUDA graphs: %s", error)
+        return None
+    return replay, embeddings
+
+
+def no_adapter(_rows: int) -> None:
     """No row of an image has an adapter."""

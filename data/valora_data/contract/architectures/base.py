@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
+    from valora_data.contract.architectures.windows import WindowEncoder
+
 IMAGE, VIDEO = "image", "video"
 PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
 """Name of the pixels in a processor's output, by kind."""
@@ -107,6 +109,14 @@ class Architecture:
 
         An encoder with a fixed shape must not wait for the host, so that it can be captured in a
         CUDA graph.
+        """
+        return None
+
+    def window_encoder(self, model: Any) -> WindowEncoder | None:
+        """Return an encoder of images of any size in windows that a CUDA graph can hold, or None.
+
+        Args:
+            model: The transformers model.
         """
         return None
 

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
+    from valora_data.contract.architectures.windows import WindowEncoder
+
 GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 """Name of the patches' grids (frames, rows, columns) in a processor's output, by kind."""
 
@@ -35,6 +37,15 @@ class QwenVL(Architecture):
     def video_token(self, config: Any) -> int | None:
         """Return ``video_token_id`` of the configuration."""
         return getattr(config, "video_token_id", None)
+
+    def window_encoder(self, model: Any) -> WindowEncoder | None:
+        """Return that of Qwen2.5-VL, whose attention is split into windows."""
+        visual = model.model.visual
+        if not hasattr(visual.config, "fullatt_block_indexes"):
+            return None
+        from valora_data.contract.architectures.windows import WindowEncoder
+
+        return WindowEncoder(visual)
 
     def grid_of(self, image: Image, processor: Any, config: Any) -> tuple[int, int]:
         """Return the grid that the image processor chooses for the image's size."""

@@ -1,6 +1,7 @@
 """Images through captured encoders: as without, together across requests, and only once."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,11 @@ from tests.support.engine_reference import (
     noise,
     run,
 )
-from tests.support.lmm_checkpoints import save_llava, save_qwen2_5_vl
+from tests.support.lmm_checkpoints import save_llava, save_qwen2_5_vl, save_qwen2_vl
 from tests.support.serve_helpers import EVERYTHING, LANGUAGE, make_adapter
+from valora_data.contract.architectures.windows import WindowEncoder
+from valora_data.contract.base_model import load_model
+from valora_kernels.metadata import NONE
 from valora_serve.engine.engine import Engine
 from valora_serve.model.preparation import VISION, Preparation
 from valora_serve.types import Request, SamplingParams
@@ -127,11 +131,97 @@ def test_no_graph_before_it_is_captured(base: str, calls: dict[str, list[int]]) 
     assert calls["eager"] == [1]
 
 
-def test_images_of_any_size_have_none(tmp_path: Path, calls: dict[str, list[int]]) -> None:
-    base = str(save_qwen2_5_vl(tmp_path / "qwen"))
+def test_encoders_that_split_patches_on_the_host_have_none(
+    tmp_path: Path, calls: dict[str, list[int]]
+) -> None:
+    base = str(save_qwen2_vl(tmp_path / "qwen"))
     engine = captured(base)
     check_answers(run(engine, [about(1, 1)]), Reference(base, {}), about(1, 1))
     assert calls["eager"] == [1]
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_qwen2_5_vl(tmp_path_factory.mktemp("windows") / "qwen", seed=3))
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (4, 4), (6, 10), (10, 6), (8, 8), (10, 14)])
+@pytest.mark.parametrize("spare", [0, 3])
+def test_windows_of_one_size_are_those_of_transformers(
+    windowed: str, grid: tuple[int, int], spare: int
+) -> None:
+    """Also where windows at the edges are smaller, and where there is room for more of them."""
+    model, _ = load_model(windowed, torch.float32)
+    encoder = WindowEncoder(model.model.visual)
+    made = encoder.arrange(*grid)
+    assert made.windows == encoder.windows(*grid)
+    slots = (made.windows + spare) * encoder.slots
+    patches = torch.randn(grid[0] * grid[1], encoder.columns)
+    pixels, places = torch.zeros(slots, encoder.columns), torch.zeros(slots, 2, dtype=torch.int64)
+    present = torch.zeros(slots, dtype=torch.bool)
+    where = torch.from_numpy(made.slots)
+    pixels[where], places[where], present[where] = patches, torch.from_numpy(made.places), True
+    with torch.inference_mode():
+        found = encoder.encode(pixels, places, present)
+        whole = model.model.get_image_features(patches, torch.tensor([[1, *grid]]))
+    expected = whole.pooler_output[0]
+    torch.testing.assert_close(found[torch.from_numpy(made.tokens)], expected, atol=1e-5, rtol=1e-5)
+
+
+def of_size(name: str, *sizes: tuple[int, int], frames: int = 0) -> Request:
+    """A question about images of some sizes, or about a video."""
+    pictures = [noise(*size, seed=len(name) + i) for i, size in enumerate(sizes)]
+    return Request(
+        name,
+        messages=ask(f"What is {name}?", images=0 if frames else len(sizes), videos=bool(frames)),
+        images=[] if frames else pictures,
+        videos=[[noise(*sizes[0], seed=i) for i in range(frames)]] if frames else [],
+        sampling=SamplingParams(max_tokens=3),
+    )
+
+
+def test_images_of_any_size_replay_graphs_of_windows(
+    windowed: str, calls: dict[str, list[int]]
+) -> None:
+    engine = captured(windowed, max_tokens=1024, chunk=1024)
+    requests = [
+        of_size("small", (16, 16)), of_size("both", (60, 33), (20, 90)), of_size("large", (90, 90)),
+        of_size("moving", (40, 30), frames=4),
+    ]  # fmt: skip
+    check_answers(run(engine, requests), Reference(windowed, {}), *requests)
+    assert calls["eager"] == []
+    assert len(calls["all"]) >= 1
+    again = of_size("small", (16, 16))  # after larger ones, in the same buffers
+    engine.images._kept.clear()
+    check_answers(run(engine, [again]), Reference(windowed, {}), again)
+    assert calls["eager"] == []
+
+
+def test_an_image_larger_than_all_graphs_goes_without(
+    windowed: str, calls: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("valora_serve.model.runner.WINDOWS", (1,))
+    engine = captured(windowed, max_tokens=1024, chunk=1024)
+    large = of_size("large", (90, 90))
+    check_answers(run(engine, [large]), Reference(windowed, {}), large)
+    assert calls["eager"] == [1]
+
+
+def test_a_broken_image_leaves_nothing_behind(windowed: str) -> None:
+    """NaN in the buffers would spread: a masked value is still multiplied by zero."""
+    engine = captured(windowed)
+    encoder = engine.lmm.architecture.window_encoder(engine.lmm.model)
+    assert encoder is not None
+
+    def image(patches: torch.Tensor, rows: int, columns: int) -> Any:
+        tensors = {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, rows, columns]])}
+        return SimpleNamespace(kind="image", tensors=tensors)
+
+    good = image(torch.randn(4 * 4, encoder.columns), 4, 4)
+    broken = image(torch.full((8 * 8, encoder.columns), torch.nan), 8, 8)
+    (before,) = engine.runner.encode([good], [NONE])
+    _, after = engine.runner.encode([broken, good], [NONE, NONE])
+    assert torch.equal(before.embeddings, after.embeddings)
 
 
 def test_an_encoder_that_waits_for_the_host_runs_without(

@@ -32,7 +32,6 @@ def start(cwd: Path, base: Path, *more: str) -> subprocess.Popen[str]:
         "domains.sign_type.required=0.01", "fusion.head_only=false", "fusion.margin=0",
         "train.steps=4", "train.probe_steps=4", "train.lora.rank=4", "train.threads=1", *more,
     ]  # fmt: skip
-    new_store(cwd)
     return subprocess.Popen(
         command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -91,6 +90,7 @@ def test_sigterm_while_a_teacher_is_trained(tmp_path: Path, random_llava: Path) 
     def training() -> bool:
         return "RUNNING" in runs(tmp_path).values()
 
+    new_store(tmp_path)
     process = start(tmp_path, random_llava, *arguments)
     wait_for(process, training)
     ended_by_sigterm(process)

@@ -559,6 +559,8 @@ def options():
     parser.add_argument("--frames", type=int, default=6, help="frames of a second of `video`")
     parser.add_argument("--video-policies", nargs="+", default=["cost"])
     parser.add_argument("--most-streams", type=int, default=128)
+    parser.add_argument("--beside-peft", action=argparse.BooleanOptionalAction, default=True,
+                        help="measure PEFT in `retrieval` and `video`, too")  # fmt: skip
     parser.add_argument("--out", type=Path)
     parser.add_argument("--traces", action="store_true", help="keep the decisions of `skew`")
     return parser

@@ -58,8 +58,9 @@ def test_populations_and_slo(tmp_path: Path) -> None:
 
 def test_retrieval_and_video(tmp_path: Path) -> None:
     retrieved, streams = tables(tmp_path, "retrieval", "video")
-    assert [row[0] for row in retrieved["rows"]] == ["valora", "slora"]
-    assert [row[1] for row in streams["rows"]] == ["head", "LM head"]
+    assert [row[0] for row in retrieved["rows"]] == ["valora", "slora", "PEFT"]
+    assert all(row[2] > 0 and row[5] > 0 for row in retrieved["rows"])
+    assert [row[1] for row in streams["rows"]] == ["head", "LM head", "LM head"]
     assert all(0 <= row[2] <= 2 for row in streams["rows"])
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from tests.bench.valora_serve.harness import FEW, metrics, skewed, table
 from tests.bench.valora_serve.pictures import Pictures
+from tests.bench.valora_serve.sections.peft_batches import PeftBatches
 from tests.bench.valora_serve.serve_models import add_head
 
 ADAPTERS = 16
@@ -37,27 +38,47 @@ def retrieval(bench):
     names = bench.start("cost", ADAPTERS, **FEW)
     bench.warm(names)
     pictures = _pictures(bench)
-    rows = []
-    for policy, rate in product(arguments.policies, arguments.picture_rates):
+    rows, workloads = [], {}
+    for rate in arguments.picture_rates:
         times = bursty(rate, arguments.window, 2.0, 3)
         chosen = skewed(len(times), ADAPTERS, 0.6, 4)
         asked = [
             pictures.prepared(i, names[chosen[i]], [i], words=32, output=arguments.answer)
             for i in range(len(times))
         ]
+        workloads[rate] = asked, times
+    for policy, (rate, (asked, times)) in product(arguments.policies, workloads.items()):
         if not rows:
             bench.drive(asked[:8])
         bench.policy(policy)
         m = metrics(*bench.drive(asked, times), arguments.slo)
         rows.append([policy, rate, m["atl"], m["ttft"], m["between"], m["p99"]])
         print(rows[-1], flush=True)
+    if arguments.beside_peft:
+        bench.stop()
+        rows += _retrieval_by_peft(PeftBatches(bench, names), workloads)
     table(f"Visual retrieval, {bench.base}: a new picture of 640 × 480 each, 60 % on one adapter",
-          ["policy", "requests/s", "average token latency, ms", "mean TTFT, ms",
+          ["policy, or PEFT", "requests/s", "average token latency, ms", "mean TTFT, ms",
            "mean inter-token, ms", "p99 latency, ms"], rows)  # fmt: skip
 
 
-def _streamed(bench, pictures, targets, streams):
-    """Share of the chunks of so many streams that are answered in time, and their median in ms."""
+def _retrieval_by_peft(peft, workloads):
+    """Rows of the table of `retrieval` for PEFT's batches."""
+    rows = []
+    for rate, (asked, times) in workloads.items():
+        if not rows:
+            peft.answer(asked[:2], 2)
+        latency = list(peft.drive(asked, times).values())
+        tokens = sum(len(one.prompt.ids) + one.request.sampling.max_tokens for one in asked)
+        worst = 1e3 * float(np.quantile(latency, 0.99))
+        rows.append(["PEFT", rate, 1e3 * sum(latency) / tokens, None, None, worst])
+        print(rows[-1], flush=True)
+    peft.close()
+    return rows
+
+
+def _chunks(bench, pictures, targets, streams):
+    """Chunks of so many streams, and the seconds at which they arrive."""
     arguments = bench.arguments
     times, asked = [], []
     for second, stream in product(range(round(arguments.window)), range(streams)):
@@ -66,10 +87,41 @@ def _streamed(bench, pictures, targets, streams):
         name = targets[stream % len(targets)]
         asked.append(pictures.prepared(number, name, which, words=16, output=LABEL_TOKENS))
         times.append(second + stream / streams)
-    bench.drive(asked, times, within=arguments.window + LIMIT)
-    latency = list(bench.lasts.values())
-    median = 1e3 * float(np.median(latency)) if latency else None
-    return sum(seconds <= LIMIT for seconds in latency) / len(asked), median
+    return asked, times
+
+
+def _most(keeps_up, most):
+    """Most streams that keep up, up to `most`, within an eighth."""
+    low, high = 0, 1
+    while high <= most and keeps_up(high):
+        low, high = high, min(2 * high, most + 1)
+    while high - low > max(1, low // 8):
+        middle = (low + high) // 2
+        low, high = (middle, high) if keeps_up(middle) else (low, middle)
+    return low
+
+
+def _in_real_time(bench, pictures, targets, lasts):
+    """Streams that are answered in real time, and the median latency of their chunks in ms.
+
+    Args:
+        bench: The bench.
+        pictures: Frames of the streams.
+        targets: Models that the streams ask, in turn.
+        lasts: Answers chunks that arrive at some seconds, and returns the seconds that each took.
+    """
+    medians = {0: None}
+
+    def keeps_up(streams):
+        asked, times = _chunks(bench, pictures, targets, streams)
+        latency = lasts(asked, times)
+        share = sum(seconds <= LIMIT for seconds in latency) / len(asked)
+        medians[streams] = 1e3 * float(np.median(latency)) if latency else None
+        print(targets[0], streams, share, medians[streams], flush=True)
+        return share >= ENOUGH
+
+    most = _most(keeps_up, bench.arguments.most_streams)
+    return most, medians[most]
 
 
 def video(bench):
@@ -86,25 +138,28 @@ def video(bench):
     labels = tuple(f"action {i}" for i in range(101))
     for i, name in enumerate(names):
         add_head(bench.engine, f"actions-{i}", name, labels, seed=i)
-    rows = []
+    rows, within = [], arguments.window + LIMIT
     for policy, by in product(arguments.video_policies, ("head", "LM head")):
         bench.policy(policy)
         targets = [f"actions-{i}" for i in range(ADAPTERS)] if by == "head" else names
-        medians = {0: None}
 
-        def keeps_up(streams, targets=targets, medians=medians):
-            """Whether so many streams are answered in real time."""
-            share, medians[streams] = _streamed(bench, pictures, targets, streams)
-            print(targets[0], streams, share, medians[streams], flush=True)
-            return share >= ENOUGH
+        def lasts(asked, times):
+            bench.drive(asked, times, within=within)
+            return list(bench.lasts.values())
 
         bench.drive([pictures.prepared(i, names[i], range(arguments.frames)) for i in range(2)])
-        low, high = 0, 1
-        while high <= arguments.most_streams and keeps_up(high):
-            low, high = high, min(2 * high, arguments.most_streams + 1)
-        while high - low > max(1, low // 8):
-            middle = (low + high) // 2
-            low, high = (middle, high) if keeps_up(middle) else (low, middle)
-        rows.append([policy, by, low, medians[low]])
+        rows.append([policy, by, *_in_real_time(bench, pictures, targets, lasts)])
+    if arguments.beside_peft:
+        # A small engine prepares the requests.
+        names = bench.start("slora", ADAPTERS, **(FEW | {"pages": 64, "graphs": False}))
+        peft, frames = PeftBatches(bench, names), range(arguments.frames)
+        peft.answer([pictures.prepared(i, names[i], frames, output=2) for i in range(2)], 2)
+
+        def by_peft(asked, times):
+            return list(peft.drive(asked, times, within).values())
+
+        rows.append(["PEFT", "LM head", *_in_real_time(bench, pictures, names, by_peft)])
+        peft.close()
     table(f"Streams in real time, {bench.base}: {arguments.frames} of 30 frames in each second",
-          ["policy", "answered by", "streams", "median latency of a chunk, ms"], rows)  # fmt: skip
+          ["policy, or PEFT", "answered by", "streams", "median latency of a chunk, ms"],
+          rows)  # fmt: skip

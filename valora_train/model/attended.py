@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 QUESTIONS = 512
 """Most questions whose attention is computed, evenly taken from all."""
-ATTENDED_AT_ONCE = 65_536
-"""Tokens that are attended to at once, those of the document for each question of a batch."""
 
 
 def most_attended(
@@ -63,7 +61,7 @@ def attention_mass(lmm: Lmm, read: memory.Prefix, questions: Sequence[Encoded]) 
     """
     some = questions[:: -(-len(questions) // QUESTIONS)]
     mass = torch.zeros(read.keys.shape[:3], device=lmm.device)
-    step = max(1, ATTENDED_AT_ONCE // read.tokens)
+    step = max(1, memory.READ_AT_ONCE // read.tokens)
     for start in range(0, len(some), step):
         batch = some[start : start + step]
         lengths = torch.tensor([item.length for item in batch], device=lmm.device)

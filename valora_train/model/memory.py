@@ -41,6 +41,11 @@ if TYPE_CHECKING:
     from valora_train.model.prompts import Encoded
 
 
+READ_AT_ONCE = 16_384
+"""Tokens that are kept at once where questions are read with their documents: those of the document
+for each question of a batch."""
+
+
 class Prefix(nn.Module):
     """Keys and values of every layer, which replace the head of a prompt.
 
@@ -290,8 +295,8 @@ def _run(
         last = [item.prompt - 1 for item in batch]
         if isinstance(memories[0], Prefix):
             lmm.adapters.act_from(last, ids.shape[1])
-            keys = torch.stack([memory.keys for memory in memories], 1)
-            values = torch.stack([memory.values for memory in memories], 1)
+            keys = _side_by_side([memory.keys for memory in memories])
+            values = _side_by_side([memory.values for memory in memories])
             position = memories[0].position
             hidden, cache = run_tails(lmm, embedded, position, keys, values, cached=cached)
             return hidden, cache, position
@@ -300,6 +305,13 @@ def _run(
         lmm.adapters.act_from([heads.shape[1] + place for place in last], embedded.shape[1])
         hidden, cache = run_tails(lmm, embedded, 0, cached=cached)
         return hidden[:, heads.shape[1] :], cache, heads.shape[1]
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Stack keys or values of rows, [layers, n, …]; those of one document are not copied."""
+    if all(part is parts[0] for part in parts):
+        return parts[0][:, None].expand(-1, len(parts), *parts[0].shape[1:])
+    return torch.stack(list(parts), 1)
 
 
 def head_embeddings(lmm: Lmm, memory: MemoryTokens | None) -> Tensor:

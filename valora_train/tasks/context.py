@@ -46,9 +46,6 @@ if TYPE_CHECKING:
     from valora_train.model.prompts import Encoded, HiddenStates, Size
     from valora_train.settings import HeadSettings
 
-READ_AT_ONCE = 65_536
-"""Tokens that are kept at once, documents included, while soft targets are computed."""
-
 
 class SoftTargets:
     """What the base model computes for answers with the document in its prompt.
@@ -185,7 +182,7 @@ class ContextTask(LanguageTask):
         lmm.adapters.activate(None)
         read = memory.read_document(lmm, self.document)
         found: list[Tensor] = []
-        step = max(1, READ_AT_ONCE // max(read.tokens, 1))
+        step = max(1, memory.READ_AT_ONCE // max(read.tokens, 1))
         for start in range(0, len(encoded), step):
             batch = encoded[start : start + step]
             states = memory.states(lmm, batch, [read] * len(batch))

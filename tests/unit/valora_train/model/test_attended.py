@@ -55,7 +55,7 @@ def test_the_mass_is_the_attention_of_whole_prompts(lmm, document, monkeypatch):
     read = memory.read_document(lmm, document)
     together = attended.attention_mass(lmm, read, encoded(lmm))
     torch.testing.assert_close(together, reference(lmm, document, read), atol=1e-4, rtol=1e-3)
-    monkeypatch.setattr(attended, "ATTENDED_AT_ONCE", 1)
+    monkeypatch.setattr(memory, "READ_AT_ONCE", 1)
     apart = attended.attention_mass(lmm, read, encoded(lmm))
     torch.testing.assert_close(apart, together, atol=1e-5, rtol=1e-4)
     monkeypatch.setattr(attended, "QUESTIONS", 1)

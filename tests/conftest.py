@@ -30,14 +30,14 @@ def _few_threads() -> None:
     # One thread in each of several processes (make test-fast); threads that spin on the others'
     # cores would slow all of them down.
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
-    # torch.empty gives NaN, so that a value that nobody wrote fails loudly.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Start each test, and its fixtures, with the same random numbers."""
+    # torch.empty gives NaN, so that a value that nobody wrote fails loudly.
+    torch.utils.deterministic.fill_uninitialized_memory = True
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

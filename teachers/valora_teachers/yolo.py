@@ -21,6 +21,7 @@ from PIL import ImageOps
 from torch import Tensor, nn
 from torch.nn import functional
 
+from valora_data.cpu import cpu_multiplies_bfloat16
 from valora_data.schema import Answer, Box, Task
 from valora_teachers.base import BatchTeacher, TeacherError, map_classes
 from valora_teachers.progress import LOOK_SAMPLES, Progress
@@ -200,7 +201,8 @@ def train_yolo(
 
     Model, loss and file format are those of Ultralytics, so its tools open the file. The loop is
     ours: the images stay in memory, and Ultralytics' settings, callbacks and `runs/` folder are
-    left alone.
+    left alone. On CPUs that have instructions for it, layers compute in bfloat16; weights, their
+    updates and the loss stay in float32.
 
     Args:
         train_samples: Training samples, with images of any size.
@@ -243,9 +245,12 @@ def train_yolo(
     look = _look(average.model, validation, labels, settings)
     progress = Progress(out, "a YOLO", parts, rng, on_epoch, look)
     model.train()
+    fast = cpu_multiplies_bfloat16()
     for step in progress.steps(settings.epochs, len(train_samples), batch_size):
         batch = data.augmented(step.chosen, settings, rng)
-        total = model(batch)[0].sum() / batch_size
+        with torch.autocast("cpu", torch.bfloat16, enabled=fast):
+            found = model(batch["img"])
+        total = model.loss(batch, _in_float32(found))[0].sum() / batch_size
         optimiser.zero_grad()
         total.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 10.0)
@@ -261,6 +266,15 @@ def train_yolo(
         images=len(train_samples),
         seconds=progress.spent + time.perf_counter() - started,
     )
+
+
+def _in_float32(found: Any) -> Any:
+    """What a detector returns, for a loss in float32."""
+    if isinstance(found, Tensor):
+        return found.float()
+    if isinstance(found, dict):
+        return {name: _in_float32(part) for name, part in found.items()}
+    return [_in_float32(part) for part in found]
 
 
 def _look(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import os
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +17,14 @@ from torch import Tensor, nn
 
 from valora_data.schema import Sample, Split
 from valora_train.model import memory
+from valora_train.model.lanes import Lanes
 from valora_train.model.prompts import Encoded, HeadInputs, HiddenStates
 from valora_train.model.team import Team
 from valora_train.tasks.augment import Augmenter
-from valora_train.tasks.base import HeadTask
+from valora_train.tasks.base import EVALUATION_BATCH, HeadTask
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from valora_data.checkpoint import Checkpoint
     from valora_train.model.lmm import Lmm
@@ -34,6 +37,7 @@ logger = logging.getLogger(__name__)
 FROZEN_BATCH = 64  # samples per forward pass of the frozen base, and per step of a head alone
 LENGTH_RATIO = 1.3  # domains whose longest samples differ by more are not padded to one length
 MIN_LOOK = 4  # samples of a domain, fewer of which say nothing about its accuracy
+UNEVEN = 1.1  # most samples of a part of whole domains, as a multiple of what equal parts have
 OVERSAMPLING = 8  # samples drawn for each one used, where samples are grouped by length
 
 
@@ -251,6 +255,9 @@ class Trainer:
         self._settings = settings
         self._team = team or Team()
         self._open: dict[str, _OpenAdapter] = {}
+        # Sharded layers and adapters that act at decoding only keep a state of the batch.
+        apart = lmm.device.type == "cpu" and not (lmm.sharded or settings.lora.decode_only)
+        self._lanes = Lanes((settings.threads or os.cpu_count() or 1) if apart else 1)
 
     # --- adapters -----------------------------------------------------------------------------
 
@@ -387,8 +394,8 @@ class Trainer:
             self._set_lr(opened.optimizer, step / steps)
             batch = self._draw(opened.generator, new, rehearsed)
             opened.optimizer.zero_grad(set_to_none=True)
-            loss = self._learn(opened.heads, batch)
             parameters = [p for group in opened.optimizer.param_groups for p in group["params"]]
+            loss = self._learn(opened.heads, batch, parameters)
             loss = self._team.add_up(parameters, loss)
             nn.utils.clip_grad_norm_(parameters, self._settings.clip)
             opened.optimizer.step()
@@ -508,19 +515,59 @@ class Trainer:
         start = count * int(torch.randint(OVERSAMPLING, (), generator=generator))
         return torch.tensor(offered[start : start + count])
 
-    def _learn(self, heads: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> float:
-        """Add the gradients of this process's share of a batch and return its part of the loss."""
+    def _learn(
+        self,
+        heads: Mapping[str, nn.Module],
+        batch: Mapping[str, Tensor],
+        weights: Sequence[nn.Parameter] = (),
+    ) -> float:
+        """Add the gradients of this process's share of a batch and return its part of the loss.
+
+        Args:
+            heads: Heads by domain.
+            batch: Indices of training samples, by domain.
+            weights: All that learns, for parts of the batch that are computed side by side; empty
+                to compute them one after the other.
+        """
         size = sum(len(rows) for rows in batch.values())
         loss = 0.0
         for part in self._parts(batch):
             mine = {name: self._team.share(rows) for name, rows in part.items()}
             mine = {name: rows for name, rows in mine.items() if len(rows)}
+            if weights and self._lanes.count > 1 and not self._remember(mine):
+                loss += self._learn_side_by_side(heads, mine, size, weights)
+                continue
             # Sharded layers need as many forward passes on every process.
             spare = {} if mine else {name: rows[:1] for name, rows in list(part.items())[:1]}
             loss_of_part = self._loss(heads, mine or spare, size) * (1.0 if mine else 0.0)
             loss_of_part.backward()
             loss += float(loss_of_part.detach())
         return loss
+
+    def _remember(self, domains: Iterable[str]) -> bool:
+        return any(self._data[name].task.remembers for name in domains)
+
+    def _learn_side_by_side(
+        self,
+        heads: Mapping[str, nn.Module],
+        batch: Mapping[str, Tensor],
+        size: int,
+        weights: Sequence[nn.Parameter],
+    ) -> float:
+        """As `_learn`; gradients are added up in the order of the parts, so as not to vary."""
+        learning = [weight for weight in weights if weight.requires_grad]
+
+        def learn(part: Mapping[str, Tensor]) -> tuple[float, Sequence[Tensor | None]]:
+            loss = self._loss(heads, part, size)
+            return float(loss.detach()), torch.autograd.grad(loss, learning, allow_unused=True)
+
+        parts = _side_by_side(batch, self._lanes.count)
+        found = self._lanes.run([partial(learn, part) for part in parts])
+        for _, gradients in found:
+            for weight, gradient in zip(learning, gradients, strict=True):
+                if gradient is not None:
+                    weight.grad = gradient if weight.grad is None else weight.grad + gradient
+        return sum(loss for loss, _ in found)
 
     def _parts(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """Split a batch into micro-batches: bounded in size, and of similar length."""
@@ -712,9 +759,13 @@ class Trainer:
         return HeadInputs.cat(parts)
 
     def _states(self, inputs: Sequence[Encoded], training: bool = False) -> Iterator[HiddenStates]:
-        for start in range(0, len(inputs), FROZEN_BATCH):
+        starts = range(0, len(inputs), FROZEN_BATCH)
+        batches = [inputs[start : start + FROZEN_BATCH] for start in starts]
+        for start in range(0, len(batches), self._lanes.count):
+            some = batches[start : start + self._lanes.count]
             with torch.no_grad():
-                yield self._lmm.states(inputs[start : start + FROZEN_BATCH], training)
+                found = self._lanes.run([partial(self._lmm.states, one, training) for one in some])
+            yield from found
 
     def task(self, domain: str) -> DomainTask:
         """Task of a domain."""
@@ -759,7 +810,13 @@ class Trainer:
         """Raw outputs for encoded samples, computed by all processes together where possible."""
         if self._lmm.sharded or len(inputs) < self._team.size:  # every process computes everything
             return task.outputs(head, self._lmm, inputs)
-        return self._team.collect(task.outputs(head, self._lmm, self._team.share(inputs)))
+        mine = self._team.share(inputs)
+        if self._lanes.count == 1 or not isinstance(task, HeadTask) or task.remembers:
+            return self._team.collect(task.outputs(head, self._lmm, mine))
+        starts = range(0, len(mine), EVALUATION_BATCH)
+        batches = [mine[start : start + EVALUATION_BATCH] for start in starts]
+        raw = self._lanes.run([partial(task.outputs, head, self._lmm, one) for one in batches])
+        return self._team.collect(torch.cat(raw))
 
     # --- snapshots ----------------------------------------------------------------------------
 
@@ -824,6 +881,20 @@ def _shares(size: int, names: Sequence[str], first: int) -> dict[str, int]:
         name: size // len(names) + (offset < size % len(names))
         for offset, name in enumerate([*names[first:], *names[:first]])
     }
+
+
+def _side_by_side(batch: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """Cut a batch into at most some parts of equal size: of whole domains, where that works out."""
+    size = sum(len(rows) for rows in batch.values())
+    parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    sizes = [0] * count
+    for name, rows in sorted(batch.items(), key=lambda item: -len(item[1])):
+        smallest = sizes.index(min(sizes))
+        parts[smallest][name] = rows
+        sizes[smallest] += len(rows)
+    if max(sizes) <= UNEVEN * size / count:
+        return parts
+    return _pieces(batch, math.ceil(size / count))
 
 
 def _tree(state: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
 from valora_data.contract.base_model import BaseModel, load_model
+from valora_data.cpu import cpu_multiplies_bfloat16
 from valora_train.model.adapters import Adapters
 from valora_train.model.encode import Encoder, visual_features
 from valora_train.model.prompts import HiddenStates
@@ -45,13 +46,6 @@ def training_type(settings: ModelSettings) -> torch.dtype:
         return found
     on_cpu = torch.device(settings.device).type == "cpu"
     return torch.bfloat16 if on_cpu and cpu_multiplies_bfloat16() else torch.float32
-
-
-def cpu_multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions that multiply bfloat16 (AMX, or AVX-512 BF16)."""
-    # Older versions of torch do not tell.
-    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(found.get("amx_bf16") or found.get("avx512_bf16"))
 
 
 class Lmm(BaseModel):
@@ -191,7 +185,9 @@ class Lmm(BaseModel):
         if low == torch.float32:
             yield
             return
-        with torch.autocast(self.device.type, low), self._attention():
+        # What one thread has cast, another one that computes beside it must not learn from.
+        cache = self.device.type != "cpu"
+        with torch.autocast(self.device.type, low, cache_enabled=cache), self._attention():
             yield
 
     def _attention(self) -> AbstractContextManager[Any]:

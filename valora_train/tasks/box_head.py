@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from valora_train.settings import HeadSettings
 
 
+CLAIMED_AT_ONCE = 256
+"""Samples whose boxes are assigned to cells together."""
+
+
 class BoxHeadModule(nn.Module):
     """Predicts an objectness, a class and a box for every visual token.
 
@@ -220,32 +224,47 @@ class DetectionTargets:
             torch.zeros(len(samples), tokens, 4),
             torch.zeros(len(samples), tokens, dtype=torch.int64),
         )
-        for row, sample in enumerate(samples):
-            for box in sorted(sample.answer.boxes, key=lambda box: -box.area):
-                edges, mine = cls._claim(box, sample.image.size, grid)
-                targets.positive[row, mine] = True
-                targets.weight[row, mine] = box.confidence
-                targets.boxes[row, mine] = edges
-                targets.classes[row, mine] = labels.index(box.label)
+        for start in range(0, len(samples), CLAIMED_AT_ONCE):
+            targets._claim(start, samples[start : start + CLAIMED_AT_ONCE], labels, grid)
         return targets
 
-    @classmethod
     def _claim(
-        cls, box: Box, size: tuple[int, int], grid: tuple[int, int]
-    ) -> tuple[Tensor, Tensor]:
-        """Edges of a box relative to the image size, and its cells as (tokens,) bool."""
+        self, start: int, samples: Sequence[Sample], labels: Sequence[str], grid: tuple[int, int]
+    ) -> None:
+        """Assign the boxes of some samples, whose first row is `start`."""
         rows, columns = grid
-        edges = torch.tensor(
-            [box.x0 / size[0], box.y0 / size[1], box.x1 / size[0], box.y1 / size[1]]
-        )
-        middle = (edges[:2] + edges[2:]) / 2
+        places, ranks, edges, weights, classes = [], [], [], [], []
+        for place, sample in enumerate(samples, start):
+            width, height = sample.image.size
+            ranked = sorted(sample.answer.boxes, key=lambda box: -box.area)
+            for rank, box in enumerate(ranked):
+                places.append(place)
+                ranks.append(rank)
+                edges.append((box.x0 / width, box.y0 / height, box.x1 / width, box.y1 / height))
+                weights.append(box.confidence)
+                classes.append(labels.index(box.label))
+        if not places:
+            return
+        whole = torch.tensor(edges, dtype=torch.float32)
+        low, high = whole[:, None, :2], whole[:, None, 2:]
+        middle = (low + high) / 2
         shape = torch.tensor([columns, rows], dtype=torch.float32)
         centres = box_code.cell_centres(grid)
-        near = ((centres - middle) * shape).abs().amax(-1) <= cls.REACH
-        mine = near & (centres > edges[:2]).all(-1) & (centres < edges[2:]).all(-1)
-        column, row = (middle * shape).long().tolist()
-        mine[min(row, rows - 1) * columns + min(column, columns - 1)] = True
-        return edges, mine
+        near = ((centres - middle) * shape).abs().amax(-1) <= self.REACH
+        mine = near & (centres > low).all(-1) & (centres < high).all(-1)  # (boxes, tokens)
+        column, row = (middle[:, 0] * shape).long().unbind(-1)
+        cell = row.clamp_max(rows - 1) * columns + column.clamp_max(columns - 1)
+        mine[torch.arange(len(mine)), cell] = True
+        order = torch.tensor(ranks)
+        for rank in range(int(order.max()) + 1):  # the smallest box of a sample comes last
+            some = order == rank
+            at, token = mine[some].nonzero(as_tuple=True)
+            at = some.nonzero()[at, 0]
+            there = torch.tensor(places)[at], token
+            self.positive[there] = True
+            self.weight[there] = torch.tensor(weights)[at]
+            self.boxes[there] = whole[at]
+            self.classes[there] = torch.tensor(classes)[at]
 
     def to(self, device: torch.device) -> DetectionTargets:
         """Copy the targets to another device."""

@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image, ImageFilter
 
 from valora_data.errors import DataError
+from valora_data.images import decode_image
 from valora_data.schema import Answer, Box, Sample, Split
 from valora_data.sources.scenes.drawing import lit, softened
 from valora_data.sources.scenes.near_misses import NEAR_MISSES
@@ -204,15 +205,18 @@ class _Canvas:
     def _fits(
         self, mask: npt.NDArray[np.bool_], area: int, is_target: bool, may_overlap: bool
     ) -> bool:
-        if not may_overlap and _grown(mask).any() and (self.taken & _grown(mask)).any():
+        x0, y0, x1, y1 = _bounds(mask)
+        # Whole things keep clear of each other's surroundings, the filled bounding boxes.
+        if not may_overlap and self.taken[y0:y1, x0:x1].any():
             return False
-        visible = [old & ~mask for old in self.masks]
+        free = ~mask
+        visible = [old & free for old in self.masks]
         areas = list(self.areas)
         if is_target:
             visible.append(mask)
             areas.append(area)
         if any(
-            new.sum() < DIFFICULTY.min_visible * whole
+            np.count_nonzero(new) < DIFFICULTY.min_visible * whole
             for new, whole in zip(visible, areas, strict=True)
         ):
             return False
@@ -265,8 +269,12 @@ class _Canvas:
     ) -> npt.NDArray[np.float32]:
         """The thing, lightened or darkened where the eye would lose it in its background."""
         view, part = _windows(thing.shape, left, top)
-        weight = thing[part][..., 3:] / max(1.0, float(thing[part][..., 3].sum()))
-        gap = (weight * (thing[part][..., :3] - self.pixels[view])).sum((0, 1))
+        seen, behind = thing[part], self.pixels[view]
+        weight = seen[..., 3] / max(1.0, float(seen[..., 3].sum()))
+        gaps = seen[..., :3] - behind
+        for channel in range(3):
+            gaps[..., channel] *= weight
+        gap = gaps.sum((0, 1))
         lightness = float(gap.mean())
         # A difference of hue alone is far weaker for the eye than one of lightness.
         missing = MIN_CONTRAST - abs(lightness) - 0.3 * float(np.abs(gap - lightness).max())
@@ -280,13 +288,14 @@ class _Canvas:
         padded = np.pad(coverage, 4)
         shade = 1 - self.shadow * softened(padded, 1.5)
         view, part = _windows(shade.shape, round(left) - 4, round(top) - 4)
-        self.pixels[view] *= shade[part][..., None]
+        for channel in range(3):
+            self.pixels[view][..., channel] *= shade[part]
 
     def _blend(self, pixels: npt.NDArray[np.float32], left: int, top: int) -> None:
         view, part = _windows(pixels.shape, left, top)
-        patch = pixels[part]
-        coverage = patch[..., 3:]
-        self.pixels[view] += coverage * (patch[..., :3] - self.pixels[view])
+        patch, below = pixels[part], self.pixels[view]
+        for channel in range(3):
+            below[..., channel] += patch[..., 3] * (patch[..., channel] - below[..., channel])
 
 
 Window = tuple[slice, slice]
@@ -317,14 +326,6 @@ def _bounds(mask: npt.NDArray[np.bool_]) -> tuple[int, int, int, int]:
     return (int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1)
 
 
-def _grown(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """The filled bounding box: whole things keep clear of each other's surroundings."""
-    x0, y0, x1, y1 = _bounds(mask)
-    grown = np.zeros_like(mask)
-    grown[y0:y1, x0:x1] = True
-    return grown
-
-
 def _iou(a: tuple[int, int, int, int], b: tuple[int, int, int, int]) -> float:
     width = min(a[2], b[2]) - max(a[0], b[0])
     height = min(a[3], b[3]) - max(a[1], b[1])
@@ -350,5 +351,4 @@ def _photographed(rng: np.random.Generator, pixels: npt.NDArray[np.float32]) -> 
     low, high = DIFFICULTY.jpeg
     # Without chroma subsampling, which would halve the colour resolution of so small an image.
     image.save(file, "JPEG", quality=int(rng.integers(low, high + 1)), subsampling=0)
-    file.seek(0)
-    return Image.open(file).convert("RGB")
+    return decode_image(file.getvalue())  # remembers its file, so that it is not encoded again

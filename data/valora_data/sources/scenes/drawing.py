@@ -108,8 +108,10 @@ class Pen:
             int(max(x for x, _ in corners) - self._left) // SUPERSAMPLING + 1,
             int(max(y for _, y in corners) - self._top) // SUPERSAMPLING + 1,
         )
+        # What is drawn covers a pixel or does not, so that colours are premultiplied already, as
+        # in mode RGBa; Pillow cannot draw in it, but in RGBX, which has the same four channels.
         self._image = Image.new(
-            "RGBA", (size[0] * SUPERSAMPLING, size[1] * SUPERSAMPLING), (0, 0, 0, 0)
+            "RGBX", (size[0] * SUPERSAMPLING, size[1] * SUPERSAMPLING), (0, 0, 0, 0)
         )
         self._draw = ImageDraw.Draw(self._image)
 
@@ -176,7 +178,9 @@ class Pen:
 
     def layer(self) -> Layer:
         """What was drawn so far, reduced to pixels of the scene."""
-        pixels = np.asarray(self._image.reduce(SUPERSAMPLING), dtype=np.float32)
+        small = self._image.reduce(SUPERSAMPLING)
+        small = Image.frombytes("RGBa", small.size, small.tobytes()).convert("RGBA")
+        pixels = np.asarray(small, dtype=np.float32)
         pixels[..., 3] /= 255
         return Layer(pixels)
 
@@ -232,11 +236,17 @@ def scaled(colour: Colour, factor: float) -> Colour:
 def lit(layer: Layer, direction: Point, strength: float) -> Layer:
     """The layer as seen under light that comes from `direction` (a unit vector, y down)."""
     height, width = layer.pixels.shape[:2]
-    u = np.linspace(-1, 1, width, dtype=np.float32)[None, :, None]
-    v = np.linspace(-1, 1, height, dtype=np.float32)[:, None, None]
+    shade = 1 + strength * (direction[0] * _line(width) + direction[1] * _line(height)[:, None])
     pixels = layer.pixels.copy()
-    pixels[..., :3] *= 1 + strength * (direction[0] * u + direction[1] * v)
+    for channel in range(3):  # loops over three channels would be the innermost ones
+        pixels[..., channel] *= shade
     return Layer(pixels)
+
+
+@cache
+def _line(count: int) -> npt.NDArray[np.float32]:
+    """Numbers from -1 to 1."""
+    return np.linspace(-1, 1, count, dtype=np.float32)
 
 
 def softened(coverage: npt.NDArray[np.float32], radius: float) -> npt.NDArray[np.float32]:

@@ -11,7 +11,7 @@ from tests.support.helpers import coloured_squares
 from valora_data.checkpoint import Checkpoint
 from valora_data.schema import Domain, Split, Task
 from valora_train.fusion import trainer as trainer_module
-from valora_train.fusion.trainer import DomainData, Trainer, _Watch
+from valora_train.fusion.trainer import DomainData, Trainer, _side_by_side, _Watch
 from valora_train.model.lmm import Lmm
 from valora_train.model.prompts import HeadInputs
 from valora_train.settings import (
@@ -394,10 +394,10 @@ def test_new_domains_are_trained_jointly_in_equal_parts(random_llava, monkeypatc
     drawn, steps = [], []
     learn = trainer._learn
 
-    def count(heads, batch):
+    def count(heads, batch, weights):
         drawn.append({name: len(rows) for name, rows in batch.items()})
         assert all(p.requires_grad for head in heads.values() for p in head.parameters())
-        return learn(heads, batch)
+        return learn(heads, batch, weights)
 
     monkeypatch.setattr(trainer, "_learn", count)
     before = dict.fromkeys(COLOURS)
@@ -477,6 +477,50 @@ def test_the_best_step_survives_an_interruption(random_llava, tmp_path, monkeypa
     with pytest.raises(Interrupted):
         run(tmp_path / "stopped", stop=6)
     assert same(run(tmp_path / "stopped"), whole)
+
+
+def test_side_by_side_it_learns_what_it_learns_at_once(random_llava):
+    """Gradients of parts that threads compute add up to those of the whole batch."""
+    found, reached = [], []
+    for threads in (1, 2, 2):
+        trainer, lmm = make(random_llava, vision=True, threads=threads)
+        trainer.open("adapter-1", 1)
+        for name in COLOURS:
+            trainer._add_head("adapter-1", name, 2)
+        opened = trainer._open["adapter-1"]
+        weights = [p for group in opened.optimizer.param_groups for p in group["params"]]
+        with torch.no_grad():  # so that A learns, too
+            for key, weight in lmm.adapters.parameters("adapter-1").items():
+                if "lora_B" in key:
+                    weight.normal_(std=0.1, generator=opened.generator)
+        batch = {"apple": torch.tensor([0, 3, 9]), "sky": torch.tensor([1, 2])}
+        loss = trainer._learn(opened.heads, batch, weights)
+        found.append((loss, [weight.grad for weight in weights]))
+        reached.append(trainer._outputs(
+            trainer.task("sky"), opened.heads["sky"], trainer._data["sky"].inputs
+        ))  # fmt: skip
+    for (loss, gradients), raw in zip(found[1:], reached[1:], strict=True):
+        assert loss == pytest.approx(found[0][0], rel=1e-5)
+        torch.testing.assert_close(gradients, found[0][1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(raw, reached[0], rtol=1e-4, atol=1e-5)
+    assert all(map(torch.equal, found[1][1], found[2][1]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count", "parts"),
+    [
+        ([6, 5, 5, 6, 5, 5], 2, [{0: 6, 1: 5, 4: 5}, {3: 6, 2: 5, 5: 5}]),  # whole domains
+        ([11, 11, 10], 2, [{0: 11, 1: 5}, {1: 6, 2: 10}]),
+        ([7], 2, [{0: 4}, {0: 3}]),
+        ([4, 4], 3, [{0: 3}, {0: 1, 1: 2}, {1: 2}]),
+    ],
+)
+def test_a_batch_is_cut_into_equal_parts(sizes, count, parts):
+    batch = {str(n): torch.arange(size) + 100 * n for n, size in enumerate(sizes)}
+    cut = _side_by_side(batch, count)
+    assert [{int(name): len(rows) for name, rows in part.items()} for part in cut] == parts
+    for name, rows in batch.items():
+        assert torch.equal(torch.cat([part[name] for part in cut if name in part]), rows)
 
 
 @pytest.mark.parametrize(("most", "rows"), [(8, [0, 4, 8, 12, 16, 20, 24, 28]), (99, range(32))])

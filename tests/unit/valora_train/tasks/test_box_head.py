@@ -49,6 +49,24 @@ def test_the_smaller_box_wins_a_cell():
     assert both.classes[5] == 1
 
 
+def test_targets_of_many_images_are_those_of_each(monkeypatch):
+    monkeypatch.setattr("valora_train.tasks.box_head.CLAIMED_AT_ONCE", 3)
+    random = np.random.default_rng(0)
+    images = []
+    for count in (2, 0, 4, 1, 3, 0, 2):
+        corners = random.uniform((0, 0), (30, 60), (count, 2))
+        sides = random.uniform(2, (10, 20), (count, 2))
+        images.append([
+            Box(*corner, *(corner + side), LABELS[n % 3], 0.5 + n / 10)
+            for n, (corner, side) in enumerate(zip(corners.tolist(), sides, strict=True))
+        ])  # fmt: skip
+    together = targets(*images)
+    for row, found in enumerate(images):
+        alone, here = target(*found), together[torch.tensor(row)]
+        for part in ("positive", "weight", "boxes", "classes"):
+            assert torch.equal(getattr(alone, part), getattr(here, part))
+
+
 def test_mirrored_targets_are_mirrored():
     box = Box(1, 22, 9, 38, "eel")
     left = target(box)

@@ -2,15 +2,18 @@
 
 import subprocess
 import sys
+from io import BytesIO
 from itertools import combinations
 
 import numpy as np
 import pytest
+from PIL import Image
 from torch import tensor
 from torchvision.ops import box_iou, masks_to_boxes
 
 from tests.support.data_sets import check_no_leak
 from valora_data.errors import DataError
+from valora_data.images import encoded_file
 from valora_data.schema import Split
 from valora_data.sources.scenes.detection import (
     DIFFICULTY,
@@ -105,6 +108,28 @@ def test_sample_is_a_function_of_its_arguments() -> None:
     assert all(other.image.tobytes() != one.image.tobytes() for other in others)
     listed = list(detection_samples("bicycle", Split.UNLABELLED, 8))
     assert listed[7].image.tobytes() == one.image.tobytes()
+
+
+def test_an_image_keeps_the_file_that_the_camera_wrote() -> None:
+    image = detection_sample("bicycle", Split.VAL, 2).image
+    file = encoded_file(image)
+    assert file is not None
+    assert file.content.startswith(b"\xff\xd8\xff")
+    with Image.open(BytesIO(file.content)) as opened:
+        assert opened.convert("RGB").tobytes() == image.tobytes()
+
+
+def test_a_pen_reduces_as_pillow_does() -> None:
+    """Colours at edges, where only some of the finer pixels are covered."""
+    pen = Pen(20, 10, margin=0)
+    pen.polygon(((0.05, 0.1), (0.9, 0.3), (0.4, 0.95)), (10, 200, 30))
+    pen.line(((0.0, 0.0), (1.0, 0.8)), (230, 7, 90), 1.3)
+    with_alpha = Image.frombytes("RGBA", pen._image.size, pen._image.tobytes())
+    expected = np.asarray(with_alpha.reduce(4), dtype=np.float32)
+    assert set(np.unique(expected[..., 3])) - {0, 255}
+    pixels = pen.layer().pixels
+    np.testing.assert_array_equal(pixels[..., :3], expected[..., :3])
+    np.testing.assert_array_equal(pixels[..., 3], expected[..., 3] / np.float32(255))
 
 
 def test_sample_is_the_same_in_another_process() -> None:

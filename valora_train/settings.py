@@ -351,7 +351,8 @@ class TrainSettings:
         flip: Whether mirrored images are trained on too, in domains that allow it.
         probe_steps: Optimiser steps of a head on the frozen base model (head-only accuracy).
         probe_samples: Largest number of training samples, evenly taken, for such a head.
-        threads: Number of CPU threads, fixed because results depend on it; 0 for all cores.
+        threads: Number of CPU cores, each of which computes a part of a batch; fixed because
+            results depend on it; 0 for all of them.
         seed: Seed of weights, batches and a random order.
         checkpoint_seconds: Seconds between checkpoints within an attempt; 0 for one at every step.
         validations: Looks at the validation split within an attempt, for its curve in MLflow; they

@@ -21,7 +21,7 @@ from valora_train.model.lanes import Lanes
 from valora_train.model.prompts import Encoded, HeadInputs, HiddenStates
 from valora_train.model.team import Team
 from valora_train.tasks.augment import Augmenter
-from valora_train.tasks.base import EVALUATION_BATCH, HeadTask
+from valora_train.tasks.base import HeadTask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -759,13 +759,20 @@ class Trainer:
         return HeadInputs.cat(parts)
 
     def _states(self, inputs: Sequence[Encoded], training: bool = False) -> Iterator[HiddenStates]:
-        starts = range(0, len(inputs), FROZEN_BATCH)
-        batches = [inputs[start : start + FROZEN_BATCH] for start in starts]
+        batches = self._frozen_batches(inputs)
         for start in range(0, len(batches), self._lanes.count):
             some = batches[start : start + self._lanes.count]
             with torch.no_grad():
                 found = self._lanes.run([partial(self._lmm.states, one, training) for one in some])
             yield from found
+
+    def _frozen_batches(self, inputs: Sequence[Encoded]) -> list[Sequence[Encoded]]:
+        """Batches of the frozen base, as many in each lane and of equal size."""
+        lanes, size = self._lanes.count, FROZEN_BATCH
+        if lanes > 1:
+            rounds = math.ceil(len(inputs) / (FROZEN_BATCH * lanes))
+            size = math.ceil(len(inputs) / (rounds * lanes))
+        return [inputs[start : start + size] for start in range(0, len(inputs), size)]
 
     def task(self, domain: str) -> DomainTask:
         """Task of a domain."""
@@ -813,8 +820,7 @@ class Trainer:
         mine = self._team.share(inputs)
         if self._lanes.count == 1 or not isinstance(task, HeadTask) or task.remembers:
             return self._team.collect(task.outputs(head, self._lmm, mine))
-        starts = range(0, len(mine), EVALUATION_BATCH)
-        batches = [mine[start : start + EVALUATION_BATCH] for start in starts]
+        batches = self._frozen_batches(mine)
         raw = self._lanes.run([partial(task.outputs, head, self._lmm, one) for one in batches])
         return self._team.collect(torch.cat(raw))
 

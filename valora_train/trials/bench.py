@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +51,8 @@ class Bench:
         self.inputs = inputs
         settings = inputs.settings
         self.lmm = Lmm(settings.model, settings.train.lora)
-        self.trainer = Trainer(self.lmm, LazyMapping(inputs.domains, self._load), settings.train)
+        train = replace(settings.train, threads=THREADS)
+        self.trainer = Trainer(self.lmm, LazyMapping(inputs.domains, self._load), train)
 
     def _load(self, name: str) -> DomainData:
         inputs = self.inputs

@@ -295,7 +295,7 @@ def test_views_are_trained_on_besides_the_images_and_their_mirrors(random_llava,
 
 def test_what_heads_read_may_lie_on_the_host(random_llava, monkeypatch):
     moved = []
-    plain = make(random_llava)[0].train_head_only("apple", 2).state_dict()
+    plain = make(random_llava, threads=1)[0].train_head_only("apple", 2).state_dict()
     monkeypatch.setattr(trainer_module, "head_inputs_bytes", lambda device: 0.0)
     to = HeadInputs.to
 
@@ -304,7 +304,7 @@ def test_what_heads_read_may_lie_on_the_host(random_llava, monkeypatch):
         return to(self, device)
 
     monkeypatch.setattr(HeadInputs, "to", spied)
-    assert same(plain, make(random_llava)[0].train_head_only("apple", 2).state_dict())
+    assert same(plain, make(random_llava, threads=1)[0].train_head_only("apple", 2).state_dict())
     assert len(moved) == 1 + 5  # one batch to the host, and back at each of 5 steps
 
 

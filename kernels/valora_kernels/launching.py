@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +14,15 @@ import torch
 from valora_kernels.gpus.detect import gpu_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from valora_kernels.metadata import DeviceTiles, LoraBatch
     from valora_kernels.tiling import Tiling
     from valora_kernels.weights import LoraWeights
 
 log = logging.getLogger(__name__)
+
+_compile_only: ContextVar[bool] = ContextVar("_compile_only", default=False)
 
 ALIGNMENT = 8
 """Elements. A row of 16-bit numbers that starts at a multiple of it starts at one of 16 bytes."""
@@ -51,6 +56,36 @@ def use_triton(tensor: torch.Tensor) -> bool:
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether the device has programmatic dependent launch (compute capability 9.0 and above)."""
     return gpu_of(device).capability >= (9, 0)
+
+
+def start(kernel: Any, programs: int, *arguments: object, **options: object) -> None:
+    """Launch a kernel, or only compile it within `compiling_together`."""
+    if _compile_only.get():
+        kernel.warmup(*arguments, grid=(programs,), **options)
+    else:
+        kernel[(programs,)](*arguments, **options)
+
+
+@contextmanager
+def compiling_together(threads: int) -> Iterator[None]:
+    """Compile the kernels that are started within a block instead of launching them.
+
+    They are compiled in several threads; the block ends when all are ready.
+
+    Args:
+        threads: Number of threads.
+
+    Raises:
+        ImportError: This version of Triton compiles one after the other only.
+    """
+    from triton import AsyncCompileMode
+
+    with ThreadPoolExecutor(threads, "compile") as pool, AsyncCompileMode(pool):
+        token = _compile_only.set(True)
+        try:
+            yield
+        finally:
+            _compile_only.reset(token)
 
 
 def power_of_two(value: int) -> int:

@@ -29,6 +29,7 @@ from valora_kernels.launching import (
     outputs_of,
     padded_ranks,
     precision_of,
+    start,
     tiles_to_launch,
     use_triton,
 )
@@ -230,7 +231,9 @@ def _product(
     step = ALIGNMENT * x.element_size()
     begins = [(base.data_ptr() - bases[0].data_ptr()) // step for base in bases]
     pdl = has_dependent_launch(x.device)
-    k.base_kernel[(down * across,)](
+    start(
+        k.base_kernel,
+        down * across,
         *outputs_of(ys),
         x,
         x.stride(0) // ALIGNMENT,
@@ -318,7 +321,9 @@ def _fold(
         last = (n // ALIGNMENT, width // ALIGNMENT)
         programs = batch.gpu.processors
         store = tiling.outputs // 2 if tiling.halves else tiling.outputs
-        k.many_rows_kernel[(programs,)](
+        start(
+            k.many_rows_kernel,
+            programs,
             TensorDescriptor.from_tensor(y, [tiling.rows, store]),
             TensorDescriptor.from_tensor(x, [tiling.rows, tiling.inputs]),
             TensorDescriptor.from_tensor(base, [tiling.outputs, tiling.inputs]),

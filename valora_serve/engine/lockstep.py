@@ -113,6 +113,9 @@ class _GroupRunner(ModelRunner):
         super().__init__(*arguments, **more)
         self._group = group
 
+    def compile_together(self, wanted: Sequence[Preparation]) -> None:
+        """Do nothing: split linears compute with all processes only, in the same order."""
+
     def _sample(self, logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
         """Choose tokens; where chance or a constraint decides, the leader does for all."""
         if all(choice.is_argmax for choice in choices):

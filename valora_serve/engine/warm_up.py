@@ -61,7 +61,10 @@ class WarmUp:
         self.left = [*first, *rest]
         self.done = 0
         told = time.monotonic()
-        for one in first if self._lazy else tuple(self.left):
+        waited = first if self._lazy else tuple(self.left)
+        with self.phase("kernels"):
+            runner.compile_together(waited)
+        for one in waited:
             if one not in self.left:
                 continue
             self._prepare(runner, one)

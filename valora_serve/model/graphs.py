@@ -207,6 +207,10 @@ class Graphs(ABC, Generic[G]):
                 self.missed[size, terms] = None
         return None
 
+    def typical(self, size: int, terms: int) -> LoraBatch | None:
+        """Return typical adapters of a step, for which its graph is captured; None without any."""
+        return None
+
     @abstractmethod
     def _capture(self, size: int, terms: int) -> G | None:
         """Capture one step; None if the attention backend has no plan for it."""
@@ -221,6 +225,10 @@ class DecodeGraphs(Graphs[DecodeGraph]):
         sizes: Numbers of rows to capture.
     """
 
+    def typical(self, size: int, terms: int) -> LoraBatch | None:
+        """Return a batch in which every other row has an adapter of its own."""
+        return self._resources.typical_batch(size, terms, size // 2) if terms else None
+
     def _capture(self, size: int, terms: int) -> DecodeGraph | None:
         resources = self._resources
         plan = resources.backend.decode_plan(size)
@@ -229,10 +237,7 @@ class DecodeGraphs(Graphs[DecodeGraph]):
         lmm, last_tokens = resources.lmm, resources.last_tokens
         rows = Rows(np.arange(size + 1, dtype=np.int32), np.ones(size, np.int32), [[0]] * size)
         plan.update(rows)
-        lora = None
-        if terms:
-            lora = LoraBatch(size, min(size, resources.max_segments), lmm.device, fixed=True)
-            resources.fill_typical(lora, size, terms, size, size // 2)
+        lora = self.typical(size, terms)
         with torch.inference_mode():
             inputs = torch.zeros((4, size), dtype=torch.int64, device=lmm.device)
             inputs[0] = resources.max_requests
@@ -336,6 +341,11 @@ class PromptGraphs(Graphs[PromptGraph]):
         """Largest number of sequences in a captured step of `rows` rows."""
         return min(rows, self._resources.max_requests, MAX_SEQUENCES_WITH_PROMPTS)
 
+    def typical(self, size: int, terms: int) -> LoraBatch | None:
+        """Return a batch of prompts, each with an adapter of its own."""
+        distinct = size // TYPICAL_ROWS_PER_ADAPTER
+        return self._resources.typical_batch(size, terms, distinct) if terms else None
+
     def _capture(self, size: int, terms: int) -> PromptGraph | None:
         resources, lmm = self._resources, self._resources.lmm
         plan = resources.backend.mixed_plan(self._max_sequences(size), size)
@@ -343,10 +353,7 @@ class PromptGraphs(Graphs[PromptGraph]):
             return None
         table = [0] * -(-size // resources.cache.block_size)
         plan.update(Rows(np.array([0, size], np.int32), np.array([size], np.int32), [table]))
-        lora = None
-        if terms:
-            lora = LoraBatch(size, min(size, resources.max_segments), lmm.device, fixed=True)
-            resources.fill_typical(lora, size, terms, size, size // TYPICAL_ROWS_PER_ADAPTER)
+        lora = self.typical(size, terms)
         shape = (3, size) if lmm.three_positions else (size,)
         with torch.inference_mode():  # as in eager steps, or torch compiles the layers twice
             embedded = torch.zeros((size, lmm.width), dtype=lmm.dtype, device=lmm.device)

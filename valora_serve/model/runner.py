@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from valora_kernels.launching import compiling_together
 from valora_kernels.metadata import NONE, LoraBatch
 from valora_serve.model.attention.base import Rows, to_device
 from valora_serve.model.attention.registry import make_backend
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
     from valora_serve.model.work import AdapterTable, Work
 
 log = logging.getLogger(__name__)
+
+MOST_THREADS = 16
+"""Most threads that compile kernels together."""
 
 SCORED_ROWS = 256
 """Most rows of a prompt whose logits are in memory at a time: 150 MB for 150,000 tokens."""
@@ -302,6 +307,39 @@ class ModelRunner:
         if self._device.type == "cuda":
             rest += [one for one in self._kernel_runs(terms) if one not in self._compiled]
         return first, rest
+
+    def compile_together(self, wanted: Sequence[Preparation]) -> None:
+        """Compile the kernels of graphs on all cores, before captures run them one by one.
+
+        Args:
+            wanted: The graphs that are captured next.
+        """
+        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        if self._device.type != "cuda" or threads < 2:
+            return
+        try:
+            with compiling_together(min(threads, MOST_THREADS)):
+                self.run_linears(wanted)
+        except Exception:
+            log.warning("kernels are compiled one after the other", exc_info=True)
+
+    def run_linears(self, wanted: Sequence[Preparation]) -> None:
+        """Run the language model's linears as the steps of graphs do, each shape of them once."""
+        lmm = self._lmm
+        linears = {
+            (group.spec.in_features, group.spec.out_features, group.lora is None): group
+            for group in lmm.linears.groups.values()
+            if group.spec.part == "text"
+        }
+        for one in wanted:
+            if one.kind not in (DECODE, PROMPT):
+                continue
+            lora = self._graphs[one.kind].typical(one.size, one.terms)
+            with torch.inference_mode(), lmm.linears.scope.text(lora):
+                for group in linears.values():
+                    shape = (one.size, group.spec.in_features)
+                    group.compute(torch.zeros(shape, dtype=lmm.dtype, device=self._device))
+        lmm.linears.forget_outputs()
 
     def prepare(self, wanted: Preparation) -> bool:
         """Capture a graph, or run kernels, between two steps.

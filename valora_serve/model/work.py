@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from valora_kernels.metadata import NONE
+from valora_kernels.metadata import NONE, LoraBatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from valora_kernels.metadata import LoraBatch
     from valora_serve.model.attention.base import AttentionBackend, KVCache
     from valora_serve.model.lmm import Lmm
     from valora_serve.model.prompt import VisualFeatures
@@ -208,6 +207,12 @@ class StepResources:
     last_tokens: Tensor
     max_requests: int
     max_segments: int
+
+    def typical_batch(self, rows: int, terms: int, distinct: int) -> LoraBatch:
+        """Return a batch for a graph, with a typical mix of adapters, see `fill_typical`."""
+        lora = LoraBatch(rows, min(rows, self.max_segments), self.lmm.device, fixed=True)
+        self.fill_typical(lora, rows, terms, rows, distinct)
+        return lora
 
     def fill_typical(
         self, lora: LoraBatch, rows: int, terms: int, active: int, distinct: int

@@ -12,6 +12,7 @@ from valora_kernels.launching import (
     kernels,
     outputs_of,
     sizes_of,
+    start,
     tiles_to_launch,
 )
 from valora_kernels.tiling import ProjectionGroup, Shape, Tiling
@@ -49,7 +50,9 @@ class Fused(Arrangement):
         tiles = tiles_to_launch(table, batch, x, add=add)
         if not tiles:
             return
-        kernels().fused_kernel[(tiles * len(ys) * tiling.parts,)](
+        start(
+            kernels().fused_kernel,
+            tiles * len(ys) * tiling.parts,
             *outputs_of(ys),
             x,
             x.stride(0) // ALIGNMENT,

@@ -27,6 +27,7 @@ from valora_kernels.launching import (
     padded_ranks,
     power_of_two,
     sizes_of,
+    start,
     tiles_to_launch,
 )
 from valora_kernels.tiling import ProjectionGroup, Shape, Tiling
@@ -237,7 +238,9 @@ def shrink(
     counters = batch.scratch("counters", counts if gather else 1, torch.int32)
     tiles = tiles_to_launch(table, batch, x)
     if tiles:
-        kernels().shrink_kernel[(tiles * projections * terms * (ranks // block) * splits,)](
+        start(
+            kernels().shrink_kernel,
+            tiles * projections * terms * (ranks // block) * splits,
             x,
             x.stride(0) // ALIGNMENT,
             weights.a,
@@ -293,7 +296,9 @@ def expand(
         return
     block = min(padded_ranks(weights), EXPAND_RANKS)
     groups = sum(-(-y.shape[1] // (tiling.outputs * tiling.loop)) for y in ys)
-    kernels().expand_kernel[(tiles * groups,)](
+    start(
+        kernels().expand_kernel,
+        tiles * groups,
         *outputs_of(ys),
         weights.b,
         weights.b_table,

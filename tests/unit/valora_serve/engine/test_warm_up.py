@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,15 @@ class FakeRunner:
         self.refused: list[Preparation] = []
         self.given_up: list[Preparation] = []
         self.without: set[str] = set()
+        self.compiled: list[Preparation] = []
         self.wanted: Preparation | None = None
 
     def preparations(self, terms: Any) -> tuple[list[Preparation], list[Preparation]]:
         assert terms == [0, 1]
         return list(FIRST), list(REST)
+
+    def compile_together(self, wanted: Sequence[Preparation]) -> None:
+        self.compiled = list(wanted)
 
     def prepare(self, wanted: Preparation) -> bool:
         self.now += 1.0
@@ -73,6 +77,7 @@ def test_the_rest_is_prepared_piece_by_piece(runner: Any) -> None:
     assert not warm.settle(runner)  # nothing before the start
     warm.start(runner)
     assert (runner.prepared, warm.left, warm.done) == (FIRST, REST, 2)
+    assert runner.compiled == FIRST
     assert [warm.settle(runner) for _ in range(4)] == [True, True, True, False]
     assert (runner.prepared, warm.left) == ([*FIRST, *REST], [])
     assert warm.seconds == {"graphs": 4.0, "kernels": 1.0}
@@ -83,6 +88,7 @@ def test_eager_leaves_nothing(runner: Any) -> None:
     warm = WarmUp([0, 1], lazy=False)
     warm.start(runner)
     assert (runner.prepared, warm.left) == ([*FIRST, *REST], [])
+    assert runner.compiled == [*FIRST, *REST]
 
 
 def test_what_a_step_misses_is_prepared_without_slowing_requests_down(runner: Any) -> None:

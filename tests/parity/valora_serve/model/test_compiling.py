@@ -1,0 +1,103 @@
+"""Kernels that are compiled together at the start: those that graphs launch, and nothing runs."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.engine_reference import make_engine
+from tests.support.lmm_checkpoints import save_llava
+from tests.support.lora_cases import make_case
+from tests.support.serve_helpers import LANGUAGE, make_adapter
+from valora_kernels import launching
+from valora_kernels.atmm import launch
+from valora_kernels.launching import compiling_together
+from valora_kernels.tiling import Tiling
+from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
+from valora_serve.model.graphs import DecodeGraph
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LAUNCHING = ("arrangements.shrink_expand", "arrangements.fused", "project")
+
+
+def test_the_kernels_of_graphs_are_those_that_are_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = str(save_llava(tmp_path / "base", seed=2))
+    adapter = make_adapter(tmp_path / "a", base, seed=1, rank=4, alpha=6, targets=LANGUAGE)
+    plan = lambda self, sequences: TorchMixedPlan(self._cache)  # noqa: E731
+    monkeypatch.setattr(TorchBackend, "decode_plan", plan)
+    engine = make_engine(
+        base, {"a": adapter}, fresh=True, prompt_graphs=True, max_requests=8, max_tokens=256,
+        chunk=64, policy="valora", capture="eager",
+    )  # fmt: skip
+    engine.warm_up()
+    started: set[Any] = set()
+
+    def noted(kernel: Any, programs: int, *_: object, **options: object) -> None:
+        started.add((kernel.__name__, *sorted(options.items())))
+
+    for name in LAUNCHING:
+        monkeypatch.setattr(f"valora_kernels.{name}.start", noted)
+    for name in ("atmm", "project"):
+        monkeypatch.setattr(f"valora_kernels.{name}.use_triton", lambda _: True)
+    runner = engine.runner
+    graphs = [graph for held in (runner._decode_graphs, runner._prompt_graphs)
+              for graph in held._graphs.values()]  # fmt: skip
+    with torch.inference_mode():
+        for graph in graphs:
+            (graph.graph if isinstance(graph, DecodeGraph) else graph.replay)()
+    launched = started.copy()
+    started.clear()
+    runner.forget_graphs()
+    first, rest = runner.preparations((0, 1, 2))
+    runner.run_linears([*first, *rest])
+    assert started == launched
+    assert len({name for name, *_ in started}) > 1
+
+
+def test_kernels_are_compiled_and_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a Triton that says what it is asked for."""
+    events: list[str] = []
+
+    class Mode:
+        def __init__(self, pool: Any) -> None:
+            self.pool = pool
+
+        def __enter__(self) -> None:
+            events.append("together")
+
+        def __exit__(self, *_: object) -> None:
+            events.append(f"ready, {self.pool._max_workers} threads")
+
+    class Kernel:
+        def warmup(self, *_: object, grid: tuple[int, ...], **options: object) -> None:
+            events.append(f"compiled {grid[0] > 0}")
+
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(AsyncCompileMode=Mode))
+    made = SimpleNamespace(shrink_kernel=Kernel(), expand_kernel=Kernel())
+    monkeypatch.setattr("valora_kernels.arrangements.shrink_expand.kernels", lambda: made)
+    case = make_case(8, [4, 8], 32, (32,), dtype=torch.float32, device="cpu")
+    before = [y.clone() for y in case.ys]
+    with compiling_together(3):
+        launch(Tiling("shrink_expand"), case.ys, case.x, case.weights, case.batch)
+    assert events == ["together", "compiled True", "compiled True", "ready, 3 threads"]
+    assert all(torch.equal(y, old) for y, old in zip(case.ys, before, strict=True))
+    with pytest.raises(TypeError, match="not subscriptable"):  # a launch again
+        launching.start(Kernel(), 1)
+
+
+def test_without_it_kernels_are_compiled_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(str(save_llava(tmp_path / "base", seed=2)), {}, fresh=True)
+    runner = engine.runner
+    monkeypatch.setattr(runner, "_device", SimpleNamespace(type="cuda"))
+    monkeypatch.setattr("valora_serve.model.runner.os.sched_getaffinity", lambda _: range(4))
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
+    runner.compile_together([])
+    assert "kernels are compiled one after the other" in caplog.text

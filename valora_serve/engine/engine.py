@@ -371,7 +371,13 @@ class Engine:
         if tuning is None or not self._warm:
             return False
         adopted = tuning.adopted
-        found = tuning.go_on()
+        try:
+            found = tuning.go_on()
+        except Exception:  # requests can be answered without it
+            log.exception("tilings are not measured any more")
+            tuning.close()
+            self.tuning = None
+            return False
         if tuning.adopted > adopted:  # steps cost less from now on
             self.cost = replace(self.cost, measured=False)
         return found

@@ -169,6 +169,23 @@ def test_a_file_that_cannot_be_read_or_written(
     assert engine.tuning is not None and engine.tuning.adopted == 1
 
 
+def test_a_measurement_that_fails_ends_nothing_else(
+    base: str, adapters: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object, **__: object) -> Any:
+        raise RuntimeError("no such kernel")
+
+    engine = tunable(base, {"a": adapters["a"]}, tmp_path / "cpu.json")
+    assert engine.tuning is not None
+    engine.tuning._tuner._clock = fails
+    engine.warm_up()
+    while engine.settle() or engine.tune():
+        pass
+    assert engine.tuning is None
+    assert "tilings are not measured any more" in caplog.text
+    assert run(engine, [question("one", "a")])["one"].error is None
+
+
 def test_nothing_is_measured_on_a_cpu_or_with_tilings(base: str) -> None:
     engine = make_engine(base, profile=True)
     assert engine.tuning is None

@@ -534,7 +534,7 @@ class Trainer:
         for part in self._parts(batch):
             mine = {name: self._team.share(rows) for name, rows in part.items()}
             mine = {name: rows for name, rows in mine.items() if len(rows)}
-            if weights and self._lanes.count > 1 and not self._remember(mine):
+            if mine and weights and self._lanes.count > 1 and not self._remember(mine):
                 loss += self._learn_side_by_side(heads, mine, size, weights)
                 continue
             # Sharded layers need as many forward passes on every process.
@@ -899,7 +899,7 @@ def _side_by_side(batch: Mapping[str, Tensor], count: int) -> list[dict[str, Ten
         parts[smallest][name] = rows
         sizes[smallest] += len(rows)
     if max(sizes) <= UNEVEN * size / count:
-        return parts
+        return [part for part in parts if part]
     return _pieces(batch, math.ceil(size / count))
 
 

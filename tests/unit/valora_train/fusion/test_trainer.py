@@ -506,6 +506,18 @@ def test_side_by_side_it_learns_what_it_learns_at_once(random_llava):
     assert all(map(torch.equal, found[1][1], found[2][1]))
 
 
+def test_a_process_without_a_sample_learns_nothing_beside_others(random_llava):
+    """As where a batch has fewer samples than there are processes."""
+    trainer, _ = make(random_llava, threads=2)
+    trainer._team = SimpleNamespace(share=lambda rows: rows[1:])
+    trainer.open("adapter-1", 1)
+    trainer._add_head("adapter-1", "sky", 2)
+    opened = trainer._open["adapter-1"]
+    weights = [p for group in opened.optimizer.param_groups for p in group["params"]]
+    assert trainer._learn(opened.heads, {"sky": torch.tensor([3])}, weights) == 0
+    assert not any(weight.grad.any() for weight in weights)
+
+
 @pytest.mark.parametrize(
     ("sizes", "count", "parts"),
     [
@@ -513,6 +525,7 @@ def test_side_by_side_it_learns_what_it_learns_at_once(random_llava):
         ([11, 11, 10], 2, [{0: 11, 1: 5}, {1: 6, 2: 10}]),
         ([7], 2, [{0: 4}, {0: 3}]),
         ([4, 4], 3, [{0: 3}, {0: 1, 1: 2}, {1: 2}]),
+        ([1] * 11, 12, [{n: 1} for n in range(11)]),
     ],
 )
 def test_a_batch_is_cut_into_equal_parts(sizes, count, parts):

@@ -79,11 +79,13 @@ def settings_of(
         train=TrainSettings(
             steps=3, steps_per_held=1, batch_size=6, probe_steps=2, threads=1, lora=lora
         ),
-        paths=PathSettings(str(folder / "work"), str(folder / "bundles"), new_store(folder)),
+        paths=PathSettings(str(folder / "work"), str(folder / "bundles"),
+                           f"sqlite:///{folder}/mlflow.db"),
     )  # fmt: skip
 
 
 def make(base: Path, folder: Path, names: tuple[str, ...], **options: Any) -> Path:
+    new_store(folder)
     run(settings_of(base, folder, names, **options), Display(Console(quiet=True)))
     return folder / "bundles" / "all"
 

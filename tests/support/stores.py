@@ -27,6 +27,7 @@ def new_store(folder: Path) -> str:
     Returns:
         Its tracking URI.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     file = folder / "mlflow.db"
     if not file.exists():
         shutil.copy(_migrated(), file)

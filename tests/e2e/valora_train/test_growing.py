@@ -8,6 +8,7 @@ from rich.console import Console
 
 from tests.e2e.test_architectures import domain, replayed, settings_of
 from tests.support.lmm_checkpoints import CHECKPOINTS
+from tests.support.stores import new_store
 from valora_data.contract.bundle import Bundle, read_bundle
 from valora_train.cli import run
 from valora_train.errors import SettingsError
@@ -36,6 +37,7 @@ class Shop:
         return replace(settings, fusion=replace(settings.fusion, **fusion))  # type: ignore[arg-type]
 
     def fuse(self, settings: Settings) -> Bundle:
+        new_store(self.folder)
         run(settings, Display(Console(quiet=True)))
         return read_bundle(self.bundle)
 

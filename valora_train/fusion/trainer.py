@@ -769,7 +769,7 @@ class Trainer:
     def _frozen_batches(self, inputs: Sequence[Encoded]) -> list[Sequence[Encoded]]:
         """Batches of the frozen base, as many in each lane and of equal size."""
         lanes, size = self._lanes.count, FROZEN_BATCH
-        if lanes > 1:
+        if lanes > 1 and inputs:
             rounds = math.ceil(len(inputs) / (FROZEN_BATCH * lanes))
             size = math.ceil(len(inputs) / (rounds * lanes))
         return [inputs[start : start + size] for start in range(0, len(inputs), size)]

@@ -43,6 +43,8 @@ TARGETS = {
 """Accuracy that is required of an ability; the others are only reported."""
 DOCUMENT_TOKENS = (128, 256, 512, 1024, 1900)
 """Lengths of record documents, at most, that questions are asked about."""
+LINKED_TOKENS = (128, 256, 512)
+"""The same for linked questions; in longer documents, few facts are of one letter alone."""
 ALBUM_IMAGES = (4, 12, 28)
 """Numbers of images of albums that questions are asked about."""
 
@@ -106,19 +108,23 @@ def questions(task: str, n: int, first_seed: int, *, novel: bool = False) -> lis
     return items
 
 
-def record_questions(n: int, tokens: int, first_seed: int) -> list[SceneQuestion]:
+def record_questions(
+    n: int, tokens: int, first_seed: int, *, linked: bool = False
+) -> list[SceneQuestion]:
     """Questions about record documents, each about one of its own, in the held-out seeds.
 
     Args:
         n: Number of questions.
         tokens: Tokens of a document, at most; nearly as many are used.
         first_seed: Seed of the first document.
+        linked: Whether questions give another fact of the letter instead of its number.
     """
     items = []
     for number in range(n):
         rng = np.random.default_rng(first_seed + number)
         document = draw_document(rng, max(1, (tokens - 4) // RECORD_TOKENS))
-        fact = document.facts[int(rng.integers(len(document.facts)))]
+        facts = document.links(rng) if linked else document.facts
+        fact = facts[int(rng.integers(len(facts)))]
         question = Question("records", fact.question(-1), fact.value)
         items.append(SceneQuestion(question, (), document.text))
     return items
@@ -280,7 +286,8 @@ def measure(model: Checkpoint, n: int, tasks: Iterable[str]) -> dict[str, float]
 def measure_contexts(model: Checkpoint, n: int) -> dict[str, float]:
     """Accuracy on `n` held-out questions about documents, by length, and about albums, by images.
 
-    `records_alone` is what the questions reach without their documents.
+    `linked_…` are of questions that do not name the letter; `records_alone` is what questions reach
+    without their documents.
     """
 
     def right(items: list[SceneQuestion], batch: int) -> float:
@@ -292,6 +299,9 @@ def measure_contexts(model: Checkpoint, n: int) -> dict[str, float]:
     for tokens in DOCUMENT_TOKENS:
         items = record_questions(n, tokens, TEST_SEEDS)
         figures[f"records_{tokens}"] = right(items, max(1, 16_384 // tokens))
+    for tokens in LINKED_TOKENS:
+        items = record_questions(n, tokens, TEST_SEEDS, linked=True)
+        figures[f"linked_{tokens}"] = right(items, max(1, 16_384 // tokens))
     alone = [replace(item, document="") for item in record_questions(n, 128, TEST_SEEDS)]
     figures["records_alone"] = right(alone, 64)
     for images in ALBUM_IMAGES:

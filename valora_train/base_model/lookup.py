@@ -3,7 +3,9 @@
 To answer "417 color?", one layer must bring letter and attribute of a line to its value, and those
 of the question to the place where the answer begins; a later layer can find the value then. As long
 as one part is missing, the others gain nothing: from answers alone, valora-tiny did not get beyond
-guessing a value of the right attribute in 190 million tokens.
+guessing a value of the right attribute in 190 million tokens. A linked question ("table 52 color?")
+takes one layer more: one that finds the given value, which knows its letter, and one that finds the
+value of this letter.
 """
 
 from __future__ import annotations
@@ -20,15 +22,18 @@ if TYPE_CHECKING:
 LETTERS, ATTRIBUTES = 0, 1
 """Heads that look for letters and for attributes, in the first two layers."""
 FINDER = 2
-"""Layer whose first head looks for the value."""
+"""Layer whose first head looks for the value, and the second one for the value that is given; the
+first head of the next layer looks for the value once more."""
 
 
 class LookupTutor:
-    """Cross-entropy of the attention of five heads to the tokens that hold what is looked for.
+    """Cross-entropy of the attention of seven heads to the tokens that hold what is looked for.
 
     In the first layer, two heads of a line's value look at its letter and its attribute; in the
     second one, those of an answer's place look at the question's; in the third one, a head looks at
-    the value in the document. For albums see `album_loss`.
+    the value in the document. For a linked question, another head of the third layer looks at the
+    given value in the document, and one of the fourth layer at the value that answers. For albums
+    see `album_loss`.
 
     Args:
         language: Language model (Llama of transformers), whose layers' inputs are kept from now on.
@@ -37,7 +42,7 @@ class LookupTutor:
     def __init__(self, language: Any) -> None:
         self.language = language
         self.inputs: dict[int, Tensor] = {}
-        for number, layer in enumerate(language.layers[: FINDER + 1]):
+        for number, layer in enumerate(language.layers[: FINDER + 2]):
             layer.input_layernorm.register_forward_hook(
                 lambda module, given, made, number=number: self.inputs.update({number: made})
             )
@@ -47,12 +52,16 @@ class LookupTutor:
         letter, attribute, value = batch.lines.unbind(-1)
         asked_letter, asked_attribute, wanted = batch.asked.unbind(-1)
         place = batch.start - 1  # where the answer is predicted
+        linked = batch.link > 0
+        direct, linking = place.masked_fill(linked, 0), place.masked_fill(~linked, 0)
         losses = (
             self._attend(0, LETTERS, value, letter),
             self._attend(0, ATTRIBUTES, value, attribute),
             self._attend(1, LETTERS, place, asked_letter),
             self._attend(1, ATTRIBUTES, place, asked_attribute),
-            self._attend(FINDER, 0, place, wanted),
+            self._attend(FINDER, 0, direct, wanted),
+            self._attend(FINDER, 1, linking, batch.link),
+            self._attend(FINDER + 1, 0, linking, wanted),
         )
         return torch.stack(losses).mean()
 
@@ -92,5 +101,6 @@ class LookupTutor:
         scores = (query @ key.mT).float() * attention.scaling
         scores = scores.masked_fill(positions > at[..., None], -torch.inf)
         there = (at > 0).float().flatten()
-        wrong = F.cross_entropy(scores.flatten(0, 1), to.flatten(), reduction="none")
-        return (wrong * there).sum() / there.sum()
+        goal = to.masked_fill(at == 0, 0)  # which is all that position 0 sees
+        wrong = F.cross_entropy(scores.flatten(0, 1), goal.flatten(), reduction="none")
+        return (wrong * there).sum() / there.sum().clamp_min(1)

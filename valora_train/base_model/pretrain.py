@@ -302,7 +302,7 @@ class Pretraining:
         silent[torch.from_numpy(domain_tokens(processor.tokenizer.backend_tokenizer))] = -torch.inf
         # The softmax leaves out the domains' words, so that their embeddings are not trained.
         self.silent = silent
-        self.names = [*LOGGED, *LENGTHS]
+        self.names = [*LOGGED, *LENGTHS, "linked"]
         self.right = torch.zeros(len(self.names), device=device)
         self.asked = torch.zeros(len(self.names), device=device)
         self.tutor = Tutor().to(device)
@@ -378,7 +378,7 @@ class Pretraining:
             batch: Documents of this length.
 
         Returns:
-            The loss, and (b, turns) float32, 1 where the answer was right.
+            The loss, and the share of questions that name the letter whose answer was right.
         """
         at = torch.cat([batch.start, batch.start + 1], 1)
         core = self.model.model
@@ -391,11 +391,14 @@ class Pretraining:
         target = batch.ids.gather(1, at)
         words = F.cross_entropy(logits.flatten(0, 1), target.flatten())
         turns = batch.start.shape[1]
-        right = (logits.detach().argmax(-1) == target)[:, :turns].float()
-        self.right[self.names.index(name)] += right.sum()
-        self.asked[self.names.index(name)] += right.numel()
+        right = (logits.detach().argmax(-1) == target)[:, :turns]
+        linked = batch.link > 0
+        for group, questions in ((name, ~linked), ("linked", linked)):
+            self.right[self.names.index(group)] += (right & questions).sum()
+            self.asked[self.names.index(group)] += questions.sum()
         self.losses[3:].lerp_(torch.stack([words, lookup]).detach(), 0.05)
-        return words + SHOWN * lookup, right
+        share = (right & ~linked).sum() / (~linked).sum().clamp_min(1)
+        return words + SHOWN * lookup, share
 
     def report(self) -> dict[str, float]:
         """Mean losses, and the share of fully right answers per task since the last call."""
@@ -508,8 +511,8 @@ RECIPE = (
     Leg(9.2, 768, 1.5e-3, 0),
     Leg(8.7, 1024, 1e-3, 1),
     Leg(6.6, 1024, 6e-4, 2),
-    Leg(2.4, 768, 2e-3, 3, tuple(BUCKETS), 0.65, retain=True),
-    Leg(10.0, 1024, 1e-3, 4, tuple(BUCKETS), 0.25, retain=True),
+    Leg(3.0, 768, 2e-3, 3, tuple(BUCKETS), 0.65, retain=True),
+    Leg(9.0, 1024, 1e-3, 4, tuple(BUCKETS), 0.25, retain=True),
 )
 """Three legs learn scenes, one learns to read, and the last one brings everything together."""
 SHOWN = 1.5

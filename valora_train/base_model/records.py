@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from valora_data.sources.documents.records import KEYS, RECORD_TOKENS, VALUES, WORDINGS
+from valora_data.sources.documents.records import (
+    KEYS,
+    LINKED_WORDINGS,
+    RECORD_TOKENS,
+    VALUES,
+    WORDINGS,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -25,10 +31,12 @@ if TYPE_CHECKING:
 
 LETTER_TOKENS = (0, 5, 9, 13, RECORD_TOKENS)
 """Tokens of facts about a letter, by their number, at most."""
-TURN_TOKENS = 10
+TURN_TOKENS = 11
 """Tokens of a question with its answer and the turns' marks, at most."""
-_NONE, _KEY = -1, -2
-"""In place of token ids: nothing, and the number of the letter."""
+LINKED = 0.4
+"""Share of questions that are linked, where the document allows it."""
+_NONE, _KEY, _VALUE = -1, -2, -3
+"""In place of token ids: nothing, the number of the letter, and the value that is given."""
 READ = 0.85
 """Running accuracy at which a length counts as read, and the next one opens."""
 
@@ -62,7 +70,7 @@ LENGTHS = {
     "records_256": Length((7, 14), 16),
     "records_512": Length((14, 29), 20),
     "records_1024": Length((29, 59), 24),
-    "records_1900": Length((59, 111), 15),
+    "records_1900": Length((59, 111), 14),
 }
 """Groups of documents of up to so many tokens, by name, in the order in which they are opened."""
 
@@ -78,13 +86,16 @@ class RecordBatch:
         lines: (b, lines, 3) int64, positions of letter, attribute and value of each line of the
             document; 0 where there is no line.
         asked: (b, turns, 3) int64, positions of letter and attribute in each question, and of the
-            value in the document.
+            value in the document. In a linked question, the given value is in the letter's place.
+        link: (b, turns) int64, position in the document of the value that a linked question gives;
+            0 for other questions.
     """
 
     ids: Tensor
     start: Tensor
     lines: Tensor
     asked: Tensor
+    link: Tensor
 
 
 class RecordDrawer:
@@ -123,25 +134,34 @@ class RecordDrawer:
         self.answer = torch.tensor(
             [one for _, value in facts for one in tokenizer.encode(value).ids], device=device
         )
-        asking = [
-            (name, encode(wording.format(key=100)))
-            for name, wordings in WORDINGS.items()
-            for wording in wordings
-        ]
-        shape = (len(VALUES), len(asking) // len(VALUES), -1)
-        self.asking = table([ids for _, ids in asking]).view(*shape[:2], TURN_TOKENS - 4)
-        # Places of letter and attribute in a question.
+        self.told = self.line.gather(1, (self.line != _NONE).sum(1, keepdim=True) - 1)[:, 0]
+        # Questions by the attribute that is asked about and the one that is given; where both are
+        # the same, the letter is given.
         names = {
             name: {*tokenizer.encode(name).ids, *tokenizer.encode(f" {name}").ids}
             for name in VALUES
         }
-        self.parts = torch.tensor(
-            [
-                [ids.index(_KEY), next(i for i, one in enumerate(ids) if one in names[name])]
-                for name, ids in asking
-            ],
-            device=device,
-        ).view(shape)
+        asking, parts = [], []
+        for name, wordings in WORDINGS.items():
+            for given, choices in VALUES.items():
+                if given == name:
+                    rows, mark = [encode(wording.format(key=100)) for wording in wordings], _KEY
+                else:
+                    value, mark = int(tokenizer.encode(f" {choices[0]}").ids[-1]), _VALUE
+                    rows = [
+                        [mark if one == value else one for one in tokenizer.encode(text).ids]
+                        for wording in LINKED_WORDINGS[given, name]
+                        for text in [wording.format(value=choices[0])]
+                    ]
+                asking += rows
+                parts += [
+                    [ids.index(mark), next(i for i, one in enumerate(ids) if one in names[name])]
+                    for ids in rows
+                ]
+        shape = (len(VALUES), len(VALUES), len(wordings))
+        self.asking = table(asking).view(*shape, TURN_TOKENS - 4)
+        # Places of letter, or of the value that is given, and of the attribute in a question.
+        self.parts = torch.tensor(parts, device=device).view(*shape, 2)
         counts = [len(choices) for choices in VALUES.values()]
         self.count = torch.tensor(counts, device=device)
         self.first = self.count.cumsum(0) - self.count  # of each attribute among the facts
@@ -158,6 +178,7 @@ class RecordDrawer:
         turns: int,
         kinds: int = len(VALUES),
         wording: int | None = None,
+        linked: float = LINKED,
     ) -> RecordBatch:
         """Draw documents with questions.
 
@@ -167,6 +188,8 @@ class RecordDrawer:
             turns: Questions about each document.
             kinds: Number of attributes of a letter that the document tells, the same of each.
             wording: Index into `WORDINGS` of all questions; None for any.
+            linked: Share of questions that give another fact of the letter instead of its number,
+                if no other letter has the same.
         """
         rng, device, attributes = self.rng, self.device, len(VALUES)
         fewest, most = records
@@ -197,12 +220,16 @@ class RecordDrawer:
 
         line = (uniform(samples, turns) * facts).long()
         asked = order.gather(1, line)
-        wordings = self.asking.shape[1]
+        wordings = self.asking.shape[2]
         which = (uniform(samples, turns) * wordings).long()
         if wording is not None:
             which.fill_(wording % wordings)
-        question = self.asking[asked % attributes, which]
+        given = self._given(fact, missing, asked, linked)
+        case = asked % attributes, given % attributes, which
+        question = self.asking[case]
         question = torch.where(question == _KEY, number.gather(1, asked)[..., None], question)
+        told_value = self.told[fact.gather(1, given)][..., None]
+        question = torch.where(question == _VALUE, told_value, question)
         told = self._full((samples, turns, TURN_TOKENS))
         told[..., 0], told[..., 1:-3] = self.user, question
         told[..., -3], told[..., -1] = self.assistant, self.eos
@@ -215,14 +242,40 @@ class RecordDrawer:
         ids = self._full((samples, length + 1)).fill_(self.pad)
         ids.scatter_(1, place.masked_fill(~there, length), loose)
         turn = place[:, -turns * TURN_TOKENS :].view(samples, turns, TURN_TOKENS)
-        parts = turn[..., 1:].gather(2, self.parts[asked % attributes, which])
+        parts = turn[..., 1:].gather(2, self.parts[case])
         # A line begins with letter and attribute; its last token before the break is the value.
         line_place = place[:, len(self.head) : -turns * TURN_TOKENS].view(lines.shape)
         line_place = line_place.masked_fill(lines == _NONE, 0)
         value = line_place[..., :-1].amax(-1)
         found = torch.cat([line_place[..., :2], value[..., None]], -1)
         asked_parts = torch.cat([parts, value.gather(1, line)[..., None]], -1)
-        return RecordBatch(ids[:, :length], turn[..., -2], found, asked_parts)
+        link = value.gather(1, order.argsort(1).gather(1, given)) * (given != asked)
+        return RecordBatch(ids[:, :length], turn[..., -2], found, asked_parts, link)
+
+    def _given(self, fact: Tensor, missing: Tensor, asked: Tensor, linked: float) -> Tensor:
+        """Places of the facts that questions give; the fact that is asked about gives the letter.
+
+        Args:
+            fact: (b, places) int64, index of the fact at each place, by letter and attribute.
+            missing: (b, places) bool, which of them the document does not tell.
+            asked: (b, turns) int64, places of the facts that are asked about.
+            linked: Share of questions that give another fact of the letter, one that no other
+                letter shares.
+
+        Returns:
+            (b, turns) int64.
+        """
+        samples, attributes = len(fact), len(VALUES)
+        times = torch.zeros(samples, len(self.answer), device=self.device)
+        times.scatter_add_(1, fact, (~missing).float())
+        unique = (times.gather(1, fact) == 1) & ~missing
+        letter, kind = asked // attributes, asked % attributes
+        own = unique.view(samples, -1, attributes)
+        own = own.gather(1, letter[..., None].expand(-1, -1, attributes))
+        own = own & (torch.arange(attributes, device=self.device) != kind[..., None])
+        drawn = torch.rand((*own.shape, 2), generator=self.rng, device=self.device)
+        chosen = letter * attributes + (drawn[..., 0] * own).argmax(-1)
+        return torch.where(own.any(-1) & (drawn[..., 0, 1] < linked), chosen, asked)
 
     def _full(self, shape: tuple[int, ...]) -> Tensor:
         return torch.full(shape, _NONE, device=self.device)
@@ -257,5 +310,5 @@ class Curriculum:
         return name, self.drawer.draw(samples, length.records, length.turns, length.kinds)
 
     def note(self, name: str, right: Tensor) -> None:
-        """Note which answers to a batch's questions were right, (...) float32."""
-        self.right[list(LENGTHS).index(name)].lerp_(right.mean(), 0.1)
+        """Note the share of a batch's questions that were answered rightly, () float32."""
+        self.right[list(LENGTHS).index(name)].lerp_(right, 0.1)

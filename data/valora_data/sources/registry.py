@@ -20,6 +20,7 @@ FORMATS: Registry[type[SourceFormat]] = Registry(
     {  # in the order in which `detect_kind` asks: the first that recognises a path is taken
         "scenes": "valora_data.sources.formats.scenes:ScenesFormat",
         "records": "valora_data.sources.formats.documents:RecordsFormat",
+        "linked_records": "valora_data.sources.formats.documents:LinkedRecordsFormat",
         "drawn_album": "valora_data.sources.formats.documents:DrawnAlbumFormat",
         "album": "valora_data.sources.formats.documents:AlbumFormat",
         "documents": "valora_data.sources.formats.documents:DocumentsFormat",

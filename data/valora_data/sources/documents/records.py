@@ -7,11 +7,14 @@ A document lists the colour, the pattern, the thing and the table of numbered le
     417 table 52
 
 All words are single tokens of valora-tiny, which learns to read such documents. Questions come in
-several wordings; the last one of each attribute is kept for measuring.
+several wordings; the last one of each attribute is kept for measuring. A *linked* question does not
+name the letter but another of its facts: `what color has table 52?`. The line that answers it has
+no word of the question but the attribute, so that a search for words does not find it.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +43,19 @@ WORDINGS: dict[str, tuple[str, ...]] = {
     for attribute in VALUES
 }
 """Wordings of a question about an attribute; the last one is for measuring."""
+LINKED_WORDINGS: dict[tuple[str, str], tuple[str, ...]] = {
+    (given, asked): (
+        f"{given} {{value}} {asked}?",
+        f"which {asked} has {given} {{value}}?",
+        f"{given} {{value}} has which {asked}?",
+        f"what {asked} has {given} {{value}}?",
+    )
+    for given in VALUES
+    for asked in VALUES
+    if given != asked
+}
+"""Wordings of a linked question by the attribute that is given and the one that is asked about; the
+last one is for measuring."""
 KEYS = range(100, 1000)
 """Numbers of letters."""
 RECORD_TOKENS = 17
@@ -70,6 +86,33 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """Two facts about a letter, of which one is given and the other asked about.
+
+    Attributes:
+        given: A fact that no other letter shares.
+        asked: Another fact about its letter.
+    """
+
+    given: Fact
+    asked: Fact
+
+    @property
+    def value(self) -> str:
+        """The answer."""
+        return self.asked.value
+
+    def question(self, wording: int) -> str:
+        """Ask for the value without naming the letter.
+
+        Args:
+            wording: Index into `LINKED_WORDINGS`; −1 is the wording for measuring.
+        """
+        wordings = LINKED_WORDINGS[self.given.attribute, self.asked.attribute]
+        return wordings[wording].format(value=self.given.value)
+
+
+@dataclass(frozen=True, slots=True)
 class RecordDocument:
     """A document and its facts.
 
@@ -80,6 +123,24 @@ class RecordDocument:
 
     text: str
     facts: tuple[Fact, ...]
+
+    def links(self, rng: np.random.Generator) -> list[Link]:
+        """A link to each fact whose letter has another fact that no other letter shares.
+
+        Args:
+            rng: Chooses what is given.
+        """
+        times = Counter((fact.attribute, fact.value) for fact in self.facts)
+        unique: dict[int, list[Fact]] = defaultdict(list)
+        for fact in self.facts:
+            if times[fact.attribute, fact.value] == 1:
+                unique[fact.key].append(fact)
+        links = []
+        for asked in self.facts:
+            others = [fact for fact in unique[asked.key] if fact != asked]
+            if others:
+                links.append(Link(others[int(rng.integers(len(others)))], asked))
+        return links
 
 
 def draw_document(rng: np.random.Generator, records: int) -> RecordDocument:

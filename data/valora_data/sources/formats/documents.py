@@ -32,6 +32,8 @@ from valora_data.wording import plural
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from valora_data.sources.documents.records import RecordDocument
+
 SELF_STUDY = 400
 """Most questions of self-study where `source.counts` does not say how many."""
 LEAST_FACTS = 4
@@ -144,8 +146,20 @@ class RecordsFormat(ContextFormat):
 
         rng = _rng(source)
         drawn = draw_document(rng, source.entries)
-        document = Document(drawn.text)
-        return _drawn(document, drawn.facts, len(WORDINGS["color"]), rng, source)
+        facts = self.asked_about(drawn, rng)
+        return _drawn(Document(drawn.text), facts, len(WORDINGS["color"]), rng, source)
+
+    def asked_about(self, drawn: RecordDocument, rng: np.random.Generator) -> Sequence[Fact]:
+        """What questions are about."""
+        return drawn.facts
+
+
+class LinkedRecordsFormat(RecordsFormat):
+    """A drawn document of records whose questions do not name the letter (`records.Link`)."""
+
+    def asked_about(self, drawn: RecordDocument, rng: np.random.Generator) -> Sequence[Fact]:
+        """Facts that another fact of the letter leads to."""
+        return drawn.links(rng)
 
 
 class DrawnAlbumFormat(ContextFormat):

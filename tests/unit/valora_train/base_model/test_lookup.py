@@ -26,12 +26,16 @@ def test_heads_are_judged_by_the_attention_that_the_model_computes():
         loss = tutor.loss(batch)
     places = batch.start - 1
     value = batch.lines[..., 2]
+    linked = batch.link > 0
+    assert linked.any() and not linked.all()
     wanted = [
         (0, LETTERS, value, batch.lines[..., 0]),
         (0, ATTRIBUTES, value, batch.lines[..., 1]),
         (1, LETTERS, places, batch.asked[..., 0]),
         (1, ATTRIBUTES, places, batch.asked[..., 1]),
-        (FINDER, 0, places, batch.asked[..., 2]),
+        (FINDER, 0, places * ~linked, batch.asked[..., 2]),
+        (FINDER, 1, places * linked, batch.link),
+        (FINDER + 1, 0, places * linked, batch.asked[..., 2]),
     ]
     losses = []
     for layer, head, at, to in wanted:

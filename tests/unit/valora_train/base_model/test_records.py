@@ -1,10 +1,9 @@
-import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from valora_data.sources.documents.records import VALUES, WORDINGS
+from valora_data.sources.documents.records import LINKED_WORDINGS, VALUES, WORDINGS
 from valora_train.base_model.data import build_processor
 from valora_train.base_model.pretrain import Pretraining, load
 from valora_train.base_model.records import LENGTHS, Curriculum, RecordDrawer
@@ -64,7 +63,7 @@ def test_documents_hold_every_fact_once_and_answer_their_questions(tokenizer, na
     length = LENGTHS[name]
     drawer = RecordDrawer(tokenizer, 2, CPU)
     batch = drawer.draw(20, length.records, length.turns, length.kinds)
-    sizes, wordings = set(), set()
+    sizes, wordings, links = set(), set(), 0
     for row, ids in enumerate(batch.ids):
         document, asked = turns_of(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
         facts = {}
@@ -81,14 +80,24 @@ def test_documents_hold_every_fact_once_and_answer_their_questions(tokenizer, na
         assert told[: len(facts)] == [(str(key), *rest) for (key, *rest) in told_facts(document)]
         assert not batch.lines[row, len(facts) :].any()
         sizes.add(len(keys))
-        places = ids[batch.asked[row]]
-        for parts, (question, answer) in zip(places, asked, strict=True):
-            (key,) = map(int, re.findall(r"\d+", question))
-            (attribute,) = set(VALUES) & set(re.findall("[a-z]+", question))
-            assert facts[key, attribute] == answer
-            assert [tokenizer.decode([i]).strip() for i in parts] == [str(key), attribute, answer]
-            texts = [wording.format(key=key) for wording in WORDINGS[attribute]]
+        parts = [
+            [tokenizer.decode([i]).strip() for i in places]
+            for places in [*ids[batch.asked[row]], ids[batch.link[row]]]
+        ]
+        *parts, given = parts
+        for part, link, (question, answer) in zip(parts, given, asked, strict=True):
+            name, attribute, value = part
+            assert value == answer
+            if name.isdigit() and int(name) in keys and link == "":
+                assert facts[int(name), attribute] == answer
+                texts = [wording.format(key=name) for wording in WORDINGS[attribute]]
+            else:
+                (key, told), *others = [at for at, value in facts.items() if value == name]
+                assert not others and link == name and facts[key, attribute] == answer
+                texts = [wording.format(value=name) for wording in LINKED_WORDINGS[told, attribute]]
+                links += 1
             wordings.add(texts.index(question))
+    assert bool(links) == (length.kinds > 1)
     assert min(sizes) >= length.records[0] and max(sizes) <= length.records[1] and len(sizes) > 1
     assert wordings == {0, 1, 2, 3}
 
@@ -112,7 +121,7 @@ def test_the_next_length_opens_when_the_newest_is_read(tokenizer):
         for _ in range(batches):
             name, batch = lessons.draw()
             assert batch.ids.numel() <= 2048
-            lessons.note(name, torch.tensor([[right]]))
+            lessons.note(name, torch.tensor(right))
             drawn.add(name)
         return drawn
 
@@ -143,7 +152,11 @@ def test_reading_is_trained(tokenizer):
     words = torch.stack(wanted).mean()
     torch.testing.assert_close(loss, words + 1.5 * shown, rtol=1e-4, atol=1e-4)
     said = logits.argmax(-1).gather(1, batch.start - 1)
-    assert torch.equal(right, (said == batch.ids.gather(1, batch.start)).float())
-    assert task.report()["records_64"] == pytest.approx(float(right.mean()))
+    hits, linked = (said == batch.ids.gather(1, batch.start)).float(), batch.link > 0
+    assert linked.any() and not linked.all()
+    assert float(right) == pytest.approx(float(hits[~linked].mean()))
+    report = task.report()
+    assert report["records_64"] == pytest.approx(float(right))
+    assert report["linked"] == pytest.approx(float(hits[linked].mean()))
     loss.backward()
     assert model.model.language_model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0

@@ -23,6 +23,23 @@ def test_every_fact_is_in_the_text_once():
     assert len({(fact.key, fact.attribute) for fact in document.facts}) == len(lines)
 
 
+def test_a_linked_question_has_one_answer_and_does_not_name_the_letter():
+    document = draw_document(np.random.default_rng(7), 29)
+    links = document.links(np.random.default_rng(8))
+    told = {(fact.key, fact.attribute): fact.value for fact in document.facts}
+    for link in links:
+        letters = {key for (key, name), value in told.items()
+                   if (name, value) == (link.given.attribute, link.given.value)}  # fmt: skip
+        assert letters == {link.asked.key} and link.given != link.asked
+        assert told[link.asked.key, link.asked.attribute] == link.value
+        for wording in range(len(WORDINGS["color"])):
+            asked = link.question(wording)
+            assert link.given.value in asked and link.asked.attribute in asked
+            assert str(link.asked.key) not in asked
+    # Nearly every letter has a table or a thing of its own.
+    assert len(links) > 0.6 * len(document.facts)
+
+
 def test_values_are_drawn_alike_whatever_the_key():
     rng = np.random.default_rng(2)
     facts = [fact for _ in range(200) for fact in draw_document(rng, 10).facts]

@@ -215,6 +215,20 @@ def test_drawn_documents_measure_in_a_wording_that_is_not_studied():
     assert sample.document != found[Split.TEST][0].document
 
 
+def test_linked_questions_are_about_the_same_document_and_do_not_name_the_letter():
+    source = Source("linked_records", Task.CONTEXT, name="vardo", entries=5)
+    found = {split: list(stream()) for split, stream in open_source(source).items()}
+    direct = Source("records", Task.CONTEXT, name="vardo", entries=5)
+    (other,) = list(open_source(direct)[Split.TEST]())[:1]
+    measured = [*found[Split.VAL], *found[Split.TEST]]
+    document = measured[0].document
+    assert document == other.document and len(found[Split.UNLABELLED]) == 3 * len(measured)
+    letters = {line.split(" ")[0] for line in document.text.splitlines()}
+    for sample in [*measured, *found[Split.UNLABELLED]]:
+        assert not letters & set(sample.prompt.replace("?", "").split(" "))
+        assert sample.prompt.startswith("what ") == (sample in measured)
+
+
 def test_a_drawn_album_measures_in_a_wording_that_is_not_studied():
     source = Source("drawn_album", Task.CONTEXT, name="trip", entries=6)
     found = {split: list(stream()) for split, stream in open_source(source).items()}

@@ -121,19 +121,18 @@ def share_requirements(table: OracleTable, share: float, seed: int) -> dict[str,
 
 
 def random_requirements(
-    table: OracleTable, count: int, seed: int, margin: float = 0.0
+    table: OracleTable, count: int, seed: int
 ) -> Iterator[dict[str, Requirement]]:
     """Draw requirements of all domains of a table.
 
-    Each domain's is drawn uniformly between the least that it reaches in any group and the least
-    that it reaches alone, on validation over all seeds: every domain can be met alone, and each may
-    decide whether a group is feasible.
+    Each domain's bar is drawn uniformly between the least that it reaches in any group and the
+    least that it reaches alone, on validation over all seeds: every domain can be met alone, and
+    each may decide whether a group is feasible. What is drawn is the bar itself, without a margin.
 
     Args:
         table: A complete oracle table.
         count: Number of draws.
         seed: Seed of the draws.
-        margin: `Requirement.margin` of all.
     """
     draw = random.Random(seed)
     bounds = {}
@@ -149,7 +148,7 @@ def random_requirements(
         bounds[name] = (min(found, default=0.0), min(alone))
     for _ in range(count):
         yield {
-            name: Requirement(draw.uniform(*bounds[name]), margin, table.largest[name])
+            name: Requirement(draw.uniform(*bounds[name]), 0.0, table.largest[name])
             for name in table.domains
         }
 

@@ -121,7 +121,7 @@ def report_strategies(
     found = compare(
         table,
         made,
-        list(random_requirements(table, count, 0, fusion.margin)),
+        list(random_requirements(table, count, 0)),
         head_only=fusion.head_only,
         order=fusion.order,
     )

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from valora_train.fusion.strategies.base import View
 
+    Masks = NDArray[np.int64]
+
 MOST_EXACT = 10  # domains; with more, groups are merged one after the other
 ADAPTER = 5.0  # an adapter less is worth a packing that is e⁻⁵ times as likely, and the attempts
 HOPELESS = 0.03  # a domain that misses its bar by this share of it would miss it beside more, too
@@ -146,15 +148,14 @@ class _Packing:
         chances = self._chances(masks, self._expectation.log_chances_of_all())
         gains = chances - ADAPTER
         best = np.zeros(len(masks))
-        chosen = [0] * len(masks)
-        for mask, firsts in _first_groups(len(self.names)):
-            values = gains[firsts] + best[mask ^ firsts]
-            at = int(values.argmax())
-            best[mask], chosen[mask] = values[at], int(firsts[at])
+        for level, firsts, rests, starts in _levels(len(self.names)):
+            best[level] = np.maximum.reduceat(gains[firsts] + best[rests], starts)
         packing, rest = {}, len(masks) - 1
         while rest:
-            packing[self._named(chosen[rest])] = float(chances[chosen[rest]])
-            rest ^= chosen[rest]
+            firsts = _first_groups(rest)
+            group = int(firsts[(gains[firsts] + best[rest ^ firsts]).argmax()])
+            packing[self._named(group)] = float(chances[group])
+            rest ^= group
         return packing
 
     def merged(self) -> dict[frozenset[str], float]:
@@ -180,17 +181,32 @@ class _Packing:
         return {self._named(mask): chance for mask, chance in groups.items()}
 
 
+@lru_cache(maxsize=1 << MOST_EXACT)
+def _first_groups(mask: int) -> Masks:
+    """The groups inside a mask that hold its first domain, the largest first."""
+    rest = mask & (mask - 1)
+    part, groups = rest, []
+    while True:
+        groups.append(mask ^ part)
+        if not part:
+            break
+        part = (part - 1) & rest
+    return np.array(groups, dtype=np.int64)
+
+
 @lru_cache(maxsize=4)
-def _first_groups(count: int) -> list[tuple[int, NDArray[np.int64]]]:
-    """For every mask, the groups inside it that hold its first domain."""
+def _levels(count: int) -> list[tuple[Masks, Masks, Masks, Masks]]:
+    """All masks of one, two and more domains, which need only those before.
+
+    Returns:
+        For each number of domains: its masks; their groups that hold the first domain, one mask
+        after the other; what is left of the mask without the group; where each mask's begin.
+    """
     found = []
-    for mask in range(1, 1 << count):
-        rest = mask & (mask - 1)
-        part, groups = rest, []
-        while True:
-            groups.append(mask ^ part)
-            if not part:
-                break
-            part = (part - 1) & rest
-        found.append((mask, np.array(groups, dtype=np.int64)))
+    for size in range(1, count + 1):
+        level = [mask for mask in range(1 << count) if mask.bit_count() == size]
+        firsts = [_first_groups(mask) for mask in level]
+        rests = [mask ^ groups for mask, groups in zip(level, firsts, strict=True)]
+        starts = np.arange(len(level)) << (size - 1)
+        found.append((np.array(level), np.concatenate(firsts), np.concatenate(rests), starts))
     return found

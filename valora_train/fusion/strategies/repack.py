@@ -51,10 +51,13 @@ def _moves(view: View, domain: str, home: str) -> list[Proposal]:
         for name in decision.attempt.moved
         if name in decision.kept and name not in view.alone
     }
+    # A flagged domain may move again, but nothing is packed again as it was before.
+    formed = [set(decision.kept) for decision in view.history if decision.kept]
     others = [name for name in view.adapters if name != home and domain not in moved]
     return [
         Proposal((domain,), other)
         for other in sorted(others, key=lambda name: -slack(view, name))
-        if not any(group <= {domain, *view.adapters[other]} for group in failed)
+        if (group := {domain, *view.adapters[other]}) not in formed
+        and not any(part <= group for part in failed)
         and not view.failed(Proposal((domain,), other))
     ]

@@ -1,5 +1,7 @@
 """Strategies played on made-up tables, beside the optimum."""
 
+import random
+
 import pytest
 
 from tests.support.oracle_tables import conflict_table, interference_table, made_up_table
@@ -51,16 +53,16 @@ def test_a_replay_is_the_fusion_of_the_table():
 
 def test_random_requirements_are_within_what_the_domains_reach():
     table = interference_table(SIX, 3)
-    drawn = list(random_requirements(table, 50, seed=4, margin=0.01))
-    assert drawn == list(random_requirements(table, 50, seed=4, margin=0.01))
-    assert drawn != list(random_requirements(table, 50, seed=5, margin=0.01))
+    drawn = list(random_requirements(table, 50, seed=4))
+    assert drawn == list(random_requirements(table, 50, seed=4))
+    assert drawn != list(random_requirements(table, 50, seed=5))
     for name in SIX:
         reached = [table.reached(0, group)[name].val for group in table.groups() if name in group]
         required = [asked[name].required for asked in drawn]
         alone = table.reached(0, [name])[name].val
         assert min(reached) <= min(required) and max(required) <= alone
         assert max(required) - min(required) > 0.7 * (alone - min(reached))
-        assert all(asked[name].margin == 0.01 for asked in drawn)
+        assert all(asked[name].bar == asked[name].required for asked in drawn)
 
 
 def test_what_a_packing_serves():
@@ -101,6 +103,20 @@ def test_affinity_finds_the_optimum_where_first_fit_does_not(seed, strength):
     assert best.at_optimum > found["first_fit"].at_optimum > found["paper"].at_optimum
     assert found["repack:first_fit"].adapters < found["first_fit"].adapters
     assert best.attempts < 16 and best.most_attempts <= 4 * 6 + 6
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_adapters_are_emptied_once_where_domains_are_out_of_reach(seed):
+    table = interference_table(SIX, seed)
+    draw = random.Random(seed)
+    for _ in range(40):
+        alone = {name: table.reached(0, [name])[name].val for name in SIX}
+        asked = {name: Requirement(alone[name] - draw.uniform(0, 0.03), 0.02) for name in SIX}
+        packed = {}
+        for name in ("joint", "repack:joint", "repack:best_fit", "affinity"):
+            packed[name] = replay(make_strategy(name), table, asked, 0)
+            assert packed[name].unreachable
+        assert packed["repack:joint"].adapters <= packed["joint"].adapters
 
 
 def test_conflicts_of_ten_domains():

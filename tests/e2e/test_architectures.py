@@ -36,7 +36,7 @@ from valora_train.settings import (
 )
 from valora_train.tasks.label_head import POOLINGS
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "gate_here")]
 
 COUNTS = {"train": 8, "unlabelled": 4, "val": 6, "test": 6}
 EVERY_TASK = {

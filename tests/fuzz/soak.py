@@ -498,7 +498,7 @@ class Soak:
                 writer.write(b" ")
                 await writer.drain()
                 await asyncio.sleep(0.1)
-                if reader.at_eof():
+                if self.stop or reader.at_eof():
                     break
         except ConnectionError:
             pass

@@ -158,8 +158,8 @@ def check_accuracy(model: BundleModel, bundle: Bundle, data: Mapping[str, Path])
             )
 
 
-def main() -> int:
-    """Check the bundle that the command line names."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check the bundle that the command line names; gives the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--base", help="base model to use instead of the one that the bundle names")
@@ -168,23 +168,21 @@ def main() -> int:
         "--data", nargs=2, action="append", default=[], metavar=("DOMAIN", "FOLDER"),
         help="data stage of a domain, whose test split is measured again",
     )  # fmt: skip
-    arguments = parser.parse_args()
+    chosen = parser.parse_args(arguments)
     try:
-        bundle = read_bundle(arguments.bundle)
+        bundle = read_bundle(chosen.bundle)
         facts = bundle.manifest["base"]
-        check_base(bundle, arguments.base or facts["id"], quantize=facts.get("quantize"))
-        model = BundleModel(bundle, arguments.base, arguments.device)
+        check_base(bundle, chosen.base or facts["id"], quantize=facts.get("quantize"))
+        model = BundleModel(bundle, chosen.base, chosen.device)
         examples = check_golden(model, bundle)
-        check_accuracy(model, bundle, {name: Path(folder) for name, folder in arguments.data})
+        check_accuracy(model, bundle, {name: Path(folder) for name, folder in chosen.data})
     except ValoraError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     measured = (
-        f" and the test accuracy of {plural(len(arguments.data), 'domain')}"
-        if arguments.data
-        else ""
+        f" and the test accuracy of {plural(len(chosen.data), 'domain')}" if chosen.data else ""
     )
-    print(f"{arguments.bundle}: {plural(examples, 'golden example')}{measured} reproduced")
+    print(f"{chosen.bundle}: {plural(examples, 'golden example')}{measured} reproduced")
     return 0
 
 

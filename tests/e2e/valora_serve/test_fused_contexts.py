@@ -13,7 +13,7 @@ from valora_data.contract.files import read_json
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.server.loading import golden
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "gate_here")]
 
 
 @pytest.mark.parametrize("form", ["prefix", "memory_tokens"])

@@ -21,7 +21,7 @@ from valora_train.reporting.progress import Display
 from valora_train.settings import LoraSettings, ModelSettings, from_config
 from valora_train.stages.gate import BundleModel
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "gate_here")]
 NAMES = ("ledger_1", "ledger_2")
 
 

@@ -16,7 +16,7 @@ from valora_train.reporting.progress import Display
 from valora_train.settings import Settings
 from valora_train.stage import read_json
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "gate_here")]
 
 
 @pytest.fixture(scope="module")

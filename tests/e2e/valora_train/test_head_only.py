@@ -12,6 +12,7 @@ from rich.console import Console
 
 from tests.e2e.test_architectures import replayed, settings_of
 from tests.support.lmm_checkpoints import CHECKPOINTS
+from tests.support.stores import new_store
 from valora_data.contract.bundle import read_bundle
 from valora_train.cli import run
 from valora_train.errors import UnreachableError
@@ -19,7 +20,7 @@ from valora_train.fusion.trainer import Trainer
 from valora_train.reporting.progress import Display
 from valora_train.settings import Settings
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "gate_here")]
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def asks(base: Path, folder: Path, required: dict[str, float], **fusion: object) -> Settings:
+    new_store(folder)
     settings = settings_of(base, folder, tuple(required))
     for name, least in required.items():
         settings.domains[name] = replace(settings.domains[name], required=least)

@@ -9,12 +9,13 @@ from rich.console import Console
 
 from tests.e2e.test_architectures import settings_of
 from tests.support.lmm_checkpoints import CHECKPOINTS
+from tests.support.stores import new_store
 from valora_data.contract.bundle import read_bundle
 from valora_train.cli import run
 from valora_train.errors import SettingsError
 from valora_train.reporting.progress import Display
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "gate_here")]
 
 OWN_ADAPTERS = """
 from valora_train.fusion.strategies.base import Strategy
@@ -38,6 +39,7 @@ def test_a_strategy_of_another_package_packs(
     base = CHECKPOINTS["llava"](tmp_path / "llava", seed=3)
     settings = settings_of(base, tmp_path, ("weather", "people_count"))
     settings = replace(settings, fusion=replace(settings.fusion, strategy="own_adapters"))
+    new_store(tmp_path)
     run(settings, Display(Console(quiet=True)))
     bundle = read_bundle(tmp_path / "bundles" / "all")
     # The built-in strategies put both into one adapter, because nothing is required here.

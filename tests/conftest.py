@@ -8,6 +8,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("YOLO_OFFLINE", "1")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:  # processes that tests start share the cores, too
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import random
 from pathlib import Path

@@ -143,13 +143,13 @@ def _check(source: Source, out: Path, console: Console) -> int:
     pictures = []
     for split, kept in examples.items():
         pictures.append(out / f"{split}.png")
-        contact_sheet(kept.samples).save(pictures[-1])
+        contact_sheet(kept.samples).save(pictures[-1], compress_level=1)
     for name, pairs in (("leaks", found.leaks), ("duplicates", found.duplicates)):
         shown = pairs[:SHOWN_PAIRS]
         sheet = pair_sheet(shown, pictures_of(source, shown)) if shown else None
         if sheet is not None:
             pictures.append(out / f"{name}.png")
-            sheet.save(pictures[-1])
+            sheet.save(pictures[-1], compress_level=1)
     lines = [f"{fault.kind.name.lower()}\t{fault.text}" for fault in found.faults.found]
     lines += [f"copy\t{pair}" for pair in found.pairs]
     if lines:
@@ -230,7 +230,7 @@ def _preview(source: Source, options: argparse.Namespace, console: Console) -> i
         raise DataError(f"{options.path} holds no samples: there is nothing to show")
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    contact_sheet(kept.samples).save(out)
+    contact_sheet(kept.samples).save(out, compress_level=1)
     console.print(f"{len(kept.samples)} of {plural(looked, 'sample')} in {out}", highlight=False)
     return 0
 

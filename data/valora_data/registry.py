@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from pathlib import Path
 from typing import Generic, TypeVar, cast
 
 from valora_data.errors import UnknownNameError, ValoraError
 
 T = TypeVar("T")
+
+
+def _installed(group: str) -> EntryPoints:
+    """Entry points of a group, which are read again when a folder of `sys.path` has changed."""
+    return _read_installed(group, tuple((folder, _changed(folder)) for folder in sys.path))
+
+
+def _changed(folder: str) -> int:
+    try:
+        return Path(folder).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+@lru_cache(maxsize=64)  # reading the metadata of all packages takes 20 ms
+def _read_installed(group: str, _state: tuple[tuple[str, int], ...]) -> EntryPoints:
+    return entry_points(group=group)
 
 
 class Registry(Mapping[str, T], Generic[T]):
@@ -44,7 +64,7 @@ class Registry(Mapping[str, T], Generic[T]):
     def _entries(self) -> dict[str, EntryPoint]:
         # A built-in name cannot be taken over: what a configuration means must not depend on
         # what else is installed.
-        return {entry.name: entry for entry in entry_points(group=self.group)} | self._builtin
+        return {entry.name: entry for entry in _installed(self.group)} | self._builtin
 
     def __getitem__(self, name: str) -> T:
         if name not in self._loaded:

@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import DynamicCache
 
-from tests.support.engine_reference import Expected, Reference
+from tests.support.engine_reference import Expected, Reference, key_of
 from tests.support.serve_helpers import load_base, make_adapter
 from valora_data.contract import contexts as contract
 from valora_data.contract.base_model import BaseModel, base_hash
@@ -159,9 +159,16 @@ class ContextReference:
         self._adapters, self._contexts, self._folder = adapters, contexts, folder
         self._base = base
         self.model = BaseModel(base, load_base(base), self._plain.processor)
+        self._known: dict[tuple[object, ...], Expected] = {}
 
     def __call__(self, request: Request) -> Expected:
         """Answer a request about a context, an adapter or the base model greedily."""
+        key = key_of(request)
+        if key not in self._known:
+            self._known[key] = self._answer(request)
+        return self._known[key]
+
+    def _answer(self, request: Request) -> Expected:
         spec = self._contexts.get(request.model or "")
         adapter = request.model if request.model in self._adapters else None
         if spec is not None:

@@ -54,6 +54,16 @@ class Expected:
         return self.logits.log_softmax(-1)
 
 
+def key_of(request: Request) -> tuple[object, ...]:
+    """What a greedy answer depends on."""
+    return (
+        request.model, request.text, repr(request.messages), request.sampling.max_tokens,
+        tuple(image.tobytes() for image in request.images),
+        tuple(frame.tobytes() for video in request.videos for frame in video),
+        tuple(request.token_ids or ()), request.sampling.ignore_eos,
+    )  # fmt: skip
+
+
 class Reference:
     """The base model, with every adapter loaded by PEFT.
 
@@ -79,10 +89,7 @@ class Reference:
 
     def __call__(self, request: Request) -> Expected:
         """Answer a request greedily, alone in its batch."""
-        key = (request.model, request.text, repr(request.messages), request.sampling.max_tokens,
-               tuple(image.tobytes() for image in request.images),
-               tuple(frame.tobytes() for video in request.videos for frame in video),
-               tuple(request.token_ids or ()), request.sampling.ignore_eos)  # fmt: skip
+        key = key_of(request)
         if key not in self._known:
             self._known[key] = self._answer(request)
         return self._known[key]

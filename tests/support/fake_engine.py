@@ -59,12 +59,14 @@ class FakeEngine:
         slots: Most requests that run at a time; others wait.
         step: Seconds per token.
         tokenizer: Tokenizer for JSON constraints.
+        last: Event (of `threading`) for which the last token of each written answer waits.
     """
 
-    def __init__(self, *, slots=1000, step=0.0, tokenizer=None):
+    def __init__(self, *, slots=1000, step=0.0, tokenizer=None, last=None):
         self._served = {m.name: m for m in (BASE, ADAPTER, PERSON, SCENE, CAPTION)}
         self._slots = asyncio.Semaphore(slots)
         self._step = step
+        self._last = last
         self._tokenizer = tokenizer
         self._finished = {}
         self.running = {}
@@ -166,6 +168,8 @@ class FakeEngine:
         made = 0
         for index in range(count):
             await asyncio.sleep(self._step)
+            while index + 1 == count and self._last is not None and not self._last.is_set():
+                await asyncio.sleep(0.005)
             first = first or time.monotonic()
             word = self._word(request, index)
             if word is None or (

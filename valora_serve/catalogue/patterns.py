@@ -31,10 +31,11 @@ PATTERN_LENGTH = 10_000
 _PLAIN = re.compile(r"[\w.-]*", re.ASCII)
 
 # Runs in the other process. It limits itself before it reads anything.
-_MATCH = f"""
+_MATCH = """
 import resource, sys
-resource.setrlimit(resource.RLIMIT_CPU, ({SECONDS}, {SECONDS}))
-resource.setrlimit(resource.RLIMIT_AS, ({MEMORY}, {MEMORY}))
+seconds, memory = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 import json, re, warnings
 warnings.simplefilter("ignore")
@@ -109,7 +110,7 @@ def _matched(
     options = ", ".join(dict.fromkeys(one.option for one in expressions))
     try:
         done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _MATCH],
+            [sys.executable, "-I", "-S", "-c", _MATCH, str(SECONDS), str(MEMORY)],
             input=json.dumps(work).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

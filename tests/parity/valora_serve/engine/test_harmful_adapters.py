@@ -244,8 +244,9 @@ def test_a_policy_that_insists_on_merging_them(
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("attention", ["torch", "flex"])
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize(
+    ("attention", "prefix_cache"), [("torch", True), ("torch", False), ("flex", False)]
+)
 def test_pages_that_held_nan_serve_others(
     base: str,
     adapters: dict[str, Path],

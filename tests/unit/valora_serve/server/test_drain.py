@@ -35,10 +35,10 @@ def events(found):
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions", "vision/person"])
 def test_new_requests_get_a_503_while_running_ones_finish(path):
-    engine = FakeEngine(step=0.03)
+    engine = FakeEngine(last=(all_asked := threading.Event()))
     with serving(engine, drain_seconds=20) as server:
         answers = []
-        body = chat(max_tokens=150, ignore_eos=True)
+        body = chat(max_tokens=15, ignore_eos=True)
         thread = threading.Thread(
             target=lambda: answers.append(server.client.post(CHAT, json=body))
         )
@@ -55,8 +55,9 @@ def test_new_requests_get_a_503_while_running_ones_finish(path):
         assert httpx.get(f"{server.url}/ready").status_code == 503
         assert "valora_num_requests_running 1" in httpx.get(f"{server.url}/metrics").text
         assert httpx.get(f"{server.url}/v1/status").json()["ready"] is False
+        all_asked.set()
         thread.join()
-        assert answers[0].json()["usage"]["completion_tokens"] == 150
+        assert answers[0].json()["usage"]["completion_tokens"] == 15
         server.stop()
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.url}/health")
@@ -64,9 +65,9 @@ def test_new_requests_get_a_503_while_running_ones_finish(path):
 
 
 def test_a_large_request_that_is_refused_gets_its_answer_and_no_reset():
-    engine = FakeEngine(step=0.03)
+    engine = FakeEngine(last=(all_asked := threading.Event()))
     with serving(engine, drain_seconds=20) as server:
-        with begin(server, chat(stream=True, max_tokens=150, ignore_eos=True)) as sock:
+        with begin(server, chat(stream=True, max_tokens=15, ignore_eos=True)) as sock:
             until(lambda: engine.running)
             stopping(server)
             body = json.dumps({"messages": [{"role": "user", "content": "a" * 8_000_000}]})
@@ -77,7 +78,8 @@ def test_a_large_request_that_is_refused_gets_its_answer_and_no_reset():
                 )  # fmt: skip
                 assert refused.status_code == 503
                 assert refused.json()["error"]["code"] == "draining"
-            rest(sock)
+            all_asked.set()
+            assert events(rest(sock))[-1] == "[DONE]"
         server.stop()
 
 
@@ -188,9 +190,9 @@ def drained(found):
 
 
 def test_requests_of_every_form_are_answered_while_the_server_drains():
-    engine = FakeEngine(step=0.03)
+    engine = FakeEngine(last=(all_asked := threading.Event()))
     with serving(engine, drain_seconds=20) as server:
-        with begin(server, chat(stream=True, max_tokens=200, ignore_eos=True)) as running:
+        with begin(server, chat(stream=True, max_tokens=20, ignore_eos=True)) as running:
             until(lambda: engine.running)
             stopping(server)
             body = json.dumps(chat()).encode()
@@ -215,6 +217,7 @@ def test_requests_of_every_form_are_answered_while_the_server_drains():
                     found = rest(sock)
                     assert status in found.split(b"\r\n")[0], (method, path, found[:200])
                     assert b"connection: close" in found.lower()
+            all_asked.set()
             assert events(rest(running))[-1] == "[DONE]"
         server.stop()
 

@@ -23,6 +23,13 @@ from tests.support.http_helpers import (
 from valora_serve.errors import OverloadedError
 
 
+@pytest.fixture(scope="module")
+def plain():
+    """A server with the default settings, which no request changes."""
+    with serving() as server:
+        yield server
+
+
 def test_a_large_body_is_refused_with_and_without_a_length():
     with serving(max_body_bytes=10_000) as server:
         answer = server.client.post(CHAT, content=b"x" * 10_001)
@@ -66,14 +73,11 @@ def test_json_has_a_limit_of_its_own_and_forms_do_not():
         b'{"model": "' + b"\\ud800" * 50 + b'", "messages": []}',
     ],
 )  # fmt: skip
-def test_odd_json_is_400(body):
-    with serving() as server:
-        answer = server.client.post(
-            CHAT, content=body, headers={"content-type": "application/json"}
-        )
-        assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["message"]
-        assert len(answer.content) < 3000
+def test_odd_json_is_400(plain, body):
+    answer = plain.client.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+    assert len(answer.content) < 3000
 
 
 @pytest.mark.parametrize(
@@ -88,38 +92,33 @@ def test_odd_json_is_400(body):
     ],
     ids=["tokens", "lists", "texts", "objects", "messages", "images"],
 )
-def test_long_lists_are_refused_in_a_few_words(path, body):
-    with serving() as server:
-        answer = server.client.post(
-            f"/v1/{path}", content=body, headers={"content-type": "application/json"}
-        )
-        # Bodies of texts alone may be smaller than those with images.
-        too_large = path == "completions" and len(body) > 3_500_000
-        assert answer.status_code == (413 if too_large else 400)
-        assert len(answer.content) < 1000
-        assert server.client.get("/health").status_code == 200
+def test_long_lists_are_refused_in_a_few_words(plain, path, body):
+    answer = plain.client.post(
+        f"/v1/{path}", content=body, headers={"content-type": "application/json"}
+    )
+    # Bodies of texts alone may be smaller than those with images.
+    too_large = path == "completions" and len(body) > 3_500_000
+    assert answer.status_code == (413 if too_large else 400)
+    assert len(answer.content) < 1000
+    assert plain.client.get("/health").status_code == 200
 
 
 @pytest.mark.parametrize(
     "kind", ["text/plain", "", "application/x-www-form-urlencoded", "image/png"]
 )
-def test_wrong_content_types(kind):
-    with serving() as server:
-        for path in (CHAT, "/v1/completions"):
-            answer = server.client.post(
-                path, content=json.dumps(chat()), headers={"content-type": kind}
-            )
-            assert answer.status_code in (400, 415)
-            assert answer.json()["error"]["message"]
+def test_wrong_content_types(plain, kind):
+    for path in (CHAT, "/v1/completions"):
+        answer = plain.client.post(path, content=json.dumps(chat()), headers={"content-type": kind})
+        assert answer.status_code in (400, 415)
+        assert answer.json()["error"]["message"]
 
 
-def test_wrong_methods_and_paths():
-    with serving() as server:
-        assert server.client.get(CHAT).status_code == 405
-        assert server.client.request("BREW", CHAT).status_code in (400, 405)
-        answer = server.client.get("/nothing")
-        assert answer.status_code == 404
-        assert answer.json()["error"]["type"] == "invalid_request_error"
+def test_wrong_methods_and_paths(plain):
+    assert plain.client.get(CHAT).status_code == 405
+    assert plain.client.request("BREW", CHAT).status_code in (400, 405)
+    answer = plain.client.get("/nothing")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_a_slow_body_gets_a_408():
@@ -217,13 +216,12 @@ def test_an_unexpected_failure_is_a_500_that_tells_nothing():
         ({"content-type": "application/json;"}, 200, ""),
     ],
 )
-def test_content_types_of_a_json_route(headers, status, said):
-    with serving() as server:
-        answer = server.client.post(CHAT, content=json.dumps(chat()), headers=headers)
-        assert answer.status_code == status, answer.text
-        if status == 415:
-            assert re.search(said, answer.json()["error"]["message"])
-            assert answer.json()["error"]["code"] == "unsupported_media_type"
+def test_content_types_of_a_json_route(plain, headers, status, said):
+    answer = plain.client.post(CHAT, content=json.dumps(chat()), headers=headers)
+    assert answer.status_code == status, answer.text
+    if status == 415:
+        assert re.search(said, answer.json()["error"]["message"])
+        assert answer.json()["error"]["code"] == "unsupported_media_type"
 
 
 def test_every_json_route_says_which_content_type_it_reads(tmp_path):
@@ -247,50 +245,53 @@ def test_every_json_route_says_which_content_type_it_reads(tmp_path):
             assert "-H 'content-type: application/json'" in said
 
 
+@pytest.fixture(scope="module")
+def guarded():
+    """A server with a key."""
+    with serving(api_key="a key for the tests") as server:
+        yield server
+
+
 @pytest.mark.parametrize(
     "header",
     ["authorization", "content-type", "x-request-id", "origin", "content-encoding"],
 )
-def test_a_header_that_is_sent_twice_is_refused(header):
-    with serving(api_key="a key for the tests") as server:
-        twice = [("authorization", "Bearer a key for the tests"), (header, "a"), (header, "b")]
-        if header == "authorization":
-            twice.pop()
-        answer = server.client.get("/v1/models", headers=twice)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["message"] == (
-            f"The request has several {header} headers: send one"
-        )
-        fine = [("authorization", "Bearer a key for the tests"), ("accept", "a"), ("accept", "b")]
-        assert server.client.get("/v1/models", headers=fine).status_code == 200
+def test_a_header_that_is_sent_twice_is_refused(guarded, header):
+    twice = [("authorization", "Bearer a key for the tests"), (header, "a"), (header, "b")]
+    if header == "authorization":
+        twice.pop()
+    answer = guarded.client.get("/v1/models", headers=twice)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == (
+        f"The request has several {header} headers: send one"
+    )
+    fine = [("authorization", "Bearer a key for the tests"), ("accept", "a"), ("accept", "b")]
+    assert guarded.client.get("/v1/models", headers=fine).status_code == 200
 
 
-def test_two_hosts_and_two_lengths_are_refused():
+def test_two_hosts_and_two_lengths_are_refused(plain):
     twice = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nhost: evil.example\r\n\r\n"
-    with serving() as server:
-        assert b" 400 " in talk(server, twice)
+    assert b" 400 " in talk(plain, twice)
     head = b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: localhost\r\n"
-    with serving() as server:
-        twice = b"content-length: 2\r\ncontent-length: 3\r\n\r\n{} "
-        assert b" 400 " in talk(server, head + twice)
+    twice = b"content-length: 2\r\ncontent-length: 3\r\n\r\n{} "
+    assert b" 400 " in talk(plain, head + twice)
 
 
-def test_head_and_options_are_answered_on_every_path():
-    with serving() as server:
-        for path in ("/", "/health", "/ready", "/metrics", "/version", "/v1/models", "/v1/status",
-                     "/v1/models/tiny", "/docs", "/openapi.json", "/console/app.js"):  # fmt: skip
-            head = server.client.head(path)
-            assert head.status_code == 200, path
-            assert head.content == b""
-            got = server.client.get(path)
-            assert head.headers["content-type"] == got.headers["content-type"]
-            options = server.client.options(path)
-            assert options.status_code == 204
-            assert options.headers["allow"] == "GET, HEAD, OPTIONS"
-        assert server.client.head("/nothing").status_code == 404
-        assert server.client.head(CHAT).status_code == 405
-        assert server.client.options(CHAT).headers["allow"] == "OPTIONS, POST"
-        assert server.client.options("/nothing").status_code in (404, 405)
+def test_head_and_options_are_answered_on_every_path(plain):
+    for path in ("/", "/health", "/ready", "/metrics", "/version", "/v1/models", "/v1/status",
+                 "/v1/models/tiny", "/docs", "/openapi.json", "/console/app.js"):  # fmt: skip
+        head = plain.client.head(path)
+        assert head.status_code == 200, path
+        assert head.content == b""
+        got = plain.client.get(path)
+        assert head.headers["content-type"] == got.headers["content-type"]
+        options = plain.client.options(path)
+        assert options.status_code == 204
+        assert options.headers["allow"] == "GET, HEAD, OPTIONS"
+    assert plain.client.head("/nothing").status_code == 404
+    assert plain.client.head(CHAT).status_code == 405
+    assert plain.client.options(CHAT).headers["allow"] == "OPTIONS, POST"
+    assert plain.client.options("/nothing").status_code in (404, 405)
 
 
 def test_messages_name_files_without_their_folders():
@@ -320,7 +321,6 @@ def test_bodies_in_progress_are_bounded_together():
 
 
 @pytest.mark.parametrize("url", ["/health?" + "a=b&" * 5_000, "/" + "%41" * 9_000])
-def test_a_long_url_is_refused_before_it_is_taken_apart(url):
-    with serving() as server:
-        found = talk(server, b"GET " + url.encode() + b" HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        assert b" 400 " in found
+def test_a_long_url_is_refused_before_it_is_taken_apart(plain, url):
+    found = talk(plain, b"GET " + url.encode() + b" HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    assert b" 400 " in found

@@ -182,8 +182,9 @@ class ModelRunner:
             if work.targets
         ]
         choosing = [i for i, work in enumerate(works) if work.choice is not None]
-        if not choosing:
-            return StepResult(torch.empty(0, dtype=torch.int64), None, kept, prompts)
+        if not choosing:  # the host still waits for its end before it is two steps ahead
+            none = torch.empty(0, dtype=torch.int64, device=self._device)
+            return self._result(none, None, kept, prompts)
         logits = self._lmm.logits(hidden[self._send(starts[1:][choosing].astype(np.int64) - 1)])
         chosen = [works[i] for i in choosing]
         found = self._sample(logits, [work.choice for work in chosen if work.choice is not None])

@@ -118,10 +118,11 @@ class WindowGraphs(Graphs[WindowGraph]):
         """
         grids = [tuple(int(n) for n in visual.tensors[GRIDS[visual.kind]][0]) for visual in visuals]
         graphs = [self._best(self._encoder.windows(*grid[1:]), 0) for grid in grids]
+        held = [graph for graph in graphs if graph is not None]
+        if len(held) < len(visuals):
+            return None  # before any of them is encoded
         found = []
-        for visual, (times, rows, columns), graph in zip(visuals, grids, graphs, strict=True):
-            if graph is None:
-                return None
+        for visual, (times, rows, columns), graph in zip(visuals, grids, held, strict=True):
             # In the type of the weights on the host already, which halves the copy.
             host = visual.tensors[PIXELS[visual.kind]].to(graph.pixels.dtype)
             if graph.pixels.is_cuda:

@@ -28,8 +28,10 @@ class FlashInferBackend(AttentionBackend):
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=cache.device)
         self._mixed_workspace = self._workspace
         hopper = torch.cuda.get_device_capability(cache.device) == (9, 0)
-        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, "NHD", backend="fa3" if hopper else "auto"
+        self._prefill = Wrapper(
+            flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace, "NHD", backend="fa3" if hopper else "auto"
+            )
         )
 
     @classmethod
@@ -79,13 +81,40 @@ class FlashInferBackend(AttentionBackend):
         return FlashInferMixedPlan(cache, self._mixed_workspace, sequences, rows)
 
 
+class Wrapper:
+    """A wrapper of FlashInfer whose steps are planned while the device still runs earlier ones.
+
+    FlashInfer copies each plan to the device from one page-locked buffer, and does not wait. The
+    next plan overwrites that buffer: made before the copy, it would also be the plan of the step
+    before it. So `plan` waits for the copy, which leaves the host one step ahead of the device.
+
+    Args:
+        wrapper: FlashInfer's prefill or decode wrapper.
+    """
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+        self._copied = torch.cuda.Event()
+
+    def plan(self, *args: Any, **options: Any) -> None:
+        """Plan the next step; arguments are FlashInfer's."""
+        self._copied.synchronize()
+        self._wrapper.plan(*args, **options)
+        self._copied.record()
+
+    def run(self, query: Tensor, pages: tuple[Tensor, Tensor]) -> Tensor:
+        """Attend as planned: [rows, heads, head_dim] → [rows, heads, head_dim]."""
+        out: Tensor = self._wrapper.run(query, pages)
+        return out
+
+
 @dataclass(slots=True)
 class FlashInferPlan:
     """A FlashInfer wrapper with its step planned, and the page table to append keys and values.
 
     Attributes:
         cache: The KV cache.
-        wrapper: FlashInfer's prefill or decode wrapper.
+        wrapper: The `Wrapper` of FlashInfer's prefill or decode wrapper.
         owner: [rows] int32, index of each row's sequence.
         position: [rows] int32, index of each row's token in its sequence.
         indices: [pages in use] int32, pages of all sequences, one sequence after the other.
@@ -134,14 +163,16 @@ class FlashInferDecodePlan(FlashInferPlan):
             indptr=torch.zeros(sequences + 1, dtype=torch.int32, device=device),
             last=torch.ones(sequences, dtype=torch.int32, device=device),
         )
-        self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace,
-            "NHD",
-            use_cuda_graph=True,
-            use_tensor_cores=cache.heads // cache.kv_heads > 1,
-            paged_kv_indptr_buffer=self.indptr,
-            paged_kv_indices_buffer=self.indices,
-            paged_kv_last_page_len_buffer=self.last,
+        self.wrapper = Wrapper(
+            flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                workspace,
+                "NHD",
+                use_cuda_graph=True,
+                use_tensor_cores=cache.heads // cache.kv_heads > 1,
+                paged_kv_indptr_buffer=self.indptr,
+                paged_kv_indices_buffer=self.indices,
+                paged_kv_last_page_len_buffer=self.last,
+            )
         )
 
     def update(self, rows: Rows) -> None:
@@ -189,15 +220,17 @@ class FlashInferMixedPlan(FlashInferPlan):
             indptr=torch.zeros(sequences + 2, dtype=torch.int32, device=device),
             last=torch.ones(sequences + 1, dtype=torch.int32, device=device),
         )
-        self.wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            workspace,
-            "NHD",
-            use_cuda_graph=True,
-            qo_indptr_buf=torch.zeros(sequences + 2, dtype=torch.int32, device=device),
-            paged_kv_indptr_buf=self.indptr,
-            paged_kv_indices_buf=self.indices,
-            paged_kv_last_page_len_buf=self.last,
-            backend="fa2",
+        self.wrapper = Wrapper(
+            flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                workspace,
+                "NHD",
+                use_cuda_graph=True,
+                qo_indptr_buf=torch.zeros(sequences + 2, dtype=torch.int32, device=device),
+                paged_kv_indptr_buf=self.indptr,
+                paged_kv_indices_buf=self.indices,
+                paged_kv_last_page_len_buf=self.last,
+                backend="fa2",
+            )
         )
         # The first plan fixes the largest number of rows.
         full = Rows(np.array([0, rows], np.int32), np.array([rows], np.int32),

@@ -2,6 +2,8 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 SHELL := /bin/bash
+# Compiled modules are kept: every stage, test run and server is a process of its own.
+unexport PYTHONDONTWRITEBYTECODE
 
 TASK ?= detection
 ARGS ?=

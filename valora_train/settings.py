@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
 from valora_data.schema import Domain, Task
 from valora_data.sources.base import Source
@@ -677,6 +678,12 @@ class Settings:
         return chosen
 
 
+@cache  # building it takes 80 ms
+def adapter() -> TypeAdapter[Settings]:
+    """Pydantic's validator of settings."""
+    return TypeAdapter(Settings)
+
+
 def from_config(config: DictConfig) -> Settings:
     """Turn Hydra's configuration into settings.
 
@@ -685,7 +692,6 @@ def from_config(config: DictConfig) -> Settings:
         DataError: For a domain that cannot be, or an unknown source kind.
     """
     from omegaconf import OmegaConf
-    from pydantic import TypeAdapter, ValidationError
 
     values = OmegaConf.to_container(config, resolve=True)
     if isinstance(values, dict) and values.get("shelf"):
@@ -695,7 +701,7 @@ def from_config(config: DictConfig) -> Settings:
             folder, values.get("domains") or {}, share, values.get("teacher") or {}
         )
     try:
-        settings = TypeAdapter(Settings).validate_python(values, extra="forbid")
+        settings = adapter().validate_python(values, extra="forbid")
     except ValidationError as error:
         raise SettingsError(_complaint(error.errors()[0])) from error
     if (place := _stray_truth(values, as_dict(settings))) is not None:

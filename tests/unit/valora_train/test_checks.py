@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass, replace
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -48,11 +49,11 @@ def test_the_default_settings_pass(plain) -> None:
 
 
 def refused(config, place: str, value: object) -> str:
-    changed = config.copy()
-    OmegaConf.set_struct(changed, False)
-    OmegaConf.update(changed, place, value, merge=False)
+    values = OmegaConf.to_container(config)  # a copy of nodes takes five times as long
+    *groups, last = place.split(".")
+    reduce(lambda group, name: group.setdefault(name, {}), groups, values)[last] = value
     with pytest.raises(ValoraError) as caught:
-        check_all(changed)
+        check_all(OmegaConf.create(values))
     said = str(caught.value)
     assert "\n" not in said
     return said

@@ -448,8 +448,12 @@ def save(model: Any, head: nn.Module, processor: Any, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out) as new:
         folder = Path(new)
+        # Where a checkpoint was read from is no business of its copy.
+        for option in ("is_local", "local_files_only"):
+            processor.tokenizer.init_kwargs.pop(option, None)
         processor.save_pretrained(folder)
-        model.config.dtype = torch.bfloat16
+        for config in (model.config, model.config.text_config, model.config.vision_config):
+            config.dtype = torch.bfloat16
         model.config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
         for name, tensors in (("model", state), ("detection_head", rounded)):

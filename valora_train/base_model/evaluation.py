@@ -123,7 +123,7 @@ def record_questions(
     for number in range(n):
         rng = np.random.default_rng(first_seed + number)
         document = draw_document(rng, max(1, (tokens - 4) // RECORD_TOKENS))
-        facts = document.links(rng) if linked else document.facts
+        facts = document.links() if linked else document.facts
         fact = facts[int(rng.integers(len(facts)))]
         question = Question("records", fact.question(-1), fact.value)
         items.append(SceneQuestion(question, (), document.text))

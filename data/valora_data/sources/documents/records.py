@@ -124,23 +124,19 @@ class RecordDocument:
     text: str
     facts: tuple[Fact, ...]
 
-    def links(self, rng: np.random.Generator) -> list[Link]:
-        """A link to each fact whose letter has another fact that no other letter shares.
-
-        Args:
-            rng: Chooses what is given.
-        """
+    def links(self) -> list[Link]:
+        """All links between facts about the same letter, in the order of the text."""
         times = Counter((fact.attribute, fact.value) for fact in self.facts)
         unique: dict[int, list[Fact]] = defaultdict(list)
         for fact in self.facts:
             if times[fact.attribute, fact.value] == 1:
                 unique[fact.key].append(fact)
-        links = []
-        for asked in self.facts:
-            others = [fact for fact in unique[asked.key] if fact != asked]
-            if others:
-                links.append(Link(others[int(rng.integers(len(others)))], asked))
-        return links
+        return [
+            Link(given, asked)
+            for asked in self.facts
+            for given in unique[asked.key]
+            if given != asked
+        ]
 
 
 def draw_document(rng: np.random.Generator, records: int) -> RecordDocument:

@@ -146,10 +146,10 @@ class RecordsFormat(ContextFormat):
 
         rng = _rng(source)
         drawn = draw_document(rng, source.entries)
-        facts = self.asked_about(drawn, rng)
+        facts = self.asked_about(drawn)
         return _drawn(Document(drawn.text), facts, len(WORDINGS["color"]), rng, source)
 
-    def asked_about(self, drawn: RecordDocument, rng: np.random.Generator) -> Sequence[Fact]:
+    def asked_about(self, drawn: RecordDocument) -> Sequence[Fact]:
         """What questions are about."""
         return drawn.facts
 
@@ -157,9 +157,9 @@ class RecordsFormat(ContextFormat):
 class LinkedRecordsFormat(RecordsFormat):
     """A drawn document of records whose questions do not name the letter (`records.Link`)."""
 
-    def asked_about(self, drawn: RecordDocument, rng: np.random.Generator) -> Sequence[Fact]:
+    def asked_about(self, drawn: RecordDocument) -> Sequence[Fact]:
         """Facts that another fact of the letter leads to."""
-        return drawn.links(rng)
+        return drawn.links()
 
 
 class DrawnAlbumFormat(ContextFormat):

@@ -402,7 +402,7 @@ def plans(url: str, cases: int) -> list[tuple[str, str, str, int]]:
     weights = sum(weight for *_, weight in found)
     batches = []
     for method, path, mode, weight in found:
-        count = max(10, math.ceil(cases * weight / weights))
+        count = max(2, math.ceil(cases * weight / weights))
         batches += [
             (method, path, mode, min(BATCH, count - done)) for done in range(0, count, BATCH)
         ]
@@ -614,6 +614,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--health-seconds", type=float, default=LIMIT_SECONDS, help="slowest answer of /health"
     )
+    parser.add_argument(
+        "--idle-seconds", type=float, default=10.0, help="how long /health is asked alone, at first"
+    )
     chosen = parser.parse_args(arguments)
     report = Report()
     slowest: dict[str, float] = {}
@@ -630,7 +633,8 @@ def main(arguments: list[str]) -> int:
             while not watcher.asked.value:
                 time.sleep(0.1)
             watcher.taken()
-            time.sleep(10 if chosen.batch is None else 0)  # what the machine takes by itself
+            # What the machine takes by itself.
+            time.sleep(chosen.idle_seconds if chosen.batch is None else 0)
             slowest[part], part = watcher.taken(), "hostile"
             if chosen.batch is None:
                 send_hostile(

@@ -342,6 +342,6 @@ def test_soak_by_cost(world: World) -> None:
 def test_soak_long(world: World, policy: str, overlap: bool) -> None:
     settings = PolicySettings(theta=0.02, patience=0.5, clusters=2 * overlap)
     soak(
-        world, policy, 1500, seed=3 + overlap, overlap=overlap, pages=pages_of(world),
+        world, policy, 600, seed=3 + overlap, overlap=overlap, pages=pages_of(world),
         policy_settings=settings,
     )  # fmt: skip

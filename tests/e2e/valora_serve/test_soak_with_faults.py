@@ -8,7 +8,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_soak_with_faults(capsys: pytest.CaptureFixture[str]) -> None:
-    status = soak.main(["--minutes", "0.7", "--seed", "1"])
+    status = soak.main(["--minutes", "0.4", "--seed", "1"])
     said = capsys.readouterr().out
     assert status == 0, said
     assert "SIGTERM under load" in said

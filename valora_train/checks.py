@@ -22,7 +22,8 @@ from valora_data.schema import Task
 from valora_teachers.base import TeacherError
 from valora_teachers.registry import KINDS
 from valora_train.errors import SettingsError
-from valora_train.fusion.oracle import MOST_DOMAINS, finished_table, table_of
+from valora_train.fusion.oracle import MOST_DOMAINS, table_of
+from valora_train.fusion.shipped import finished_table
 from valora_train.fusion.strategies.registry import make_strategy
 from valora_train.settings import LABELS
 from valora_train.trackers.relay import check_trackers
@@ -170,7 +171,7 @@ def _check_oracle(settings: Settings) -> None:
                 f"oracle.table={oracle.table} is replayed and nothing is trained: set oracle.pack "
                 "and oracle.results to null"
             )
-        finished_table(oracle.table, [domain.name for domain in settings.chosen()])
+        finished_table(settings)
     if count > MOST_DOMAINS and not 0 < oracle.largest < count:
         raise SettingsError(
             f"an oracle of {count} domains takes {2**count - 1:,} trainings a seed: choose at most "

@@ -440,24 +440,23 @@ def _study(settings: Settings, command: str, name: str, key: str, asked: object)
 
 def _replay_table(settings: Settings, display: Display) -> None:
     """Play the strategies on a finished oracle table, without data and without training."""
-    from valora_train.fusion.oracle import finished_table
     from valora_train.fusion.requirement import contract_of
+    from valora_train.fusion.shipped import finished_table
     from valora_train.reporting.oracle_report import report_oracle
 
-    domains, name = settings.chosen(), settings.oracle.table
-    assert name is not None, "`run` has looked"
-    table = finished_table(name, [domain.name for domain in domains])
+    table = finished_table(settings)
     requirements = {
         domain.name: contract_of(domain).requirement(
             domain.name, settings.fusion.margin, *table.teacher.get(domain.name, (None, None))
         )
-        for domain in domains
+        for domain in settings.chosen()
     }
     key = table.identity[:16]
     study = _study(settings, "replay", "oracle", key, settings.oracle)
     with study as run, display.work("oracle", "replaying strategies"):
         report_oracle(table, requirements, settings.oracle, settings.fusion, display.console, run)
-    display.note("oracle", f"replayed {name}; in MLflow: {run.link}")
+    measured = f" ({table.measured})" if table.measured else ""
+    display.note("oracle", f"replayed {settings.oracle.table}{measured}; in MLflow: {run.link}")
 
 
 def _prepare_domains(

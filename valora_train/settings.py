@@ -518,7 +518,8 @@ class OracleSettings:
         requirements: Random vectors of requirements that strategies are compared on.
         pack: Folder to write everything to that another machine needs, instead of training here.
         results: File of results from another machine, which are taken over.
-        table: File of a finished table, which is replayed instead of training.
+        table: File of a finished table, which is replayed instead of training; ``shipped`` for that
+            of this task which comes with the project.
         shares: Of its dedicated adapter's accuracy, that every domain must keep in the packings
             that are shown beside each other.
     """

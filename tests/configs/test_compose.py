@@ -140,7 +140,7 @@ def test_there_is_one_set_of_defaults(group):
 def test_detectors_must_keep_97_percent_of_their_teachers():
     found = settings()
     assert {domain.of_teacher for domain in found.chosen()} == {0.97}
-    assert (found.fusion.strategy, found.heads.objectness) == ("joint", "iou")
+    assert (found.fusion.strategy, found.heads.objectness) == ("affinity", "iou")
     assert (found.train.lora.vision_tower, found.train.lora.projector) == (True, True)
     assert [found.train.steps_for(count, 0) for count in (1, 6)] == [300, 900]
     paper = settings("experiment=paper")

@@ -52,28 +52,6 @@ def table_of(file: str | None, domains: Sequence[str]) -> OracleTable | None:
     return table
 
 
-def finished_table(file: str, domains: Sequence[str]) -> OracleTable:
-    """The complete oracle table that `oracle.table` names.
-
-    Args:
-        file: The setting.
-        domains: The domains of this run, which must be those of the table.
-
-    Raises:
-        SettingsError: If there is no such table, or it is damaged, incomplete or of other domains.
-    """
-    setting = f"oracle.table={file}"
-    table = OracleTable.read(Path(file).expanduser())
-    table.require_domains(domains, setting)
-    if missing := [domain for domain in table.domains if domain not in domains]:
-        raise SettingsError(
-            f"{setting} also holds {', '.join(missing)}, and is replayed with all of its domains: "
-            "choose them, too (task.only)"
-        )
-    table.require_complete(setting)
-    return table
-
-
 class OracleTable:
     """Accuracies of the domains of a task in every group of them.
 
@@ -95,6 +73,7 @@ class OracleTable:
         made_of: What the accuracies depend on.
         largest: Largest value of each domain's metric.
         teacher: Accuracy of each domain's teacher; domains without one are missing.
+        measured: Hardware, date and command of the trainings, for people; may be empty.
     """
 
     def __init__(
@@ -119,6 +98,7 @@ class OracleTable:
         self.made_of: dict[str, Any] = json.loads(json.dumps(made_of))
         self.largest = {name: (largest or {}).get(name, 1.0) for name in domains}
         self.teacher: dict[str, Measured] = {}
+        self.measured = ""
         self._head_only: dict[int, dict[str, Measured]] = {seed: {} for seed in seeds}
         self._groups: dict[int, dict[frozenset[str], dict[str, Measured]]] = {
             seed: {} for seed in seeds
@@ -256,6 +236,7 @@ class OracleTable:
         value = {
             "schema_version": SCHEMA_VERSION,
             "task": self.task,
+            "measured": self.measured,
             "identity": self.identity,
             "made_of": self.made_of,
             "domains": list(self.domains),
@@ -314,6 +295,7 @@ class OracleTable:
 def _from_json(cls: type[OracleTable], value: dict[str, Any]) -> OracleTable:
     seeds = [_seed(seed) for seed in value["seeds"]]
     table = cls(value["task"], value["domains"], seeds, value["made_of"], value["largest"])
+    table.measured = str(value.get("measured", ""))
     table.teacher = {name: _measured(table, name, pair) for name, pair in value["teacher"].items()}
     for seed in seeds:
         for name, pair in value["head_only"][str(seed)].items():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from valora_data import shards
 from valora_data.contract.base_model import base_hash, processor_hash
 from valora_data.schema import Split
+from valora_train.fusion.facts import domain_facts, training_facts
 from valora_train.fusion.loading import LazyMapping, load_domain, make_deterministic
 from valora_train.model.lmm import Lmm
 from valora_train.reporting.baseline_table import COLUMNS, baseline_rows
@@ -20,7 +21,6 @@ from valora_train.reporting.text import markdown_table
 from valora_train.settings import as_dict
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import TAUGHT
-from valora_train.stages.fuse import domain_facts, training_facts
 from valora_train.trials.contexts import METHODS, REFERENCE, Reader
 
 if TYPE_CHECKING:

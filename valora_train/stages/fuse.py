@@ -18,6 +18,7 @@ from valora_data.contract.base_model import base_hash, processor_hash
 from valora_data.contract.bundle import read_bundle
 from valora_data.schema import Split
 from valora_train.fusion.earlier import Earlier
+from valora_train.fusion.facts import domain_facts, training_facts
 from valora_train.fusion.history import History
 from valora_train.fusion.loading import LazyMapping, load_domain, make_deterministic
 from valora_train.fusion.packing import Packing, check_reachable, make_plan
@@ -117,44 +118,6 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
     if settings.fusion.parent is not None:
         inputs["parent"] = find_parent(Path(settings.fusion.parent), Path(settings.paths.work)).name
     return Stage(f"fuse-{settings.task.name}", 5, values, inputs, resumable=True)
-
-
-def training_facts(settings: Settings) -> dict[str, Any]:
-    """The settings that the training of an adapter depends on, as JSON values."""
-    facts = {"model": settings.model, "heads": settings.heads, "train": settings.train}
-    values: dict[str, Any] = {key: as_dict(value) for key, value in facts.items()}
-    # Stages of runs that leave these settings alone keep their hashes.
-    if settings.model.quantize is None:
-        del values["model"]["quantize"]
-    if settings.model.precision == "float32":
-        del values["model"]["precision"]
-    if not settings.heads.options:
-        del values["heads"]["options"]
-    elif start := settings.heads.options.get("context", {}).get("start"):
-        values["heads"]["options"]["context"]["start"] = digest(Path(start))
-    if settings.heads.objectness == "presence":
-        del values["heads"]["objectness"]
-    if not settings.train.augment.views:
-        del values["train"]["augment"]
-    if settings.train.steps_per_new is None:
-        del values["train"]["steps_per_new"]
-    if settings.train.best_of == 1:
-        del values["train"]["best_of"], values["train"]["patience"]
-    for key in ("checkpoint_seconds", "validations", "validation_samples", "validation_share"):
-        del values["train"][key]  # nothing that is trained depends on it
-    return values
-
-
-def domain_facts(domain: DomainSettings) -> dict[str, Any]:
-    """The settings of a domain that the training of an adapter depends on, as JSON values."""
-    return {
-        "name": domain.name,
-        "task": str(domain.task),
-        "prompt": domain.prompt,
-        "labels": domain.labels,
-        "mirror": domain.mirrors,
-        "video": domain.video,
-    }
 
 
 def _contract_facts(item: DomainInputs) -> dict[str, Any]:

@@ -15,16 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from valora_data.contract.base_model import base_hash, processor_hash
 from valora_data.schema import Split
 from valora_train.errors import SettingsError
 from valora_train.fusion.exact import lower_bound
+from valora_train.fusion.facts import domain_facts, trial_facts
 from valora_train.fusion.oracle import Measured, OracleTable
 from valora_train.reporting.progress import stopwatch
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import TAUGHT, teacher_accuracy
-from valora_train.stages.fuse import domain_facts, training_facts
-from valora_train.trials.bench import THREADS
 from valora_train.trials.inputs import DomainFacts, TrialInputs, pack_inputs
 from valora_train.trials.oracle import HEAD_ONLY, JOINT, oracle_trials
 from valora_train.trials.pool import run_trials
@@ -47,10 +45,6 @@ GROUPS = "groups.json"
 SPLITS = (TAUGHT, str(Split.VAL), str(Split.TEST))
 NOTES = 20
 """Lines about the progress of a command, where the output is not a terminal."""
-ELSEWHERE = (
-    "device", "precision", "shard", "batch_size", "keep_features", "gradient_checkpointing"
-)  # fmt: skip
-"""Settings of the model that say how it is computed, not what: results of a GPU hold here, too."""
 
 
 def trial_inputs(settings: Settings, domains: Sequence[DomainInputs]) -> TrialInputs:
@@ -60,18 +54,10 @@ def trial_inputs(settings: Settings, domains: Sequence[DomainInputs]) -> TrialIn
         settings: All settings.
         domains: The domains, with the outputs of the stages before.
     """
-    training = training_facts(settings)
-    for key in ELSEWHERE:
-        training["model"].pop(key, None)
-    training["train"]["threads"] = THREADS
-    if not settings.train.augment.views:  # augmented views depend on it; trials have their own
-        del training["train"]["seed"]
-    training["base"] = base_hash(settings.model.id)
-    training["processor"] = processor_hash(settings.model.id)
     chosen = {item.settings.name: item.settings for item in domains}
     return TrialInputs(
         replace(settings, domains=chosen, task=replace(settings.task, only=[])),
-        training,
+        trial_facts(settings),
         {
             item.settings.name: DomainFacts(
                 domain_facts(item.settings) | {part: digest(_part(item, part)) for part in SPLITS},

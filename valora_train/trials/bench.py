@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from valora_data.schema import Split
+from valora_train.fusion.facts import TRIAL_THREADS
 from valora_train.fusion.loading import LazyMapping, load_domain, make_deterministic
 from valora_train.fusion.trainer import Trainer
 from valora_train.model.lmm import Lmm
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 
     from valora_train.fusion.trainer import DomainData
     from valora_train.trials.inputs import TrialInputs
-
-THREADS = 1
-"""CPU threads of a trial: its result depends on them, and must not depend on how many run."""
 
 
 class DivergedError(Exception):
@@ -47,11 +45,11 @@ class Bench:
     scratch: Path
 
     def __init__(self, inputs: TrialInputs) -> None:
-        make_deterministic(THREADS)
+        make_deterministic(TRIAL_THREADS)
         self.inputs = inputs
         settings = inputs.settings
         self.lmm = Lmm(settings.model, settings.train.lora)
-        train = replace(settings.train, threads=THREADS)
+        train = replace(settings.train, threads=TRIAL_THREADS)
         self.trainer = Trainer(self.lmm, LazyMapping(inputs.domains, self._load), train)
 
     def _load(self, name: str) -> DomainData:

@@ -72,7 +72,7 @@ def left_behind(folder: Path):
     ("arguments", "message"),
     [
         (["task=dragons"], "unknown task 'dragons': choose from"),
-        (["fusion=best"], "unknown fusion 'best': choose from first_fit, joint, paper, rehearsal"),
+        (["fusion=best"], "unknown fusion 'best': choose from affinity, first_fit, joint, paper"),
         (["fusion.strategy=best"],
          "unknown fusion strategy 'best': choose one of affinity, best_fit, exact"),
         (["model=gpt"], "unknown model 'gpt': choose from llava-1.5-13b, llava-1.5-7b, qwen2.5"),

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     Masks = NDArray[np.int64]
 
 MOST_EXACT = 10  # domains; with more, groups are merged one after the other
-ADAPTER = 5.0  # an adapter less is worth a packing that is e⁻⁵ times as likely, and the attempts
+ADAPTER = 4.0  # an adapter less is worth a packing that is e⁻⁴ times as likely, and the attempts
 HOPELESS = 0.03  # a domain that misses its bar by this share of it would miss it beside more, too
-ATTEMPTS = 4  # for each domain; then the rest is packed as `rehearsal` does
+ATTEMPTS = 8  # for each domain; then the rest is packed as `rehearsal` does
 NEVER = -1e9
 DIGITS = 6  # of a chance: equal ones, which rounding would order by the processor, go by order
 

@@ -48,6 +48,16 @@ def first_logprobs(lmm: Lmm, quantize: str, graphs: bool) -> list[dict[int, floa
     return [found[number] for number in range(QUESTIONS)]
 
 
+def distance(some: list[dict[int, float]], others: list[dict[int, float]]) -> float:
+    """Root mean square of the differences between log-probabilities of common tokens."""
+    differences = [
+        one[token] - other[token]
+        for one, other in zip(some, others, strict=True)
+        for token in one.keys() & other.keys()
+    ]
+    return (sum(number**2 for number in differences) / len(differences)) ** 0.5
+
+
 def assert_close(some: list[dict[int, float]], others: list[dict[int, float]], most: float) -> None:
     """Check that likely tokens are the same ones, about as likely."""
     for one, other in zip(some, others, strict=True):

@@ -98,6 +98,11 @@ def _run_into(run: Callable[[], tuple[Tensor, ...]], buffers: Sequence[Tensor]) 
         buffer.copy_(new)
 
 
+def _holds(plan: FixedAttentionPlan, tables: Sequence[Sequence[int]]) -> bool:
+    """Return whether a plan has room for the page tables of a step."""
+    return plan.max_pages is None or sum(map(len, tables)) <= plan.max_pages
+
+
 @dataclass(slots=True)
 class DecodeGraph:
     """A captured decode step of a fixed number of rows, from last tokens to next tokens.
@@ -267,7 +272,10 @@ class DecodeGraphs(Graphs[DecodeGraph]):
             return None
         if any(w.tokens is not None or w.choice is None or w.keep is not None for w in works):
             return None
-        return self._best(len(works), 0 if terms is None else terms.width)
+        graph = self._best(len(works), 0 if terms is None else terms.width)
+        if graph is None or not _holds(graph.plan, [work.table for work in works]):
+            return None
+        return graph
 
     def replay(
         self, graph: DecodeGraph, works: Sequence[Work], terms: LoraTerms | None
@@ -378,7 +386,7 @@ class PromptGraphs(Graphs[PromptGraph]):
         graph = self._best(used, 0 if terms is None else terms.width)
         if graph is None or len(rows.lengths) > self._max_sequences(len(graph.embedded)):
             return None
-        return graph
+        return graph if _holds(graph.plan, rows.tables) else None
 
     def replay(
         self,

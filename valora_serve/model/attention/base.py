@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 IMPLEMENTATION = "valora_paged"
 """Name of `attend` in transformers' attention interface."""
 
+TABLES = 32
+"""Room in the buffer of captured steps' page tables, as a multiple of the cache's pages: sequences
+that share a prefix all have its pages in their tables."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
@@ -133,7 +137,14 @@ class AttentionPlan(Protocol):
 
 
 class FixedAttentionPlan(AttentionPlan, Protocol):
-    """A plan in buffers of fixed size and address, which a CUDA graph can replay."""
+    """A plan in buffers of fixed size and address, which a CUDA graph can replay.
+
+    Attributes:
+        max_pages: Most pages in the page tables of a step together, where a page that several of
+            them share counts for each; None without a limit. Larger steps run without a graph.
+    """
+
+    max_pages: int | None
 
     def update(self, rows: Rows) -> None:
         """Describe the next step; copies are enqueued, and nothing waits for the device."""
@@ -154,6 +165,7 @@ class AttentionBackend(ABC):
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
+        self._tables: Tensor | None = None
 
     @classmethod
     def unsuitable(cls, cache: KVCache) -> str | None:
@@ -164,6 +176,22 @@ class AttentionBackend(ABC):
     @abstractmethod
     def plan(self, rows: Rows) -> AttentionPlan:
         """Plan a step with any mix of prefilling and decoding rows."""
+
+    def _table_buffer(self, sequences: int, rows: int) -> Tensor:
+        """Return the buffer of page tables that plans in fixed buffers share, [pages] int32.
+
+        Every `update` writes the tables of its step before the step is replayed, in the order of
+        the stream.
+
+        Args:
+            sequences: Largest number of sequences in a step, each of which may need a page more.
+            rows: Largest number of rows in a step.
+        """
+        needed = TABLES * int(self._cache.layers[0][0].shape[0]) + sequences + rows + 1
+        if self._tables is None or len(self._tables) < needed:
+            # Plans that were made before keep theirs.
+            self._tables = torch.zeros(needed, dtype=torch.int32, device=self._cache.device)
+        return self._tables
 
     def decode_plan(self, sequences: int) -> FixedAttentionPlan | None:
         """A plan for CUDA graphs of exactly `sequences` decoding rows; None if unsupported."""

@@ -67,7 +67,8 @@ class FlashInferBackend(AttentionBackend):
 
     def decode_plan(self, sequences: int) -> FlashInferDecodePlan:
         """A plan for CUDA graphs of exactly `sequences` decoding rows."""
-        return FlashInferDecodePlan(self._cache, self._workspace, sequences)
+        tables = self._table_buffer(sequences, sequences)
+        return FlashInferDecodePlan(self._cache, self._workspace, tables, sequences)
 
     def mixed_plan(self, sequences: int, rows: int) -> FlashInferMixedPlan:
         """A plan for CUDA graphs of any mix of at most `rows` rows in `sequences` sequences."""
@@ -78,7 +79,8 @@ class FlashInferBackend(AttentionBackend):
         needed = tiles * 128 * (cache.head_dim + 1) * 4 + (16 << 20)
         if needed > self._mixed_workspace.numel():
             self._mixed_workspace = torch.empty(needed, dtype=torch.uint8, device=cache.device)
-        return FlashInferMixedPlan(cache, self._mixed_workspace, sequences, rows)
+        tables = self._table_buffer(sequences, rows)
+        return FlashInferMixedPlan(cache, self._mixed_workspace, tables, sequences, rows)
 
 
 class Wrapper:
@@ -147,19 +149,17 @@ class FlashInferPlan:
 class FlashInferDecodePlan(FlashInferPlan):
     """A plan in fixed buffers, with one row per sequence."""
 
-    def __init__(self, cache: KVCache, workspace: Tensor, sequences: int) -> None:
+    def __init__(self, cache: KVCache, workspace: Tensor, tables: Tensor, sequences: int) -> None:
         import flashinfer
 
         device = cache.device
-        pages = int(cache.layers[0][0].shape[0])
-        # Tables that share a prefix repeat its pages, so they could need more than this; `update`
-        # refuses such a step.
+        self.max_pages: int | None = len(tables) - sequences  # rows that pad a step have one
         super().__init__(
             cache,
             None,
             owner=torch.arange(sequences, dtype=torch.int32, device=device),
             position=torch.zeros(sequences, dtype=torch.int32, device=device),
-            indices=torch.zeros(2 * pages + sequences, dtype=torch.int32, device=device),
+            indices=tables,
             indptr=torch.zeros(sequences + 1, dtype=torch.int32, device=device),
             last=torch.ones(sequences, dtype=torch.int32, device=device),
         )
@@ -205,18 +205,20 @@ class FlashInferDecodePlan(FlashInferPlan):
 class FlashInferMixedPlan(FlashInferPlan):
     """A plan in fixed buffers for any mix of rows; one extra sequence takes the padding rows."""
 
-    def __init__(self, cache: KVCache, workspace: Tensor, sequences: int, rows: int) -> None:
+    def __init__(
+        self, cache: KVCache, workspace: Tensor, tables: Tensor, sequences: int, rows: int
+    ) -> None:
         import flashinfer
 
         device = cache.device
-        pages = int(cache.layers[0][0].shape[0])
+        self.max_pages: int | None = len(tables) - sequences - 1  # unused sequences have one
         self._sequences, self._rows = sequences, rows
         super().__init__(
             cache,
             None,
             owner=torch.zeros(rows, dtype=torch.int32, device=device),
             position=torch.zeros(rows, dtype=torch.int32, device=device),
-            indices=torch.zeros(2 * pages + sequences, dtype=torch.int32, device=device),
+            indices=tables,
             indptr=torch.zeros(sequences + 2, dtype=torch.int32, device=device),
             last=torch.ones(sequences + 1, dtype=torch.int32, device=device),
         )

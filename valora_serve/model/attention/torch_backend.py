@@ -107,6 +107,8 @@ class TorchPlan:
 class TorchMixedPlan:
     """Defines what a plan in fixed buffers computes: the output of padding rows is zero."""
 
+    max_pages: int | None = None
+
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
         self._plan: TorchPlan | None = None

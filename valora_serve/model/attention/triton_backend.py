@@ -12,7 +12,7 @@ from torch import Tensor
 
 from valora_kernels.launching import power_of_two, precision_of
 from valora_serve.errors import SettingsError
-from valora_serve.model.attention.base import AttentionBackend, pinned, to_device
+from valora_serve.model.attention.base import AttentionBackend, pinned
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -62,24 +62,20 @@ class TritonBackend(AttentionBackend):
         decode = used == sequences and bool((np.diff(rows.starts) == 1).all())
         kind: type[TritonDecodePlan | TritonMixedPlan]
         kind = TritonDecodePlan if decode else TritonMixedPlan
-        plan = kind(self._cache, self._tiling, sequences, used, pages)
+        tables = torch.empty(pages, dtype=torch.int32, device=self._cache.device)
+        plan = kind(self._cache, self._tiling, sequences, used, tables)
         plan.update(rows)
         return plan
 
     def decode_plan(self, sequences: int) -> TritonDecodePlan:
         """A plan for CUDA graphs of exactly `sequences` decoding rows."""
-        pages = self._most_pages(sequences)
-        return TritonDecodePlan(self._cache, self._tiling, sequences, sequences, pages)
+        tables = self._table_buffer(sequences, sequences)
+        return TritonDecodePlan(self._cache, self._tiling, sequences, sequences, tables)
 
     def mixed_plan(self, sequences: int, rows: int) -> TritonMixedPlan:
         """A plan for CUDA graphs of any mix of at most `rows` rows in `sequences` sequences."""
-        pages = self._most_pages(sequences)
-        return TritonMixedPlan(self._cache, self._tiling, sequences, rows, pages)
-
-    def _most_pages(self, sequences: int) -> int:
-        # Tables that share a prefix repeat its pages, so they could need more than this; `update`
-        # refuses such a step.
-        return 2 * int(self._cache.layers[0][0].shape[0]) + sequences
+        tables = self._table_buffer(sequences, rows)
+        return TritonMixedPlan(self._cache, self._tiling, sequences, rows, tables)
 
 
 class Tiling:
@@ -119,27 +115,29 @@ class Tiling:
 
 
 class TritonPlan:
-    """A plan in fixed buffers; all that changes from step to step is copied in one piece.
+    """A plan in fixed buffers; what changes from step to step is copied in two pieces.
 
     Args:
         cache: The KV cache.
         tiling: Sizes of tiles.
         sequences: Most sequences of a step.
         rows: Rows of a step, including those that only pad it.
-        pages: Most pages in all page tables together.
+        tables: [pages] int32, buffer of all page tables together.
     """
 
     def __init__(
-        self, cache: KVCache, tiling: Tiling, sequences: int, rows: int, pages: int
+        self, cache: KVCache, tiling: Tiling, sequences: int, rows: int, tables: Tensor
     ) -> None:
         self._cache, self._tiling = cache, tiling
-        self._sequences, self._rows, self._pages = sequences, rows, pages
-        sizes = (*self._sizes(), pages)
+        self._sequences, self._rows, self._tables = sequences, rows, tables
+        # A decoding row that pads a step has a page.
+        self.max_pages: int | None = len(tables) - sequences
+        sizes = self._sizes()
         self._buffer = torch.zeros(sum(sizes), dtype=torch.int32, device=cache.device)
         self._parts = self._buffer.split(sizes)
 
     def _sizes(self) -> tuple[int, ...]:
-        """Sizes of the parts of the buffer before the pages."""
+        """Sizes of the parts of the buffer."""
         raise NotImplementedError
 
     def _describe(self, rows: Rows, first_pages: NDArray[np.int32]) -> list[NDArray[np.int32]]:
@@ -159,15 +157,15 @@ class TritonPlan:
                 f"got {held} of {used}"
             )
         indices, indptr = rows.indices(self._cache.block_size)
-        if len(indices) > self._pages:
-            raise ValueError(f"plan: expected at most {self._pages} pages, got {len(indices)}")
+        if len(indices) > len(self._tables):
+            raise ValueError(
+                f"plan: expected at most {len(self._tables)} pages, got {len(indices)}"
+            )
         parts = self._describe(rows, indptr[:-1])
-        host = np.concatenate([*(part.reshape(-1) for part in parts), indices])
-        target = self._buffer[: len(host)]
-        if self._cache.device.type == "cuda":
-            target.copy_(pinned(host), non_blocking=True)
-        else:
-            target.copy_(to_device(host, self._cache.device))
+        self._buffer.copy_(
+            pinned(np.concatenate([part.reshape(-1) for part in parts])), non_blocking=True
+        )
+        self._tables[: len(indices)].copy_(pinned(indices), non_blocking=True)
 
     def _attend(
         self,
@@ -191,7 +189,7 @@ class TritonPlan:
         strides = [part for one in tensors for part in (one, one.stride(0), one.stride(1))]
         k.attention_kernel[(len(tiles) // 4, cache.kv_heads, splits)](
             out, partial, sums, *strides,
-            keys, values, keys.stride(0), keys.stride(1), tiles, self._parts[-1], len(out),
+            keys, values, keys.stride(0), keys.stride(1), tiles, self._tables, len(out),
             scale * LOG2E,
             G=tiling.group, D=cache.head_dim, DP=tiling.width, PAGE=cache.block_size, BM=room,
             BN=tiling.tokens, SPLITS=splits, FUSED=fused, PRECISION=precision_of(out),
@@ -203,9 +201,9 @@ class TritonDecodePlan(TritonPlan):
     """One row per sequence: its key and value are written by the kernel that reads the others."""
 
     def __init__(
-        self, cache: KVCache, tiling: Tiling, sequences: int, rows: int, pages: int
+        self, cache: KVCache, tiling: Tiling, sequences: int, rows: int, tables: Tensor
     ) -> None:
-        super().__init__(cache, tiling, sequences, rows, pages)
+        super().__init__(cache, tiling, sequences, rows, tables)
         self._splits = tiling.splits(sequences)
         shape = (self._splits, rows, cache.heads)
         self._partial = self._sums = None

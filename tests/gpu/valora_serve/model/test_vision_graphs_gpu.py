@@ -39,10 +39,15 @@ def make_engine(lmm: Lmm) -> Engine:
     return engine
 
 
+def error(found: VisualFeatures, expected: VisualFeatures) -> float:
+    """Relative Frobenius error."""
+    wanted = expected.embeddings.float()
+    return float((found.embeddings.float() - wanted).norm() / wanted.norm())
+
+
 def check_close(found: list[VisualFeatures], expected: list[VisualFeatures]) -> None:
     for one, other in zip(found, expected, strict=True):
-        error = (one.embeddings.float() - other.embeddings.float()).norm()
-        assert error / other.embeddings.float().norm() < TOLERANCE
+        assert error(one, other) < TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +72,10 @@ def test_encoded_images(squares: Engine, count: int) -> None:
 
 
 def test_images_of_any_size() -> None:
-    """Qwen2.5-VL's tower in windows of one size; also with a batch of sizes, and a video."""
-    lmm = Lmm("qwen", qwen_7b("cuda", layers=2, width=512), PROCESSOR, torch.device("cuda", 0))
+    """Qwen2.5-VL's tower in windows rounds no more than transformers'; also a video."""
+    device = torch.device("cuda", 0)
+    lmm = Lmm("qwen", qwen_7b("cuda", layers=2, width=512), PROCESSOR, device)
+    exact = Lmm("qwen", qwen_7b("cuda", layers=2, width=512).float(), PROCESSOR, device)
     engine = make_engine(lmm)
     generator = torch.Generator().manual_seed(1)
 
@@ -86,9 +93,11 @@ def test_images_of_any_size() -> None:
     ):
         with torch.inference_mode():
             captured = engine.runner._vision_graphs.encode(group)
-            plain = lmm.encode(group)
+            plain, wanted = lmm.encode(group), exact.encode(group)
         assert captured is not None
-        check_close(captured, plain)
+        # Through 32 layers in bf16, the two differ by the rounding of other attention kernels.
+        for one, other, true in zip(captured, plain, wanted, strict=True):
+            assert error(one, true) < 1.25 * error(other, true)
     larger = [most, made(1, 72, 128, "image")]
     assert engine.runner._vision_graphs.encode(larger) is None
     engine.close()

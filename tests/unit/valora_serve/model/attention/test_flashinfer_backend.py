@@ -94,3 +94,15 @@ def test_steps_of_a_device_that_is_behind_keep_their_plans(device: Device, kind:
     while device.queue:
         device.queue.pop(0)()
     assert [plan[:2] for plan in device.computed] == expected
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("kind", ["mixed_plan", "decode_plan"])
+def test_sequences_that_share_a_prefix_fit(kind: str) -> None:
+    """Together their tables have many more pages than the cache."""
+    page = torch.zeros(32, 4, 1, 8)
+    backend = FlashInferBackend(KVCache([(page, page)], block_size=4, heads=1))
+    plan: Any = backend.mixed_plan(20, 64) if kind == "mixed_plan" else backend.decode_plan(20)
+    shared = Rows(np.arange(21, dtype=np.int32), np.full(20, 124, np.int32), [[*range(1, 32)]] * 20)
+    assert plan.max_pages >= 20 * 31
+    plan.update(shared)

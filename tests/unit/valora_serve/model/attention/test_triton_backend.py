@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ from tests.support.attention_cases import Case
 from tests.support.engine_reference import make_engine, run
 from tests.support.lora_cases import DEVICE
 from valora_serve.errors import SettingsError
+from valora_serve.model.attention.base import Rows
 from valora_serve.model.attention.registry import make_backend
 from valora_serve.model.attention.triton_backend import Tiling, TritonBackend
 from valora_serve.types import Request, SamplingParams
@@ -117,12 +119,12 @@ def test_steps_that_do_not_fit() -> None:
         assert plan is not None
         with pytest.raises(ValueError, match=rf"at most {sequences} .* {rows} rows, got 2 of 5"):
             plan.update(case.rows)
-    long = Case([(60, 1), (60, 1)])
-    long.rows.tables[1][:] = long.rows.tables[0]
     plan = TritonBackend(case.cache).decode_plan(2)
-    held = 2 * len(case.storage) + 2
-    with pytest.raises(ValueError, match=f"at most {held} pages, got 32"):
-        plan.update(long.rows)
+    assert plan.max_pages is not None
+    held = plan.max_pages + 2
+    long = Rows(np.arange(3, dtype=np.int32), np.array([4, 4 * held], np.int32), [[1], [1] * held])
+    with pytest.raises(ValueError, match=f"at most {held} pages, got {held + 1}"):
+        plan.update(long)
 
 
 def test_an_engine_answers_alike(random_llava: Path) -> None:

@@ -268,7 +268,7 @@ def test_an_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert data_stage(domain, tmp_path / "work").key == data_stage(domain).key
 
 
-DOCUMENTS = ("records", "drawn_album", "documents", "texts", "album")
+DOCUMENTS = ("records", "linked_records", "drawn_album", "documents", "texts", "album")
 
 
 def test_the_page_has_an_example_of_every_format_and_task() -> None:

@@ -680,7 +680,7 @@ class Settings:
 
 
 @cache  # building it takes 80 ms
-def adapter() -> TypeAdapter[Settings]:
+def validator() -> TypeAdapter[Settings]:
     """Pydantic's validator of settings."""
     return TypeAdapter(Settings)
 
@@ -702,7 +702,7 @@ def from_config(config: DictConfig) -> Settings:
             folder, values.get("domains") or {}, share, values.get("teacher") or {}
         )
     try:
-        settings = adapter().validate_python(values, extra="forbid")
+        settings = validator().validate_python(values, extra="forbid")
     except ValidationError as error:
         raise SettingsError(_complaint(error.errors()[0])) from error
     if (place := _stray_truth(values, as_dict(settings))) is not None:

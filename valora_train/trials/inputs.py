@@ -21,7 +21,7 @@ from valora_data import packed, shards
 from valora_train.errors import SettingsError
 from valora_train.fusion.requirement import Requirement
 from valora_train.processes import worker_processes
-from valora_train.settings import Settings, adapter, as_dict
+from valora_train.settings import Settings, as_dict, validator
 from valora_train.stage import intact, read_json, write_json
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def read_inputs(file: Path) -> TrialInputs:
                 f"{file} is of version {content['version']}, and this is a program for version "
                 f"{VERSION}: write it again"
             )
-        settings = adapter().validate_python(content["settings"], extra="forbid")
+        settings = validator().validate_python(content["settings"], extra="forbid")
         domains = {
             name: DomainFacts(
                 item["facts"],

@@ -39,6 +39,9 @@ FUSING = ("fuse", "export", "estimate", "oracle", "compare", "baselines")
 RANKS = (4, 8, 16, 32, 64, 128, 256)
 NAME = re.compile(r"[\w][\w.@+-]{0,99}")
 DEVICE = re.compile(r"(cpu|mps|(?:cuda|xpu)(?::\d+)?)")
+OWN_CONTRACT = re.compile(r"task\.of_teacher|domains\.[^.]+\.(required|of_teacher|relative)")
+CONTRACTS_AS_EXPERIMENTS = ("paper", "relative", "teacher97")
+TASKS_AS_EXPERIMENTS = ("mixed", "shelf")
 STORES = ("sqlite", "file", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 SQLITE = b"SQLite format 3\0"
 
@@ -92,10 +95,30 @@ def check_contracts_asked(settings: Settings, overrides: Sequence[str]) -> None:
     Raises:
         SettingsError: If they do.
     """
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if key == "experiment" and "paper" in re.findall(r"\w+", value):
-            _check_papers_figures(settings)
+    given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
+    experiments = re.findall(r"\w+", given.get("experiment", ""))
+    if "paper" in experiments:
+        _check_papers_figures(settings)
+    for name in TASKS_AS_EXPERIMENTS:
+        if name in experiments and given.get("task", name) != name:
+            raise SettingsError(
+                f"experiment={name} is task={name}, but task={given['task']} is asked for, too: "
+                "leave one of them out"
+            )
+    if (share := settings.fusion.of_dedicated) is None:
+        return
+    ignored = [
+        f"{key}={value}"
+        for key, value in given.items()
+        if OWN_CONTRACT.fullmatch(key) and value not in ("null", "false")
+    ]
+    ignored += [f"experiment={name}" for name in CONTRACTS_AS_EXPERIMENTS if name in experiments]
+    if ignored:
+        raise SettingsError(
+            f"fusion.of_dedicated={share:g} asks for that share of what each domain reaches in an "
+            f"adapter of its own and nothing else, so that {ignored[0]} would be ignored: set "
+            "fusion.of_dedicated=null, or leave the other one out"
+        )
 
 
 def _check_papers_figures(settings: Settings) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 import traceback
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -161,8 +162,10 @@ class _Pipeline:
             domains.data_stage(domain, work),
             lambda folder, step: domains.build_data(domain, folder, step),
         )
-        contract, margin = contract_of(domain), self._settings.fusion.margin
-        few = few_samples(domain.name, len(open_shard(data / Split.VAL)), contract, margin)
+        contract, fusion = contract_of(domain), self._settings.fusion
+        if fusion.of_dedicated is not None:
+            contract = replace(contract, required=None, of_teacher=fusion.of_dedicated)
+        few = few_samples(domain.name, len(open_shard(data / Split.VAL)), contract, fusion.margin)
         if few is not None:
             self._display.note("data", few)
         stage = distill.teach_stage(domain, teacher, data, work)
@@ -215,8 +218,6 @@ class _Pipeline:
         """Train an encoder of memory tokens, with which those of the fusion begin."""
         if not self._settings.context.encoder_steps:
             return
-        from dataclasses import replace
-
         from valora_train.stages.memorise import MEMORIES, build_memories, memorise_stage
 
         settings = self._settings
@@ -314,15 +315,15 @@ class _Pipeline:
                 stage,
                 lambda folder, _: oracle.build_oracle(settings, inputs, folder, display),
             )
-            requirements = {name: item.requirement for name, item in inputs.domains.items()}
+            contracts = {name: item.requirement for name, item in inputs.domains.items()}
             table = oracle.read_table(folder)
             if table is None:
-                found = oracle.bounds(folder, requirements, settings.fusion.head_only)
+                found = oracle.bounds(folder, contracts, settings.fusion)
                 report_bounds(found, settings.oracle.largest, display.console, run)
             else:
                 with display.work("oracle", "replaying strategies"):
                     report_oracle(
-                        table, requirements, settings.oracle, settings.fusion, display.console, run
+                        table, contracts, settings.oracle, settings.fusion, display.console, run
                     )
         display.note("oracle", f"{folder}, in MLflow: {run.link}")
 
@@ -445,7 +446,7 @@ def _replay_table(settings: Settings, display: Display) -> None:
     from valora_train.reporting.oracle_report import report_oracle
 
     table = finished_table(settings)
-    requirements = {
+    contracts = {
         domain.name: contract_of(domain).requirement(
             domain.name, settings.fusion.margin, *table.teacher.get(domain.name, (None, None))
         )
@@ -454,7 +455,7 @@ def _replay_table(settings: Settings, display: Display) -> None:
     key = table.identity[:16]
     study = _study(settings, "replay", "oracle", key, settings.oracle)
     with study as run, display.work("oracle", "replaying strategies"):
-        report_oracle(table, requirements, settings.oracle, settings.fusion, display.console, run)
+        report_oracle(table, contracts, settings.oracle, settings.fusion, display.console, run)
     measured = f" ({table.measured})" if table.measured else ""
     display.note("oracle", f"replayed {settings.oracle.table}{measured}; in MLflow: {run.link}")
 

@@ -869,7 +869,7 @@ def _complaint(error: Any) -> str:
     if error["type"] in _BOUNDS:
         key, words = _BOUNDS[error["type"]]
         most, given = error["ctx"][key], error["input"]
-        percent = key == "le" and most == 1 and 1 < given <= 100
+        percent = key == "le" and most == 1 and 2 <= given <= 100
         hint = f": {given:g} % is {given / 100:g}" if percent else ""
         return f"{where} must be {words} {most:g}, got {given}{hint}"
     if error["type"] == "finite_number":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data.schema import Split
 from valora_train.errors import SettingsError
-from valora_train.fusion.requirement import CONTRACT, contract_of
+from valora_train.fusion.requirement import CONTRACT
 from valora_train.fusion.state import of_domains
 from valora_train.metrics.speed import measure_speed
 from valora_train.stage import read_json, write_json
@@ -43,6 +43,7 @@ class Promises:
         base: Id of the base model, which PEFT's adapter files name.
         domains: The domains, in the order of the configuration.
         requirements: What each domain must reach.
+        contracts: What each requirement follows from, as in the bundle.
         teachers: What each domain's teacher reaches (see `stages.distill.teacher_figures`).
         trainer: Holds the adapters.
         lmm: The model; writes the adapters.
@@ -58,6 +59,7 @@ class Promises:
         base: str,
         domains: Mapping[str, DomainSettings],
         requirements: Mapping[str, Requirement],
+        contracts: Mapping[str, Mapping[str, float | None]],
         teachers: Mapping[str, Mapping[str, Any]],
         trainer: Trainer,
         lmm: Lmm,
@@ -66,6 +68,7 @@ class Promises:
         self._base = base
         self._domain_settings = domains
         self._requirements = requirements
+        self._contracts = contracts
         self._teachers = teachers
         self._trainer = trainer
         self._lmm = lmm
@@ -214,7 +217,7 @@ class Promises:
         return {
             "required": requirement.promise,
             "bar": requirement.bar,
-            CONTRACT: contract_of(self._domain_settings[name]).as_json(),
+            CONTRACT: self._contracts[name],
             "status": "met" if requirement.kept_by(accuracy) else "missed",
         }
 

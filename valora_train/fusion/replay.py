@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from valora_train.fusion.decision import Verdict
 from valora_train.fusion.exact import exact_packing
 from valora_train.fusion.plan import FusionPlan, order_domains
-from valora_train.fusion.requirement import Requirement
+from valora_train.fusion.requirement import Requirement, dedicated_requirement
 from valora_train.fusion.strategies.base import Probe
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from valora_train.fusion.decision import AttemptDecision
     from valora_train.fusion.oracle import Measured, OracleTable
     from valora_train.fusion.strategies.base import Strategy
+    from valora_train.settings import FusionSettings
 
 
 @dataclass(frozen=True)
@@ -105,18 +106,43 @@ def served(table: OracleTable, packing: Iterable[Sequence[str]], seed: int) -> d
     return found
 
 
-def share_requirements(table: OracleTable, share: float, seed: int) -> dict[str, Requirement]:
+def share_requirements(
+    table: OracleTable, share: float, seed: int, margin: float = 0.0
+) -> dict[str, Requirement]:
     """Require of every domain a share of what it reaches in an adapter of its own.
 
     Args:
         table: A complete oracle table.
         share: The share, in (0, 1].
         seed: One of the table's seeds.
+        margin: Asked for on top on validation, but no more than the adapter reaches.
     """
-    alone = {name: table.reached(seed, [name])[name].val for name in table.domains}
+    alone = {name: table.reached(seed, [name])[name] for name in table.domains}
     return {
-        name: Requirement(0.0 if math.isnan(value) else share * value, 0.0, table.largest[name])
-        for name, value in alone.items()
+        name: Requirement(0.0, 0.0, table.largest[name])  # a share of nothing
+        if math.isnan(reached.val)
+        else dedicated_requirement(reached.val, reached.test, share, margin)
+        for name, reached in alone.items()
+    }
+
+
+def asked_of(
+    table: OracleTable, contracts: Mapping[str, Requirement], fusion: FusionSettings
+) -> dict[int, dict[str, Requirement]]:
+    """What a fusion with each of a table's seeds asks of the domains.
+
+    Args:
+        table: A complete oracle table.
+        contracts: What each domain must reach by its contract.
+        fusion: Whether that is a share of what each reaches in an adapter of its own
+            (`of_dedicated`) instead, and the margin.
+    """
+    share = fusion.of_dedicated
+    return {
+        seed: dict(contracts)
+        if share is None
+        else share_requirements(table, share, seed, fusion.margin)
+        for seed in table.seeds
     }
 
 

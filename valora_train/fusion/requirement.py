@@ -97,6 +97,24 @@ class Contract:
         return {"required": self.required, "of_teacher": self.of_teacher}
 
 
+def dedicated_requirement(
+    validation: float, test: float | None, share: float, margin: float
+) -> Requirement:
+    """What a domain must reach that must keep a share of what it reaches in its own adapter.
+
+    Args:
+        validation: Accuracy of the domain in an adapter of its own on the validation split.
+        test: The same on the test split; None if it does not matter.
+        share: The share (`fusion.of_dedicated`), in (0, 1].
+        margin: Asked for on top on the validation split, but no more than the adapter reaches.
+    """
+    required = share * validation
+    origin = f"{required:.3f} = {share:g} × the dedicated adapter's {validation:.3f}"
+    return Requirement(
+        required, margin, validation, origin, promised=None if test is None else share * test
+    )
+
+
 def contract_of(domain: DomainSettings) -> Contract:
     """The contract of a domain, as `Settings.chosen` completes it."""
     assert domain.task is not None, "`Settings.chosen` fills it in"

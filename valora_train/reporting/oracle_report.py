@@ -12,6 +12,7 @@ from rich.table import Table
 from valora_data.wording import plural
 from valora_train.fusion.exact import exact_packing
 from valora_train.fusion.replay import (
+    asked_of,
     compare,
     random_requirements,
     replay,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from valora_train.reporting.study import StudyRun
     from valora_train.settings import FusionSettings, OracleSettings
 
-OPTIMUM = ("seed", "adapters", "packing", "without LoRA", "out of reach")
+OPTIMUM = ("seed", "adapters", "packing", "without LoRA", "out of reach", "kept on test")
 
 
 def packing_text(packing: Sequence[Sequence[str]]) -> str:
@@ -39,20 +40,25 @@ def packing_text(packing: Sequence[Sequence[str]]) -> str:
     return " | ".join(" + ".join(group) for group in packing) or "–"
 
 
-def optimum_row(seed: int, found: Optimum) -> list[str]:
+def optimum_row(
+    table: OracleTable, seed: int, found: Optimum, requirements: Mapping[str, Requirement]
+) -> list[str]:
     """The row of an exact packing in the table with the columns `OPTIMUM`."""
+    reached = served(table, found.packing, seed)
+    kept = [name for name, asked in requirements.items() if asked.kept_by(reached[name]._asdict())]
     return [
         str(seed),
         str(len(found.packing)),
         packing_text(found.packing),
         ", ".join(found.head_only) or "–",
         ", ".join(found.unreachable) or "–",
+        f"{len(kept)} of {len(requirements)}",
     ]
 
 
 def report_oracle(
     table: OracleTable,
-    requirements: Mapping[str, Requirement],
+    contracts: Mapping[str, Requirement],
     oracle: OracleSettings,
     fusion: FusionSettings,
     console: Console,
@@ -62,13 +68,14 @@ def report_oracle(
 
     Args:
         table: The table.
-        requirements: What each domain must reach by the task's contract.
+        contracts: What each domain must reach by its contract.
         oracle: Random vectors of requirements, and shares of the dedicated adapters' accuracy.
-        fusion: Margin, order of the domains, and whether they may take no adapter.
+        fusion: Margin, order of the domains, whether they may take no adapter, and whether they
+            must keep a share of their dedicated adapters instead of their contracts.
         console: The console to print to.
         run: The run to log to.
     """
-    report_table(table, requirements, fusion.head_only, console, run)
+    report_table(table, asked_of(table, contracts, fusion), fusion.head_only, console, run)
     report_strategies(table, oracle.requirements, fusion, console, run)
     if oracle.shares:
         report_shares(table, oracle.shares, fusion, console, run)
@@ -76,7 +83,7 @@ def report_oracle(
 
 def report_table(
     table: OracleTable,
-    requirements: Mapping[str, Requirement],
+    requirements: Mapping[int, Mapping[str, Requirement]],
     head_only: bool,
     console: Console,
     run: StudyRun,
@@ -85,15 +92,16 @@ def report_table(
 
     Args:
         table: The table.
-        requirements: What each domain must reach.
+        requirements: What each domain must reach, by seed.
         head_only: Whether a domain that keeps its requirement without LoRA takes no adapter.
         console: The console to print to.
         run: The run to log to.
     """
     found = {
-        seed: exact_packing(table, requirements, seed, head_only=head_only) for seed in table.seeds
+        seed: exact_packing(table, asked, seed, head_only=head_only)
+        for seed, asked in requirements.items()
     }
-    rows = [optimum_row(seed, one) for seed, one in found.items()]
+    rows = [optimum_row(table, seed, one, requirements[seed]) for seed, one in found.items()]
     title = f"The fewest adapters of {table.task}, by its oracle table"
     print_table(console, title, OPTIMUM, rows)
     run.log_table(OPTIMUM, rows, "optimum")

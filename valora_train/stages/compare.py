@@ -13,8 +13,13 @@ from valora_train.reporting.comparison import COLUMNS, comparison_rows, pareto_p
 from valora_train.reporting.text import markdown_table
 from valora_train.settings import as_dict
 from valora_train.stage import Stage, intact, read_json, write_json
-from valora_train.stages.oracle import made_of, run_with_progress
-from valora_train.trials.comparison import Contender, contenders, run_comparison
+from valora_train.stages.oracle import made_of, run_with_progress, take_over
+from valora_train.trials.comparison import (
+    Contender,
+    contenders,
+    first_trials,
+    run_comparison,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +49,8 @@ def build_comparison(
     settings: Settings, inputs: TrialInputs, folder: Path, display: Display
 ) -> None:
     """Train what is missing, and write the comparison into the stage's folder."""
+    first = first_trials(list(inputs.domains), settings.compare)
+    take_over(settings, inputs, first, "compare", display)
     results = run_comparison(
         inputs, lambda trials: run_with_progress(settings, inputs, trials, "compare", display)
     )

@@ -24,7 +24,12 @@ from valora_train.fusion.loading import LazyMapping, load_domain, make_determini
 from valora_train.fusion.packing import Packing, check_reachable, make_plan
 from valora_train.fusion.parent import Parent, find_parent, load_parent
 from valora_train.fusion.promises import HEAD_ONLY, Promises, fusion_result
-from valora_train.fusion.requirement import CONTRACT, Requirement, contract_of
+from valora_train.fusion.requirement import (
+    CONTRACT,
+    Requirement,
+    contract_of,
+    dedicated_requirement,
+)
 from valora_train.fusion.state import FUSION, FusionState
 from valora_train.fusion.trainer import Trainer
 from valora_train.fusion.validation import weak_teacher
@@ -81,13 +86,17 @@ class DomainInputs:
                 is unknown.
         """
         if self.dedicated is not None:
-            val, test, share = self.dedicated
-            origin = f"{share * val:.3f} = {share:g} × the dedicated adapter's {val:.3f}"
-            # No bar lies above what the dedicated adapter reaches.
-            return Requirement(share * val, margin, val, origin, promised=share * test)
+            return dedicated_requirement(*self.dedicated, margin)
         return contract_of(self.settings).requirement(
             self.settings.name, margin, self.teacher(Split.VAL), self.teacher(Split.TEST)
         )
+
+    @property
+    def contract(self) -> dict[str, float | None]:
+        """The contract in the bundle."""
+        if self.dedicated is not None:
+            return {"required": None, "of_teacher": None, "of_dedicated": self.dedicated[2]}
+        return contract_of(self.settings).as_json()
 
     def teacher(self, split: Split) -> float | None:
         """The teacher's accuracy on a split; None where there is no teacher or no truth."""
@@ -123,11 +132,11 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
 def _contract_facts(item: DomainInputs) -> dict[str, Any]:
     """What the bar of a domain follows from, besides the margin, as JSON values."""
     values: dict[str, Any] = {"required": item.requirement().required}
+    # The bar depends on more than the requirement.
     if item.dedicated is not None:
-        return values | {"dedicated": list(item.dedicated)}
-    if item.settings.of_teacher is not None:  # the bar depends on more than the requirement
-        contract = contract_of(item.settings).as_json()
-        values[CONTRACT] = contract | {"teacher": item.teacher(Split.VAL)}
+        values[CONTRACT] = {"dedicated": list(item.dedicated)}
+    elif item.settings.of_teacher is not None:
+        values[CONTRACT] = item.contract | {"teacher": item.teacher(Split.VAL)}
     return values
 
 
@@ -217,7 +226,7 @@ def build_fusion(
     teachers = {item.settings.name: teacher_figures(item.distilled) for item in domains}
     promises = Promises(
         settings.model.id, {item.settings.name: item.settings for item in domains}, requirements,
-        teachers, trainer, lmm, state,
+        {item.settings.name: item.contract for item in domains}, teachers, trainer, lmm, state,
     )  # fmt: skip
     with report.running():
         _measure_baselines(settings, domains, requirements, promises, state, display, team, report)

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.schema import Split
+from valora_data.wording import plural
 from valora_train.errors import SettingsError
 from valora_train.fusion.exact import lower_bound
 from valora_train.fusion.facts import domain_facts, trial_facts
 from valora_train.fusion.oracle import Measured, OracleTable
+from valora_train.fusion.requirement import dedicated_requirement
 from valora_train.reporting.progress import stopwatch
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import TAUGHT, teacher_accuracy
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from valora_train.fusion.exact import Bound
     from valora_train.fusion.requirement import Requirement
     from valora_train.reporting.progress import Display
-    from valora_train.settings import Settings
+    from valora_train.settings import FusionSettings, Settings
     from valora_train.stages.fuse import DomainInputs
     from valora_train.trials.pool import Progress
 
@@ -123,15 +125,40 @@ def pack(inputs: TrialInputs, folder: Path) -> str:
 
 
 def trial_store(settings: Settings) -> TrialStore:
-    """The results of all trials; those of `oracle.results` are taken over.
+    """The results of all trials."""
+    return TrialStore(Path(settings.paths.work) / TRIALS)
+
+
+def take_over(
+    settings: Settings, inputs: TrialInputs, trials: Sequence[Trial], what: str, display: Display
+) -> None:
+    """Take over results of another machine (`oracle.results`), if there are any.
+
+    Args:
+        settings: All settings.
+        inputs: Settings, domains and samples.
+        trials: The trials that are needed.
+        what: Name of the command, for the terminal.
+        display: The terminal.
 
     Raises:
-        SettingsError: If that file cannot be read, or holds no results.
+        SettingsError: If that file cannot be read, holds no results, or none of these trials.
     """
-    store = TrialStore(Path(settings.paths.work) / TRIALS)
-    if settings.oracle.results is not None:
-        store.take_over(Path(settings.oracle.results).expanduser())
-    return store
+    if settings.oracle.results is None:
+        return
+    offered = trial_store(settings).take_over(Path(settings.oracle.results).expanduser())
+    needed = {inputs.key(trial) for trial in trials}
+    if not needed & offered:
+        raise SettingsError(
+            f"oracle.results={settings.oracle.results} holds {plural(len(offered), 'result')}, but "
+            f"none of the {len(needed)} trainings that this {settings.command} needs: they are of "
+            "other data, settings of training, seeds or another base model; name the results of "
+            "these, or set it to null"
+        )
+    display.note(
+        what,
+        f"{len(needed & offered)} of {len(needed)} trainings are in {settings.oracle.results}",
+    )
 
 
 def run_with_progress(
@@ -199,6 +226,7 @@ def measure_dedicated(
         return list(domains)
     inputs = trial_inputs(settings, domains)
     trials = [Trial(JOINT, (item.settings.name,), settings.train.seed) for item in domains]
+    take_over(settings, inputs, trials, "alone", display)
     results = run_with_progress(settings, inputs, trials, "alone", display)
     found = []
     for item, result in zip(domains, results, strict=True):
@@ -216,6 +244,7 @@ def build_oracle(settings: Settings, inputs: TrialInputs, folder: Path, display:
     """Train what is missing, and write the table into the stage's folder."""
     seeds = settings.oracle.seeds
     trials = oracle_trials(list(inputs.domains), seeds, settings.oracle.largest)
+    take_over(settings, inputs, trials, "oracle", display)
     results = run_with_progress(settings, inputs, trials, "oracle", display)
     if is_partial(settings, inputs):
         write_json(folder / GROUPS, _groups(inputs, seeds, results))
@@ -275,26 +304,27 @@ def read_table(folder: Path) -> OracleTable | None:
 
 
 def bounds(
-    folder: Path, requirements: Mapping[str, Requirement], head_only: bool
+    folder: Path, contracts: Mapping[str, Requirement], fusion: FusionSettings
 ) -> dict[int, Bound]:
     """The lower bound on adapters for each seed, from the groups that were trained.
 
     Args:
         folder: Output of the stage, with `groups.json`.
-        requirements: What each domain must reach.
-        head_only: Whether a domain that keeps its requirement without LoRA takes no adapter.
+        contracts: What each domain must reach by its contract.
+        fusion: Whether that is a share of what each reaches in an adapter of its own instead, the
+            margin, and whether a domain that keeps its requirement without LoRA takes no adapter.
     """
     content = read_json(intact(folder / GROUPS))
     found = {}
     for seed in content["seeds"]:
         rows = [row for row in content["groups"] if row["seed"] == seed]
-        needed, infeasible = _conflicts(rows, requirements, head_only)
+        needed, infeasible = _conflicts(rows, contracts, fusion)
         found[seed] = lower_bound(needed, infeasible)
     return found
 
 
 def _conflicts(
-    rows: Sequence[Mapping[str, Any]], requirements: Mapping[str, Requirement], head_only: bool
+    rows: Sequence[Mapping[str, Any]], contracts: Mapping[str, Requirement], fusion: FusionSettings
 ) -> tuple[list[str], list[list[str]]]:
     """The domains that need an adapter, and the groups of them that are infeasible."""
 
@@ -302,6 +332,7 @@ def _conflicts(
         found = reached[name][0]
         return math.nan if found is None else float(found)
 
+    head_only = fusion.head_only
     without: dict[str, float] = {}
     alone: dict[str, float] = {}
     for row in rows:
@@ -311,7 +342,12 @@ def _conflicts(
         elif len(names) == 1:
             alone[names[0]] = value(row["reached"], names[0])
     floors = {}
-    for name, requirement in requirements.items():
+    for name, contract in contracts.items():
+        requirement = contract
+        if fusion.of_dedicated is not None and not math.isnan(alone[name]):
+            requirement = dedicated_requirement(
+                alone[name], None, fusion.of_dedicated, fusion.margin
+            )
         if head_only and requirement.met_by(without[name]):
             continue
         met = requirement.met_by(alone[name])

@@ -7,6 +7,7 @@ any number of oracles and comparisons, and what is in it is never computed again
 from __future__ import annotations
 
 import json
+import math
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -66,14 +67,14 @@ class TrialStore:
         """Every result by the key of its trial; of several with one key, the first."""
         return _read(self._file) if self._file.exists() else {}
 
-    def take_over(self, file: Path) -> int:
+    def take_over(self, file: Path) -> set[str]:
         """Copy results of another machine that are not known here.
 
         Args:
             file: The file of its results.
 
         Returns:
-            Number of the results that are new.
+            Keys of all its results, known or new.
 
         Raises:
             SettingsError: If the file cannot be read, or holds no results.
@@ -92,7 +93,7 @@ class TrialStore:
         new = {key: row for key, row in offered.items() if key not in known}
         for key, row in new.items():
             self.add(key, {name: value for name, value in row.items() if name != KEY})
-        return len(new)
+        return set(offered)
 
     def add(self, key: str, result: Mapping[str, Any]) -> None:
         """Append the result of a trial.
@@ -137,12 +138,33 @@ class TrialStore:
 
 
 def _read(file: Path) -> dict[str, dict[str, Any]]:
-    """The results in a file by the keys of their trials."""
+    """The results in a file by the keys of their trials.
+
+    What is no result, such as a line that was cut off when a process was killed, is left out, so
+    that its trial is repeated.
+    """
     found: dict[str, dict[str, Any]] = {}
     for line in file.read_bytes().split(b"\n"):
         try:
             row = json.loads(line)
+        except ValueError:
+            continue
+        if _is_result(row):
             found.setdefault(row[KEY], row)
-        except (ValueError, KeyError, TypeError):
-            continue  # cut off when a process was killed: that trial is repeated
     return found
+
+
+def _is_result(row: Any) -> bool:
+    """Whether a line's value holds what is read of every result."""
+    if not isinstance(row, dict) or not isinstance(row.get("accuracy"), dict):
+        return False
+    kinds = {KEY: str, "method": str, "domains": list, "seed": int, "seconds": int | float}
+    return all(isinstance(row.get(key), kind) for key, kind in kinds.items()) and all(
+        isinstance(reached, dict) and all(map(_is_accuracy, map(reached.get, ("val", "test"))))
+        for reached in row["accuracy"].values()
+    )
+
+
+def _is_accuracy(value: Any) -> bool:
+    """Whether a value is an accuracy; None is that of a training that diverged."""
+    return value is None or (isinstance(value, int | float) and math.isfinite(value))

@@ -102,6 +102,36 @@ def test_experiment_paper_asks_for_the_papers_figures_alone(said: str, experimen
     check_contracts_asked(asked, ["fusion=paper", said])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["domains.person.required=0.9"], "so that domains.person.required=0.9 would be ignored"),
+        (["task.of_teacher=0.99"], "so that task.of_teacher=0.99 would be ignored"),
+        (["experiment=teacher97"], "so that experiment=teacher97 would be ignored"),
+        (["experiment=paper"], "so that experiment=paper would be ignored"),
+        (["experiment=shelf", "task=video"], "experiment=shelf is task=shelf, but task=video is"),
+        (["task.of_teacher=null"], None),
+        (["experiment=shelf", "task=shelf"], None),
+    ],
+)
+def test_a_share_of_dedicated_adapters_is_the_only_contract(
+    overrides: list[str], message: str | None
+) -> None:
+    asked = ["fusion.of_dedicated=0.95", *overrides]
+    given = from_config(configured(*asked))
+    if message is None:
+        check_contracts_asked(given, asked)
+        return
+    with pytest.raises(SettingsError) as caught:
+        check_contracts_asked(given, asked)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("experiment", ["paper", "relative", "teacher97"])
+def test_experiments_with_contracts_replace_shares_of_dedicated_adapters(experiment: str) -> None:
+    assert configured("task=detection", f"experiment={experiment}").fusion.of_dedicated is None
+
+
 def numbers(kind: type, prefix: str) -> list[str]:
     """Places of all settings that are numbers."""
     places = []

@@ -7,6 +7,7 @@ import pytest
 from tests.support.oracle_tables import conflict_table, interference_table, made_up_table
 from valora_train.fusion.oracle import Measured
 from valora_train.fusion.replay import (
+    asked_of,
     compare,
     random_requirements,
     replay,
@@ -15,6 +16,7 @@ from valora_train.fusion.replay import (
 )
 from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.strategies.registry import make_strategy
+from valora_train.settings import FusionSettings
 
 SIX = [f"d{n}" for n in range(6)]
 
@@ -76,6 +78,10 @@ def test_what_a_packing_serves():
 def test_shares_of_dedicated_adapters():
     table = made_up_table("ab", lambda name, group: 0.8 if name == "a" else float("nan"))
     asked = share_requirements(table, 0.95, 0)
+    fusion = FusionSettings(of_dedicated=0.95, margin=0.0)
+    assert asked_of(table, {}, fusion) == dict.fromkeys(table.seeds, asked)
+    contracts = {"a": Requirement(0.5)}
+    assert asked_of(table, contracts, FusionSettings()) == {0: contracts}
     assert asked["a"].bar == pytest.approx(0.76)
     assert asked["b"].bar == 0.0, "a training that diverged asks for nothing"
 

@@ -75,10 +75,11 @@ def test_the_packing_of_every_seed_is_shown(run, tmp_path):
     best = exact_packing(table, asked, 0)
     said = StringIO()
     with run:
-        report_table(table, asked, True, Console(file=said, width=200), run)
+        report_table(table, {0: asked}, True, Console(file=said, width=200), run)
     (row,) = rows_of(run, "optimum", tmp_path)
     assert row["adapters"] == str(len(best.packing))
     assert row["packing"] == " | ".join(" + ".join(group) for group in best.packing)
+    assert row["kept on test"] == "5 of 5"  # test is as validation, and everything fits somewhere
     assert len(rows_of(run, "groups", tmp_path)) == 1 + 31
     assert (
         f"{len(best.packing)} adapters"

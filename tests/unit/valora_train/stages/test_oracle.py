@@ -16,7 +16,7 @@ from valora_train import cli
 from valora_train.errors import SettingsError
 from valora_train.fusion.oracle import Measured, OracleTable
 from valora_train.fusion.requirement import Requirement
-from valora_train.settings import ModelSettings, OracleSettings, TrainSettings
+from valora_train.settings import FusionSettings, ModelSettings, OracleSettings, TrainSettings
 from valora_train.stage import write_json
 from valora_train.stages import oracle
 from valora_train.trials.inputs import read_inputs
@@ -61,8 +61,45 @@ def test_pairs_prove_a_lower_bound(tmp_path, inputs, required, adapters):
     if adapters == 2 and required["sky"] == 0.95:
         # sky keeps 0.9 with apple, and apple 0.69 of its 0.7: below it without a margin
         asked = {name: Requirement(one.required, 0.02) for name, one in asked.items()}
-    found = oracle.bounds(tmp_path, asked, head_only=True)
+    found = oracle.bounds(tmp_path, asked, FusionSettings())
     assert {seed: bound.adapters for seed, bound in found.items()} == {3: adapters}
+
+
+@pytest.mark.parametrize(("share", "adapters"), [(0.99, 3), (0.98, 2), (0.2, 0)])
+def test_bounds_are_of_shares_of_dedicated_adapters_where_those_are_asked(
+    tmp_path, inputs, share, adapters
+):
+    # sky keeps 0.85 of its 0.90 beside leaf, apple 0.69 of its 0.70 beside sky.
+    contracts = {name: Requirement(0.99, 0.02) for name in ("sky", "apple", "leaf")}
+    write_json(tmp_path / oracle.GROUPS, oracle._groups(inputs, [3], results(PAIRS)))
+    (bound,) = oracle.bounds(
+        tmp_path, contracts, FusionSettings(of_dedicated=share, margin=0.0)
+    ).values()
+    assert bound.adapters == adapters
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda row: row.pop("accuracy"),
+        lambda row: row.update(accuracy={"cat": {"val": "high", "test": 0.5}}),
+        lambda row: row.update(accuracy={"cat": {"val": float("nan"), "test": 0.5}}),
+        lambda row: row.update(accuracy={"cat": 0.5}),
+        lambda row: row.update(seed=None),
+        lambda row: row.update(trial=["a"]),
+    ],
+)
+def test_lines_that_are_no_results_are_left_out(tmp_path, damage):
+    whole = {"trial": "b", "method": "joint", "domains": ["cat"], "seed": 0, "seconds": 1.5,
+             "accuracy": {"cat": {"val": None, "test": 0.5}}}  # fmt: skip
+    damaged = json.loads(json.dumps(whole | {"trial": "a"}))
+    damage(damaged)
+    file = tmp_path / "theirs.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in (damaged, whole)) + '\n{"trial": "c"')
+    store = TrialStore(tmp_path / "ours")
+    assert store.take_over(file) == {"b"}
+    assert store.results() == {"b": whole}
+    assert store.take_over(file) == {"b"}  # what is known is offered, too
 
 
 def test_only_training_and_data_are_the_identity(tmp_path, inputs):
@@ -143,6 +180,11 @@ def test_the_command_makes_a_complete_table(prepared, tmp_path, one_thread):
     assert status == 0, err
     assert "trainings after" not in out
     assert "Lower bound on adapters" in out
+    assert "4 of 4 trainings are in theirs.jsonl" in out
+    # Those of other data or settings are not.
+    status, _, err = prepared(*asked, "train.steps=3", "oracle.results=theirs.jsonl")
+    assert status == 1
+    assert "holds 5 results, but none of the 5 trainings that this oracle needs" in err
     assert len(TrialStore(tmp_path / ".valora" / "trials").results()) == len(known)
 
 

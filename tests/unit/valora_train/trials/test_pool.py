@@ -91,7 +91,9 @@ def test_a_trial_that_another_command_computes_is_waited_for(inputs, tmp_path, m
         naps.append(1)
         if len(naps) == 2:
             holder.__exit__(None, None, None)
-            store.add(key, {"method": "head_only", "mark": 5})
+            accuracy = {"sky": {"val": 0.5, "test": 0.5}}
+            told = {"method": "head_only", "domains": ["sky"], "seed": 0, "accuracy": accuracy}
+            store.add(key, told | {"seconds": 0.1, "mark": 5})
 
     monkeypatch.setattr(pool.time, "sleep", other_command_ends)
     holder = store.claim(key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from valora_data.wording import plural
 from valora_train.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 ENOUGH = 50
 """Validation samples from which one of them weighs less than the usual margin."""
+REMEDY = "source.counts, source.fractions, or a larger split"
 NORMAL_95 = 1.959963984540054  # two-sided 95 % quantile
 
 
@@ -28,6 +30,29 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def few_test_samples(domain: str, count: int, contract: Contract) -> str | None:
+    """What to tell of a test split that is too small to promise on; None if it is not.
+
+    Args:
+        domain: Name of the domain.
+        count: Number of its test samples.
+        contract: What it must keep.
+    """
+    if count >= ENOUGH:
+        return None
+    text = f"{domain}: {plural(count, 'test sample')} can confirm little of what a bundle promises"
+    return f"{text}{_interval(count, contract)}; give it at least {ENOUGH}, better 300 ({REMEDY})"
+
+
+def _interval(count: int, contract: Contract) -> str:
+    """Words about the interval of an accuracy as required, where it is a share of the samples."""
+    if contract.largest != 1.0:
+        return ""
+    asked = contract.required or contract.of_teacher or 1.0
+    low, high = wilson_interval(asked, count)
+    return f": at {asked:.3f} the 95 % interval is {low:.2f} to {high:.2f}, {high - low:.2f} wide"
+
+
 def few_samples(domain: str, count: int, contract: Contract, margin: float) -> str | None:
     """What to tell of a validation split that is too small to decide on; None if it is not.
 
@@ -40,23 +65,17 @@ def few_samples(domain: str, count: int, contract: Contract, margin: float) -> s
     Raises:
         SettingsError: If there is one sample, which can decide nothing.
     """
-    remedy = "source.counts, source.fractions, or a larger validation split"
     if count < 2:
         raise SettingsError(
             f"domain {domain} has {count} validation sample, which can decide nothing: give it "
-            f"more ({remedy})"
+            f"more ({REMEDY})"
         )
     if count >= ENOUGH:
         return None
-    asked = contract.required or contract.of_teacher or 1.0
     text = f"{domain}: {count} validation samples are too few to decide on"
-    if contract.largest == 1.0:
-        low, high = wilson_interval(asked, count)
-        text += (
-            f": at {asked:.3f} the 95 % interval is {low:.2f} to {high:.2f}, {high - low:.2f} "
-            f"wide, and one sample weighs {1 / count:.3f} (margin {margin:g})"
-        )
-    return f"{text}; give it at least {ENOUGH}, better 300 ({remedy})"
+    if interval := _interval(count, contract):
+        text += f"{interval}, and one sample weighs {1 / count:.3f} (margin {margin:g})"
+    return f"{text}; give it at least {ENOUGH}, better 300 ({REMEDY})"
 
 
 def weak_teacher(

@@ -31,9 +31,11 @@ if TYPE_CHECKING:
 REPEAT = "repeat"
 """What the decoder is asked when it is to reconstruct a document."""
 PIECE = 128
-"""Tokens of a document that are reconstructed in one step."""
-QUESTIONS = 8
-"""Questions about a document in one step."""
+"""Tokens of a piece of a document that is reconstructed."""
+PIECES = 4
+"""Pieces in one step, which share the pass over the document; that costs as much as they do."""
+QUESTIONS = 32
+"""Questions about a document in one step, for the same reason."""
 
 
 class MadeTokens:
@@ -173,7 +175,7 @@ def train_encoder(
     for step in range(total):
         document, questions = asked[names[step % len(names)]]
         if step < reconstruct:
-            batch = [_piece(lmm, document, generator)]
+            batch = [_piece(lmm, document, generator) for _ in range(PIECES)]
         else:
             rows = torch.randint(len(questions), (QUESTIONS,), generator=generator).tolist()
             batch = [questions[row] for row in rows]

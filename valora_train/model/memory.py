@@ -294,17 +294,30 @@ def _run(
         embedded = lmm.model.get_input_embeddings()(ids)
         last = [item.prompt - 1 for item in batch]
         if isinstance(memories[0], Prefix):
-            lmm.adapters.act_from(last, ids.shape[1])
             keys = _side_by_side([memory.keys for memory in memories])
             values = _side_by_side([memory.values for memory in memories])
             position = memories[0].position
-            hidden, cache = run_tails(lmm, embedded, position, keys, values, cached=cached)
-            return hidden, cache, position
-        heads = torch.stack([head_embeddings(lmm, memory) for memory in memories])
-        embedded = torch.cat([heads.to(embedded), embedded], dim=1)
-        lmm.adapters.act_from([heads.shape[1] + place for place in last], embedded.shape[1])
-        hidden, cache = run_tails(lmm, embedded, 0, cached=cached)
-        return hidden[:, heads.shape[1] :], cache, heads.shape[1]
+        else:
+            keys, values = _read_heads(lmm, memories)
+            position = int(keys.shape[3])
+        lmm.adapters.act_from(last, ids.shape[1])
+        hidden, cache = run_tails(lmm, embedded, position, keys, values, cached=cached)
+        return hidden, cache, position
+
+
+def _read_heads(lmm: Lmm, memories: Sequence[MemoryTokens | None]) -> tuple[Tensor, Tensor]:
+    """Keys and values, [layers, n, …], of heads of one size; rows of one memory share a pass."""
+    distinct = {id(memory): memory for memory in memories}
+    embedded = torch.stack([head_embeddings(lmm, memory) for memory in distinct.values()])
+    # An adapter that acts at decoding only acts on no token of a head.
+    lmm.adapters.act_from([embedded.shape[1]] * len(embedded), embedded.shape[1])
+    read = run_tails(lmm, embedded, 0, cached=True)[1].layers
+    places = {key: place for place, key in enumerate(distinct)}
+    rows = torch.tensor([places[id(memory)] for memory in memories], device=lmm.device)
+    return (
+        torch.stack([layer.keys for layer in read]).index_select(1, rows),
+        torch.stack([layer.values for layer in read]).index_select(1, rows),
+    )
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:

@@ -97,6 +97,36 @@ def test_rows_with_different_memories_are_computed_as_if_alone(lmm):
         )
 
 
+@pytest.mark.parametrize("decode_only", [False, True])
+def test_rows_that_share_memory_tokens_are_computed_as_one_sequence_each(lmm, decode_only):
+    one, other = (memory.new_memory_tokens(lmm, DOCUMENT, count) for count in (4, 4))
+    torch.nn.init.normal_(other.embeddings.data, std=0.1)
+    memories = [one, other, one]
+    batch = lmm.encode(examples("red"))
+    lmm.adapters.add("shared", seed=1, decode_only=decode_only)
+    try:
+        for weight in lmm.adapters.parameters("shared").values():
+            torch.nn.init.normal_(weight.data, std=0.1)
+        found = memory.states(lmm, batch, memories).hidden
+        sums = [found[row, : item.length].square().sum() for row, item in enumerate(batch)]
+        gradient = torch.autograd.grad(sum(sums), one.embeddings)[0]
+        table, whole = lmm.model.get_input_embeddings(), []
+        for item, known in zip(batch, memories, strict=True):
+            head = memory.head_embeddings(lmm, known)
+            inputs = torch.cat([head, table(item.ids)])[None]
+            lmm.adapters.act_from([len(head) + item.prompt - 1], inputs.shape[1])
+            hidden = lmm.language_model(inputs_embeds=inputs, use_cache=False).last_hidden_state
+            whole.append(hidden[0, len(head) :])
+    finally:
+        lmm.adapters.remove("shared")
+        lmm.adapters.activate(None)
+    for row, expected in enumerate(whole):
+        torch.testing.assert_close(found[row, : len(expected)], expected, atol=2e-5, rtol=1e-4)
+    total = sum(part.square().sum() for part in whole)
+    expected = torch.autograd.grad(total, one.embeddings)[0]
+    torch.testing.assert_close(gradient, expected, atol=1e-4, rtol=1e-3)
+
+
 def test_gradients_reach_each_memory_and_only_it(lmm):
     mine, others = (memory.read_beginning(lmm, DOCUMENT, 12) for _ in range(2))
     batch = lmm.encode(examples("red"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -146,6 +147,8 @@ class Group:
         """Give up all calls under way, so that nothing waits for a process that has ended."""
         if self.peers is not None:
             self.peers.release()
+            # Again, beside the end of NCCL's calls: sums may wait behind those.
+            threading.Thread(target=self.peers.release, daemon=True).start()
         if self.device.type == "cuda" and dist.is_initialized():
             dist.distributed_c10d._get_default_group().abort()
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -139,10 +139,32 @@ class PeerMemory:
         """
         until = time.monotonic() + RELEASE_SECONDS
         stream = torch.cuda.Stream(self.buffers[torch.float32].device)
+        everyone = range(self.size)
         with torch.cuda.stream(stream):
             while time.monotonic() < until:
                 for handle in self.handles:
-                    for rank in range(self.size):
-                        pad = handle.get_signal_pad(rank, dtype=torch.int32)
-                        pad.fill_(int(rank == self.rank))
+                    pads = [handle.get_signal_pad(rank, dtype=torch.int32) for rank in everyone]
+                    signal_all(pads, self.rank)
                 stream.synchronize()
+
+
+def signal_all(pads: Sequence[Tensor], rank: int) -> None:
+    """Write the signals that a process waits for, as if the others had come to every sum.
+
+    In the pad of a process, entry `block * size + sender` says that the sender has come. A kernel
+    waits until its own entry of every pad is 0 and sets it to 1, then waits until all entries of
+    its process's pad are 1 and sets them to 0. Its entry in the pad of its own process is between
+    0 and 1 by its own doing: written here, it would wait for that forever.
+
+    Args:
+        pads: Signals to each process, [entries] int32.
+        rank: Number of this process.
+    """
+    size = len(pads)
+    for receiver, pad in enumerate(pads):
+        entries = pad[: pad.numel() // size * size].view(-1, size)
+        if receiver == rank:
+            entries[:, :rank] = 1
+            entries[:, rank + 1 :] = 1
+        else:
+            entries[:, rank] = 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from valora_serve.parallel import peer_memory
-from valora_serve.parallel.peer_memory import LIMIT, PeerMemory
+from valora_serve.parallel.peer_memory import LIMIT, PeerMemory, signal_all
 
 
 @pytest.fixture
@@ -45,3 +45,48 @@ def test_gathers_by_a_sum_with_zeros(memory, monkeypatch):
 
 def test_what_is_too_long_together_is_not_gathered(memory):
     assert memory.gather(torch.ones(LIMIT // 8)) is None
+
+
+BLOCKS = 3
+
+
+def waiting_sums(pads, rank, count):
+    """What torch's kernel does with the signals of `count` sums; yields where it waits.
+
+    `sync_remote_blocks` of torch's CUDASymmetricMemory-inl.h, at the begin and the end of a sum:
+    each thread of a block signals to one process, its own included, and waits for its signal.
+    """
+    size = len(pads)
+
+    def thread(block, target):
+        theirs, mine = block * size + rank, block * size + target
+        for _ in range(2 * count):
+            while pads[target][theirs] != 0:
+                yield
+            pads[target][theirs] = 1
+            yield
+            while pads[rank][mine] != 1:
+                yield
+            pads[rank][mine] = 0
+            yield
+
+    threads = [thread(block, target) for block in range(BLOCKS) for target in range(size)]
+    while threads:
+        threads = [one for one in threads if next(one, "ended") is None]
+        yield
+
+
+@pytest.mark.parametrize(("size", "rank"), [(2, 0), (2, 1), (3, 1), (4, 0)])
+def test_sums_that_wait_for_an_ended_process_go_on(size, rank):
+    # Memory for signals is longer than what the kernel uses, and no multiple of the processes.
+    pads = [torch.zeros(BLOCKS * size + 5, dtype=torch.int32) for _ in range(size)]
+    sums = waiting_sums(pads, rank, 20)
+    for _ in range(50):
+        next(sums)
+    assert next(sums, "ended") is None  # the others never come
+    for done in range(1000):
+        if done % 3:  # the kernel runs on between two writes
+            signal_all(pads, rank)
+        if next(sums, "ended") == "ended":
+            return
+    pytest.fail("the sums still wait")

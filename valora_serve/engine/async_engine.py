@@ -35,6 +35,10 @@ _Listener: TypeAlias = "tuple[asyncio.AbstractEventLoop, asyncio.Queue[Output]]"
 STUCK_SECONDS = 10.0
 """Seconds that the engine's thread has to end after a process of its group has ended."""
 
+QUIET = 0.5
+"""Seconds without requests after which the engine prepares, measures and tunes: each piece takes up
+to a second, some seconds with cold caches, and a request that comes meanwhile waits for its end."""
+
 PAUSE = 0.001
 """Seconds between checks of loading adapters while there is nothing to compute."""
 
@@ -79,20 +83,23 @@ class AsyncEngine:
     def _run(self) -> None:
         """Run the calls of other threads and the steps of the engine, until it stops or fails."""
         engine = self._engine
+        quiet_since = time.monotonic()
         try:
             while not self._stopping:
                 while self._calls:
                     self._pause_measuring()  # a call may need what it holds
                     self._calls.popleft()()
                 if not engine.busy:
-                    settling = self._settle()
+                    left = quiet_since + QUIET - time.monotonic()
+                    settling = left <= 0 and self._settle()
                     self._stats = engine.stats()
                     if settling:
                         continue
-                    self._wake.wait()
+                    self._wake.wait(left if left > 0 else None)
                     self._wake.clear()
                     continue
                 self._deliver(engine.step())
+                quiet_since = time.monotonic()
                 self._stats = engine.stats()
                 if engine.stalled:
                     self._wake.wait(PAUSE)

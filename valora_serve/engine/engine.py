@@ -353,7 +353,9 @@ class Engine:
             self.start_up.start(self.runner)
 
     def settle(self) -> bool:
-        """Prepare one thing more while there are no requests, which takes up to a second.
+        """Prepare one thing more while there are no requests.
+
+        It takes up to a second, some seconds where kernels are compiled for the first time.
 
         Returns:
             False if nothing is left to prepare.

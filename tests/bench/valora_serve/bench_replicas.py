@@ -131,6 +131,13 @@ class Server:
         for adapter in sorted(store.iterdir()):
             body = {"lora_name": adapter.name, "lora_path": adapter.name}
             self._client.post("/v1/load_lora_adapter", json=body).raise_for_status()
+        while not self.prepared() and time.monotonic() < end:
+            time.sleep(0.5)
+
+    def prepared(self):
+        """Whether the engines have captured and compiled all that they leave for quiet moments."""
+        engine = self._client.get("/v1/status").raise_for_status().json()
+        return engine["prepared"] == engine["preparations"]
 
     def metrics(self, name):
         """Values of a metric by replica."""

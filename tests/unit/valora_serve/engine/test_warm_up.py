@@ -1,6 +1,7 @@
 """What is prepared before, beside and between requests, on the CPU with graphs that run again."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.engine_reference import add_requests, finish, make_engine, question, run
-from valora_serve.engine import profile
+from valora_serve.engine import async_engine, profile
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
@@ -210,6 +211,35 @@ def test_an_idle_engine_settles_and_then_measures(
     assert stats.prepared == stats.preparations
     assert (stats.mode, stats.pages_kv, stats.switches) == (Mode.UNMERGED, 0, 0)
     assert list(tmp_path.iterdir())
+
+
+def test_nothing_is_prepared_in_the_short_gaps_between_requests(
+    base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Clients whose answers end together ask again a moment later.
+    monkeypatch.setattr(async_engine, "QUIET", 3600.0)
+    made = make_engine(base)
+    settled = threading.Event()
+    monkeypatch.setattr(made, "settle", settled.set)
+
+    async def ask(engine: AsyncEngine, name: str) -> None:
+        async for output in engine.generate(question(name, None, tokens=2)):
+            assert output.error is None
+
+    async def serve() -> None:
+        engine = AsyncEngine(made)
+        try:
+            for number in range(3):
+                await ask(engine, f"{number}")
+                await asyncio.sleep(0.05)
+            assert not settled.is_set()
+            monkeypatch.setattr(async_engine, "QUIET", 0.0)
+            await ask(engine, "last")
+            assert await asyncio.to_thread(settled.wait, 60)
+        finally:
+            await engine.close()
+
+    asyncio.run(serve())
 
 
 def test_a_measurement_that_is_interrupted_goes_on(base: str, adapters: dict[str, Path]) -> None:

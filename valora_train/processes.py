@@ -39,6 +39,11 @@ def preparing_processes(asked: int, device: str, waiting: int) -> int:
     return max(1, min(asked, waiting))
 
 
+def trial_processes(asked: int) -> int:
+    """Processes that train side by side, each on one core; 0 for as many as there are cores."""
+    return asked or len(os.sched_getaffinity(0))
+
+
 def threads_beside(processes: int) -> int:
     """CPU threads of each of several processes that prepare domains."""
     return max(1, (os.cpu_count() or 1) // processes)

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from valora_data.schema import Split
+from valora_data.wording import plural
 from valora_train.estimate.courses import Course, Courses
 from valora_train.fusion.loading import TAUGHT
 from valora_train.metrics.speed import BATCH, ROUNDS, SECONDS
+from valora_train.processes import trial_processes
 from valora_train.settings import LABELS
 
 if TYPE_CHECKING:
@@ -113,6 +115,8 @@ def predict(settings: Settings, found: Calibration, courses: Courses) -> Predict
         courses = Courses(NONE, (NONE,), NONE)
     model = _Costs(settings, found)
     before = [Row("start", found.began, 0, 0, 0, "imports and checks"), *_before_fusion(found)]
+    if settings.fusion.of_dedicated is not None and not found.fused:
+        before.append(model.dedicated(trial_processes(settings.oracle.processes)))
     alone, after, export = model.heads_alone(), model.measuring(), model.export()
     if found.fused:
         alone, after = (replace(row, seconds=0.0, note="up to date") for row in (alone, after))
@@ -309,6 +313,33 @@ class _Costs:
         )
 
     # --- time -------------------------------------------------------------------------------------
+
+    def dedicated(self, processes: int) -> Row:
+        """What training every domain in an adapter of its own takes (`fusion.of_dedicated`).
+
+        Args:
+            processes: Processes that train side by side, each on one core or with the GPU.
+        """
+        cores = trial_processes(0)  # a step was measured on `train.threads` of them
+        cores = 1 if self._gpu else min(self._train.threads or cores, cores)
+        processes, jobs = min(processes, len(self._model)), []
+        for name, costs in self._model.items():
+            domain, learnt = self._domains[name], self._learnt(name)
+            shown = _count(domain, Split.VAL, Split.TEST)
+            reading = domain.reading * (_count(domain, TAUGHT) + shown)
+            encoding = costs.encode * (learnt + shown)
+            training = costs.step * cores * self._train.steps_for(1, 0)
+            if self._gpu:  # which the processes share
+                training *= processes
+            judging = self._evaluation(name, Split.VAL, Split.TEST)
+            jobs.append(reading + encoding + training + judging)
+        machine = self._machine
+        seconds = machine.load + _side_by_side(jobs, processes)
+        if processes > 1:
+            seconds += machine.program
+        note = f"{plural(len(jobs), 'adapter')}, {processes} side by side"
+        gpu = processes * (machine.resting + machine.training) if self._gpu else 0.0
+        return Row("dedicated", seconds, processes * self.memory, gpu, 0, note)
 
     def heads_alone(self) -> Row:
         """What the base model, encoding and the heads without LoRA take."""

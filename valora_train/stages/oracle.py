@@ -22,6 +22,7 @@ from valora_train.fusion.exact import lower_bound
 from valora_train.fusion.facts import domain_facts, trial_facts
 from valora_train.fusion.oracle import Measured, OracleTable
 from valora_train.fusion.requirement import dedicated_requirement
+from valora_train.processes import trial_processes
 from valora_train.reporting.progress import stopwatch
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import TAUGHT, teacher_accuracy
@@ -100,11 +101,6 @@ def oracle_stage(settings: Settings, inputs: TrialInputs) -> Stage:
 def is_partial(settings: Settings, inputs: TrialInputs) -> bool:
     """Whether `oracle.largest` leaves groups of domains out."""
     return 0 < settings.oracle.largest < len(inputs.domains)
-
-
-def processes(settings: Settings) -> int:
-    """Number of processes that train."""
-    return settings.oracle.processes or len(os.sched_getaffinity(0))
 
 
 def pack(inputs: TrialInputs, folder: Path) -> str:
@@ -200,7 +196,9 @@ def run_with_progress(
                 )
 
         try:
-            return run_trials(file, trials, store, processes(settings), on_done)
+            return run_trials(
+                file, trials, store, trial_processes(settings.oracle.processes), on_done
+            )
         finally:
             file.unlink(missing_ok=True)
 

@@ -29,7 +29,8 @@ def start(cwd: Path, base: Path, *more: str) -> subprocess.Popen[str]:
     command = [
         sys.executable, "-m", "valora_train.cli", f"model.id={base}", "task=classification",
         "task.only=[sign_type]", f"domains.sign_type.source.counts={COUNTS}",
-        "domains.sign_type.required=0.01", "fusion.head_only=false", "fusion.margin=0",
+        "domains.sign_type.required=0.01", "fusion.of_dedicated=null", "fusion.head_only=false",
+        "fusion.margin=0",
         "train.steps=4", "train.probe_steps=4", "train.lora.rank=4", "train.threads=1", *more,
     ]  # fmt: skip
     return subprocess.Popen(

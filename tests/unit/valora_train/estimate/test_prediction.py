@@ -1,5 +1,6 @@
 """Predictions against sums worked out by hand."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,9 @@ from valora_train.fusion.loading import TAUGHT
 from valora_train.settings import (
     AugmentSettings,
     DomainSettings,
+    FusionSettings,
     ModelSettings,
+    OracleSettings,
     Settings,
     TrainSettings,
 )
@@ -111,6 +114,26 @@ def test_domains_side_by_side_are_ready_when_the_last_one_is():
     assert sum(beside[stage].seconds for stage in stages) == pytest.approx(first + third + 9)
     assert beside["teach"].memory == 2 * alone["teach"].memory
     assert "2 domains side by side" in beside["data"].note
+
+
+def test_dedicated_adapters_are_trained_before_a_share_of_them_is_asked(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    share = FusionSettings(of_dedicated=0.9)
+    one = Settings(train=TRAIN, fusion=share, oracle=OracleSettings(processes=1))
+    plain, said = predict(Settings(train=TRAIN), calibration(), COURSES), calibration()
+    found = predict(one, said, COURSES)
+    evaluation = (0.5 + 0.02 * 30) + (0.5 + 0.02 * 40)
+    jobs = [
+        # A trial has one core, and a step of two takes twice as long there.
+        220 * 0.001 + 0.03 * (learnt + 70) + 10 * 2 * step + evaluation
+        for learnt, step in ((300, 1.0), (150, 3.0))
+    ]
+    assert rows(found)["dedicated"].seconds == pytest.approx(5 + sum(jobs))
+    assert found.seconds == pytest.approx(plain.seconds + 5 + sum(jobs))
+    two = predict(replace(one, oracle=OracleSettings(processes=2)), said, COURSES)
+    assert rows(two)["dedicated"].seconds == pytest.approx(5 + 4 + max(jobs))
+    assert "2 adapters, 2 side by side" in rows(two)["dedicated"].note
+    assert "dedicated" not in rows(predict(one, replace(said, fused=True), COURSES))
 
 
 def test_attempts():

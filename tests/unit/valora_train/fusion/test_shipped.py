@@ -12,6 +12,7 @@ from valora_train.fusion import shipped
 from valora_train.fusion.exact import exact_packing
 from valora_train.fusion.oracle import OracleTable
 from valora_train.fusion.replay import (
+    asked_of,
     compare,
     random_requirements,
     replay,
@@ -24,6 +25,8 @@ from valora_train.fusion.strategies.registry import make_strategy
 from valora_train.settings import from_config
 
 TASKS = shipped_tasks()
+ADAPTERS = {"classification": 2, "detection": 1, "video": 1}
+"""How many each task needs at its default contract."""
 tasks = pytest.mark.parametrize("task", TASKS)
 
 
@@ -60,19 +63,20 @@ def test_the_default_strategy_finds_the_fewest_adapters(task):
 
 
 @tasks
-def test_the_default_contract_is_kept_by_the_fewest_adapters_with_one_attempt(task):
+def test_the_default_contract_is_kept_by_the_fewest_adapters(task):
     settings = settings_of(f"task={task}")
     table = finished_table(settings)
-    asked = {
+    contracts = {
         domain.name: contract_of(domain).requirement(
             domain.name, settings.fusion.margin, *table.teacher.get(domain.name, (None, None))
         )
         for domain in settings.chosen()
     }
-    for seed in table.seeds:
+    for seed, asked in asked_of(table, contracts, settings.fusion).items():
         found = replay(make_strategy(settings.fusion.strategy), table, asked, seed)
-        assert (found.adapters, found.attempts, found.unreachable) == (1, 1, ())
+        assert (found.adapters, found.unreachable) == (ADAPTERS[task], ())
         assert found.adapters == len(exact_packing(table, asked, seed).packing)
+        assert found.attempts <= (1 if found.adapters == 1 else 3)
         assert len(found.head_only) <= len(table.domains) / 2, "LoRA is needed"
         reached = served(table, found.packing.values(), seed)
         assert all(reached[name].test >= asked[name].promise for name in asked)

@@ -6,6 +6,7 @@ import copy
 import math
 import re
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -205,8 +206,10 @@ class Adapters:
         self._hook(name, self._decode_only.issuperset(sources))
 
     def remove(self, name: str) -> None:
-        """Delete an adapter."""
-        self._peft.delete_adapter(name)
+        """Delete an adapter, which may be the active one."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*was active which is now deleted")
+            self._peft.delete_adapter(name)
 
     def parameters(self, name: str) -> dict[str, torch.nn.Parameter]:
         """Return an adapter's weights by module path, e.g. ``…0.self_attn.q_proj.lora_A``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -84,10 +83,8 @@ class Bench:
             scratch: Folder for its files.
         """
         self.scratch = scratch
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT warns that the active one is gone
-            for name in self.trainer.adapters:
-                self.trainer.close(name)
+        for name in self.trainer.adapters:
+            self.trainer.close(name)
         torch.manual_seed(seed)
 
     def check_finite(self, adapter: str) -> None:

@@ -61,7 +61,6 @@ class Merge(Method):
                     name: bench.measure(MERGED, name, heads[name]) | {"weight": round(weight, 4)}
                     for name in trial.domains
                 }
-                bench.lmm.adapters.activate(trial.domains[0])  # PEFT warns of the active one
                 bench.lmm.adapters.remove(MERGED)
                 if not best or worst_share(found, alone) > worst_share(best, alone):
                     best = found

@@ -53,6 +53,16 @@ def test_targets_are_the_language_models_alone_by_default(random_llava):
     assert any("multi_modal_projector" in n for n in vision.adapters.parameters("one"))
 
 
+def test_removing_the_active_adapter_says_nothing(random_llava, recwarn):
+    lmm = load(random_llava)
+    for name in ("one", "two"):
+        lmm.adapters.add(name, seed=1)
+    lmm.adapters.activate("two")
+    recwarn.clear()
+    lmm.adapters.remove("two")
+    assert not list(recwarn)
+
+
 def test_without_adapter_it_is_the_base_again(random_llava, images):
     lmm = load(random_llava)
     before = visual(lmm, PROMPTS, images)

@@ -1,5 +1,6 @@
 """Every yaml in conf/ composes and fits its dataclass; what does not exist is refused."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from valora_data.sources.registry import FORMATS
 from valora_data.sources.scenes.builtin import builtin_labels, builtin_names, builtin_prompt
 from valora_train.cli import config_folder
 from valora_train.errors import SettingsError
+from valora_train.fusion.requirement import dedicated_requirement
 from valora_train.settings import Settings, as_dict, from_config
 
 CONF = config_folder()
@@ -226,6 +228,35 @@ def test_adapters_at_decoding_only_are_for_answers_that_follow_the_prompt():
 def test_own_task_without_domains_says_so():
     with pytest.raises(SettingsError, match="has no domain left to fuse"):
         settings("task=own")
+
+
+def test_the_curve_commits_every_attempt():
+    recipe = (CONF.parent / "Makefile").read_text().partition("\ncurve:")[2].partition("\n\n")[0]
+    overrides = re.findall(r"fusion[.\w]*=\S+", recipe)
+    assert len(overrides) == 4
+    for task in ("caption", "classification", "detection"):
+        found = settings(f"task={task}", *overrides)
+        asked = dedicated_requirement(0.9, 0.9, found.fusion.of_dedicated, found.fusion.margin)
+        assert 0 < asked.bar < 1e-5
+        assert not found.fusion.head_only
+
+
+@pytest.mark.parametrize(
+    ("task", "share"),
+    [
+        ("caption", 0.95),
+        ("classification", 0.99),
+        ("counting", 0.99),
+        ("grounding", 0.97),
+        ("vqa", 0.97),
+        ("video", None),
+    ],
+)
+def test_tasks_without_good_teachers_are_measured_by_dedicated_adapters(task, share):
+    found = settings(f"task={task}")
+    assert found.fusion.of_dedicated == share
+    of_teacher = {domain.of_teacher for domain in found.chosen()}
+    assert of_teacher == {0.95 if share is None else None}
 
 
 def test_config_is_what_a_wheel_carries():

@@ -69,7 +69,7 @@ class InContextTeacher:
             on_batch: Called after each batch.
 
         Raises:
-            TeacherError: A sample asks about no document, or about one that the model cannot read.
+            TeacherError: A sample asks about no document, or the model cannot read what it says.
         """
         from valora_data.contract.recall import read_head
 
@@ -87,15 +87,15 @@ class InContextTeacher:
                 )
             try:
                 read = read_head(self.model, document.text, document.images)
+                for part, texts in self._about(read, [samples[row] for row in rows]):
+                    for place, text in zip(part, texts, strict=True):
+                        answers[rows[place]] = Answer(answers=(text,))
+                    done += len(part)
+                    if on_batch is not None:
+                        on_batch(done, len(samples))
             except DataError as error:
                 name = samples[rows[0]].id.partition("/")[0]
                 raise TeacherError(f"domain {name}: {error}") from error
-            for part, texts in self._about(read, [samples[row] for row in rows]):
-                for place, text in zip(part, texts, strict=True):
-                    answers[rows[place]] = Answer(answers=(text,))
-                done += len(part)
-                if on_batch is not None:
-                    on_batch(done, len(samples))
         return answers
 
     def _about(

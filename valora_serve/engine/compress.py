@@ -22,7 +22,7 @@ from valora_data.contract.contexts import (
     head_text,
     source_hash,
 )
-from valora_data.errors import BundleError
+from valora_data.errors import BundleError, DataError
 from valora_data.wording import plural
 from valora_serve.catalogue.contexts import MEMORY_FILE
 from valora_serve.engine.sequence import Prepared
@@ -114,7 +114,7 @@ def prepare_compression(
     try:
         ids = lmm.tokenize(head_text(lmm, wanted.document))
         base = store.base_hash()
-    except BundleError as error:
+    except (BundleError, DataError) as error:
         raise RequestError(f"context {wanted.name}: {error}") from error
     request = Request(name, embed=True, keep_kv=wanted.form == PREFIX, stream=False)
     if wanted.adapter is not None:

@@ -319,17 +319,18 @@ def _keep_answers(
 ) -> tuple[list[Sample], dict[str, Any]]:
     """Keep the samples whose answer's confidence reaches the threshold."""
     assert domain.task is not None, "`Settings.chosen` fills it in"
-    kept = [
-        sample
-        for sample in found[Split.UNLABELLED]
-        if _has_answer(sample.answer) and _confidence(sample.answer) >= (teacher.threshold or 0.0)
-    ]
+    said = [sample for sample in found[Split.UNLABELLED] if _has_answer(sample.answer)]
+    kept = [sample for sample in said if _confidence(sample.answer) >= (teacher.threshold or 0.0)]
     if not kept:
+        asked = plural(len(found[Split.UNLABELLED]), "unlabelled sample")
+        if not said:
+            raise DataError(
+                f"the teacher of domain {domain.name} answers none of {asked}: check what it is "
+                "asked, or choose another one"
+            )
         raise DataError(
-            f"the teacher of domain {domain.name} is sure enough of none of "
-            f"{plural(len(found[Split.UNLABELLED]), 'unlabelled sample')}: check its labels, or "
-            "lower "
-            "teacher.threshold"
+            f"the teacher of domain {domain.name} is sure enough of none of {asked}: check its "
+            "labels, or lower teacher.threshold"
         )
     accuracy = {}
     for split, answers in truth.items():

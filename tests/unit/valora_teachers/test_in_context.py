@@ -55,6 +55,9 @@ def test_what_it_cannot_answer_is_refused(base):
     long = Sample("ledger/val/0", no_image(), Answer(), "why?", document=Document("a b " * 9000))
     with pytest.raises(TeacherError, match=r"domain ledger: the document has \d+ tokens"):
         teacher.answer([long])
+    image = Sample("ledger/val/0", no_image(), Answer(), "an <image>?", document=Document("a b"))
+    with pytest.raises(TeacherError, match="domain ledger: a question holds <image>"):
+        teacher.answer([image])
     with pytest.raises(TeacherError, match="leave labels"):
         load_teacher("in_context", base, ("yes", "no"), {}, Task.CONTEXT, "{}")
     with pytest.raises(TeacherError, match=r"max_tokens='many'"):

@@ -118,20 +118,25 @@ def _asked(item: Any, where: str) -> Asked:
     Raises:
         DataError: It has no words or no answer.
     """
-    if not isinstance(item, dict) or not str(item.get("question") or "").strip():
+    question = _words(item.get("question")) if isinstance(item, dict) else ""
+    if not question:
         raise DataError(f"{where} has no `question`: add it or remove the entry")
-    question = str(item["question"]).strip()
     options, label = item.get("options"), item.get("gold_label")
     if isinstance(options, list) and isinstance(label, int) and 1 <= label <= len(options):
         letters = [chr(ord("A") + place) for place in range(len(options))]
         lines = [f"({letter}) {text}" for letter, text in zip(letters, options, strict=True)]
         return Asked("\n".join([question, *lines]), (letters[label - 1],), item.get("split"))
     given = item.get("answers", item.get("answer"))
-    answers = [given] if isinstance(given, str | int | float) else given
-    said = [str(one).strip() for one in answers or () if str(one).strip()]
-    if not said:
+    said = [_words(one) for one in (given if isinstance(given, list) else [given])]
+    if not any(said):
         raise DataError(f"{where} ({question[:60]!r}) has no answer: answer it, or leave it out")
-    return Asked(question, tuple(said), item.get("split"))
+    return Asked(question, tuple(filter(None, said)), item.get("split"))
+
+
+def _words(value: Any) -> str:
+    """A text or number as text; what is neither has no words."""
+    known = isinstance(value, str | int | float) and not isinstance(value, bool)
+    return str(value).strip() if known else ""
 
 
 def text_files(place: Path) -> list[Path]:

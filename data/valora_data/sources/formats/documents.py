@@ -261,8 +261,9 @@ def splits_of(document: Document, asked: Sequence[Asked], source: Source) -> Spl
     parts[Split.TRAIN] = parts[Split.TRAIN] or parts[Split.UNLABELLED]
     if not all(parts.values()):
         raise DataError(
-            f"document {source.name} has {len(asked)} questions, too few to learn from and to "
-            "measure with: add questions with answers"
+            f"document {source.name} has {plural(len(asked), 'given question')} and "
+            f"{plural(len(study), 'question')} of self-study, too few to learn from and to measure "
+            "with: add questions with answers"
         )
     return _streams(document, parts, source)
 

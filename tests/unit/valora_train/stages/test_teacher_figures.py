@@ -13,6 +13,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from valora_data import shards
+from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Split, Task
 from valora_data.sources.scenes.builtin import builtin_labels
 from valora_train.metrics.measures import calibration_error
@@ -151,6 +152,23 @@ def test_the_teachers_speed_is_measured_while_it_works(person, tmp_path, monkeyp
     speed = teacher_speed(out)
     assert speed["images_per_second"] > 0
     assert speed["machine"]
+
+
+def silent(samples):
+    """A teacher that has nothing to say."""
+    return [Answer(answers=("",)) for _ in samples]
+
+
+def test_a_teacher_without_answers_is_refused(tmp_path, monkeypatch):
+    data = tmp_path / "data"
+    data.mkdir()
+    domain = DomainSettings(
+        name="ledger", task=Task.CONTEXT, labels=[], prompt="{}", teacher="detector:silent",
+        source=SourceSettings(kind="records", entries=5),
+    )  # fmt: skip
+    build_data(domain, data)
+    with pytest.raises(DataError, match="of domain ledger answers none of 60 unlabelled samples"):
+        distilled(domain, data, tmp_path / "out", monkeypatch)
 
 
 def test_labels_without_a_teacher_have_no_figures(person, tmp_path):

@@ -174,7 +174,11 @@ def test_a_shard_keeps_the_document(tmp_path):
     [
         ({"text": " "}, "document a is empty: add its text"),
         ({"text": TEXT, "questions": [{"question": "who?"}]}, r"\('who\?'\) has no answer"),
+        ({"text": TEXT, "questions": [{"question": "who?", "answers": [None]}]}, "has no answer"),
+        ({"text": TEXT, "questions": [{"question": "who?", "answer": True}]}, "has no answer"),
+        ({"text": TEXT, "questions": [{"question": "who?", "answers": {"a": 1}}]}, "no answer"),
         ({"text": TEXT, "questions": [{"answer": "x"}]}, "has no `question`"),
+        ({"text": TEXT, "questions": [{"question": ["who?"], "answer": "x"}]}, "no `question`"),
         ({"title": TEXT}, "has no `text`"),
         ({"text": TEXT, "questions": "who?"}, "is no list"),
         ({"text": "Too short.", "questions": []}, "too few to learn from"),

@@ -93,7 +93,9 @@ def build_baselines(
     with display.work("baselines", "loading the base model"):
         lmm = Lmm(settings.model, settings.train.lora)
     data = _load(settings, domains, lmm, display)
-    for name, size in asked_for(settings):
+    asked = asked_for(settings)
+    Reader(settings, lmm, data, lambda *_: None).check(max(size for _, size in asked))
+    for name, size in asked:
         if (name, size) in done:
             continue
         title = METHODS[name].title + (f", {size} tokens" if size else "")

@@ -16,7 +16,9 @@ from torch.nn import functional as F
 
 from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX
 from valora_data.contract.recall import head_inputs
+from valora_data.errors import DataError
 from valora_data.schema import Answer, Document, Split
+from valora_data.wording import plural
 from valora_train.fusion.trainer import DomainData, Trainer
 from valora_train.model import memory
 from valora_train.model.encoder import ContextEncoder, train_encoder
@@ -90,6 +92,20 @@ class Reader:
         found = self._data[name].splits[Split.TEST].samples[0].document
         assert found is not None, "sources of task context have one"
         return found
+
+    def check(self, tokens: int) -> None:
+        """Check that every document has at least as many tokens as a memory is asked to have.
+
+        Raises:
+            DataError: A document is shorter.
+        """
+        for name in self.names:
+            length = memory.document_tokens(self.lmm, self.document(name))
+            if tokens > length:
+                raise DataError(
+                    f"the document of domain {name} has {plural(length, 'token')}, fewer than the "
+                    f"{tokens} of a memory: lower baselines.tokens"
+                )
 
     def test(self, name: str) -> LabelledSplit:
         """The test questions about a document, encoded, with their answers."""

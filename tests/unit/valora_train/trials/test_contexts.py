@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.lmm_checkpoints import CHECKPOINTS
+from valora_data.errors import DataError
 from valora_data.schema import Answer, Document, Domain, Sample, Split, Task, no_image
 from valora_train.errors import SettingsError
 from valora_train.fusion.trainer import DomainData
@@ -118,6 +119,13 @@ def test_every_way_answers_every_question_and_leaves_nothing_behind(reader, name
     assert found.bytes > 0
     assert METHODS["in_prompt"].run(reader, 0).said == before
     assert not reader.lmm.adapters.parameters("context")
+
+
+def test_memories_larger_than_a_document_are_refused(reader):
+    shortest = min(memory.document_tokens(reader.lmm, Document(text)) for text in TEXTS.values())
+    reader.check(shortest)
+    with pytest.raises(DataError, match=rf"fewer than the {shortest + 1} of a memory: lower base"):
+        reader.check(shortest + 1)
 
 
 def test_only_documents_have_baselines():

@@ -169,8 +169,8 @@ class Request:
         sampling: How tokens are chosen and when generation stops.
         deadline: Seconds from arrival within which the request must be answered; None for no limit.
         client: Who asks, e.g. the name of an API key, for shares by key; None if that is not known.
-        stream: Whether outputs are passed on to the client as they come. Otherwise the outputs of a
-            replica may come together, and another replica may begin the answer again.
+        stream: Whether outputs are passed on to the client as they come. Otherwise all of them come
+            at the end, and another replica may begin the answer again.
     """
 
     id: str

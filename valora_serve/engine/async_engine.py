@@ -11,7 +11,8 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from valora_serve.catalogue.contexts import write_context
 from valora_serve.engine.profile import Profiler, adopt, ensure_costs, lacks_costs
@@ -30,7 +31,21 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_Listener: TypeAlias = "tuple[asyncio.AbstractEventLoop, asyncio.Queue[Output]]"
+
+@dataclass(frozen=True, slots=True)
+class _Listener:
+    """Who waits for the outputs of a request.
+
+    Attributes:
+        loop: The event loop that it waits in.
+        queue: Its outputs.
+        held: Outputs of an answer that is passed on as a whole, until its end; None for a stream.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    queue: asyncio.Queue[Output]
+    held: list[Output] | None
+
 
 STUCK_SECONDS = 10.0
 """Seconds that the engine's thread has to end after a process of its group has ended."""
@@ -173,10 +188,17 @@ class AsyncEngine:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Output], Output]]] = {}
         for output in outputs:
             waiting = self._queues.get(output.id)
-            if waiting is not None:
-                by_loop.setdefault(waiting[0], []).append((waiting[1], output))
-            elif output.finish is not None:
-                self._queues.pop(output.id, None)
+            if waiting is None:
+                if output.finish is not None:
+                    self._queues.pop(output.id, None)
+                continue
+            ready = [output]
+            if waiting.held is not None:  # each output on its own costs the event loop 50 us
+                waiting.held.append(output)
+                ready = waiting.held if output.finish is not None else []
+            if ready:
+                news = by_loop.setdefault(waiting.loop, [])
+                news += [(waiting.queue, one) for one in ready]
         for loop, news in by_loop.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(_put, news)
@@ -224,7 +246,7 @@ class AsyncEngine:
         if request.id in self._queues:
             yield failure(request, RequestError(f"request id {request.id} is in use"), arrival)
             return
-        self._queues[request.id] = (loop, queue)
+        self._queues[request.id] = _Listener(loop, queue, None if request.stream else [])
         done = False
         try:
             self._check_open()

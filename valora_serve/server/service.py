@@ -144,7 +144,7 @@ class Service:
                             constraint.check("".join(texts))
                     if output.finish is not None:
                         last = output
-                        if not stream and self.engine.replicas() is not None:
+                        if not stream:
                             tokens_at = _spread(output.times, len(tokens_at))
                         span.ended(output)
                         self._metrics.ended(name, output, tokens_at)

@@ -18,6 +18,7 @@ from tests.support.engine_reference import (
     make_engine,
     question,
 )
+from valora_serve.engine import async_engine
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.engine import Engine
 from valora_serve.errors import (
@@ -72,6 +73,46 @@ def test_many_clients(base: str, adapters: dict[str, Path], reference: Reference
 
     found = served(base, adapters, body, overlap=True)
     check_answers(dict(zip((one.id for one in requests), found, strict=True)), reference, *requests)
+
+
+def test_an_answer_that_is_not_streamed_comes_at_its_end(
+    base: str, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[str]] = []
+    put = async_engine._put
+
+    def counted(news: Any) -> None:
+        calls.append([output.id for _, output in news])
+        put(news)
+
+    monkeypatch.setattr(async_engine, "_put", counted)
+
+    async def body(engine: AsyncEngine, _: Engine) -> None:
+        streamed = question("streamed", "a", tokens=6)
+        whole = replace(streamed, id="whole", stream=False)
+        one, other = await asyncio.gather(outputs_of(engine, streamed), outputs_of(engine, whole))
+        assert one.tokens == other.tokens
+        assert len(one.tokens) == 6
+        assert one.text == other.text
+        assert one.last is not None
+        assert other.last is not None
+        assert one.last.finish == other.last.finish == Finish.LENGTH
+        assert [call.count("whole") for call in calls if "whole" in call] == [6]
+        streams = [call.count("streamed") for call in calls if "streamed" in call]
+        assert sum(streams) == 6
+        assert len(streams) > 1
+        # What ends early is told as well: with the outputs until then.
+        calls.clear()
+        asked = asyncio.create_task(
+            outputs_of(engine, replace(question("long", "a", tokens=200), stream=False))
+        )
+        while not await engine.cancel("long"):  # not begun
+            await asyncio.sleep(0.01)
+        last = (await asked).last
+        assert last is not None
+        assert last.finish is Finish.CANCELLED
+
+    served(base, adapters, body)
 
 
 def test_errors_come_as_outputs(base: str, adapters: dict[str, Path]) -> None:

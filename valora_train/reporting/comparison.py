@@ -31,6 +31,7 @@ def by_name(contenders: Sequence[Contender]) -> dict[str, list[Contender]]:
 def comparison_rows(contenders: Sequence[Contender]) -> list[list[str]]:
     """The rows of the table with `COLUMNS`: means over seeds, the worst share also of any seed."""
     rows = []
+    minutes = _minutes(contenders)
     for name, seeds in by_name(contenders).items():
         kept = [one.kept for one in seeds if one.kept is not None]
         worst = [one.worst for one in seeds]
@@ -42,10 +43,26 @@ def comparison_rows(contenders: Sequence[Contender]) -> list[list[str]]:
                 f"{fmean(one.mean for one in seeds):.3f}",
                 _number(fmean(kept)) if kept else "–",
                 _number(fmean(one.attempts for one in seeds)),
-                f"{fmean(one.minutes for one in seeds):.1f}",
+                minutes[name],
             ]
         )
     return rows
+
+
+def _minutes(contenders: Sequence[Contender], unit: str = "") -> dict[str, str]:
+    """Mean minutes by name, with the device where not all were trained on one: ``1.5 (cuda)``.
+
+    Args:
+        contenders: Every way and seed.
+        unit: Follows the number.
+    """
+    several = len({one.device for one in contenders}) > 1
+    found = {}
+    for name, seeds in by_name(contenders).items():
+        devices = sorted({part for one in seeds for part in one.device.split(", ")})
+        where = f" ({', '.join(devices)})" if several else ""
+        found[name] = f"{fmean(one.minutes for one in seeds):.1f}{unit}{where}"
+    return found
 
 
 def _number(value: float) -> str:
@@ -56,7 +73,7 @@ def pareto_picture(contenders: Sequence[Contender], title: str) -> Figure:
     """Adapters against the worst domain's share of its dedicated adapter; areas are minutes."""
     from matplotlib.figure import Figure
 
-    groups = by_name(contenders)
+    groups, told = by_name(contenders), _minutes(contenders, " min")
     points = [
         (fmean(one.adapters for one in seeds), fmean(one.worst for one in seeds))
         for seeds in groups.values()
@@ -76,7 +93,7 @@ def pareto_picture(contenders: Sequence[Contender], title: str) -> Figure:
         axes.scatter(
             x, y, s=25 + 8 * minutes, color=colour, edgecolor="black", zorder=3,
             marker="os^Dv"[place // 10 % 5],
-            label=f"{name} ({minutes:.1f} min)",
+            label=f"{name}, {told[name]}",
         )  # fmt: skip
     axes.set_xlabel("adapters (mean over seeds)")
     axes.set_ylabel("worst domain's share of its dedicated adapter, test")

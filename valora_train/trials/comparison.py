@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ class Contender:
         attempts: Trainings of an adapter.
         minutes: Minutes of training and measuring, on one process.
         kept: Domains that keep their requirement on test; None where nothing is required.
+        device: Where it was trained, e.g. ``cpu``; of several ``cpu, cuda``.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Contender:
     attempts: int
     minutes: float
     kept: int | None = None
+    device: str = ""
 
 
 def run_comparison(inputs: TrialInputs, run: Run) -> list[dict[str, Any]]:
@@ -158,10 +160,15 @@ def contenders(results: Sequence[Mapping[str, Any]]) -> list[Contender]:
         ):
             accuracy = {key: value for row in parts for key, value in row["accuracy"].items()}
             seconds = sum(row["seconds"] for row in parts)
-            found.append(_contender(name, seed, adapters, accuracy, alone, adapters, seconds))
+            one = _contender(name, seed, adapters, accuracy, alone, adapters, seconds)
+            found.append(replace(one, device=_devices(parts)))
         for row in rows:
-            found += _of_row(row, alone)
+            found += [replace(one, device=_devices([row])) for one in _of_row(row, alone)]
     return found
+
+
+def _devices(rows: Iterable[Mapping[str, Any]]) -> str:
+    return ", ".join(sorted({str(row.get("device", "")) for row in rows}))
 
 
 def _of_row(row: Mapping[str, Any], alone: Mapping[str, Mapping[str, float]]) -> list[Contender]:

@@ -80,7 +80,16 @@ def test_table_and_picture():
     assert rows[0][:3] == ["dedicated adapters", "2", "1.000 (1.000–1.000)"]
     figure = pareto_picture(found, "x")
     texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert "one joint adapter (1.0 min)" in texts
+    assert "one joint adapter, 1.0 min" in texts
+
+
+def test_minutes_of_several_devices_name_them():
+    rows = [row | {"device": "cuda" if len(row["domains"]) == 1 else "cpu"} for row in results()]
+    told = {row[0]: row[-1] for row in comparison_rows(contenders(rows))}
+    assert told["dedicated adapters"] == "2.0 (cuda)"
+    assert told["merged: ties"] == "0.5 (cpu)"
+    same = contenders([row | {"device": "cpu"} for row in results()])
+    assert comparison_rows(same)[0][-1] == "2.0"
 
 
 def test_the_front_has_no_row_that_another_beats():

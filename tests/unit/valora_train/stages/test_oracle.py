@@ -263,6 +263,8 @@ def test_requirements_follow_from_dedicated_adapters(prepared, tmp_path, one_thr
         assert row["seed"] == 4
         accuracy = row["accuracy"][name]
         assert fused["domains"][name]["required"] == pytest.approx(0.5 * accuracy["test"])
+        asked = {"required": None, "of_teacher": None, "of_dedicated": 0.5}
+        assert fused["domains"][name]["contract"] == asked
     assert len(alone) == 2
     steps = [line for line in out.splitlines() if "dedicated adapter's" in line]
     assert steps

@@ -1,8 +1,9 @@
 """The fewest adapters, proved: exactly from an oracle table, as a lower bound from failed groups.
 
-`exact_packing` solves the exact set partition by dynamic programming over groups. `lower_bound`
-needs no table: it proves from groups that were shown infeasible (pairs, triples or larger ones)
-that no packing takes fewer adapters, provided that a domain more never helps the others.
+`exact_packing` solves the exact set partition by dynamic programming over groups; an adapter may be
+trained with a domain that helps those that it holds, and is held elsewhere. `lower_bound` needs no
+table: it proves from groups that were shown infeasible (pairs, triples or larger ones) that no
+packing takes fewer adapters, provided that a domain more never helps the others.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class Optimum:
 
     Attributes:
         packing: The domains of each adapter.
+        trained: The domains that each of these adapters is trained with: those that it holds, and,
+            only where these miss their bars otherwise, others that it does not serve.
         head_only: Domains that take no adapter.
         unreachable: Domains that miss their bar even alone.
         slack: The least that any packed domain reaches above what it must keep; infinite without
@@ -32,6 +35,7 @@ class Optimum:
     """
 
     packing: tuple[tuple[str, ...], ...]
+    trained: tuple[tuple[str, ...], ...]
     head_only: tuple[str, ...]
     unreachable: tuple[str, ...]
     slack: float
@@ -48,9 +52,10 @@ def exact_packing(
 
     The rules are those of `FusionPlan`: a domain that keeps its bar without LoRA takes no adapter
     (unless `head_only` is false). One that misses it even alone must keep what it reached alone,
-    less the margin; if that is no more than without LoRA, it takes no adapter either. Nothing is
-    assumed about how accuracies change from group to group. Among the packings with the fewest
-    adapters, one with the largest `slack` is chosen.
+    less the margin; if that is no more than without LoRA, it takes no adapter either. An adapter
+    may be trained with further domains that it does not hold then, where that saves an adapter.
+    Nothing is assumed about how accuracies change from group to group. Among the packings with the
+    fewest adapters, one with the largest `slack` is chosen.
 
     Args:
         table: A complete oracle table.
@@ -86,13 +91,72 @@ def exact_packing(
         for name in names
     }
 
-    def slack(group: tuple[str, ...]) -> float | None:
-        reached = table.reached(seed, group)
-        least = min(reached[name].val - floors[name] for name in group)
-        return least if all(reached[name].val >= floors[name] for name in group) else None
+    beside = [name for name in useless if name not in enough]  # may help others
+    trainings = _Trainings(
+        [*names, *beside],
+        lambda group: {
+            name: one.val - floors[name] if name in floors else math.nan
+            for name, one in table.reached(seed, group).items()
+        },
+    )
+    packing, least = fewest_groups(names, trainings.alone)
+    helped, helped_least = fewest_groups(names, lambda group: trainings.best(group)[0])
+    if len(helped) < len(packing):
+        packing, least = helped, helped_least
+    trained = tuple(trainings.best(group)[1] for group in packing)
+    return Optimum(packing, trained, tuple(spared), tuple(unreachable), least)
 
-    packing, least = fewest_groups(names, slack)
-    return Optimum(packing, tuple(spared), tuple(unreachable), least)
+
+class _Trainings:
+    """The best way to train an adapter that holds a group.
+
+    Args:
+        names: All domains that an adapter may be trained with.
+        spare: By how much each domain of a group that is trained together is above what it must
+            keep; NaN for a domain that no adapter holds.
+    """
+
+    def __init__(
+        self, names: Sequence[str], spare: Callable[[tuple[str, ...]], Mapping[str, float]]
+    ) -> None:
+        self._names = names
+        self._place = {name: bit for bit, name in enumerate(names)}
+        self._spare = {mask: spare(self._group(mask)) for mask in range(1, 1 << len(names))}
+
+    def _group(self, mask: int) -> tuple[str, ...]:
+        return tuple(self._names[bit] for bit in _bits(mask))
+
+    def alone(self, group: tuple[str, ...]) -> float | None:
+        """The least that a domain of the group has to spare, trained with no other."""
+        return self._least(group, self._mask(group))
+
+    def best(self, group: tuple[str, ...]) -> tuple[float | None, tuple[str, ...]]:
+        """The least that a domain of the group has to spare, and the domains to train with.
+
+        That is the group itself if all of its domains keep their bars so; otherwise the larger
+        group in which they have most to spare. None if there is none.
+        """
+        held = self._mask(group)
+        least = self._least(group, held)
+        if least is not None:
+            return least, group
+        others = (1 << len(self._names)) - 1 & ~held
+        best: tuple[float | None, tuple[str, ...]] = (None, group)
+        more = others
+        while more:
+            least = self._least(group, held | more)
+            if least is not None and (best[0] is None or least > best[0]):
+                best = least, self._group(held | more)
+            more = (more - 1) & others
+        return best
+
+    def _mask(self, group: tuple[str, ...]) -> int:
+        return sum(1 << self._place[name] for name in group)
+
+    def _least(self, group: tuple[str, ...], trained: int) -> float | None:
+        spare = self._spare[trained]
+        found = [spare[name] for name in group]
+        return min(found) if all(one >= 0 for one in found) else None
 
 
 def fewest_groups(

@@ -163,7 +163,7 @@ class FusionPlan:
         return View(
             self.waiting, self.packing, tuple(self.decisions), self._probes, self._requirements,
             {name: self._floor(name) for name in self._requirements},
-            self.alone, self.ranks, self._rank,
+            self.alone, self.ranks, self._rank, self._head_only_allowed,
         )  # fmt: skip
 
     def _floor(self, domain: str) -> float:

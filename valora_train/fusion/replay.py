@@ -35,12 +35,15 @@ class Replay:
 
     Attributes:
         packing: Adapters with their domains.
+        trained: The domains that each adapter was last trained with: its own and those that were
+            left out, or moved away since.
         head_only: Domains that take no adapter.
         unreachable: Domains that miss their bar even alone.
         decisions: All decisions.
     """
 
     packing: dict[str, tuple[str, ...]]
+    trained: dict[str, tuple[str, ...]]
     head_only: tuple[str, ...]
     unreachable: tuple[str, ...]
     decisions: tuple[AttemptDecision, ...]
@@ -87,22 +90,34 @@ def replay(
     while (attempt := plan.next()) is not None:
         reached = table.reached(seed, attempt.domains)
         plan.tell({name: reached[name].val for name in attempt.domains})
+    kept = {done.attempt.adapter: done.attempt.domains for done in plan.decisions if done.kept}
     return Replay(
-        plan.packing, tuple(plan.head_only), tuple(plan.unreachable), tuple(plan.decisions)
+        plan.packing,
+        {adapter: kept[adapter] for adapter in plan.packing},
+        tuple(plan.head_only),
+        tuple(plan.unreachable),
+        tuple(plan.decisions),
     )
 
 
-def served(table: OracleTable, packing: Iterable[Sequence[str]], seed: int) -> dict[str, Measured]:
+def served(
+    table: OracleTable,
+    packing: Iterable[Sequence[str]],
+    trained: Iterable[Sequence[str]],
+    seed: int,
+) -> dict[str, Measured]:
     """What every domain of a table reaches with a packing.
 
     Args:
         table: A complete oracle table.
         packing: The domains of each adapter; all others take none.
+        trained: The domains that each adapter was trained with.
         seed: One of the table's seeds.
     """
     found = dict(table.head_only(seed))
-    for group in packing:
-        found |= table.reached(seed, group)
+    for group, together in zip(packing, trained, strict=True):
+        reached = table.reached(seed, together)
+        found |= {name: reached[name] for name in group}
     return found
 
 
@@ -240,7 +255,7 @@ def compare(
             for one in played
         ]
         found[name] = Comparison(
-            at_optimum=fmean(extra <= 0 for extra in above),
+            at_optimum=fmean(not extra for extra in above),
             most_above=max(above),
             adapters=fmean(one.adapters for one in played),
             optimum=fmean(best),

@@ -40,16 +40,25 @@ def packing_text(packing: Sequence[Sequence[str]]) -> str:
     return " | ".join(" + ".join(group) for group in packing) or "–"
 
 
+def optimum_text(found: Optimum) -> str:
+    """An exact packing for people; domains that only help to train an adapter in brackets."""
+    groups = []
+    for group, trained in zip(found.packing, found.trained, strict=True):
+        helpers = [name for name in trained if name not in group]
+        groups.append([*group[:-1], group[-1] + f" (beside {', '.join(helpers)})" * bool(helpers)])
+    return packing_text(groups)
+
+
 def optimum_row(
     table: OracleTable, seed: int, found: Optimum, requirements: Mapping[str, Requirement]
 ) -> list[str]:
     """The row of an exact packing in the table with the columns `OPTIMUM`."""
-    reached = served(table, found.packing, seed)
+    reached = served(table, found.packing, found.trained, seed)
     kept = [name for name, asked in requirements.items() if asked.kept_by(reached[name]._asdict())]
     return [
         str(seed),
         str(len(found.packing)),
-        packing_text(found.packing),
+        optimum_text(found),
         ", ".join(found.head_only) or "–",
         ", ".join(found.unreachable) or "–",
         f"{len(kept)} of {len(requirements)}",
@@ -187,16 +196,17 @@ def share_rows(
     }
     rows = []
     for name, packing in fixed.items():
-        cell = _share_cell(table, dict.fromkeys(table.seeds, packing))
+        cell = _share_cell(table, dict.fromkeys(table.seeds, (packing, packing)))
         rows.append([name, *(cell for _ in shares)])
     found: dict[str, list[str]] = {"fewest (exact)": []}
     for share in shares:
         asked = {seed: share_requirements(table, share, seed) for seed in table.seeds}
         best = {
-            seed: exact_packing(table, asked[seed], seed, head_only=fusion.head_only).packing
+            seed: exact_packing(table, asked[seed], seed, head_only=fusion.head_only)
             for seed in table.seeds
         }
-        found["fewest (exact)"].append(_share_cell(table, best))
+        cell = _share_cell(table, {seed: (one.packing, one.trained) for seed, one in best.items()})
+        found["fewest (exact)"].append(cell)
         for name in STRATEGIES:
             if name == "exact":
                 continue
@@ -204,18 +214,29 @@ def share_rows(
                 seed: replay(
                     make_strategy(name, table, seed), table, asked[seed], seed,
                     head_only=fusion.head_only, order=fusion.order,
-                ).packing.values()
+                )
                 for seed in table.seeds
             }  # fmt: skip
-            found.setdefault(name, []).append(_share_cell(table, packed))
+            packings = {
+                seed: (one.packing.values(), one.trained.values()) for seed, one in packed.items()
+            }
+            found.setdefault(name, []).append(_share_cell(table, packings))
     return rows + [[name, *cells] for name, cells in found.items()]
 
 
-def _share_cell(table: OracleTable, packings: Mapping[int, Collection[Sequence[str]]]) -> str:
-    """Adapters and the worst share, as means over seeds, e.g. ``1.3 (0.978)``."""
+def _share_cell(
+    table: OracleTable,
+    packings: Mapping[int, tuple[Collection[Sequence[str]], Collection[Sequence[str]]]],
+) -> str:
+    """Adapters and the worst share, as means over seeds, e.g. ``1.3 (0.978)``.
+
+    Args:
+        table: The table.
+        packings: By seed, the domains that each adapter holds, and those it was trained with.
+    """
     worst = []
-    for seed, packing in packings.items():
-        reached = served(table, packing, seed)
+    for seed, (packing, trained) in packings.items():
+        reached = served(table, packing, trained, seed)
         alone = {name: table.reached(seed, [name])[name].test for name in table.domains}
         # What diverged alone measures nothing; what diverged in the packing keeps nothing.
         shares = [
@@ -224,7 +245,7 @@ def _share_cell(table: OracleTable, packings: Mapping[int, Collection[Sequence[s
             if most > 0
         ]
         worst.append(min(shares, default=0.0))
-    adapters = fmean(len(packing) for packing in packings.values())
+    adapters = fmean(len(packing) for packing, _ in packings.values())
     return f"{adapters:.3g} ({fmean(worst):.3f})"
 
 

@@ -69,6 +69,7 @@ class View:
         alone: What the domains reached alone that missed their bar even so; they are flagged.
         ranks: Rank of every adapter.
         rank: Rank of a new adapter.
+        head_only: Whether a domain that gains nothing by an adapter takes none.
     """
 
     waiting: tuple[str, ...]
@@ -80,6 +81,7 @@ class View:
     alone: Mapping[str, float]
     ranks: Mapping[str, int]
     rank: int
+    head_only: bool
 
     def keeps(self, accuracy: Mapping[str, float]) -> bool:
         """Whether every domain keeps what it must."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from valora_train.errors import SettingsError
@@ -47,15 +48,23 @@ class Exact(Strategy):
 
     def propose(self, view: View) -> Proposal | None:
         """A domain that is out of reach, then the first optimal group that is not packed yet."""
-        placed = (name for held in view.adapters.values() for name in held)
-        names = [*view.waiting, *placed]
+        there = {*view.waiting, *chain(*view.adapters.values())}
+        tried = {name for one in view.history for name in one.attempt.domains}  # may take none now
+        names = {*there, *tried}
         asked = {name: view.requirements[name] for name in view.requirements if name in names}
-        best = exact_packing(self._table, asked, self._seed, head_only=False)
+        best = exact_packing(self._table, asked, self._seed, head_only=view.head_only)
+        # What no adapter holds may help to train one, as long as it is not flagged.
+        helpers = {*chain(*best.trained)}.difference(*best.packing)
         for name in best.unreachable:
-            if name in view.waiting:
+            if name in view.waiting and name not in helpers:
                 return Proposal((name,))
-        for group in best.packing:
-            proposal = grouped(view, frozenset(group))
+        # Domains of a group that was trained may have moved on to another one since.
+        done = [set(one.attempt.domains) for one in view.history if one.kept]
+        for group, trained in zip(best.packing, best.trained, strict=True):
+            if set(trained) in done or not there.issuperset(trained):
+                continue
+            # Beside domains that it will not hold, an adapter is trained from the start.
+            proposal = grouped(view, frozenset(group)) if group == trained else Proposal(trained)
             if proposal.new and not view.failed(proposal):
                 return proposal
         return super().propose(view)

@@ -49,32 +49,49 @@ def test_the_optimum_is_that_of_all_partitions(count, seed, head_only, margin):
     requirements = {name: Requirement(draw.choice([0.6, 0.7, 0.8, 0.85]), margin) for name in names}
     found = exact_packing(table, requirements, 0, head_only=head_only)
 
-    spared, floor = [], {}
+    spared, floor, helpful = [], {}, []
     for name in names:
         bar, alone = requirements[name].bar, known[name, (name,)]
         without = table.head_only(0)[name].val
-        if head_only and (without >= bar or (alone < bar and alone <= without)):
+        enough = head_only and without >= bar
+        if enough or (head_only and alone < bar and alone <= without):
             spared.append(name)
+        if not enough:
+            helpful.append(name)
         floor[name] = bar if alone >= bar else max(alone - margin, without if head_only else 0)
     rest = [name for name in names if name not in spared]
 
-    def worst(partition):
-        return min(
-            (
-                known[name, tuple(sorted(group))] - floor[name]
-                for group in partition
-                for name in group
-            ),
-            default=math.inf,
-        )
+    def spare(group, trained):
+        return min(known[name, tuple(sorted(trained))] - floor[name] for name in group)
 
-    feasible = [one for one in partitions(rest) if worst(one) >= -1e-9]
-    fewest = min(map(len, feasible))
+    def best_spare(group):
+        """By itself, or else beside whatever helps most."""
+        if spare(group, group) >= -1e-9:
+            return spare(group, group)
+        others = [name for name in helpful if name not in group]
+        more = itertools.chain.from_iterable(
+            itertools.combinations(others, size) for size in range(len(others) + 1)
+        )
+        return max(spare(group, [*group, *some]) for some in more)
+
+    def by_itself(group):
+        return spare(group, group)
+
+    def worst(partition, of):
+        return min(map(of, partition), default=math.inf)
+
+    def feasible(of):
+        return [one for one in partitions(rest) if worst(one, of) >= -1e-9]
+
+    fewest = min(map(len, feasible(best_spare)))
+    # Help is taken only where it saves an adapter.
+    way = by_itself if fewest == min(map(len, feasible(by_itself))) else best_spare
     assert len(found.packing) == fewest
     assert sorted(found.head_only) == spared
     assert sorted(name for group in found.packing for name in group) == rest
-    assert worst([list(group) for group in found.packing]) >= -1e-9
-    best = max(worst(one) for one in feasible if len(one) == fewest)
+    for group, trained in zip(found.packing, found.trained, strict=True):
+        assert set(group) <= set(trained) <= set(helpful) and spare(group, trained) >= -1e-9
+    best = max(worst(one, way) for one in feasible(way) if len(one) == fewest)
     assert found.slack == pytest.approx(best, abs=1e-6)
     assert set(found.unreachable) == {
         name
@@ -92,6 +109,16 @@ def test_domains_out_of_reach_share_adapters():
     assert found.packing == (("a", "b", "c"),) and found.unreachable == ("a", "b", "c")
     strict = dict.fromkeys(["a", "b", "c"], Requirement(0.9, 0.0))
     assert len(exact_packing(table, strict, 0).packing) == 3
+
+
+def test_a_domain_that_misses_its_bar_may_help_others():
+    # Beside c, a and b keep their bars, and c misses its own; without c they do not.
+    table = made_up_table(
+        "abc",
+        lambda name, group: 0.6 if len(group) == 2 or (name, len(group)) == ("c", 3) else 0.9,
+    )
+    found = exact_packing(table, dict.fromkeys("abc", Requirement(0.8)), 0)
+    assert (found.packing, found.trained) == ((("a", "b"), ("c",)), (("a", "b", "c"), ("c",)))
 
 
 def test_training_that_diverges_alone_takes_no_adapter():

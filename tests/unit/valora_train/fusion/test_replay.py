@@ -3,8 +3,11 @@
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.oracle_tables import conflict_table, interference_table, made_up_table
+from tests.support.random_tests import examples
 from valora_train.fusion.oracle import Measured
 from valora_train.fusion.replay import (
     asked_of,
@@ -15,7 +18,7 @@ from valora_train.fusion.replay import (
     share_requirements,
 )
 from valora_train.fusion.requirement import Requirement
-from valora_train.fusion.strategies.registry import make_strategy
+from valora_train.fusion.strategies.registry import STRATEGIES, make_strategy
 from valora_train.settings import FusionSettings
 
 SIX = [f"d{n}" for n in range(6)]
@@ -69,10 +72,11 @@ def test_random_requirements_are_within_what_the_domains_reach():
 
 def test_what_a_packing_serves():
     table = made_up_table("abc", lambda name, group: 0.9 - 0.1 * len(group), head_only=0.3)
-    found = served(table, [("a", "c")], 0)
-    assert {name: round(one.test, 6) for name, one in found.items()} == {
-        "a": 0.7, "b": 0.3, "c": 0.7
-    }  # fmt: skip
+    for trained, reached in ((("a", "c"), 0.7), (("a", "b", "c"), 0.6)):
+        found = served(table, [("a", "c")], [trained], 0)
+        assert {name: round(one.test, 6) for name, one in found.items()} == {
+            "a": reached, "b": 0.3, "c": reached
+        }  # fmt: skip
 
 
 def test_shares_of_dedicated_adapters():
@@ -136,3 +140,24 @@ def test_conflicts_of_ten_domains():
             assert one.most_above <= 1
     assert above["repack:first_fit"] < above["first_fit"]
     assert above["affinity"] <= above["first_fit"]
+
+
+@examples(60)
+@given(st.integers(1, 5), st.integers(0, 10**6), st.booleans())
+def test_no_strategy_beats_the_optimum_and_exact_reaches_it(count, seed, head_only):
+    names = [f"d{n}" for n in range(count)]
+    draw = random.Random(seed)
+    known = {}
+
+    def reached(name, group):  # nothing is monotone: some domains help others
+        return known.setdefault((name, group), draw.choice([0.5, 0.7, 0.8, 0.9]))
+
+    table = made_up_table(names, reached)
+    for name in names:
+        table.put_head_only(0, name, Measured(*[draw.choice([0.4, 0.75])] * 2))
+    asked = [
+        {name: Requirement(draw.choice([0.6, 0.7, 0.8, 0.85])) for name in names} for _ in range(3)
+    ]
+    found = compare(table, made(table, *STRATEGIES), asked, head_only=head_only)
+    assert all(one.adapters >= one.optimum for one in found.values())
+    assert found["exact"].most_above == 0

@@ -25,8 +25,15 @@ from valora_train.fusion.strategies.registry import make_strategy
 from valora_train.settings import from_config
 
 TASKS = shipped_tasks()
-ADAPTERS = {"classification": 2, "detection": 1, "video": 1}
-"""How many each task needs at its default contract."""
+FEWEST = {
+    "caption": (3, 2, 3),
+    "classification": (2, 2, 2),
+    "counting": (2, 2, 3),
+    "detection": (1, 2, 1),
+    "video": (1, 1, 1),
+    "vqa": (2, 2, 2),
+}
+"""The fewest adapters of each task at its default contract, by seed."""
 tasks = pytest.mark.parametrize("task", TASKS)
 
 
@@ -72,14 +79,20 @@ def test_the_default_contract_is_kept_by_the_fewest_adapters(task):
         )
         for domain in settings.chosen()
     }
+    fewest, above, missed = [], [], []
     for seed, asked in asked_of(table, contracts, settings.fusion).items():
         found = replay(make_strategy(settings.fusion.strategy), table, asked, seed)
-        assert (found.adapters, found.unreachable) == (ADAPTERS[task], ())
-        assert found.adapters == len(exact_packing(table, asked, seed).packing)
-        assert found.attempts <= (1 if found.adapters == 1 else 3)
+        fewest.append(len(exact_packing(table, asked, seed).packing))
+        above.append(found.adapters - fewest[-1])
+        assert found.unreachable == ()
+        assert found.attempts == 1 or found.adapters > 1
         assert len(found.head_only) <= len(table.domains) / 2, "LoRA is needed"
-        reached = served(table, found.packing.values(), seed)
-        assert all(reached[name].test >= asked[name].promise for name in asked)
+        reached = served(table, found.packing.values(), found.trained.values(), seed)
+        assert all(reached[name].val >= asked[name].bar - 1e-9 for name in asked)
+        missed += [name for name in asked if reached[name].test < asked[name].promise]
+    assert tuple(fewest) == FEWEST[task]
+    assert sum(above) <= 1
+    assert len(missed) <= 1, "validation decides, and test differs by what chance allows"
 
 
 @tasks
@@ -89,9 +102,9 @@ def test_every_domain_keeps_its_share_wherever_it_is_packed(task):
     for share, seed in product(settings.oracle.shares, table.seeds):
         asked = share_requirements(table, share, seed)
         played = replay(make_strategy(settings.fusion.strategy, table), table, asked, seed)
-        for group in played.packing.values():
-            for name, reached in table.reached(seed, group).items():
-                assert reached.val >= share * table.reached(seed, [name])[name].val
+        reached = served(table, played.packing.values(), played.trained.values(), seed)
+        for name in asked:
+            assert reached[name].val >= share * table.reached(seed, [name])[name].val
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,8 @@ class Packing:
         seed: Seed of the fusion.
         team: The processes that train together.
         parent: The fusion to extend, if any.
+        dedicated: Reads the adapter in which a domain was trained alone before the fusion, by
+            domain. An attempt at the domain alone takes it instead of training it again.
     """
 
     def __init__(
@@ -163,6 +165,7 @@ class Packing:
         seed: int,
         team: Team,
         parent: Parent | None,
+        dedicated: Mapping[str, Callable[[], Mapping[str, Tensor]]] | None = None,
     ) -> None:
         self._plan = plan
         self._trainer = trainer
@@ -170,6 +173,7 @@ class Packing:
         self._seed = seed
         self._team = team
         self._parent = parent
+        self._dedicated = dedicated or {}
 
     def resume(self) -> int:
         """Replay the decisions on disk and load the adapters that they left.
@@ -213,25 +217,31 @@ class Packing:
         trainer, adapter = self._trainer, attempt.adapter
         # Everything random in an attempt follows from these two numbers and from the snapshot.
         seed = self._seed * 1_000 + attempt.number
+        alone = None
+        if len(attempt.domains) == 1 and attempt.rank is None:
+            alone = self._dedicated.get(attempt.domains[0])
         if attempt.held:
             self.load(adapter)
             before = trainer.snapshot(adapter)
             if attempt.rank is not None:
                 trainer.grow(adapter, attempt.rank, seed)
-        else:
+        elif alone is None:
             trainer.open(adapter, seed, attempt.rank)
+        else:
+            trainer.restore(adapter, alone())
         evaluations: dict[str, Evaluation] = {}
         try:
-            trainer.train(
-                adapter,
-                attempt.new,
-                held=attempt.held,
-                rehearse=attempt.rehearse,
-                seed=seed,
-                on_step=_stop_if_diverged(on_step),
-                on_figures=on_figures,
-                checkpoint=self._state.checkpoint,
-            )
+            if alone is None:
+                trainer.train(
+                    adapter,
+                    attempt.new,
+                    held=attempt.held,
+                    rehearse=attempt.rehearse,
+                    seed=seed,
+                    on_step=_stop_if_diverged(on_step),
+                    on_figures=on_figures,
+                    checkpoint=self._state.checkpoint,
+                )
             trained = trainer.snapshot(adapter)
             _check_finite(trained)
             for name in attempt.domains:

@@ -108,14 +108,8 @@ class FusionState:
             number: The attempt that the snapshot follows; 0 for an adapter of an earlier fusion.
             tensors: Snapshot of the adapter, as `Trainer.snapshot` returns it.
         """
-        from safetensors.torch import save_file
-
         file = snapshot_file(adapter, number)
-        temporary = self.folder / SNAPSHOTS / f"{file}.tmp"
-        # The order of the heads is that of their gradients, whose norm depends on it.
-        facts = {"order": json.dumps(list(tensors)), "sha256": _hash(tensors)}
-        save_file(dict(tensors), temporary, facts)
-        temporary.replace(temporary.with_suffix(""))
+        write_snapshot(self.folder, file, tensors)
         self.snapshots[adapter] = file
 
     def read_snapshot(self, adapter: str) -> dict[str, Tensor]:
@@ -165,11 +159,28 @@ def attempt_facts(attempt: Attempt) -> dict[str, Any]:
     }
 
 
+def write_snapshot(folder: Path, file: str, tensors: Mapping[str, Tensor]) -> None:
+    """Write a snapshot of an adapter, whole or not at all.
+
+    Args:
+        folder: Folder of the fusion, or of trials.
+        file: Name of the snapshot's file, in the folder `SNAPSHOTS` there.
+        tensors: Snapshot of the adapter, as `Trainer.snapshot` returns it.
+    """
+    from safetensors.torch import save_file
+
+    temporary = folder / SNAPSHOTS / f"{file}.tmp"
+    # The order of the heads is that of their gradients, whose norm depends on it.
+    facts = {"order": json.dumps(list(tensors)), "sha256": _hash(tensors)}
+    save_file(dict(tensors), temporary, facts)
+    temporary.replace(temporary.with_suffix(""))
+
+
 def read_snapshot(folder: Path, file: str) -> dict[str, Tensor]:
     """Read a snapshot of an adapter, with its tensors in the order in which they were written.
 
     Args:
-        folder: Folder of the fusion.
+        folder: Folder of the fusion, or of trials.
         file: Name of the snapshot's file.
 
     Raises:

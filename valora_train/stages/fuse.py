@@ -48,7 +48,9 @@ from valora_train.stages.distill import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
 
     from valora_data.schema import Sample
     from valora_train.fusion.plan import FusionPlan
@@ -68,12 +70,14 @@ class DomainInputs:
         distilled: Output of stage `distill`.
         dedicated: Accuracy in an adapter of its own, on validation and test, and the share of it
             that the domain must keep; None where its contract counts.
+        adapter: Reads that adapter; None where it was trained on another machine.
     """
 
     settings: DomainSettings
     data: Path
     distilled: Path
     dedicated: tuple[float, float, float] | None = None
+    adapter: Callable[[], Mapping[str, Tensor]] | None = None
 
     def requirement(self, margin: float = 0.0) -> Requirement:
         """What the domain must reach.
@@ -242,7 +246,11 @@ def build_fusion(
         report.follow(lambda: history.told(plan.decisions, plan.packing, plan.head_only))
         if team.size == 1 and not state.told:
             earlier.take_attempts(new_plan, state)
-        packing = Packing(plan, trainer, state, settings.train.seed, team, parent)
+        dedicated = {item.settings.name: item.adapter for item in domains if item.adapter}
+        packing = Packing(
+            plan, trainer, state, settings.train.seed, team, parent,
+            dedicated if team.size == 1 else {},  # on the leader's disk only
+        )  # fmt: skip
         for decision in plan.head_only.values():
             report.placed_without_adapter(decision, folder / HEAD_ONLY)
         report.resumed(packing.resume())

@@ -12,6 +12,7 @@ import json
 import math
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -226,15 +227,18 @@ def measure_dedicated(
     trials = [Trial(JOINT, (item.settings.name,), settings.train.seed) for item in domains]
     take_over(settings, inputs, trials, "alone", display)
     results = run_with_progress(settings, inputs, trials, "alone", display)
-    found = []
-    for item, result in zip(domains, results, strict=True):
+    store, found = trial_store(settings), []
+    for item, trial, result in zip(domains, trials, results, strict=True):
         reached = result["accuracy"][item.settings.name]
         if not reached["val"] or not reached["test"]:
             raise SettingsError(
                 f"domain {item.settings.name} reaches nothing in an adapter of its own, so that a "
                 "share of it asks for nothing: lower train.lr, or set fusion.of_dedicated=null"
             )
-        found.append(replace(item, dedicated=(reached["val"], reached["test"], share)))
+        key = inputs.key(trial)
+        adapter = partial(store.read_snapshot, key) if store.has_snapshot(key) else None
+        kept = (reached["val"], reached["test"], share)
+        found.append(replace(item, dedicated=kept, adapter=adapter))
     return found
 
 

@@ -111,6 +111,8 @@ class Worker:
                 "device": self._inputs.settings.model.device,
                 "seconds": round(time.monotonic() - start, 2),
             }
+            if found.snapshot is not None:
+                self._store.write_snapshot(key, found.snapshot)
             self._store.add(key, result)
             shutil.rmtree(scratch, ignore_errors=True)
             return {"trial": key, **result}

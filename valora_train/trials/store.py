@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from valora_train.errors import SettingsError
+from valora_train.fusion.state import SNAPSHOTS, read_snapshot, write_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
 
 RESULTS = "trials.jsonl"
 CLAIMS = "claims"
@@ -66,6 +69,31 @@ class TrialStore:
     def results(self) -> dict[str, dict[str, Any]]:
         """Every result by the key of its trial; of several with one key, the first."""
         return _read(self._file) if self._file.exists() else {}
+
+    def write_snapshot(self, key: str, tensors: Mapping[str, Tensor]) -> None:
+        """Keep the adapter of a domain alone.
+
+        Args:
+            key: Key of the trial.
+            tensors: Snapshot of the adapter, as `Trainer.snapshot` returns it.
+        """
+        (self.folder / SNAPSHOTS).mkdir(exist_ok=True)
+        write_snapshot(self.folder, f"{key}.safetensors", tensors)
+
+    def has_snapshot(self, key: str) -> bool:
+        """Whether the adapter of a trial is kept here; not if it was trained elsewhere."""
+        return (self.folder / SNAPSHOTS / f"{key}.safetensors").is_file()
+
+    def read_snapshot(self, key: str) -> dict[str, Tensor]:
+        """The adapter of a domain alone.
+
+        Args:
+            key: Key of the trial.
+
+        Raises:
+            StageError: If its file is damaged.
+        """
+        return read_snapshot(self.folder, f"{key}.safetensors")
 
     def take_over(self, file: Path) -> set[str]:
         """Copy results of another machine that are not known here.

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from torch import Tensor
+
     from valora_train.settings import TrainSettings
     from valora_train.trials.bench import Bench
     from valora_train.trials.store import Trial
@@ -24,12 +26,14 @@ class Found:
             are answered by a head on the base model.
         attempts: Trainings of an adapter.
         facts: Further results, as JSON values.
+        snapshot: The adapter of a domain alone (`Trainer.snapshot`), which a fusion may take.
     """
 
     accuracy: Mapping[str, Mapping[str, Any]]
     adapters: Mapping[str, Sequence[str]] = field(default_factory=dict)
     attempts: int = 1
     facts: Mapping[str, Any] = field(default_factory=dict)
+    snapshot: Mapping[str, Tensor] | None = None
 
 
 class Method(ABC):

@@ -43,7 +43,8 @@ class Joint(Method):
             accuracy = {name: bench.measure(ADAPTER, name) for name in trial.domains}
         except DivergedError:
             return Found(diverged(trial.domains), {ADAPTER: trial.domains})
-        return Found(accuracy, {ADAPTER: trial.domains})
+        alone = trainer.snapshot(ADAPTER) if len(trial.domains) == 1 else None
+        return Found(accuracy, {ADAPTER: trial.domains}, snapshot=alone)
 
 
 class HeadOnly(Method):

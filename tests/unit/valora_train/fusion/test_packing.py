@@ -101,6 +101,22 @@ def test_a_rollback_restores_what_was_committed(tmp_path):
     }  # fmt: skip
 
 
+def test_a_domain_alone_takes_the_adapter_that_it_was_trained_in(tmp_path):
+    plan, trainer, state, _ = start(
+        tmp_path, {0: {"a": 0.9}, 1: {"a": 0.3, "b": 0.9}, 2: ACCURACY[4]}
+    )
+    kept = {
+        name: {"lora/weight": torch.tensor([weight]), f"head/{name}/x": torch.zeros(1)}
+        for name, weight in (("a", 40.0), ("b", 70.0))
+    }
+    dedicated = {name: lambda name=name: kept[name] for name in kept}
+    play(plan, Packing(plan, trainer, state, 3, Team(), None, dedicated))
+    assert plan.packing == {"adapter-1": ("a",), "adapter-2": ("b", "c")}
+    assert [attempt[:2] for attempt in trainer.trained] == [("adapter-1", "b"), ("adapter-2", "c")]
+    assert trainer.weights == {"adapter-1": 40, "adapter-2": 71}
+    assert state.told == list(ACCURACY.values())
+
+
 @pytest.mark.parametrize("cut", range(5))
 def test_a_fusion_is_resumed_after_any_attempt(tmp_path, cut):
     plan, trainer, _, packing = start(tmp_path)

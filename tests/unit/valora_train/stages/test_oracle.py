@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.support.oracle_tables import made_up_table
 from tests.support.stores import new_store
@@ -16,6 +18,7 @@ from valora_train import cli
 from valora_train.errors import SettingsError
 from valora_train.fusion.oracle import Measured, OracleTable
 from valora_train.fusion.requirement import Requirement
+from valora_train.fusion.state import SNAPSHOTS
 from valora_train.settings import FusionSettings, ModelSettings, OracleSettings, TrainSettings
 from valora_train.stage import write_json
 from valora_train.stages import oracle
@@ -263,11 +266,20 @@ def test_requirements_follow_from_dedicated_adapters(prepared, tmp_path, one_thr
         assert row["seed"] == 4
         accuracy = row["accuracy"][name]
         assert fused["domains"][name]["required"] == pytest.approx(0.5 * accuracy["test"])
-        asked = {"required": None, "of_teacher": None, "of_dedicated": 0.5}
-        assert fused["domains"][name]["contract"] == asked
+        contract = {"required": None, "of_teacher": None, "of_dedicated": 0.5}
+        assert fused["domains"][name]["contract"] == contract
     assert len(alone) == 2
-    steps = [line for line in out.splitlines() if "dedicated adapter's" in line]
-    assert steps
+    assert "dedicated adapter's" in out
+
+    # A domain that shares with no other takes its dedicated adapter.
+    status, out, err = prepared(*asked, "task.only=[cat]")
+    assert status == 0, err
+    (row,) = (row for row in alone if row["domains"] == ["cat"])
+    mine = load_file(tmp_path / ".valora" / "trials" / SNAPSHOTS / f"{row['trial']}.safetensors")
+    (file,) = tmp_path.glob(".valora/fuse-own-*[0-9a-f]/snapshots/adapter-1-01.safetensors")
+    taken = load_file(file)
+    assert set(taken) == set(mine)
+    assert all(torch.equal(taken[name], mine[name]) for name in mine if name.startswith("lora/"))
 
 
 @pytest.mark.slow

@@ -91,9 +91,8 @@ def exact_packing(
         for name in names
     }
 
-    beside = [name for name in useless if name not in enough]  # may help others
     trainings = _Trainings(
-        [*names, *beside],
+        [*names, *useless],  # these may help others
         lambda group: {
             name: one.val - floors[name] if name in floors else math.nan
             for name, one in table.reached(seed, group).items()

@@ -117,3 +117,4 @@ class Checkpoint:
     def discard(self) -> None:
         """Delete the file: the training is finished."""
         self._path.unlink(missing_ok=True)
+        self.spent = 0.0

@@ -650,6 +650,10 @@ def main() -> None:
         _stop(f"error: a file of settings is no YAML ({' '.join(str(error).split())}): correct it")
     except (KeyboardInterrupt, OSError) as error:
         _end(error)
+    if "WORLD_SIZE" in os.environ:
+        from valora_train.model.team import end_process
+
+        end_process()
 
 
 def _one_sentence(error: Exception) -> str:

@@ -17,7 +17,7 @@ from tests.support.helpers import coloured_squares
 from valora_data.schema import Answer, Domain, Split, Task
 from valora_train.fusion.trainer import DomainData, Trainer
 from valora_train.model.lmm import Lmm
-from valora_train.model.team import Team
+from valora_train.model.team import Team, end_process
 from valora_train.settings import HeadSettings, LoraSettings, ModelSettings, TrainSettings
 from valora_train.tasks.registry import make_task
 
@@ -119,3 +119,4 @@ def assert_two_learn_what_one_does(
 
 if __name__ == "__main__":
     learn(sys.argv[1], sys.argv[2] == "1", Path(sys.argv[3]), sys.argv[4])
+    end_process()

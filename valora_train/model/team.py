@@ -6,7 +6,9 @@ Every process holds the LoRA weights and heads; the frozen model's layers may be
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -129,3 +131,17 @@ class Team:
         for layer in layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(decoder, mesh=mesh, ignored_params=whole)
+
+
+def end_process() -> None:
+    """End a process of a team that has done its work; one that works alone goes on.
+
+    torch's caches of sharded tensors keep a group's threads alive after the group was destroyed. On
+    CPUs such a thread may ask for the interpreter's lock while the interpreter is taken down, which
+    aborts the process. So what was registered for the exit runs, and the interpreter stays.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

@@ -1,0 +1,32 @@
+"""The end of a team's process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import atexit
+from valora_train.model.team import end_process
+
+class Kept:
+    def __del__(self):
+        print("taken down")
+
+kept = Kept()
+atexit.register(print, "at exit")
+end_process()
+"""
+
+
+@pytest.mark.parametrize(
+    ("processes", "said"), [("1", ["at exit", "taken down"]), ("2", ["at exit"])]
+)
+def test_the_interpreter_of_a_team_is_not_taken_down(processes, said):
+    """A thread of gloo that wants the lock of an interpreter that ends aborts the process."""
+    environment = {**os.environ, "WORLD_SIZE": processes}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split("\n")[:-1] == said

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
 
-    from valora_data.contract.heads import HeadResult
+    from valora_data.contract.results import HeadResult
     from valora_serve.errors import ServeError
 
 

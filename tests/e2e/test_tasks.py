@@ -36,7 +36,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 HEAD = """
 from dataclasses import dataclass
 
-from valora_data.contract.heads import Head, HeadResult
+from valora_data.contract.heads import Head
+from valora_data.contract.results import HeadResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from valora_data.contract.heads import BoxesResult, Detection, LabelResult
+from valora_data.contract.results import BoxesResult, Detection, LabelResult
 from valora_serve import errors
 from valora_serve.types import (
     EngineStats,

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.helpers import coloured_squares
 from valora_data.schema import Answer, Domain, Split, Task
-from valora_train.fusion.trainer import DomainData, Trainer
+from valora_train.fusion.samples import DomainData
+from valora_train.fusion.trainer import Trainer
 from valora_train.model.lmm import Lmm
 from valora_train.model.team import Team, end_process
 from valora_train.settings import HeadSettings, LoraSettings, ModelSettings, TrainSettings

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from valora_data.contract.heads import HeadResult
+from valora_data.contract.results import HeadResult
 from valora_serve.errors import NonFiniteError, RequestError, ServeError
 from valora_serve.model.finite import BROKEN
 from valora_serve.types import (

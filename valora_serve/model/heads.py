@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from valora_data.contract.heads import Head, HeadResult
+from valora_data.contract.heads import Head
+from valora_data.contract.results import HeadResult
 from valora_serve.errors import NonFiniteError, RequestError, ServeError
 from valora_serve.model.finite import finite_rows
 

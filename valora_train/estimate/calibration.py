@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from valora_data.schema import Sample
-    from valora_train.fusion.trainer import DomainData
+    from valora_train.fusion.samples import DomainData
     from valora_train.reporting.progress import Display
     from valora_train.settings import DomainSettings, Settings, TeacherSettings
 

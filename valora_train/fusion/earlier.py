@@ -10,15 +10,17 @@ import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
+from valora_train.fusion.packing import dedicated_of
 from valora_train.fusion.parent import training_inputs
 from valora_train.fusion.promises import HEAD_ONLY
 from valora_train.fusion.state import SNAPSHOTS, STATE, attempt_facts, snapshot_file
 from valora_train.stage import read_json, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
+    from valora_train.fusion.packing import DedicatedAdapter
     from valora_train.fusion.plan import FusionPlan
     from valora_train.fusion.state import FusionState
     from valora_train.stage import Stage
@@ -86,12 +88,18 @@ class Earlier:
                 state.head_only[name] = known[name]
         state.save()
 
-    def take_attempts(self, new_plan: Callable[[], FusionPlan], state: FusionState) -> int:
+    def take_attempts(
+        self,
+        new_plan: Callable[[], FusionPlan],
+        state: FusionState,
+        dedicated: Mapping[str, DedicatedAdapter] | None = None,
+    ) -> int:
         """Take over the attempts that the new fusion would repeat, as many as possible.
 
         Args:
             new_plan: Makes the plan of the new fusion before its first attempt.
             state: State of the new fusion, in which nothing was attempted.
+            dedicated: The dedicated adapters that the new fusion takes (see `Packing`).
 
         Returns:
             Number of attempts that were taken over.
@@ -101,7 +109,7 @@ class Earlier:
             domains = self._same_domains(folder, "trained")
             saved = _read(folder / STATE)
             for count in range(_usable(saved, domains), best[0] if best else 0, -1):
-                snapshots = _replay(new_plan(), saved, count)
+                snapshots = _replay(new_plan(), saved, count, dedicated or {})
                 if snapshots is not None and _there(folder, saved, snapshots.items()):
                     best = (count, snapshots, folder)
                     break
@@ -133,12 +141,19 @@ def _usable(saved: dict[str, Any], domains: set[str]) -> int:
     return len(told)
 
 
-def _replay(plan: FusionPlan, saved: dict[str, Any], count: int) -> dict[str, str] | None:
+def _replay(
+    plan: FusionPlan,
+    saved: dict[str, Any],
+    count: int,
+    dedicated: Mapping[str, DedicatedAdapter],
+) -> dict[str, str] | None:
     """The snapshots that a plan needs after `count` attempts; None if it would make others."""
     snapshots = {}
     for facts, reached in zip(saved["attempts"][:count], saved["told"], strict=False):
-        attempt = plan.next()
-        if attempt is None or attempt_facts(attempt) != facts:
+        if (attempt := plan.next()) is None:
+            return None
+        alone = dedicated_of(attempt, dedicated)
+        if attempt_facts(attempt, alone.key if alone else None) != {"dedicated": None, **facts}:
             return None
         decision = plan.tell(reached)
         if decision.kept:

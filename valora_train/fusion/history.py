@@ -42,6 +42,7 @@ class History:
         decisions: Sequence[AttemptDecision],
         packing: Mapping[str, Sequence[str]],
         head_only: Collection[str] = (),
+        dedicated: Collection[int] = (),
     ) -> list[dict[str, Any]]:
         """One entry for each decision, in order.
 
@@ -49,10 +50,12 @@ class History:
             decisions: All decisions so far.
             packing: Adapters with the domains that they hold now.
             head_only: Domains that take no adapter.
+            dedicated: Numbers of the attempts that took a dedicated adapter (`Packing.taken`).
 
         Returns:
-            The parts of the attempt and of its decision; and by domain `before` (accuracy until
-            then, where the domain was held or without LoRA), `floor` (accuracy that it must keep),
+            The parts of the attempt and of its decision; `dedicated` (whether it took a dedicated
+            adapter, so that nothing was trained); and by domain `before` (accuracy until then,
+            where the domain was held or without LoRA), `floor` (accuracy that it must keep),
             `asked` (the same with its origin, as text) and `went` (for new domains: what became of
             them until now, as text).
         """
@@ -60,6 +63,7 @@ class History:
         entries = []
         for decision in decisions:
             entry = _as_json(decision)
+            entry["dedicated"] = decision.attempt.number in dedicated
             names = decision.attempt.domains
             entry["before"] = {name: reached.get(name) for name in names}
             entry["floor"] = {

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from valora_data.contract.base_model import base_folder
 from valora_data.schema import Split
-from valora_train.fusion.trainer import DomainData
+from valora_train.fusion.samples import DomainData
 from valora_train.tasks.registry import make_task
 
 if TYPE_CHECKING:

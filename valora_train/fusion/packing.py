@@ -35,6 +35,33 @@ if TYPE_CHECKING:
     from valora_train.tasks.base import Evaluation
 
 
+@dataclass(frozen=True, slots=True)
+class DedicatedAdapter:
+    """The adapter in which a domain was trained alone before the fusion.
+
+    Attributes:
+        key: What names its training among all others.
+        read: Reads its snapshot.
+    """
+
+    key: str
+    read: Callable[[], Mapping[str, Tensor]]
+
+
+def dedicated_of(
+    attempt: Attempt, dedicated: Mapping[str, DedicatedAdapter]
+) -> DedicatedAdapter | None:
+    """The adapter that an attempt takes instead of training, if its domain is alone in it.
+
+    Args:
+        attempt: The attempt.
+        dedicated: The dedicated adapters by domain.
+    """
+    if len(attempt.domains) > 1 or attempt.rank is not None:
+        return None
+    return dedicated.get(attempt.domains[0])
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What came out of an attempt.
@@ -153,8 +180,13 @@ class Packing:
         seed: Seed of the fusion.
         team: The processes that train together.
         parent: The fusion to extend, if any.
-        dedicated: Reads the adapter in which a domain was trained alone before the fusion, by
-            domain. An attempt at the domain alone takes it instead of training it again.
+        dedicated: Dedicated adapters by domain. An attempt at a domain alone takes its own instead
+            of training the domain again.
+
+    Attributes:
+        taken: Numbers of the attempts so far that took a dedicated adapter.
+        evaluated: Evaluation on the validation split of domains, in the adapters that hold them; of
+            those that this process committed.
     """
 
     def __init__(
@@ -165,7 +197,7 @@ class Packing:
         seed: int,
         team: Team,
         parent: Parent | None,
-        dedicated: Mapping[str, Callable[[], Mapping[str, Tensor]]] | None = None,
+        dedicated: Mapping[str, DedicatedAdapter] | None = None,
     ) -> None:
         self._plan = plan
         self._trainer = trainer
@@ -174,6 +206,8 @@ class Packing:
         self._team = team
         self._parent = parent
         self._dedicated = dedicated or {}
+        self.taken: set[int] = set()
+        self.evaluated: dict[str, Evaluation] = {}
 
     def resume(self) -> int:
         """Replay the decisions on disk and load the adapters that they left.
@@ -181,8 +215,11 @@ class Packing:
         Returns:
             Number of attempts that were replayed.
         """
-        for accuracy in self._state.told:
-            self._plan.tell(accuracy)
+        decisions = [self._plan.tell(accuracy) for accuracy in self._state.told]
+        # An earlier version kept no facts of attempts.
+        for decision, facts in zip(decisions, self._state.attempts, strict=False):
+            if facts.get("dedicated"):
+                self.taken.add(decision.attempt.number)
         for adapter in self._state.snapshots:
             self.load(adapter)
         return len(self._state.told)
@@ -217,9 +254,7 @@ class Packing:
         trainer, adapter = self._trainer, attempt.adapter
         # Everything random in an attempt follows from these two numbers and from the snapshot.
         seed = self._seed * 1_000 + attempt.number
-        alone = None
-        if len(attempt.domains) == 1 and attempt.rank is None:
-            alone = self._dedicated.get(attempt.domains[0])
+        alone = dedicated_of(attempt, self._dedicated)
         if attempt.held:
             self.load(adapter)
             before = trainer.snapshot(adapter)
@@ -228,7 +263,8 @@ class Packing:
         elif alone is None:
             trainer.open(adapter, seed, attempt.rank)
         else:
-            trainer.restore(adapter, alone())
+            trainer.restore(adapter, alone.read())
+            self.taken.add(attempt.number)
         evaluations: dict[str, Evaluation] = {}
         try:
             if alone is None:
@@ -254,6 +290,7 @@ class Packing:
             # Evaluating has calibrated the heads.
             kept = of_domains(trainer.snapshot(adapter), decision.kept)
             self._state.write_snapshot(adapter, attempt.number, kept)
+            self.evaluated |= {name: evaluations[name] for name in decision.kept}
             if decision.left_out:
                 trainer.restore(adapter, kept)
             self._take_out(set(attempt.moved) & set(decision.kept), adapter)
@@ -282,7 +319,9 @@ class Packing:
         """Write a decision to disk; without this, the attempt is repeated after a restart."""
         self._state.told.append(outcome.decision.accuracy)
         self._state.seconds.append(outcome.seconds)
-        self._state.attempts.append(attempt_facts(outcome.decision.attempt))
+        attempt = outcome.decision.attempt
+        alone = dedicated_of(attempt, self._dedicated)
+        self._state.attempts.append(attempt_facts(attempt, alone.key if alone else None))
         self._state.save()
         self._state.checkpoint.discard()
         self._state.discard_old_snapshots()

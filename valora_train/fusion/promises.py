@@ -143,18 +143,23 @@ class Promises:
         asked = self._asked(name, promised["accuracy"])
         self._promised[name] = promised | asked | {"reason": decision.reason}
 
-    def measure(self, adapter: str, domain: str, reason: str) -> Evaluation:
+    def measure(
+        self, adapter: str, domain: str, reason: str, val: Evaluation | None = None
+    ) -> Evaluation:
         """Measure a domain of a loaded adapter and write its head.
 
         Args:
             adapter: The adapter.
             domain: The domain.
             reason: Why the adapter holds the domain, for people.
+            val: Its evaluation on the validation split, by which its head was calibrated; None to
+                evaluate it.
 
         Returns:
             The evaluation on the test split.
         """
-        val = self._trainer.evaluate(adapter, domain, Split.VAL)
+        if val is None:
+            val = self._trainer.evaluate(adapter, domain, Split.VAL)
         test = self._trainer.evaluate(adapter, domain, Split.TEST)
         head: Any = self._trainer.heads(adapter).get(domain)
         (self._folder / "heads").mkdir(exist_ok=True)

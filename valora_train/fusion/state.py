@@ -148,14 +148,20 @@ def snapshot_file(adapter: str, number: int) -> str:
     return f"{adapter}-{number:02d}.safetensors"
 
 
-def attempt_facts(attempt: Attempt) -> dict[str, Any]:
-    """What identifies the training of an attempt among those of the same data, as JSON."""
+def attempt_facts(attempt: Attempt, dedicated: str | None = None) -> dict[str, Any]:
+    """What identifies the training of an attempt among those of the same data, as JSON.
+
+    Args:
+        attempt: The attempt.
+        dedicated: Key of the dedicated adapter that it takes instead of training, if it does.
+    """
     return {
         "new": list(attempt.new),
         "adapter": attempt.adapter,
         "held": list(attempt.held),
         "rehearse": attempt.rehearse,
         "rank": attempt.rank,
+        "dedicated": dedicated,
     }
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import os
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,28 +14,28 @@ import torch
 from torch import Tensor, nn
 
 from valora_data.schema import Sample, Split
+from valora_train.fusion.batches import pieces, shares, side_by_side
+from valora_train.fusion.samples import evenly
+from valora_train.fusion.watch import Watch
 from valora_train.model import memory
 from valora_train.model.lanes import Lanes
 from valora_train.model.prompts import Encoded, HeadInputs, HiddenStates
 from valora_train.model.team import Team
-from valora_train.tasks.augment import Augmenter
 from valora_train.tasks.base import HeadTask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from valora_data.checkpoint import Checkpoint
+    from valora_train.fusion.samples import DomainData, LabelledSplit
     from valora_train.model.lmm import Lmm
-    from valora_train.settings import AugmentSettings, TrainSettings
+    from valora_train.settings import TrainSettings
     from valora_train.tasks.base import DomainTask, Evaluation
 
     OnFigures = Callable[[int, Mapping[str, float]], None]
 
-logger = logging.getLogger(__name__)
 FROZEN_BATCH = 64  # samples per forward pass of the frozen base, and per step of a head alone
 LENGTH_RATIO = 1.3  # domains whose longest samples differ by more are not padded to one length
-MIN_LOOK = 4  # samples of a domain, fewer of which say nothing about its accuracy
-UNEVEN = 1.1  # most samples of a part of whole domains, as a multiple of what equal parts have
 OVERSAMPLING = 8  # samples drawn for each one used, where samples are grouped by length
 
 
@@ -46,96 +44,6 @@ def head_inputs_bytes(device: torch.device) -> float:
     if device.type != "cuda":
         return math.inf
     return torch.cuda.get_device_properties(device).total_memory / 16
-
-
-@dataclass(frozen=True)
-class LabelledSplit:
-    """A split that accuracy is measured on.
-
-    Attributes:
-        inputs: The encoded samples.
-        samples: The same samples with their true answers.
-    """
-
-    inputs: list[Encoded]
-    samples: list[Sample]
-
-
-class DomainData:
-    """A domain's samples, encoded for training and evaluation.
-
-    Args:
-        task: Task of the domain: prompts, targets, loss and metric.
-        taught: Samples that the teacher labelled, for training.
-        labelled: Splits with true answers, for evaluation.
-        lmm: Encodes every sample once.
-        mirror: Whether mirrored images are trained on too.
-        augment: Augmented views of the training samples; None for no views.
-        seed: Seed of the views.
-
-    Attributes:
-        task: Task of the domain.
-        inputs: The encoded training samples.
-        targets: What the head learns of each training sample; None where the model writes.
-        splits: The splits with true answers.
-    """
-
-    def __init__(
-        self,
-        task: DomainTask,
-        taught: Sequence[Sample],
-        labelled: Mapping[Split, list[Sample]],
-        lmm: Lmm,
-        mirror: bool,
-        augment: AugmentSettings | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.task = task
-        task.prepare(taught)
-        samples = list(taught)
-        mirrored = [task.mirrored(sample) for sample in taught] if mirror else []
-        samples += mirrored
-        self.inputs = lmm.encode(
-            [task.training_example(sample) for sample in samples], task.whole_prompt
-        )
-        if augment is not None and augment.views:
-            augmenter = Augmenter(augment, task.geometric, seed)
-            views = _views_that_fit(augment, samples[: len(taught)], self.inputs, task.domain.name)
-            for view in range(views):
-                originals = mirrored if mirrored and view % 2 else taught
-                # In pieces, so that only a few original images are decoded at a time.
-                for start in range(0, len(originals), FROZEN_BATCH):
-                    part = [augmenter(one, view) for one in originals[start : start + FROZEN_BATCH]]
-                    examples = [task.training_example(sample) for sample in part]
-                    self.inputs += lmm.encode(examples, task.whole_prompt)
-                    samples += part
-        self.targets = task.targets(samples, self.inputs)
-        if self.targets is not None:
-            self.targets = self.targets.to(lmm.device)
-        self.splits = {
-            split: LabelledSplit(
-                lmm.encode([task.prompt(sample) for sample in samples], task.whole_prompt), samples
-            )
-            for split, samples in labelled.items()
-        }
-
-
-def _views_that_fit(
-    augment: AugmentSettings, taught: Sequence[Sample], inputs: Sequence[Encoded], name: str
-) -> int:
-    """Number of augmented views that stay within the memory for them."""
-    sizes = [
-        sum(image.width * image.height * 3 for image in sample.images) + item.bytes
-        for sample, item in zip(taught, inputs, strict=False)
-    ]
-    room = int(augment.memory_gb * 1e9 // max(sum(sizes), 1))
-    if room < augment.views:
-        logger.warning(
-            "domain %s gets %d of %d augmented views, which take %.1f GB each: raise "
-            "train.augment.memory_gb for more",
-            name, room, augment.views, sum(sizes) / 1e9,
-        )  # fmt: skip
-    return min(room, augment.views)
 
 
 @dataclass
@@ -162,65 +70,6 @@ class _Best:
     reached: float = -math.inf
     worse: int = 0
     tensors: dict[str, Tensor] = field(default_factory=dict)
-
-
-class _Watch:
-    """Says when an attempt looks at the validation split, within a share of its time.
-
-    Args:
-        settings: Number of looks, of samples, and their share of the time.
-        steps: Steps of the attempt.
-        done: Steps that an interrupted process has done.
-        domains: Domains that are looked at.
-        slowness: Forward passes for each answer.
-
-    Attributes:
-        domains: Domains that are looked at.
-        points: Steps after which it looks.
-        samples: Samples of each domain.
-    """
-
-    def __init__(
-        self, settings: TrainSettings, steps: int, done: int, domains: list[str], slowness: int
-    ) -> None:
-        self.domains = domains
-        looks = settings.validations
-        self._share = settings.validation_share
-        # A training step costs about three forward passes of a batch.
-        passes = 3 * self._share * steps * settings.batch_size
-        bound = int(passes / (max(looks, 1) * len(domains) * slowness))
-        self.samples = min(settings.validation_samples, bound)
-        enough = self.samples >= MIN_LOOK
-        evenly = {round(steps * n / (looks + 1)) for n in range(1, looks + 1)} if enough else set()
-        self.points = evenly - {0, steps}
-        self._steps, self._left = steps, steps - done
-        self._began = time.monotonic()
-        self._spent = self._last = 0.0
-
-    def due(self, step: int) -> bool:
-        """Whether there is time to look after a step."""
-        trained = self._left - (self._steps - step)  # steps of this process
-        per_step = (time.monotonic() - self._began - self._spent) / trained
-        return self._spent + self._last <= self._share * per_step * self._steps
-
-    @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Count the time of a look."""
-        start = time.monotonic()
-        yield
-        self._last = time.monotonic() - start
-        self._spent += self._last
-
-
-def _every(split: LabelledSplit, most: int) -> LabelledSplit:
-    """At most some samples of a split, evenly taken and always the same ones."""
-    rows = _evenly(len(split.samples), most)
-    return LabelledSplit([split.inputs[row] for row in rows], [split.samples[row] for row in rows])
-
-
-def _evenly(count: int, most: int) -> list[int]:
-    """At most `most` numbers below `count`, evenly spaced and always the same ones."""
-    return sorted({round(row * count / most) for row in range(most)} & set(range(count)))
 
 
 def _accuracy_of(task: HeadTask, head: nn.Module, read: HeadInputs, part: LabelledSplit) -> float:
@@ -385,7 +234,7 @@ class Trainer:
         self._lmm.adapters.activate(adapter)
         steps = self._settings.steps_for(len(new), len(rehearsed))
         slowness = max(self._slowness(name, opened.heads) for name in new)
-        watch = _Watch(self._settings, steps, len(losses), [*held, *new], slowness)
+        watch = Watch(self._settings, steps, len(losses), [*held, *new], slowness)
         candidates = self._settings.candidates(steps)
         for step, loss in enumerate(losses):
             on_figures(step + 1, self._rates(step / steps) | curve.get(str(step + 1), {}))
@@ -500,7 +349,7 @@ class Trainer:
         old = round(size * min(self._settings.rehearsal_share, most))
         start = int(torch.randint(max(len(rehearsed), 1), (), generator=generator))
         first = int(torch.randint(len(new), (), generator=generator)) if len(new) > 1 else 0
-        counts = _shares(size - old, new, first) | _shares(old, rehearsed, start)
+        counts = shares(size - old, new, first) | shares(old, rehearsed, start)
         return {
             name: self._rows(self._data[name].inputs, count, generator)
             for name, count in counts.items()
@@ -561,7 +410,7 @@ class Trainer:
             loss = self._loss(heads, part, size)
             return float(loss.detach()), torch.autograd.grad(loss, learning, allow_unused=True)
 
-        parts = _side_by_side(batch, self._lanes.count)
+        parts = side_by_side(batch, self._lanes.count)
         found = self._lanes.run([partial(learn, part) for part in parts])
         for _, gradients in found:
             for weight, gradient in zip(learning, gradients, strict=True):
@@ -584,7 +433,7 @@ class Trainer:
         parts: list[dict[str, Tensor]] = []
         for group in groups:
             inside = {name: group[name] for name in batch if name in group}  # in the batch's order
-            parts += _pieces(inside, most)
+            parts += pieces(inside, most)
         return parts
 
     def _longest(self, name: str, rows: Tensor) -> int:
@@ -685,7 +534,7 @@ class Trainer:
         if data.task.remembers:
             self._train_memory(domain, head, seed, on_step, on_figures)
             return head
-        kept = _evenly(len(data.inputs), self._settings.probe_samples)
+        kept = evenly(len(data.inputs), self._settings.probe_samples)
         read = self._read([data.inputs[row] for row in kept])
         targets = data.targets[torch.tensor(kept)]
         optimizer = torch.optim.AdamW(
@@ -693,7 +542,7 @@ class Trainer:
         )
         generator = torch.Generator().manual_seed(seed)
         steps = self._settings.probe_steps
-        watch = _Watch(self._settings, steps, 0, [domain], 1)
+        watch = Watch(self._settings, steps, 0, [domain], 1)
         shown: HeadInputs | None = None
         for step in range(steps):
             self._set_lr(optimizer, step / steps)
@@ -707,7 +556,7 @@ class Trainer:
             # Without LoRA the hidden states are the same at every step, so that a look at the
             # validation split costs one forward pass of few samples.
             if isinstance(data.task, HeadTask) and step + 1 in watch.points:
-                part = _every(data.splits[Split.VAL], watch.samples)
+                part = data.splits[Split.VAL].every(watch.samples)
                 if shown is None:
                     states = self._states(part.inputs)
                     shown = HeadInputs.cat([one.head_inputs() for one in states])
@@ -730,7 +579,7 @@ class Trainer:
         optimizer = torch.optim.AdamW(
             [{"params": memory.parameters(), "peak": settings.head_lr}], weight_decay=0.0
         )
-        watch = _Watch(settings, steps, 0, [domain], self._slowness(domain, {}))
+        watch = Watch(settings, steps, 0, [domain], self._slowness(domain, {}))
         for step in range(steps):
             self._set_lr(optimizer, step / steps)
             rows = self._rows(self._data[domain].inputs, settings.batch_size, generator)
@@ -805,7 +654,7 @@ class Trainer:
         if head is None and adapter in self._open:
             head = self._open[adapter].heads.get(domain)
         data = self._data[domain]
-        part = data.splits[split] if most is None else _every(data.splits[split], most)
+        part = data.splits[split] if most is None else data.splits[split].every(most)
         with torch.no_grad():
             raw = self._outputs(data.task, head, part.inputs)
             if split is Split.VAL:
@@ -881,28 +730,6 @@ class Trainer:
                 yield f"{domain}/{key}", parameter
 
 
-def _shares(size: int, names: Sequence[str], first: int) -> dict[str, int]:
-    """Equal shares of a number of samples; those from `first` on get what is left over."""
-    return {
-        name: size // len(names) + (offset < size % len(names))
-        for offset, name in enumerate([*names[first:], *names[:first]])
-    }
-
-
-def _side_by_side(batch: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    """Cut a batch into at most some parts of equal size: of whole domains, where that works out."""
-    size = sum(len(rows) for rows in batch.values())
-    parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
-    sizes = [0] * count
-    for name, rows in sorted(batch.items(), key=lambda item: -len(item[1])):
-        smallest = sizes.index(min(sizes))
-        parts[smallest][name] = rows
-        sizes[smallest] += len(rows)
-    if max(sizes) <= UNEVEN * size / count:
-        return [part for part in parts if part]
-    return _pieces(batch, math.ceil(size / count))
-
-
 def _tree(state: Mapping[str, Tensor]) -> dict[str, Any]:
     """Nest tensors by the parts of their names: one level, two for heads and optimiser."""
     tree: dict[str, Any] = {}
@@ -914,19 +741,3 @@ def _tree(state: Mapping[str, Tensor]) -> dict[str, Any]:
         else:
             tree.setdefault(kind, {})[rest] = value
     return tree
-
-
-def _pieces(group: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]:
-    """Cut a batch into pieces of at most `most` samples."""
-    pieces: list[dict[str, Tensor]] = [{}]
-    room = most
-    for name, rows in group.items():
-        left = rows
-        while len(left):
-            if not room:
-                pieces.append({})
-                room = most
-            pieces[-1][name] = left[:room]
-            taken = len(pieces[-1][name])
-            left, room = left[taken:], room - taken
-    return pieces

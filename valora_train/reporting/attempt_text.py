@@ -64,6 +64,8 @@ def tried(told: Told) -> str:
     parts.append(f"in {told['adapter']}")
     if told["held"]:
         parts.append(f"beside {joined(told['held'])}")
+    elif told.get("dedicated"):
+        parts.append("with its dedicated adapter: nothing was trained")
     else:
         parts[-1] += ", a new adapter" + (" of its own" if len(new) == 1 else "")
     text = " ".join(parts)

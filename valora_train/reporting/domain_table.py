@@ -97,7 +97,8 @@ def _speed(_: str, facts: Facts, __: Mapping[str, Facts]) -> str:
 
 
 def _per_second(speed: Facts) -> str:
-    return f"{speed['images_per_second']:.3g}"
+    rate = speed["images_per_second"]
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _others(_: str, facts: Facts, __: Mapping[str, Facts]) -> str:

@@ -224,8 +224,9 @@ class FusionReport:
         reached = ", ".join(
             f"{name} {evaluation.accuracy:.3f}" for name, evaluation in outcome.evaluations.items()
         )
-        line = f"{decision.attempt.name} {verdict}: {outcome_of(told)}" + (
-            f" ({reached})" if reached else ""
+        line = f"{decision.attempt.name} {verdict}: {outcome_of(told)}"
+        line += (f" ({reached})" if reached else "") + (
+            "; nothing was trained, it is the dedicated adapter" if told["dedicated"] else ""
         )
         self._display.done("fuse", line, outcome.seconds)
 

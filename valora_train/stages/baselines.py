@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from valora_data.schema import Sample
-    from valora_train.fusion.trainer import DomainData
+    from valora_train.fusion.samples import DomainData
     from valora_train.reporting.progress import Display
     from valora_train.settings import Settings
     from valora_train.stages.fuse import DomainInputs

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data import shards
-from valora_data.contract.heads import golden_text
+from valora_data.contract.results import golden_text
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Sample, Split
 from valora_data.wording import plural

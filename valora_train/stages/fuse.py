@@ -48,13 +48,12 @@ from valora_train.stages.distill import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
+    from collections.abc import Mapping, Sequence
 
     from valora_data.schema import Sample
+    from valora_train.fusion.packing import DedicatedAdapter
     from valora_train.fusion.plan import FusionPlan
-    from valora_train.fusion.trainer import DomainData
+    from valora_train.fusion.samples import DomainData
     from valora_train.model.team import Team
     from valora_train.reporting.progress import Display
     from valora_train.settings import DomainSettings, Settings
@@ -70,14 +69,14 @@ class DomainInputs:
         distilled: Output of stage `distill`.
         dedicated: Accuracy in an adapter of its own, on validation and test, and the share of it
             that the domain must keep; None where its contract counts.
-        adapter: Reads that adapter; None where it was trained on another machine.
+        adapter: That adapter; None where it was trained on another machine.
     """
 
     settings: DomainSettings
     data: Path
     distilled: Path
     dedicated: tuple[float, float, float] | None = None
-    adapter: Callable[[], Mapping[str, Tensor]] | None = None
+    adapter: DedicatedAdapter | None = None
 
     def requirement(self, margin: float = 0.0) -> Requirement:
         """What the domain must reach.
@@ -243,14 +242,17 @@ def build_fusion(
 
         plan = new_plan()
         history = _history(requirements, state, parent)
-        report.follow(lambda: history.told(plan.decisions, plan.packing, plan.head_only))
-        if team.size == 1 and not state.told:
-            earlier.take_attempts(new_plan, state)
-        dedicated = {item.settings.name: item.adapter for item in domains if item.adapter}
-        packing = Packing(
-            plan, trainer, state, settings.train.seed, team, parent,
-            dedicated if team.size == 1 else {},  # on the leader's disk only
-        )  # fmt: skip
+        dedicated: dict[str, DedicatedAdapter] = {}
+        if team.size == 1:  # they are on the leader's disk only
+            dedicated = {item.settings.name: item.adapter for item in domains if item.adapter}
+            if not state.told:
+                earlier.take_attempts(new_plan, state, dedicated)
+        packing = Packing(plan, trainer, state, settings.train.seed, team, parent, dedicated)
+
+        def told() -> list[dict[str, Any]]:
+            return history.told(plan.decisions, plan.packing, plan.head_only, packing.taken)
+
+        report.follow(told)
         for decision in plan.head_only.values():
             report.placed_without_adapter(decision, folder / HEAD_ONLY)
         report.resumed(packing.resume())
@@ -270,8 +272,7 @@ def build_fusion(
         for item in domains:
             if (speed := promises.speed.get(item.settings.name)) is not None:
                 speed["teacher"] = teacher_speed(item.distilled) or None
-        attempts = history.told(plan.decisions, plan.packing, plan.head_only)
-        result = fusion_result(settings.fusion.strategy, plan, promises, state, parent, attempts)
+        result = fusion_result(settings.fusion.strategy, plan, promises, state, parent, told())
         report.finish(result)
         write_json(folder / FUSION, result)
 
@@ -397,7 +398,8 @@ def _measure_packing(
         packing.load(adapter)
         for name in names:
             with report.measuring(name):
-                test = promises.measure(adapter, name, reasons.get(name, "as in the parent fusion"))
+                reason = reasons.get(name, "as in the parent fusion")
+                test = promises.measure(adapter, name, reason, packing.evaluated.get(name))
             sheet = report.test_measured(name, test)
             (state.folder / "pictures").mkdir(exist_ok=True)
             sheet.save(state.folder / "pictures" / f"{name}.png")

@@ -12,7 +12,6 @@ import json
 import math
 import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -235,10 +234,8 @@ def measure_dedicated(
                 f"domain {item.settings.name} reaches nothing in an adapter of its own, so that a "
                 "share of it asks for nothing: lower train.lr, or set fusion.of_dedicated=null"
             )
-        key = inputs.key(trial)
-        adapter = partial(store.read_snapshot, key) if store.has_snapshot(key) else None
         kept = (reached["val"], reached["test"], share)
-        found.append(replace(item, dedicated=kept, adapter=adapter))
+        found.append(replace(item, dedicated=kept, adapter=store.dedicated(inputs.key(trial))))
     return found
 
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from valora_data.contract.heads import Head, HeadResult
+    from valora_data.contract.heads import Head
+    from valora_data.contract.results import HeadResult
     from valora_data.schema import Answer, Domain, Sample
     from valora_data.tasks import TaskSpec
     from valora_train.metrics.measures import Scores

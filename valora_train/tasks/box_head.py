@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from valora_data.contract import boxes as box_code
-from valora_data.contract.heads import DETECTION, BoxHead, detections
+from valora_data.contract.box_head import BoxHead, detections
+from valora_data.contract.heads import DETECTION
 from valora_data.schema import Box
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from valora_data.contract.heads import LabelHead, LabelResult, confidences
+from valora_data.contract.label_head import LabelHead, confidences
+from valora_data.contract.results import LabelResult
 from valora_data.errors import DataError
 from valora_data.schema import Answer
 from valora_data.wording import plural

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from valora_data.contract.box_head import BoxHead
 from valora_data.contract.heads import DETECTION as KIND
-from valora_data.contract.heads import BoxesResult, BoxHead, Detection
+from valora_data.contract.results import BoxesResult, Detection
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Sample
 from valora_data.tasks import DETECTION
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 MIN_SCORE = 0.01
 """Confidence from which boxes are measured; mAP and calibration need those below the threshold."""
+FITS = 2
+"""Fits of the Platt scaling, each on the boxes that the one before lets through."""
 
 
 class DetectionTask(HeadTask):
@@ -132,12 +135,17 @@ class DetectionTask(HeadTask):
     def calibrate(self, head: BoxHeadModule, raw: Tensor, samples: Sequence[Sample]) -> None:
         """Fit the Platt scaling of the confidence, then the threshold with the best F1.
 
+        What is fitted does not depend on how the head was calibrated before.
+
         Args:
             head: The head.
             raw: (n, tokens, 5 + classes) float32.
             samples: The validation samples.
         """
-        head.calibrate(self._match(self.predictions(head, raw, samples), samples))
+        head.calibration.copy_(torch.tensor([1.0, 0.0]))
+        # The boxes from `MIN_SCORE` on are fitted; which ones these are depends on the fit before.
+        for _ in range(FITS):
+            head.calibrate(self._match(self.predictions(head, raw, samples), samples))
         matches = self._match(self.predictions(head, raw, samples), samples)
         head.threshold.fill_(matches.best_threshold())
 

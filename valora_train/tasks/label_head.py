@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from valora_data.contract.heads import LabelHead, Pooling, pool, pooled_width
+from valora_data.contract.label_head import LabelHead, Pooling, pool, pooled_width
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import functional as F
 
-from valora_data.contract.heads import golden_text, text_matches
+from valora_data.contract.results import golden_text, text_matches
 from valora_data.errors import DataError
 from valora_train.tasks.base import DomainTask, Prediction
 

@@ -13,6 +13,8 @@ from valora_train.fusion.facts import TRIAL_THREADS
 from valora_train.fusion.loading import LazyMapping, load_domain, make_deterministic
 from valora_train.fusion.trainer import Trainer
 from valora_train.model.lmm import Lmm
+from valora_train.trials.oracle import JOINT
+from valora_train.trials.store import Trial
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,8 +22,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from valora_train.fusion.trainer import DomainData
+    from valora_train.fusion.packing import DedicatedAdapter
+    from valora_train.fusion.samples import DomainData
     from valora_train.trials.inputs import TrialInputs
+    from valora_train.trials.store import TrialStore
 
 
 class DivergedError(Exception):
@@ -33,6 +37,7 @@ class Bench:
 
     Args:
         inputs: Settings, domains and samples.
+        store: Results and adapters of earlier trials, if there are any.
 
     Attributes:
         inputs: Settings, domains and samples.
@@ -43,9 +48,10 @@ class Bench:
 
     scratch: Path
 
-    def __init__(self, inputs: TrialInputs) -> None:
+    def __init__(self, inputs: TrialInputs, store: TrialStore | None = None) -> None:
         make_deterministic(TRIAL_THREADS)
         self.inputs = inputs
+        self._store = store
         settings = inputs.settings
         self.lmm = Lmm(settings.model, settings.train.lora)
         train = replace(settings.train, threads=TRIAL_THREADS)
@@ -60,6 +66,19 @@ class Bench:
             self.lmm,
             lambda part: inputs.read(name, part),
         )
+
+    def dedicated(self, domains: Sequence[str], seed: int) -> dict[str, DedicatedAdapter]:
+        """The dedicated adapters that were trained before and are kept here, by domain.
+
+        Args:
+            domains: Names of the domains.
+            seed: Seed of their training.
+        """
+        if self._store is None:
+            return {}
+        keys = {name: self.inputs.key(Trial(JOINT, (name,), seed)) for name in domains}
+        kept = {name: self._store.dedicated(key) for name, key in keys.items()}
+        return {name: adapter for name, adapter in kept.items() if adapter is not None}
 
     def on_step(self, step: int, steps: int, loss: float) -> None:
         """Look at a step of a training.

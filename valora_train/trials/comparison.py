@@ -122,7 +122,9 @@ def fusion_trials(
                     "order": "random" if strategy == PAPER else fusion.order,
                     "head_only": fusion.head_only and strategy != PAPER,
                 }
-                more = {"fusion": options, "required": required, "share": share}
+                more = {
+                    "fusion": options, "required": required, "share": share, "dedicated": True,
+                }  # fmt: skip
                 trials.append(Trial(FUSION, tuple(domains), seed, more))
     return trials
 

@@ -19,7 +19,8 @@ from valora_data.contract.recall import head_inputs
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Document, Split
 from valora_data.wording import plural
-from valora_train.fusion.trainer import DomainData, Trainer
+from valora_train.fusion.samples import DomainData
+from valora_train.fusion.trainer import Trainer
 from valora_train.model import memory
 from valora_train.model.encoder import ContextEncoder, train_encoder
 from valora_train.tasks.context import ContextTask
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from valora_data.schema import Sample
-    from valora_train.fusion.trainer import LabelledSplit
+    from valora_train.fusion.samples import LabelledSplit
     from valora_train.model.lmm import Lmm
     from valora_train.model.memory import AnyMemory
     from valora_train.settings import Settings

@@ -95,7 +95,7 @@ class Worker:
             scratch = self._store.folder / SCRATCH / key
             scratch.mkdir(parents=True, exist_ok=True)
             if self._bench is None:
-                self._bench = Bench(self._inputs)
+                self._bench = Bench(self._inputs, self._store)
             start = time.monotonic()
             self._bench.start(trial.seed, scratch)
             found = METHODS[trial.method]().run(self._bench, trial)

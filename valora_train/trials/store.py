@@ -11,12 +11,14 @@ import math
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from valora_train.errors import SettingsError
+from valora_train.errors import SettingsError, StageError
+from valora_train.fusion.packing import DedicatedAdapter
 from valora_train.fusion.state import SNAPSHOTS, read_snapshot, write_snapshot
 
 if TYPE_CHECKING:
@@ -78,25 +80,21 @@ class TrialStore:
             tensors: Snapshot of the adapter, as `Trainer.snapshot` returns it.
         """
         (self.folder / SNAPSHOTS).mkdir(exist_ok=True)
-        write_snapshot(self.folder, f"{key}.safetensors", tensors)
+        write_snapshot(self.folder, _snapshot_file(key), tensors)
 
-    def has_snapshot(self, key: str) -> bool:
-        """Whether the adapter of a trial is kept here; not if it was trained elsewhere."""
-        return (self.folder / SNAPSHOTS / f"{key}.safetensors").is_file()
-
-    def read_snapshot(self, key: str) -> dict[str, Tensor]:
-        """The adapter of a domain alone.
+    def dedicated(self, key: str) -> DedicatedAdapter | None:
+        """The adapter of a domain alone; None if it is not kept here.
 
         Args:
             key: Key of the trial.
-
-        Raises:
-            StageError: If its file is damaged.
         """
-        return read_snapshot(self.folder, f"{key}.safetensors")
+        file = _snapshot_file(key)
+        if not (self.folder / SNAPSHOTS / file).is_file():
+            return None
+        return DedicatedAdapter(key, partial(_read_snapshot, self.folder, file))
 
     def take_over(self, file: Path) -> set[str]:
-        """Copy results of another machine that are not known here.
+        """Copy results of another machine that are not known here, and the adapters beside them.
 
         Args:
             file: The file of its results.
@@ -106,6 +104,7 @@ class TrialStore:
 
         Raises:
             SettingsError: If the file cannot be read, or holds no results.
+            StageError: If an adapter beside it is damaged.
         """
         try:
             offered = _read(file)
@@ -120,6 +119,8 @@ class TrialStore:
         known = self.results()
         new = {key: row for key, row in offered.items() if key not in known}
         for key, row in new.items():
+            if (file.parent / SNAPSHOTS / _snapshot_file(key)).is_file():
+                self.write_snapshot(key, _read_snapshot(file.parent, _snapshot_file(key)))
             self.add(key, {name: value for name, value in row.items() if name != KEY})
         return set(offered)
 
@@ -163,6 +164,20 @@ class TrialStore:
                 Path(lock.lock_file).unlink(missing_ok=True)
         finally:
             lock.release()
+
+
+def _snapshot_file(key: str) -> str:
+    return f"{key}.safetensors"
+
+
+def _read_snapshot(folder: Path, file: str) -> dict[str, Tensor]:
+    try:
+        return read_snapshot(folder, file)
+    except StageError as error:
+        raise StageError(
+            f"the adapter {folder / SNAPSHOTS / file} is damaged: delete it and run the same "
+            "command again"
+        ) from error
 
 
 def _read(file: Path) -> dict[str, dict[str, Any]]:

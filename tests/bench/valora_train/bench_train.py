@@ -23,7 +23,8 @@ from tests.bench.valora_serve.serve_models import llava_7b
 from tests.support.lmm_checkpoints import save_llava
 from valora_data.contract.architectures.registry import architecture_of
 from valora_data.schema import Answer, Domain, Sample, Split, Task
-from valora_train.fusion.trainer import DomainData, Trainer
+from valora_train.fusion.samples import DomainData
+from valora_train.fusion.trainer import Trainer
 from valora_train.model.adapters import target_pattern
 from valora_train.model.lmm import Lmm
 from valora_train.settings import HeadSettings, LoraSettings, ModelSettings, TrainSettings

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.e2e.valora_serve.serving import ROOTS
-from valora_data.contract.heads import BoxesResult
+from valora_data.contract.results import BoxesResult
 from valora_serve.demo.command import BUNDLES
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.valora_serve.serving import Process, bundle_with_golden
 from tests.support.serve_helpers import DomainSpec
 from valora_data.contract.bundle import GOLDEN
-from valora_data.contract.heads import BoxesResult
+from valora_data.contract.results import BoxesResult
 
 pytestmark = pytest.mark.slow
 

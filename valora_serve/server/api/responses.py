@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from valora_data.contract.heads import BoxesResult
+from valora_data.contract.results import BoxesResult
 from valora_serve.errors import RequestError
 from valora_serve.server.api.schema import (
     TokenDetails,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data.contract.bundle import GOLDEN, MANIFEST, PROMPT_LENGTH
 from valora_data.contract.files import UnreadableError, read_bytes, read_json, shown
-from valora_data.contract.heads import CONFIDENCE_TOLERANCE, golden_text, text_matches
+from valora_data.contract.results import CONFIDENCE_TOLERANCE, golden_text, text_matches
 from valora_serve.errors import AdapterError, ImageError
 from valora_serve.server.media.decode import Limits
 from valora_serve.server.media.pool import Job, shared_pool
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from PIL import Image
 
-    from valora_data.contract.heads import HeadResult
+    from valora_data.contract.results import HeadResult
     from valora_serve.types import EngineClient
 
 MOST_EXAMPLES = 1000

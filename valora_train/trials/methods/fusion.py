@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 
 FUSION = "fusion"
 REQUIRED = "required"
+DEDICATED = "dedicated"
 
 
 class Fusion(Method):
     """Packs the domains with a strategy, as stage `fuse` does.
 
     The option `fusion` holds the settings of the fusion that its decisions depend on, `required`
-    the requirement of each domain: its accuracy, margin and largest value.
+    the requirement of each domain: its accuracy, margin and largest value. With `dedicated`, an
+    attempt at a domain alone takes the dedicated adapter of the same seed instead of training, as
+    stage `fuse` does, where that adapter is kept.
     """
 
     def run(self, bench: Bench, trial: Trial) -> Found:
@@ -45,7 +48,9 @@ class Fusion(Method):
         state = FusionState(bench.scratch, without, bench.inputs.settings.train.checkpoint_seconds)
         rank = bench.inputs.settings.train.lora.rank
         plan = make_plan(settings, requirements, state.head_only, trial.seed, None, rank)
-        packing = Packing(plan, trainer, state, trial.seed, Team(), None)
+        takes = trial.options.get(DEDICATED, False)
+        dedicated = bench.dedicated(trial.domains, trial.seed) if takes else None
+        packing = Packing(plan, trainer, state, trial.seed, Team(), None, dedicated)
         packing.resume()
         while (attempt := plan.next()) is not None:
             packing.record(packing.run(attempt, lambda *_: None))

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from valora_data.contract.heads import BoxHead, LabelHead, LabelResult, Pooling
+from valora_data.contract.box_head import BoxHead
+from valora_data.contract.label_head import LabelHead, Pooling
+from valora_data.contract.results import LabelResult
 from valora_serve.model.heads import HeadRequest, HeadSet
 
 pytestmark = pytest.mark.gpu

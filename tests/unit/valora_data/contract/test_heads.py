@@ -8,16 +8,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.support.serve_helpers import make_box_head, make_label_head
-from valora_data.contract.heads import (
+from valora_data.contract.heads import read_head, write_head
+from valora_data.contract.label_head import Pooling
+from valora_data.contract.results import (
     CONFIDENCE_TOLERANCE,
     PIXEL_TOLERANCE,
     BoxesResult,
     Detection,
     LabelResult,
-    Pooling,
-    read_head,
     text_matches,
-    write_head,
 )
 from valora_data.errors import BundleError
 

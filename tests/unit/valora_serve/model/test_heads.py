@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.serve_helpers import make_box_head, make_label_head
-from valora_data.contract.heads import BoxesResult, HeadResult, Pooling, read_head
+from valora_data.contract.heads import read_head
+from valora_data.contract.label_head import Pooling
+from valora_data.contract.results import BoxesResult, HeadResult
 from valora_serve.errors import NonFiniteError, RequestError
 from valora_serve.model.heads import HeadRequest, HeadSet, check_visual
 from valora_train.settings import HeadSettings

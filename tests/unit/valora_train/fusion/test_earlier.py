@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.unit.valora_train.fusion.test_packing import CountingTrainer, play
 from valora_train.fusion.earlier import Earlier
-from valora_train.fusion.packing import Packing, make_plan
+from valora_train.fusion.packing import DedicatedAdapter, Packing, make_plan
 from valora_train.fusion.promises import HEAD_ONLY
 from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.state import FusionState
@@ -26,12 +27,8 @@ def reached(adapter, domains):
 
 
 class OracleTrainer(CountingTrainer):
-    def train(self, adapter, new, *, held, **options):
-        super().train(adapter, new, held=held, **options)
-        self.now = reached(adapter, (*held, *new))
-
     def evaluate(self, adapter, domain, split):
-        self.accuracy = {len(self.trained): self.now}
+        self.accuracy = {len(self.trained): reached(adapter, self.in_adapter[adapter])}
         return super().evaluate(adapter, domain, split)
 
 
@@ -45,7 +42,7 @@ def stage_of(required, steps=3, data="1", test="1"):
     return Stage("fuse-all", 4, settings, inputs, resumable=True)
 
 
-def fuse(work, required, settings=SETTINGS, stop_after=None, **stage):
+def fuse(work, required, settings=SETTINGS, stop_after=None, dedicated=None, **stage):
     """Return what was trained, what was measured without LoRA, and the plan in the end."""
     made = stage_of(required, **stage)
     folder = made.partial(work)
@@ -66,9 +63,9 @@ def fuse(work, required, settings=SETTINGS, stop_after=None, **stage):
         return make_plan(settings, requirements, state.head_only, 0, None)
 
     if not state.told:
-        earlier.take_attempts(new_plan, state)
+        earlier.take_attempts(new_plan, state, dedicated)
     plan, trainer = new_plan(), OracleTrainer({})
-    packing = Packing(plan, trainer, state, 0, Team(), None)
+    packing = Packing(plan, trainer, state, 0, Team(), None, dedicated)
     packing.resume()
     play(plan, packing, stop_after)
     return [(adapter, name) for adapter, name, _ in trainer.trained], measured, plan
@@ -134,6 +131,24 @@ def test_only_the_same_training_is_taken_over(tmp_path):
     rehearsal = replace(SETTINGS, strategy="rehearsal")
     trained = fuse(tmp_path / "other", REQUIRED | {"a": 0.45}, rehearsal)[0]
     assert [name for _, name in trained] == ["b", "b", "c"]
+
+
+def test_a_dedicated_adapter_is_taken_before_an_earlier_attempt(tmp_path):
+    asked = iter((0.5, 0.45, 0.4, 0.35, 0.3))
+
+    def trained_and_weight(key=None, weight=0.0):
+        required = {"a": next(asked)}
+        state = {"lora/weight": torch.tensor([weight]), "head/a/x": torch.zeros(1)}
+        dedicated = {"a": DedicatedAdapter(key, lambda: state)} if key else None
+        trained = fuse(tmp_path, required, dedicated=dedicated)[0]
+        folder = stage_of(required).partial(tmp_path)
+        return trained, float(FusionState(folder, {}).read_snapshot("adapter-1")["lora/weight"])
+
+    assert trained_and_weight() == ([("adapter-1", "a")], 1.0)
+    assert trained_and_weight("first", 5.0) == ([], 5.0)
+    assert trained_and_weight("first", 6.0) == ([], 5.0)  # of one key, as in the fusion before
+    assert trained_and_weight("second", 7.0) == ([], 7.0)
+    assert trained_and_weight() == ([], 1.0)
 
 
 def test_damaged_neighbours_are_passed_over(tmp_path):

@@ -1,5 +1,6 @@
 """Attempts on a trainer that only counts: commit, roll back, close, resume from disk."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -8,7 +9,7 @@ import torch
 
 from valora_train.errors import UnreachableError
 from valora_train.fusion.decision import Verdict
-from valora_train.fusion.packing import Packing, check_reachable, make_plan
+from valora_train.fusion.packing import DedicatedAdapter, Packing, check_reachable, make_plan
 from valora_train.fusion.plan import FusionPlan
 from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.state import SNAPSHOTS, FusionState
@@ -109,12 +110,18 @@ def test_a_domain_alone_takes_the_adapter_that_it_was_trained_in(tmp_path):
         name: {"lora/weight": torch.tensor([weight]), f"head/{name}/x": torch.zeros(1)}
         for name, weight in (("a", 40.0), ("b", 70.0))
     }
-    dedicated = {name: lambda name=name: kept[name] for name in kept}
-    play(plan, Packing(plan, trainer, state, 3, Team(), None, dedicated))
+    dedicated = {name: DedicatedAdapter(f"key of {name}", partial(kept.get, name)) for name in kept}
+    packing = Packing(plan, trainer, state, 3, Team(), None, dedicated)
+    play(plan, packing)
     assert plan.packing == {"adapter-1": ("a",), "adapter-2": ("b", "c")}
     assert [attempt[:2] for attempt in trainer.trained] == [("adapter-1", "b"), ("adapter-2", "c")]
     assert trainer.weights == {"adapter-1": 40, "adapter-2": 71}
     assert state.told == list(ACCURACY.values())
+    keys = [facts["dedicated"] for facts in state.attempts]
+    assert keys == ["key of a", None, "key of b", None]
+    *_, again = start(tmp_path)
+    again.resume()
+    assert again.taken == packing.taken == {1, 3}
 
 
 @pytest.mark.parametrize("cut", range(5))

@@ -11,7 +11,10 @@ from tests.support.helpers import coloured_squares
 from valora_data.checkpoint import Checkpoint
 from valora_data.schema import Domain, Split, Task
 from valora_train.fusion import trainer as trainer_module
-from valora_train.fusion.trainer import DomainData, Trainer, _side_by_side, _Watch
+from valora_train.fusion.batches import side_by_side
+from valora_train.fusion.samples import DomainData
+from valora_train.fusion.trainer import Trainer
+from valora_train.fusion.watch import Watch
 from valora_train.model.lmm import Lmm
 from valora_train.model.prompts import HeadInputs
 from valora_train.settings import (
@@ -266,6 +269,16 @@ def test_in_bfloat16_it_learns_what_it_learns_in_float32(random_llava):
     assert reached["bfloat16"] == pytest.approx(reached["float32"], abs=0.1)
 
 
+def test_evaluating_again_changes_nothing(random_llava):
+    """Calibration depended on the one before: what a head reached, on how often it was measured."""
+    trainer, _ = make(random_llava, steps=20, count=32)
+    trainer.open("adapter-1", seed=3)
+    train(trainer, "apple")
+    evaluations = [trainer.evaluate("adapter-1", "apple", Split.VAL) for _ in range(3)]
+    first, *again = ((one.accuracy, one.details, one.threshold) for one in evaluations)
+    assert again == [first, first]
+
+
 def test_views_are_trained_on_besides_the_images_and_their_mirrors(random_llava, caplog):
     lmm = Lmm(ModelSettings(id=str(random_llava)), LoraSettings(rank=4))
     domain = Domain("apple", Task.DETECTION, ("apple",), "detect apple", 0.8)
@@ -369,9 +382,9 @@ def test_the_curve_of_a_killed_attempt_goes_on(random_llava, tmp_path):
 
 def test_looks_at_validation_end_where_they_cost_too_much(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("valora_train.fusion.trainer.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("valora_train.fusion.watch.time.monotonic", lambda: now[0])
     settings = TrainSettings(validations=9, validation_samples=20, batch_size=16)
-    watch = _Watch(settings, 100, 0, ["a", "b"], 1)
+    watch = Watch(settings, 100, 0, ["a", "b"], 1)
     assert watch.points == set(range(10, 100, 10))
     assert watch.samples == 13  # 5 % of 100 steps of 3 passes for 16 samples, for 18 looks
     looked = []
@@ -382,9 +395,9 @@ def test_looks_at_validation_end_where_they_cost_too_much(monkeypatch):
             with watch.measuring():
                 now[0] += 2.0
     assert looked == [10, 20]  # 5 s of 100 s are enough for two of them
-    slow = _Watch(settings, 100, 0, ["a"], 16)
+    slow = Watch(settings, 100, 0, ["a"], 16)
     assert slow.points == set()  # fewer than four samples
-    assert _Watch(TrainSettings(validations=0), 100, 0, ["a"], 1).points == set()
+    assert Watch(TrainSettings(validations=0), 100, 0, ["a"], 1).points == set()
 
 
 def test_new_domains_are_trained_jointly_in_equal_parts(random_llava, monkeypatch):
@@ -539,7 +552,7 @@ def test_a_process_without_a_sample_learns_nothing_beside_others(random_llava):
 )
 def test_a_batch_is_cut_into_equal_parts(sizes, count, parts):
     batch = {str(n): torch.arange(size) + 100 * n for n, size in enumerate(sizes)}
-    cut = _side_by_side(batch, count)
+    cut = side_by_side(batch, count)
     assert [{int(name): len(rows) for name, rows in part.items()} for part in cut] == parts
     for name, rows in batch.items():
         assert torch.equal(torch.cat([part[name] for part in cut if name in part]), rows)

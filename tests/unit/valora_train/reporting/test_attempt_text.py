@@ -97,6 +97,14 @@ def only(**facts):
     return one
 
 
+def test_an_attempt_that_took_a_dedicated_adapter_says_that_nothing_was_trained():
+    told = History(REQUIREMENTS, START).told(DECISIONS, PACKING, dedicated={5})
+    assert [one["dedicated"] for one in told] == [False] * 4 + [True, False, False]
+    assert first_lines(attempt_page(told[4]))[0] == (
+        "**Unreachable**: tried plate in adapter-3 with its dedicated adapter: nothing was trained."
+    )
+
+
 def test_small_gaps_are_not_shown_as_nothing():
     near = only(
         number=2, new=["bicycle"], adapter="adapter-1", held=["person"],

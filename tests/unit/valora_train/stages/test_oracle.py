@@ -15,7 +15,7 @@ from tests.support.stores import new_store
 from tests.support.trial_inputs import trial_inputs as made_inputs
 from tests.unit.valora_train.test_cli import LABELLED, write_coco
 from valora_train import cli
-from valora_train.errors import SettingsError
+from valora_train.errors import SettingsError, StageError
 from valora_train.fusion.oracle import Measured, OracleTable
 from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.state import SNAPSHOTS
@@ -103,6 +103,25 @@ def test_lines_that_are_no_results_are_left_out(tmp_path, damage):
     assert store.take_over(file) == {"b"}
     assert store.results() == {"b": whole}
     assert store.take_over(file) == {"b"}  # what is known is offered, too
+
+
+def test_dedicated_adapters_come_with_the_results_of_another_machine(tmp_path):
+    theirs, ours = TrialStore(tmp_path / "theirs"), TrialStore(tmp_path / "ours")
+    reached = {"cat": {"val": 0.5, "test": 0.4}}
+    for key in ("kept", "lost"):
+        theirs.add(key, {"method": "joint", "domains": ["cat"], "seed": 0, "seconds": 1.5,
+                         "accuracy": reached})  # fmt: skip
+    theirs.write_snapshot("kept", {"head/cat/x": torch.tensor([3.0])})
+    ours.take_over(theirs.folder / "trials.jsonl")
+    assert ours.results() == theirs.results()
+    adapter = ours.dedicated("kept")
+    assert (adapter.key, adapter.read()) == ("kept", {"head/cat/x": torch.tensor([3.0])})
+    assert ours.dedicated("lost") is None
+
+    file = ours.folder / "snapshots/kept.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(StageError, match=rf"the adapter {file} is damaged: delete it and run"):
+        adapter.read()
 
 
 def test_only_training_and_data_are_the_identity(tmp_path, inputs):

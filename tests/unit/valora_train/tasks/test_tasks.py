@@ -12,7 +12,8 @@ from valora_data import shards
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Domain, Sample, Split, Task
 from valora_data.sources.scenes.builtin import builtin_labels, builtin_samples
-from valora_train.fusion.trainer import DomainData, Trainer
+from valora_train.fusion.samples import DomainData
+from valora_train.fusion.trainer import Trainer
 from valora_train.model.lmm import Lmm
 from valora_train.settings import (
     DomainSettings,

@@ -67,6 +67,7 @@ def test_fusions_ask_for_shares_of_the_dedicated_adapters():
     assert plain.options["fusion"] == {"strategy": "rehearsal", "order": "probe", "head_only": True}
     assert plain.options["required"]["a"] == (pytest.approx(0.81), 0.0, 1.0)
     assert plain.options["required"]["b"] == (pytest.approx(0.54), 0.0, 10.0)
+    assert plain.options["dedicated"]
     packed = result(plain, [0.55, 0.9], adapters={"x": ["b"], "y": ["a"]})
     found = contenders([*first, packed])[-1]
     assert (found.name, found.adapters, found.kept) == ("rehearsal at 90%", 2, 2)

@@ -7,7 +7,7 @@ from tests.support.lmm_checkpoints import CHECKPOINTS
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Document, Domain, Sample, Split, Task, no_image
 from valora_train.errors import SettingsError
-from valora_train.fusion.trainer import DomainData
+from valora_train.fusion.samples import DomainData
 from valora_train.model import memory
 from valora_train.model.lmm import Lmm
 from valora_train.settings import (

@@ -1,5 +1,8 @@
 """Fusions, merged adapters and elastic weights as trials."""
 
+from dataclasses import replace
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -43,6 +46,25 @@ def test_a_fusion_packs_by_its_requirements(inputs, tmp_path):
     assert set(none.facts["unreachable"]) == set(NAMES)
     assert none.attempts == len(none.facts["verdicts"]) >= 2
     assert set(none.accuracy) == set(NAMES)
+
+
+def test_a_domain_alone_takes_its_dedicated_adapter(inputs, tmp_path):
+    """The fusion asks for what the dedicated adapter reaches: another training may miss it."""
+    store = TrialStore(tmp_path / "out")
+    (alone,) = run_trials(inputs, [Trial("joint", ("sky",), 3)], store)
+    trial = fusion({"sky": alone["accuracy"]["sky"]["val"]})
+
+    def packed(scratch, **options):
+        scratch.mkdir()
+        bench = Bench(read_inputs(inputs), store)
+        bench.start(trial.seed, scratch)
+        bench.trainer.train = Mock(wraps=bench.trainer.train)
+        asked = replace(trial, options={**trial.options, **options})
+        found = METHODS["fusion"]().run(bench, asked)
+        return found.accuracy, bench.trainer.train.call_count
+
+    assert packed(tmp_path / "takes", dedicated=True) == (alone["accuracy"], 0)
+    assert packed(tmp_path / "trains")[1] == 1
 
 
 def test_a_fusion_that_was_killed_goes_on(inputs, tmp_path):

@@ -1,0 +1,200 @@
+"""Heads that choose one label for a whole prompt (VaLoRA §4.2.2)."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Self
+
+from valora_data.contract.heads import Head, parse_labels
+from valora_data.contract.results import LabelResult
+from valora_data.wording import plural
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+    from torch import Tensor
+
+    from valora_data.contract.results import Size
+
+SMALLEST_TEMPERATURE = 1e-6
+"""Smallest temperature of a label head, so that every confidence stays finite."""
+
+
+class Pooling(StrEnum):
+    """Which hidden states the linear layer of a label head acts on."""
+
+    LAST = "last"
+    VISUAL_MEAN = "visual_mean"
+    ATTENTION = "attention"
+    GRID = "grid"
+
+
+def pooled_width(pooling: str, width: int) -> int:
+    """Number of inputs of a linear layer behind a pooling.
+
+    Args:
+        pooling: One of `Pooling`.
+        width: Size of the hidden states.
+    """
+    from valora_data.contract.grid_pooling import PLACES
+
+    return width * (PLACES if pooling == Pooling.GRID else 1)
+
+
+def pool(
+    pooling: str,
+    last: Tensor,
+    visual: Tensor,
+    real: Tensor,
+    places: Tensor | None,
+    query: Tensor | None,
+) -> Tensor:
+    """Pool the hidden states of n prompts, in float32.
+
+    Args:
+        pooling: One of `Pooling`; the arguments that it does not need are not read.
+        last: (n, width), hidden state of the last token of each prompt.
+        visual: (n, tokens, width), hidden states of the visual tokens, padded.
+        real: (n, tokens) bool, False for padding.
+        places: (n, tokens) int64, see `grid_pooling.places_of`.
+        query: (width,) float32, the learnt weighting of `Pooling.ATTENTION`.
+
+    Returns:
+        (n, `pooled_width`) float32.
+    """
+    from valora_data.contract.grid_pooling import pool_places
+
+    if pooling == Pooling.LAST:
+        return last.float()
+    seen = visual.float()
+    if pooling == Pooling.GRID:
+        assert places is not None, "grid pooling needs the places of the visual tokens"
+        return pool_places(seen, places, real)
+    if pooling == Pooling.VISUAL_MEAN:
+        return (seen * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+    assert query is not None, "attention pooling needs a query"
+    scores = seen @ query / math.sqrt(seen.shape[-1])
+    weights = scores.masked_fill(~real, -math.inf).softmax(-1)
+    return (weights[:, None] @ seen)[:, 0]
+
+
+def confidences(logits: Tensor, temperature: Tensor | float) -> Tensor:
+    """Calibrated probabilities of labels.
+
+    Args:
+        logits: (..., labels) float32.
+        temperature: Logits are divided by it before the softmax (Guo et al. 2017).
+
+    Returns:
+        (..., labels) float32.
+    """
+    return (logits / temperature).softmax(-1)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LabelHead(Head):
+    """Chooses one label for a whole prompt.
+
+    Attributes:
+        pooling: Which hidden states it reads.
+        query: (width,) float32, the weighting of `Pooling.ATTENTION`; None otherwise.
+        temperature: Logits are divided by it before the softmax.
+    """
+
+    pooling: Pooling
+    query: Tensor | None = None
+    temperature: float = 1.0
+
+    @property
+    def reads_visual(self) -> bool:
+        """Whether it reads the hidden states of the visual tokens, not only the last token's."""
+        return self.pooling is not Pooling.LAST
+
+    @property
+    def reads_places(self) -> bool:
+        """Whether it needs to know where in its image each visual token lies."""
+        return self.pooling is Pooling.GRID
+
+    @classmethod
+    def parse(
+        cls, kind: str, metadata: Mapping[str, str], tensors: Mapping[str, Tensor], width: int
+    ) -> Self:
+        """Build the head from the contents of its file."""
+        labels = parse_labels(metadata)
+        outputs = tensors["weight"].shape[0]
+        if outputs != len(labels) or len(labels) < 2:
+            raise ValueError(
+                f"tensor weight: expected an output for each of at least 2 labels, got "
+                f"{plural(outputs, 'output')}, {plural(len(labels), 'label')}"
+            )
+        temperature = 1.0
+        if "temperature" in tensors:
+            temperature = float(tensors["temperature"].reshape(1)[0])
+            if temperature < SMALLEST_TEMPERATURE:
+                raise ValueError(
+                    f"temperature: expected at least {SMALLEST_TEMPERATURE}, got {temperature}"
+                )
+        pooling = Pooling(metadata["pooling"])
+        head = cls(
+            kind=kind,
+            labels=labels,
+            weight=tensors["weight"].contiguous(),
+            bias=tensors["bias"],
+            pooling=pooling,
+            query=tensors["query"] if pooling is Pooling.ATTENTION else None,
+            temperature=temperature,
+        )
+        head.check(
+            {
+                "weight": (head.weight, (outputs, pooled_width(pooling, width))),
+                "bias": (head.bias, (outputs,)),
+                "query": (head.query, (width,)),
+            }
+        )
+        return head
+
+    @property
+    def width(self) -> int:
+        """Size of the hidden states that it reads."""
+        return self.weight.shape[1] // pooled_width(self.pooling, 1)
+
+    def metadata(self) -> dict[str, str]:
+        """Labels and pooling."""
+        return {"labels": json.dumps(self.labels), "pooling": str(self.pooling)}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The linear layer, the temperature and, if there is one, the query."""
+        import torch
+
+        tensors = {**super().tensors(), "temperature": torch.tensor([self.temperature])}
+        return tensors if self.query is None else {**tensors, "query": self.query}
+
+    def to(self, device: torch.device | str) -> Self:
+        """The head with its weights on a device."""
+        query = None if self.query is None else self.query.to(device)
+        return replace(super().to(device), query=query)
+
+    def inputs(self, last: Tensor, visual: Tensor, places: Tensor | None) -> Tensor:
+        """(1, inputs) float32, the pooled hidden states."""
+        import torch
+
+        real = torch.ones(1, len(visual), dtype=torch.bool, device=visual.device)
+        where = None if places is None else places[None]
+        return pool(self.pooling, last, visual[None], real, where, self.query)
+
+    def interpret(
+        self, logits: Tensor, sizes: Sequence[Size], min_score: float | None = None
+    ) -> LabelResult:
+        """The most probable label and the probability of each."""
+        shares = confidences(logits[0], self.temperature).tolist()
+        best = max(range(len(shares)), key=shares.__getitem__)
+        return LabelResult(
+            kind=self.kind,
+            label=self.labels[best],
+            confidences=dict(zip(self.labels, shares, strict=True)),
+            logits=logits.numpy().copy(),
+        )

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 HEAD = """
 from dataclasses import dataclass
 
-from valora_data.contract.heads import Head
+from valora_data.contract.head import Head
 from valora_data.contract.results import HeadResult
 
 

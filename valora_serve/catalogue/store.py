@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from valora_data.contract.bundle import Bundle
     from valora_data.contract.contexts import Encoder, Memory
-    from valora_data.contract.heads import Head
+    from valora_data.contract.head import Head
 
 CONTEXT_TASK = "context"
 """Task of contexts."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Generator, Tensor
 
-    from valora_data.contract.heads import Head
+    from valora_data.contract.head import Head
     from valora_serve.catalogue.store import ResolvedModel
     from valora_serve.memory.block_manager import ImageSpan
     from valora_serve.model.detokenizer import Detokenizer

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from valora_data.contract.heads import Head
+from valora_data.contract.head import Head
 from valora_data.contract.results import HeadResult
 from valora_serve.errors import NonFiniteError, RequestError, ServeError
 from valora_serve.model.finite import finite_rows

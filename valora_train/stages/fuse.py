@@ -129,7 +129,7 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
     del values["fusion"]["of_dedicated"]  # the domains' requirements follow from it
     if settings.fusion.parent is not None:
         inputs["parent"] = find_parent(Path(settings.fusion.parent), Path(settings.paths.work)).name
-    return Stage(f"fuse-{settings.task.name}", 5, values, inputs, resumable=True)
+    return Stage(f"fuse-{settings.task.name}", 6, values, inputs, resumable=True)
 
 
 def _contract_facts(item: DomainInputs) -> dict[str, Any]:

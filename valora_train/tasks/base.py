@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from valora_data.contract.heads import Head
+    from valora_data.contract.head import Head
     from valora_data.contract.results import HeadResult
     from valora_data.schema import Answer, Domain, Sample
     from valora_data.tasks import TaskSpec

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from valora_data.contract import boxes as box_code
-from valora_data.contract.box_head import BoxHead, detections
-from valora_data.contract.heads import DETECTION
+from valora_data.contract.box_head import DETECTION, BoxHead, detections
 from valora_data.schema import Box
 
 if TYPE_CHECKING:
@@ -26,6 +25,12 @@ if TYPE_CHECKING:
     from valora_train.settings import HeadSettings
 
 
+VOTE_SIGMA = 0.05
+"""How boxes of new heads vote for their place, see `contract.boxes.vote`.
+
+Chosen on the validation splits of the six built-in domains from 0.01 to 0.12, where COCO mAP is
+flat from 0.03 to 0.08.
+"""
 CLAIMED_AT_ONCE = 256
 """Samples whose boxes are assigned to cells together."""
 
@@ -43,6 +48,7 @@ class BoxHeadModule(nn.Module):
             logits.
         calibration: (2,), Platt scaling of the confidence; see `calibrate`.
         threshold: (), confidence from which a box counts, with the best F1 on validation.
+        vote_sigma: Where boxes vote for their place, see `contract.boxes.vote`; None: they do not.
     """
 
     calibration: Tensor
@@ -52,6 +58,7 @@ class BoxHeadModule(nn.Module):
         super().__init__()
         self.labels = tuple(labels)
         self.grid = grid
+        self.vote_sigma: float | None = VOTE_SIGMA
         self.linear = nn.Linear(width, BoxHead.outputs(self.labels))
         nn.init.normal_(self.linear.weight, std=0.01)
         nn.init.zeros_(self.linear.bias)
@@ -127,6 +134,7 @@ class BoxHeadModule(nn.Module):
             nms_iou=settings.nms_iou,
             min_score=min_score,
             most=settings.most,
+            vote_sigma=self.vote_sigma,
         )
         return [Box(*item.box, label=item.label, confidence=item.confidence) for item in found]
 
@@ -146,12 +154,14 @@ class BoxHeadModule(nn.Module):
             threshold=float(self.threshold),
             nms_iou=settings.nms_iou,
             most=settings.most,
+            vote_sigma=self.vote_sigma,
         )
 
     @classmethod
     def of(cls, head: BoxHead) -> BoxHeadModule:
         """Create the module of a head from a bundle."""
         module = cls(head.weight.shape[1], head.labels, head.grid)
+        module.vote_sigma = head.vote_sigma
         module.linear.load_state_dict({"weight": head.weight, "bias": head.bias})
         module.calibration.copy_(head.calibration)
         module.threshold.fill_(head.threshold)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from valora_data.contract.heads import Head
+    from valora_data.contract.head import Head
     from valora_data.schema import Sample
     from valora_train.model.lmm import Lmm
     from valora_train.model.prompts import Encoded, HeadInputs

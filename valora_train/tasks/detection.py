@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from valora_data.contract.box_head import DETECTION as KIND
 from valora_data.contract.box_head import BoxHead
-from valora_data.contract.heads import DETECTION as KIND
 from valora_data.contract.results import BoxesResult, Detection
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Sample
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from valora_data.contract.heads import Head
+    from valora_data.contract.head import Head
     from valora_data.schema import Domain
     from valora_train.metrics.evaluate import Matches
     from valora_train.metrics.measures import Scores

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from valora_train.settings import DomainSettings
     from valora_train.trials.store import Trial
 
-VERSION = 1
+VERSION = 2
 """Raised whenever trials come out differently for the same inputs."""
 INPUTS = "inputs.json"
 SAMPLES = "samples"

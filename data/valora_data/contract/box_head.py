@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from valora_data.contract.files import parse_json, shown
-from valora_data.contract.heads import Head, parse_labels
+from valora_data.contract.head import Head, parse_labels
 from valora_data.contract.results import BoxesResult, Detection
 from valora_data.wording import plural
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from valora_data.contract.results import Size
 
+DETECTION = "detection"
+"""The kind of head that finds objects."""
 MOST_BOXES = 10_000
 """Most boxes of an image that a box head may be set to return."""
 
@@ -32,6 +34,7 @@ def detections(
     nms_iou: float,
     min_score: float,
     most: int,
+    vote_sigma: float | None = None,
 ) -> tuple[Detection, ...]:
     """Objects in one image, from the raw outputs of a box head.
 
@@ -44,6 +47,7 @@ def detections(
         nms_iou: Overlap above which the less confident of two boxes of a class is dropped.
         min_score: Calibrated confidence below which boxes are dropped.
         most: Maximum number of boxes.
+        vote_sigma: Where boxes vote for their place, see `boxes.vote`; None: they do not.
 
     Returns:
         The objects, by falling confidence.
@@ -51,7 +55,13 @@ def detections(
     from valora_data.contract.boxes import read_detections
 
     boxes, scores, classes = read_detections(
-        raw, grid, calibration, nms_iou=nms_iou, min_score=min_score, most=most
+        raw,
+        grid,
+        calibration,
+        nms_iou=nms_iou,
+        min_score=min_score,
+        most=most,
+        vote_sigma=vote_sigma,
     )
     width, height = size
     return tuple(
@@ -72,6 +82,8 @@ class BoxHead(Head):
         threshold: Confidence from which a box counts.
         nms_iou: Overlap above which the less confident of two boxes of a class is dropped.
         most: Maximum number of boxes of an image.
+        vote_sigma: Where boxes vote for their place, see `boxes.vote`; None: they do not, as in
+            heads of earlier versions.
     """
 
     finds_boxes: ClassVar[bool] = True
@@ -80,6 +92,7 @@ class BoxHead(Head):
     threshold: float
     nms_iou: float
     most: int
+    vote_sigma: float | None = None
 
     @classmethod
     def parse(
@@ -109,11 +122,16 @@ class BoxHead(Head):
             threshold=float(tensors["threshold"].reshape(1)[0]),
             nms_iou=float(metadata["nms_iou"]),
             most=int(metadata["most"]),
+            vote_sigma=float(metadata["vote_sigma"]) if "vote_sigma" in metadata else None,
         )
         if not 0 <= head.nms_iou <= 1 or not 1 <= head.most <= MOST_BOXES:
             raise ValueError(
                 f"expected nms_iou from 0 to 1 and most from 1 to {MOST_BOXES}, got "
                 f"{shown(metadata['nms_iou'])} and {shown(metadata['most'])}"
+            )
+        if head.vote_sigma is not None and not 0 < head.vote_sigma <= 1:
+            raise ValueError(
+                f"expected vote_sigma above 0 and up to 1, got {shown(metadata['vote_sigma'])}"
             )
         head.check({"weight": (head.weight, (outputs, width)), "bias": (head.bias, (outputs,))})
         return head
@@ -124,13 +142,16 @@ class BoxHead(Head):
         return 5 + (len(labels) if len(labels) > 1 else 0)
 
     def metadata(self) -> dict[str, str]:
-        """Labels, grid and settings of non-maximum suppression."""
-        return {
+        """Labels, grid and settings of non-maximum suppression and votes."""
+        found = {
             "labels": json.dumps(self.labels),
             "grid": json.dumps(self.grid),
             "nms_iou": str(self.nms_iou),
             "most": str(self.most),
         }
+        if self.vote_sigma is not None:
+            found["vote_sigma"] = str(self.vote_sigma)
+        return found
 
     def tensors(self) -> dict[str, Tensor]:
         """The linear layer, the calibration and the threshold."""
@@ -175,6 +196,7 @@ class BoxHead(Head):
                 nms_iou=self.nms_iou,
                 min_score=self.threshold if min_score is None else min_score,
                 most=self.most,
+                vote_sigma=self.vote_sigma,
             )
             for raw, size in zip(images, sizes, strict=True)
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Self
 
-from valora_data.contract.heads import Head, parse_labels
+from valora_data.contract.head import Head, parse_labels
 from valora_data.contract.results import LabelResult
 from valora_data.wording import plural
 

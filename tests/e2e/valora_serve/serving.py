@@ -81,6 +81,7 @@ def detect(bundle, facts, image):
         nms_iou=float(told["nms_iou"]),
         min_score=facts["threshold"],
         most=int(told["most"]),
+        vote_sigma=float(told["vote_sigma"]),
     )
     scale = torch.tensor([image.width, image.height] * 2)
     return [

@@ -1,5 +1,6 @@
 """The box code of visual tokens: round trips, resizing, non-maximum suppression."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -57,3 +58,62 @@ def test_class_scores_multiply_objectness():
     expected = torch.sigmoid(raw[0, 0]) * raw[0, 5:].softmax(0)[1]
     assert label.tolist() == [1]
     torch.testing.assert_close(score[0], expected)
+
+
+def places_by_hand(edges, scores, classes, kept, sigma):
+    """Votes box by box, in float64."""
+    found = []
+    for one in kept:
+        total, weight = np.zeros(4), 0.0
+        for other in range(len(edges)):
+            low = np.maximum(edges[one][:2], edges[other][:2])
+            high = np.minimum(edges[one][2:], edges[other][2:])
+            shared = np.prod(np.clip(high - low, 0, None))
+            area = [np.prod(edges[box][2:] - edges[box][:2]) for box in (one, other)]
+            overlap = 1.0 if other == one else shared / (sum(area) - shared)
+            if overlap > 0 and classes[one] == classes[other]:
+                vote = scores[other] * np.exp(-((1 - overlap) ** 2) / sigma)
+                total, weight = total + vote * edges[other], weight + vote
+        found.append(total / weight)
+    return np.array(found)
+
+
+@given(st.integers(1, 30), st.sampled_from([0.01, 0.05, 1.0]), st.integers(0, 2**31))
+def test_boxes_are_placed_by_votes_of_their_class(count, sigma, seed):
+    random = np.random.default_rng(seed)
+    low = random.uniform(0, 0.3, (count, 2))
+    edges = np.concatenate([low, low + random.uniform(0.1, 0.4, (count, 2))], 1)
+    scores, classes = random.uniform(0.01, 1, count), random.integers(0, 2, count)
+    kept = random.permutation(count)[: 1 + count // 3]
+    found = boxes.vote(
+        torch.tensor(edges, dtype=torch.float32), torch.tensor(scores, dtype=torch.float32).log(),
+        torch.tensor(classes), torch.tensor(kept), sigma,
+    )  # fmt: skip
+    expected = places_by_hand(edges, scores, classes, kept, sigma)
+    np.testing.assert_allclose(found.numpy(), expected, atol=2e-5)
+
+
+def test_a_box_without_area_or_neighbours_stays_where_it_is():
+    edges = torch.tensor([[0.2, 0.2, 0.2, 0.6], [0.2, 0.2, 0.2, 0.6], [0.7, 0.7, 0.9, 0.8]])
+    scores = torch.tensor([-90.0, -0.1, -200.0])  # whose exponentials may be 0
+    found = boxes.vote(edges, scores, torch.zeros(3), torch.tensor([0, 2]), 0.05)
+    torch.testing.assert_close(found, edges[[0, 2]])
+
+
+def test_where_a_box_lies_does_not_depend_on_the_least_confidence():
+    raw = torch.randn(64, 5 + 2, generator=torch.Generator().manual_seed(1))
+    raw[:, 3:5] += 1  # boxes of some cells, which overlap
+    platt = torch.tensor([1.7, -0.4])
+
+    def read(least, vote_sigma=0.05):
+        return boxes.read_detections(
+            raw, (8, 8), platt, nms_iou=0.4, min_score=least, most=64, vote_sigma=vote_sigma
+        )
+
+    (every, confidence, _), (some, sure, _) = read(0.0), read(0.4)
+    assert 3 < len(some) < len(every)
+    torch.testing.assert_close(some, every[: len(some)])
+    torch.testing.assert_close(sure, confidence[: len(some)])
+    plain, unmoved, _ = read(0.0, None)
+    torch.testing.assert_close(unmoved, confidence)
+    assert (plain - every).abs().amax() > 0.01

@@ -1,5 +1,6 @@
 """Heads on disk and their answers: the file format, what is refused, golden comparison, text."""
 
+import dataclasses
 import math
 
 import pytest
@@ -55,10 +56,28 @@ def test_a_box_head_is_written_as_it_was_read(tmp_path):
     (metadata, tensors), (again, others) = contents(file), contents(tmp_path / "again.safetensors")
     assert metadata == again == {
         "kind": "detection", "labels": '["a", "b"]', "grid": "[3, 4]", "nms_iou": "0.5",
-        "most": "32",
+        "most": "32", "vote_sigma": "0.05",
     }  # fmt: skip
     assert tensors.keys() == others.keys() == {"weight", "bias", "calibration", "threshold"}
     assert all(torch.equal(tensors[name], others[name]) for name in tensors)
+
+
+def test_only_heads_that_say_so_let_boxes_vote(tmp_path):
+    file = detection(tmp_path, ["a"], 3)
+    damage(file, {"vote_sigma": None})
+    assert read_head(file, WIDTH).vote_sigma is None  # as in bundles of earlier versions
+    damage(file, {"vote_sigma": "0.07"})
+    head = read_head(file, WIDTH)
+    assert head.vote_sigma == 0.07
+    write_head(tmp_path / "again.safetensors", head)
+    assert contents(file)[0] == contents(tmp_path / "again.safetensors")[0]
+    logits = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
+    voted, kept = (
+        one.interpret(logits, [(40, 30)], 0.0).detections[0]
+        for one in (head, dataclasses.replace(head, vote_sigma=None))
+    )
+    assert [one.confidence for one in voted] == [one.confidence for one in kept]
+    assert any(one.box != other.box for one, other in zip(voted, kept, strict=True))
 
 
 def test_the_threshold_of_the_manifest_counts(tmp_path):
@@ -182,6 +201,10 @@ def test_label_heads_that_do_not_fit(metadata, tensors, message, tmp_path):
         ({"grid": "[3.5, 4]"}, {}, "grid: expected rows and columns"),
         ({"grid": "[" * 10**5}, {}, "nested more than 64"),
         ({"nms_iou": "nan"}, {}, "expected nms_iou from 0 to 1"),
+        ({"vote_sigma": "nan"}, {}, "expected vote_sigma above 0"),
+        ({"vote_sigma": "0"}, {}, "expected vote_sigma above 0 and up to 1, got '0'"),
+        ({"vote_sigma": "1.5"}, {}, "expected vote_sigma above 0"),
+        ({"vote_sigma": "wide"}, {}, "does not fit"),
         ({"most": "0"}, {}, "most from 1 to 10000"),
         ({"most": "9" * 5000}, {}, "does not fit"),
         ({"nms_iou": "much"}, {}, "does not fit"),

@@ -14,7 +14,7 @@ from valora_data.errors import BundleError
 from valora_data.schema import Answer, Box, Domain, Sample, Task
 from valora_train.metrics.evaluate import Matches
 from valora_train.settings import HeadSettings
-from valora_train.tasks.box_head import BoxHeadModule, DetectionTargets
+from valora_train.tasks.box_head import VOTE_SIGMA, BoxHeadModule, DetectionTargets
 from valora_train.tasks.detection import DetectionTask
 
 GRID = (4, 4)
@@ -189,6 +189,10 @@ def test_round_trip_on_disk(tmp_path):
     head.threshold.fill_(0.37)
     write_head(tmp_path / "h.safetensors", head.stored(HeadSettings()))
     loaded = BoxHeadModule.of(read_head(tmp_path / "h.safetensors", 6))
+    assert loaded.vote_sigma == head.vote_sigma == VOTE_SIGMA
+    head.vote_sigma = None
+    assert BoxHeadModule.of(head.stored(HeadSettings())).vote_sigma is None  # of earlier versions
+    head.vote_sigma = VOTE_SIGMA
     assert (loaded.labels, loaded.grid) == (LABELS, GRID)
     for key, value in head.state_dict().items():
         assert torch.equal(loaded.state_dict()[key], value), key

@@ -134,9 +134,14 @@ def test_mixed_holds_domains_of_several_tasks():
         assert found.teacher.kind == "small"
 
 
-@pytest.mark.parametrize("group", ["model", "heads", "train", "fusion", "paths"])
+@pytest.mark.parametrize("group", ["model", "heads", "train", "paths"])
 def test_there_is_one_set_of_defaults(group):
     assert getattr(settings("task=mixed"), group) == getattr(Settings(), group)
+
+
+def test_the_default_strategy_is_that_of_the_settings():
+    own = settings("task=own", "+domain@domains.cat=coco", *OWN, "fusion.order=given").fusion
+    assert own == Settings().fusion
 
 
 def test_detectors_must_keep_97_percent_of_their_teachers():
@@ -248,6 +253,7 @@ def test_the_curve_commits_every_attempt():
         ("classification", 0.99),
         ("counting", 0.99),
         ("grounding", 0.99),
+        ("mixed", 0.99),
         ("vqa", 0.99),
         ("video", None),
     ],

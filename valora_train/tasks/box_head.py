@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from valora_data.contract import boxes as box_code
-from valora_data.contract.box_head import DETECTION, BoxHead, detections
+from valora_data.contract.box_head import DETECTION, BoxHead
 from valora_data.schema import Box
 
 if TYPE_CHECKING:
@@ -125,17 +125,7 @@ class BoxHeadModule(nn.Module):
             settings: Settings of non-maximum suppression.
             min_score: Calibrated confidence below which boxes are dropped.
         """
-        found = detections(
-            raw,
-            size,
-            self.labels,
-            self.grid,
-            self.calibration.to(raw.device),
-            nms_iou=settings.nms_iou,
-            min_score=min_score,
-            most=settings.most,
-            vote_sigma=self.vote_sigma,
-        )
+        found = self.stored(settings).detections(raw, size, min_score)
         return [Box(*item.box, label=item.label, confidence=item.confidence) for item in found]
 
     def stored(self, settings: HeadSettings) -> BoxHead:

@@ -24,54 +24,6 @@ MOST_BOXES = 10_000
 """Most boxes of an image that a box head may be set to return."""
 
 
-def detections(
-    raw: Tensor,
-    size: Size,
-    labels: Sequence[str],
-    grid: tuple[int, int],
-    calibration: Tensor,
-    *,
-    nms_iou: float,
-    min_score: float,
-    most: int,
-    vote_sigma: float | None = None,
-) -> tuple[Detection, ...]:
-    """Objects in one image, from the raw outputs of a box head.
-
-    Args:
-        raw: (tokens, 5 + classes), see `boxes.read_detections`.
-        size: Width and height of the image in pixels.
-        labels: Labels in the order of the class indices.
-        grid: Rows and columns of visual tokens.
-        calibration: (2,) float32, Platt scaling of the confidence.
-        nms_iou: Overlap above which the less confident of two boxes of a class is dropped.
-        min_score: Calibrated confidence below which boxes are dropped.
-        most: Maximum number of boxes.
-        vote_sigma: Where boxes vote for their place, see `boxes.vote`; None: they do not.
-
-    Returns:
-        The objects, by falling confidence.
-    """
-    from valora_data.contract.boxes import read_detections
-
-    boxes, scores, classes = read_detections(
-        raw,
-        grid,
-        calibration,
-        nms_iou=nms_iou,
-        min_score=min_score,
-        most=most,
-        vote_sigma=vote_sigma,
-    )
-    width, height = size
-    return tuple(
-        Detection(labels[index], score, (x0 * width, y0 * height, x1 * width, y1 * height))
-        for (x0, y0, x1, y1), score, index in zip(
-            boxes.tolist(), scores.tolist(), classes.tolist(), strict=True
-        )
-    )
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BoxHead(Head):
     """Finds objects: every visual token says objectness, box and class (see `contract.boxes`).
@@ -181,23 +133,40 @@ class BoxHead(Head):
         """(tokens, width) float32, the hidden states of the visual tokens."""
         return visual.float()
 
+    def detections(self, raw: Tensor, size: Size, min_score: float) -> tuple[Detection, ...]:
+        """The objects in one image, by falling confidence.
+
+        Args:
+            raw: (tokens, 5 + classes), see `boxes.read_detections`.
+            size: Width and height of the image in pixels.
+            min_score: Calibrated confidence below which boxes are dropped.
+        """
+        from valora_data.contract.boxes import read_detections
+
+        boxes, scores, classes = read_detections(
+            raw,
+            self.grid,
+            self.calibration.to(raw.device),
+            nms_iou=self.nms_iou,
+            min_score=min_score,
+            most=self.most,
+            vote_sigma=self.vote_sigma,
+        )
+        width, height = size
+        return tuple(
+            Detection(self.labels[index], score, (x0 * width, y0 * height, x1 * width, y1 * height))
+            for (x0, y0, x1, y1), score, index in zip(
+                boxes.tolist(), scores.tolist(), classes.tolist(), strict=True
+            )
+        )
+
     def interpret(
         self, logits: Tensor, sizes: Sequence[Size], min_score: float | None = None
     ) -> BoxesResult:
         """The objects in each image."""
         images = logits.view(len(sizes), self.grid[0] * self.grid[1], -1)
+        least = self.threshold if min_score is None else min_score
         found = tuple(
-            detections(
-                raw,
-                size,
-                self.labels,
-                self.grid,
-                self.calibration,
-                nms_iou=self.nms_iou,
-                min_score=self.threshold if min_score is None else min_score,
-                most=self.most,
-                vote_sigma=self.vote_sigma,
-            )
-            for raw, size in zip(images, sizes, strict=True)
+            self.detections(raw, size, least) for raw, size in zip(images, sizes, strict=True)
         )
         return BoxesResult(kind=self.kind, detections=found, logits=logits.numpy().copy())

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Head(ABC):
     """A trained head: a linear layer on last hidden states. Every kind of head is a subclass.
 
-    A kind is registered by its name in `HEAD_KINDS`. One class may stand for several kinds.
+    A kind is registered by its name in `heads.HEAD_KINDS`. One class may stand for several kinds.
 
     Attributes:
         kind: Name of the kind.

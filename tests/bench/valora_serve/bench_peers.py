@@ -166,9 +166,7 @@ class Checkpoints:
             ranks = [given.rank] * DISTINCT
             save_adapters(place, given.layers, given.width, ranks, case.modules)
         for number in range(DISTINCT, case.adapters):
-            copy_adapter(
-                place / f"adapter-{number % DISTINCT}", place / f"adapter-{number}", number
-            )
+            copy_adapter(place, number)
         return {f"adapter-{i}": str(place / f"adapter-{i}") for i in range(case.adapters)}
 
 

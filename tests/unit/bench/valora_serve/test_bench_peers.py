@@ -244,6 +244,15 @@ def test_further_adapters_share_matrices_but_not_scalings(tmp_path):
     )
 
 
+def test_a_case_has_as_many_adapters_as_it_names(tmp_path):
+    given = bench_peers.parser().parse_args(["--layers", "1", "--width", "128", "--rank", "2"])
+    case = Case("case", bench_peers.DISTINCT + 2)
+    found = bench_peers.Checkpoints(given, tmp_path).adapters(case)
+    assert list(found) == [f"adapter-{i}" for i in range(bench_peers.DISTINCT + 2)]
+    assert all((Path(folder) / "adapter_config.json").is_file() for folder in found.values())
+    assert found == bench_peers.Checkpoints(given, tmp_path).adapters(case)
+
+
 def test_every_peer_is_registered_under_its_module():
     for name in PEERS:
         assert find(name).__module__.endswith(f".{name}")

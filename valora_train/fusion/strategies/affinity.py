@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Masks = NDArray[np.int64]
 
-MOST_EXACT = 10  # domains; with more, groups are merged one after the other
+MOST_EXACT = 10  # domains; more are tried jointly first, then groups are merged one by one
 ADAPTER = 4.0  # an adapter less is worth a packing that is e⁻⁴ times as likely, and the attempts
 HOPELESS = 0.03  # a domain that misses its bar by this share of it would miss it beside more, too
 ATTEMPTS = 8  # for each domain; then the rest is packed as `rehearsal` does
@@ -43,6 +43,10 @@ class Affinity(Strategy):
         """The least certain group of the best packing that no adapter holds yet."""
         if len(view.history) >= ATTEMPTS * len(view.requirements):
             return super().propose(view)
+        # What many domains lose to each other in sum cannot be guessed. One attempt says it of all,
+        # and places those that lose little.
+        if not view.history and not view.adapters and len(view.waiting) > MOST_EXACT:
+            return Proposal(view.waiting)
         packing = best_packing(view)
         if not view.waiting and len(packing) >= len(view.adapters):
             return emptying(view)  # which no expectation of groups speaks against

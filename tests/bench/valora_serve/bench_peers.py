@@ -1,12 +1,12 @@
 """Our engine beside others on one GPU, in one run, on the same checkpoint, adapters and requests.
 
 `python -m tests.bench.valora_serve.bench_peers` writes a base model of LLaVA-1.5-7B's shape with
-random weights and adapters in PEFT's format, then measures each case with each peer, every engine
-in a process of its own, and prints one table. A peer is installed with pip beside this torch's
-version, or taken from a folder of packages (`--peer vllm=FOLDER`); where it cannot be installed,
-imported or run, its row says why. Peers try all settings that `peers/` has for them, and the
-fastest is reported. `--device cpu --layers 2 --width 256 --requests 4` tries the program where
-there is no GPU.
+random weights and adapters in PEFT's format, then measures each case with each peer and prints one
+table. Every engine has a process of its own, and answers all cases of the same adapters. A peer is
+installed with pip beside this torch's version, or taken from a folder of packages (`--peer
+vllm=FOLDER`); where it cannot be installed, imported or run, its row says why. Peers try all
+settings that `peers/` has for them, and the fastest is reported. `--device cpu --layers 2 --width
+256 --requests 4` tries the program where there is no GPU.
 
 The cases `language` and `attention` have S-LoRA's lengths (its Table 3: uniform in [8, 512] both
 ways), all requests at once and adapters of rank 64; `pictures` a new picture of 640 × 480 in each
@@ -27,13 +27,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tests.bench.valora_serve.peers.base import Answer, Ask, Job
 from tests.bench.valora_serve.peers.registry import PEERS, find
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 ROOT = Path(__file__).parents[3]
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -263,9 +268,15 @@ def run(job: Job, packages: Path | None, log: Path, seconds: float) -> Answer:
 # ---------------------------------------------------------------------- the table
 
 
-def figures(case: Case, job: Job, answer: Answer) -> dict[str, float]:
-    """What the seconds of an answer say: the unit of each row, and its figure."""
-    middle = {label: statistics.median(times) for label, times in answer.seconds.items()}
+def figures(case: Case, asks: Mapping[str, list[Ask]], answer: Answer) -> dict[str, float]:
+    """What the seconds of an answer say of a case: the unit of each row, and its figure.
+
+    Args:
+        case: The case.
+        asks: Its rounds.
+        answer: The seconds of each round, by its label in the job.
+    """
+    middle = {label: statistics.median(answer.seconds[f"{case.title}/{label}"]) for label in asks}
     if case.batches:
         short, long = STEPS
         return {
@@ -274,10 +285,8 @@ def figures(case: Case, job: Job, answer: Answer) -> dict[str, float]:
             / (long - short)
             for batch in case.batches
         }
-    asks = job.rounds["all"]
-    seconds = middle["all"]
-    tokens = sum(ask.tokens for ask in asks)
-    return {"requests/s": len(asks) / seconds, "output tokens/s": tokens / seconds}
+    seconds, tokens = middle["all"], sum(ask.tokens for ask in asks["all"])
+    return {"requests/s": len(asks["all"]) / seconds, "output tokens/s": tokens / seconds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,52 +397,73 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         checkpoints = Checkpoints(given, given.keep or Path(temporary))
         rows = []
-        for case in cases:
-            for name, folder in peers.items():
-                row = measure(given, checkpoints, case, name, folder, missing.get(name))
-                rows.append(row)
-                if (row.answer.error or "").startswith(CANNOT_IMPORT):
-                    missing[name] = str(row.answer.error)  # nor can the next case
+        for group, (name, folder) in product(grouped(cases), peers.items()):
+            found = measure(given, checkpoints, group, name, folder, missing.get(name))
+            rows += found
+            if (found[0].answer.error or "").startswith(CANNOT_IMPORT):
+                missing[name] = str(found[0].answer.error)  # nor can the next case
+    rows.sort(key=lambda row: cases.index(row.case))
     lines = ["", f"GPU {gpu_name()}." if given.device == "cuda" else "CPU.", "", *table(rows)]
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "bench_peers.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
 
+def grouped(cases: list[Case]) -> list[list[Case]]:
+    """Cases with the same adapters together, in the order of the first of each group."""
+    groups: dict[tuple[object, ...], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.adapters, case.modules), []).append(case)
+    return list(groups.values())
+
+
 def measure(
-    given: argparse.Namespace, checkpoints: Checkpoints, case: Case, name: str,
+    given: argparse.Namespace, checkpoints: Checkpoints, cases: list[Case], name: str,
     folder: Path | None, missing: str | None,
-) -> Row:  # fmt: skip
-    """Measure a case with all settings of a peer."""
+) -> list[Row]:  # fmt: skip
+    """Measure cases of the same adapters with all settings of a peer; the best row of each."""
     if missing:
-        return Row(case, name, Answer(missing), {})
+        return [Row(case, name, Answer(missing), {}) for case in cases]
     kind = find(name)
-    base = checkpoints.base(kind.text_only and not case.pictures)
-    adapters = checkpoints.adapters(case)
-    rounds = case.rounds(given.requests, words_of(base))
-    # Apart from the measured ones, and as many as fill the largest batch.
-    warm = [replace(ask, picture=ask.picture and ask.picture + 10**6)
-            for ask in list(rounds.values())[-1][:128]]  # fmt: skip
-    rows = []
-    for number, options in enumerate(kind.variants(case.adapters, case.modules)[: given.variants]):
+    tried: dict[Case, list[Row]] = {case: [] for case in cases}
+    for text_only in dict.fromkeys(kind.text_only and not case.pictures for case in cases):
+        some = [case for case in cases if (kind.text_only and not case.pictures) is text_only]
+        for row in _tried(given, checkpoints, some, name, folder, text_only):
+            tried[row.case].append(row)
+    return [fastest(rows) for rows in tried.values()]
+
+
+def _tried(
+    given: argparse.Namespace, checkpoints: Checkpoints, cases: list[Case], name: str,
+    folder: Path | None, text_only: bool,
+) -> Iterator[Row]:  # fmt: skip
+    """A row of every case with every setting of a peer; one engine answers all the cases."""
+    kind, first = find(name), cases[0]
+    base, adapters = checkpoints.base(text_only), checkpoints.adapters(first)
+    asks = {case: case.rounds(given.requests, words_of(base)) for case in cases}
+    rounds = {f"{case.title}/{label}": one for case in cases for label, one in asks[case].items()}
+    for number, options in enumerate(
+        kind.variants(first.adapters, first.modules)[: given.variants]
+    ):
         job = Job(
-            name, str(base), adapters, given.rank, [*case.modules], options, warm, rounds,
+            name, str(base), adapters, given.rank, [*first.modules], options, rounds,
             device=given.device, repeats=given.repeats,
         )  # fmt: skip
-        words = re.sub(r"[^a-z0-9]+", "-", case.title.lower())
-        log = given.out / f"{name}-{words}-{number}.log"
-        answer = run(job, folder, log, given.limit)
-        rows.append(Row(case, name, answer, {} if answer.error else figures(case, job, answer)))
-        shown = answer.error or {unit: round(value, 2) for unit, value in rows[-1].found.items()}
-        print(f"{case.title}, {kind.title}, {options}: {shown}", flush=True)
-        with (given.out / "bench_peers.jsonl").open("a") as file:
-            line = {"case": case.title, "peer": name, "options": options, "error": answer.error,
-                    "version": answer.version, "flags": answer.flags, "ready": answer.ready,
-                    "seconds": answer.seconds, "figures": rows[-1].found}  # fmt: skip
-            file.write(json.dumps(line, default=str) + "\n")
+        words = re.sub(r"[^a-z0-9]+", "-", first.title.lower())
+        answer = run(job, folder, given.out / f"{name}-{words}-{number}.log", given.limit)
+        for case in cases:
+            row = Row(case, name, answer, {} if answer.error else figures(case, asks[case], answer))
+            shown = answer.error or {unit: round(value, 2) for unit, value in row.found.items()}
+            print(f"{case.title}, {kind.title}, {options}: {shown}", flush=True)
+            with (given.out / "bench_peers.jsonl").open("a") as file:
+                line = {"case": case.title, "peer": name, "options": options,
+                        "error": answer.error, "version": answer.version, "flags": answer.flags,
+                        "ready": answer.ready, "seconds": answer.seconds,
+                        "figures": row.found}  # fmt: skip
+                file.write(json.dumps(line, default=str) + "\n")
+            yield row
         if (answer.error or "").startswith(CANNOT_IMPORT):
             break
-    return fastest(rows)
 
 
 def words_of(base: Path) -> int:

@@ -48,7 +48,6 @@ class Job:
         rank: Their rank.
         modules: Names of the linears that they change.
         options: Further settings of the peer, beside those that all share.
-        warm: Requests that are answered before the clock runs.
         rounds: Requests that are submitted at once, by label.
         device: ``cuda`` or ``cpu``.
         context: Longest prompt and answer together, in tokens.
@@ -63,7 +62,6 @@ class Job:
     rank: int
     modules: list[str]
     options: dict[str, Any]
-    warm: list[Ask]
     rounds: dict[str, list[Ask]]
     device: str = "cuda"
     context: int = 2048
@@ -84,7 +82,7 @@ class Job:
     def of_json(cls, data: dict[str, Any]) -> Job:
         """The job that `as_json` gave."""
         rounds = {label: [Ask(**ask) for ask in asks] for label, asks in data["rounds"].items()}
-        return cls(**data | {"warm": [Ask(**ask) for ask in data["warm"]], "rounds": rounds})
+        return cls(**data | {"rounds": rounds})
 
 
 @dataclass(frozen=True, slots=True)

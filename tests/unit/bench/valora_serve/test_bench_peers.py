@@ -113,7 +113,8 @@ def measure(tmp_path):
         given = bench_peers.parser().parse_args(
             ["--out", str(tmp_path / "out"), "--requests", "6", "--repeats", "2", *arguments]
         )
-        return bench_peers.measure(given, Folders(), case, name, folder, None)
+        (row,) = bench_peers.measure(given, Folders(), [case], name, folder, None)
+        return row
 
     return measured
 
@@ -148,6 +149,21 @@ def test_pictures_and_decode_steps(vllm, measure, tmp_path):
     assert "['multi_modal_data', 'prompt']" in call
     row = measure(Case("decode", batches=(1, 3)), "vllm", vllm)
     assert list(row.found) == ["ms a step, batch 1", "ms a step, batch 3"]
+
+
+def test_one_engine_answers_all_cases_of_the_same_adapters(vllm, tmp_path):
+    cases = [CASES[name] for name in ("base", "attention-5", "pictures", "decode", "decode-16")]
+    groups = bench_peers.grouped(cases)
+    assert [[case.title for case in group] for group in groups] == [
+        ["no LoRA", "pictures, no LoRA", "decode, no LoRA"], ["5 on q, k, v, o"],
+        ["decode, 16 on q, k, v, o"],
+    ]  # fmt: skip
+    given = bench_peers.parser().parse_args(["--out", str(tmp_path / "out"), "--requests", "6"])
+    rows = bench_peers.measure(given, Folders(), groups[0], "vllm", vllm, None)
+    assert [row.case for row in rows] == groups[0]
+    assert [len(row.found) for row in rows] == [2, 2, 4]
+    (log,) = (tmp_path / "out").glob("*.log")
+    assert log.read_text().count("CALL") == 10 * (1 + given.repeats)  # rounds, warm-up and repeats
 
 
 def test_a_peer_that_never_ends_is_stopped_after_its_answer(measure, tmp_path, monkeypatch):

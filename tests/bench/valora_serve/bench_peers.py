@@ -152,6 +152,7 @@ class Checkpoints:
         if not place.exists():
             given = self.given
             save_base(place, given.device, given.layers, given.width, vision=True)
+            release(given.device)
         if not text_only:
             return place
         text = self.folder / "language"
@@ -173,6 +174,17 @@ class Checkpoints:
         for number in range(DISTINCT, case.adapters):
             copy_adapter(place, number)
         return {f"adapter-{i}": str(place / f"adapter-{i}") for i in range(case.adapters)}
+
+
+def release(device: str) -> None:
+    """Give the memory of what was made on a device back: the engines are in other processes."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def copy_adapter(folder: Path, number: int) -> None:

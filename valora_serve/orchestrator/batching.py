@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FOREVER = math.inf
 PREFETCHES = 32  # adapters being loaded at a time; the prompts of a step may all use different ones
 LOOK_AHEAD = 256  # waiting requests considered for prefetching and for shares
+HEADROOM = 1  # pages left for each running request, which soon takes its next one, at admission
 
 by_arrival = attrgetter("arrival")
 by_age = attrgetter("arrival", "id")
@@ -283,6 +284,8 @@ class BatchBuilder:
         self._reserved = not self._reserve()
         if self._reserved:
             return
+        urgent = {r.id for r in plan.urgent}
+        growing = len(view.running) - len(self.preempt)
         for request in plan.waiting:
             if slots <= 0 or budget <= 0:
                 break
@@ -293,12 +296,15 @@ class BatchBuilder:
             need = request.pages
             if adapter is not None and adapter not in pinned:
                 need += request.adapter_pages
-            if need > self.pages or not self._fits(adapter):
+            # What is preempted soon after its admission was computed in vain.
+            room = self.pages if request.id in urgent else self.pages - HEADROOM * growing
+            if need > room or not self._fits(adapter):
                 if starved or plan.strict:
                     break
                 continue
             pinned.add(adapter)
             self.pages -= need
+            growing += 1
             slots -= 1
             tokens = min(max(1, request.prompt_left), limits.chunk, budget)
             budget -= tokens

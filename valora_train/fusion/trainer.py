@@ -712,7 +712,8 @@ class Trainer:
                 parameter.copy_(parts["lora"][key])
         for key, parameter in self._named_parameters(adapter):
             moments = {
-                item: values[key].clone()
+                # As in `Optimizer.load_state_dict`: the number of steps stays on the CPU.
+                item: values[key].to("cpu" if item == "step" else parameter.device, copy=True)
                 for item, values in parts.get("optimizer", {}).items()
                 if key in values
             }

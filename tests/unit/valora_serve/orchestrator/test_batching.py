@@ -58,3 +58,26 @@ def test_pages_are_reserved_for_a_starved_request_without_its_adapter():
     )
     assert decision.prefetch == ("x",)
     assert taken(decision) <= {"r0", "w0"}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(("free", "admitted"), [(12, set()), (13, {"w7"}), (27, {"w7", "w8"})])
+def test_admission_leaves_a_page_for_every_running_request(name, free, admitted):
+    # w7 takes 10 pages beside three that grow, w8 10 beside four.
+    run = [running(i, "a") for i in range(3)]
+    wait = [waiting(7, "a", arrival=0.1), waiting(8, "a", arrival=0.2)]
+    for request in wait:
+        request.pages = 10
+    decision = policy(name).decide(
+        view(run, wait, now=0.3, limits=replace(LIMITS, free_pages=free))
+    )
+    assert {key for key in taken(decision) if key.startswith("w")} <= admitted
+    if name in ("slora", "unmerge_only"):
+        assert taken(decision) == {"r0", "r1", "r2"} | admitted
+
+
+def test_where_nothing_runs_a_request_may_take_the_last_page():
+    wait = [waiting(0, None)]
+    wait[0].pages = 10
+    decision = policy("slora").decide(view([], wait, limits=replace(LIMITS, free_pages=10)))
+    assert taken(decision) == {"w0"}

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from valora_serve.orchestrator import batching
 from valora_serve.orchestrator.cost_model import H200_7B, CostModel
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import POLICIES, make_policy
@@ -218,3 +219,15 @@ def test_answers_whose_length_policies_do_not_know():
 def test_tokens_by_adapter_until_the_last_arrival():
     rows = [(0.0, "a", 5, 2), (0.0, "b", 7, 3), (9.0, "a", 4, 4)]
     assert run("slora", workload(rows)).served == {"a": 7, "b": 10}
+
+
+def test_room_at_admission_saves_most_preemptions_of_a_full_memory(monkeypatch):
+    """400 requests at once, whose keys and values take more than twice the memory."""
+    work = traces.at_once(400, adapters=5)
+    settings = SimSettings(pages=6080)
+    with_room = run("slora", work, H200_7B, settings)
+    monkeypatch.setattr(batching, "HEADROOM", 0)
+    without = run("slora", work, H200_7B, settings)
+    assert with_room.preempted < without.preempted / 4
+    assert with_room.seconds < 0.95 * without.seconds
+    assert with_room.token_latency < 0.95 * without.token_latency

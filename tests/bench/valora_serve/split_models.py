@@ -14,6 +14,8 @@ from valora_data.contract.base_model import base_folder
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from transformers import PreTrainedModel
+
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -35,9 +37,26 @@ def save_base(folder: Path, device: str, layers: int, width: int, *, vision: boo
         processor.patch_size = tower.patch_size
         processor.image_processor.size = processor.image_processor.crop_size = pixels
     model.generation_config.eos_token_id = processor.tokenizer.eos_token_id
-    model.save_pretrained(folder, max_shard_size="2GB")
+    save_as_published(model, folder)
     processor.save_pretrained(folder)
     return folder
+
+
+def save_as_published(model: PreTrainedModel, folder: Path) -> None:
+    """Write a LLaVA with the names that its published checkpoints have.
+
+    transformers 5.17 writes the tower without `vision_model`, which vLLM 0.26 cannot read.
+    """
+    from huggingface_hub import save_torch_state_dict
+
+    inner, published = "model.vision_tower.", "model.vision_tower.vision_model."
+    named = {key.replace(inner, published): value for key, value in model.state_dict().items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(named, folder, max_shard_size="2GB", metadata={"format": "pt"})
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = model.dtype
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
 
 
 def save_language(base: Path, folder: Path) -> Path:

@@ -5,10 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
+from transformers import LlavaForConditionalGeneration
 
 from tests.bench.valora_serve import bench_peers
 from tests.bench.valora_serve.bench_peers import CASES, Case
 from tests.bench.valora_serve.peers.registry import PEERS, find
+from tests.bench.valora_serve.split_models import save_as_published
 from valora_data.contract.base_model import base_folder
 
 VLLM = """
@@ -258,6 +261,20 @@ def test_further_adapters_share_matrices_but_not_scalings(tmp_path):
     assert (tmp_path / "adapter-32/adapter_model.safetensors").samefile(
         source / "adapter_model.safetensors"
     )
+
+
+def test_a_base_model_has_the_names_of_published_checkpoints(tmp_path, random_llava):
+    model = LlavaForConditionalGeneration.from_pretrained(random_llava)
+    save_as_published(model, tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        tower = [key for key in file.keys() if "vision_tower" in key]  # noqa: SIM118
+    assert tower
+    assert all(key.startswith("model.vision_tower.vision_model.") for key in tower)
+    read = LlavaForConditionalGeneration.from_pretrained(tmp_path)
+    assert read.dtype == model.dtype
+    mine, theirs = model.state_dict(), read.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(mine[key].equal(theirs[key]) for key in mine)
 
 
 def test_a_case_has_as_many_adapters_as_it_names(tmp_path):

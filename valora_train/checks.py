@@ -504,6 +504,11 @@ def _check_baselines(settings: Settings) -> None:
             raise SettingsError(
                 f"baselines.methods: unknown way {name!r}, choose from {', '.join(METHODS)}"
             )
+        if len(settings.chosen()) < METHODS[name].documents:
+            raise SettingsError(
+                f"baselines.methods: {name} needs {METHODS[name].documents} documents, as each is "
+                "answered by what was learnt from others: choose more, or leave it out"
+            )
     if not settings.baselines.tokens:
         raise SettingsError("baselines.tokens is empty: name sizes of memories, such as [32, 64]")
 

@@ -170,7 +170,7 @@ def train_encoder(
     parameters = [*module.weights(), *module.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
     total = reconstruct + steps
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, max(total, 2), pct_start=0.1)
+    schedule = one_cycle(optimizer, lr, total)
     names = list(asked)
     for step in range(total):
         document, questions = asked[names[step % len(names)]]
@@ -186,6 +186,15 @@ def train_encoder(
         optimizer.step()
         schedule.step()
         on_step(step + 1, total, float(loss.detach()))
+
+
+def one_cycle(
+    optimizer: torch.optim.Optimizer, lr: float, steps: int
+) -> torch.optim.lr_scheduler.OneCycleLR:
+    """A learning rate that rises for a tenth of the steps, and for two at least, and falls then."""
+    steps = max(steps, 3)
+    rising = max(0.1, 2 / steps)  # torch divides by the first phase's steps, less one
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, steps, pct_start=rising)
 
 
 def _piece(lmm: Lmm, document: Document, generator: torch.Generator) -> Encoded:

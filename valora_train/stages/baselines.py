@@ -60,7 +60,10 @@ class Measured:
 
 def asked_for(settings: Settings) -> list[tuple[str, int]]:
     """The ways and sizes to measure; the one that others are compared with comes first."""
-    names = settings.baselines.methods or list(METHODS)
+    count = len(settings.chosen())
+    names = settings.baselines.methods or [
+        name for name, way in METHODS.items() if way.documents <= count
+    ]
     names = [REFERENCE, *(name for name in names if name != REFERENCE)]
     return [
         (name, size)

@@ -341,8 +341,6 @@ def papers(
             [(names[::2], names[1::2]), (names[1::2], names[::2])] if apart else [(names, names)]
         )
         for learnt, measured in folds:
-            if not learnt or not measured:
-                continue
             found, size = _encoded(reader, learnt, measured, tokens, reconstruct, tune)
             said |= found
         count = len(names)
@@ -391,11 +389,13 @@ class Method:
         title: What the table calls it.
         run: Answers the test questions of all documents.
         sized: Whether it depends on the number of tokens.
+        documents: Fewest documents that it can be measured with.
     """
 
     title: str
     run: Callable[[Reader, int], Answered]
     sized: bool = True
+    documents: int = 1
 
 
 METHODS: dict[str, Method] = {
@@ -408,7 +408,9 @@ METHODS: dict[str, Method] = {
     "paper": Method("encoder and decoder LoRA (paper)", papers(True, True)),
     "paper_no_reconstruction": Method("the same without reconstruction", papers(False, True)),
     "paper_no_tuning": Method("the same without fine-tuning", papers(True, False)),
-    "paper_apart": Method("paper, documents it never read", papers(True, True, apart=True)),
+    "paper_apart": Method(
+        "paper, documents it never read", papers(True, True, apart=True), documents=2
+    ),
     "memory_tokens": Method("memory tokens", trained_memory(MEMORY_TOKENS)),
     "memory_tokens_adapter": Method("memory tokens and shared LoRA", shared_adapter(MEMORY_TOKENS)),
     "prefix": Method("prefix", trained_memory(PREFIX)),

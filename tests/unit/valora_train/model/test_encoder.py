@@ -8,7 +8,7 @@ from tests.support.lmm_checkpoints import CHECKPOINTS
 from valora_data.contract.contexts import around_memory, read_encoder
 from valora_data.errors import DataError
 from valora_data.schema import Document
-from valora_train.model.encoder import ContextEncoder, train_encoder
+from valora_train.model.encoder import ContextEncoder, one_cycle, train_encoder
 from valora_train.model.lmm import Lmm
 from valora_train.model.prompts import Example
 from valora_train.settings import LoraSettings, ModelSettings
@@ -83,3 +83,17 @@ def test_memory_tokens_are_computed_as_bundles_define_it(lmm, tmp_path):
         hidden = lmm.language_model(inputs_embeds=inputs).last_hidden_state[0]
     torch.testing.assert_close(made, stored.memory(hidden), atol=1e-5, rtol=1e-4)
     assert (tmp_path / "encoder" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 9, 10, 11, 20, 1600])
+def test_rates_rise_and_fall_in_any_number_of_steps(steps):
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    schedule = one_cycle(optimizer, 0.3, steps)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert all(0 < rate <= 0.3 for rate in rates)
+    if steps > 2:
+        assert max(rates) == pytest.approx(0.3) and rates[0] < 0.1 and rates[-1] < 0.1

@@ -11,6 +11,7 @@ from valora_train.fusion.samples import DomainData
 from valora_train.model import memory
 from valora_train.model.lmm import Lmm
 from valora_train.settings import (
+    BaselineSettings,
     ContextSettings,
     DomainSettings,
     HeadSettings,
@@ -21,6 +22,7 @@ from valora_train.settings import (
     TrainSettings,
     as_dict,
 )
+from valora_train.stages.baselines import asked_for
 from valora_train.tasks.registry import make_task
 from valora_train.trials.contexts import METHODS, Reader, chunks_of
 
@@ -133,8 +135,6 @@ def test_only_documents_have_baselines():
 
     def asks(task, **baselines):
         domain = DomainSettings("a", task, required=0.5, teacher="labels")
-        from valora_train.settings import BaselineSettings
-
         return Settings(
             command="baselines", task=TaskSettings("x"), domains={"a": domain},
             baselines=BaselineSettings(**baselines),
@@ -146,3 +146,20 @@ def test_only_documents_have_baselines():
         check_with_libraries(asks(Task.CONTEXT, methods=["magic"]))
     with pytest.raises(SettingsError, match=r"baselines\.tokens is empty"):
         check_with_libraries(asks(Task.CONTEXT, tokens=[]))
+
+
+def test_a_way_that_reads_other_documents_needs_two():
+    from valora_train.checks import check_with_libraries
+
+    def asks(names, **baselines):
+        return Settings(
+            command="baselines", task=TaskSettings("x"),
+            domains={name: DomainSettings(name, Task.CONTEXT, required=0.5) for name in names},
+            baselines=BaselineSettings(tokens=[12], **baselines),
+        )  # fmt: skip
+
+    assert {name for name, _ in asked_for(asks("a"))} == METHODS.keys() - {"paper_apart"}
+    assert {name for name, _ in asked_for(asks("ab"))} == METHODS.keys()
+    check_with_libraries(asks("ab", methods=["paper_apart"]))
+    with pytest.raises(SettingsError, match="paper_apart needs 2 documents"):
+        check_with_libraries(asks("a", methods=["paper_apart"]))

@@ -7,13 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.colour_trainer import COLOURS, make, same, train
 from tests.support.helpers import coloured_squares
 from valora_data.checkpoint import Checkpoint
 from valora_data.schema import Domain, Split, Task
 from valora_train.fusion import trainer as trainer_module
 from valora_train.fusion.batches import side_by_side
 from valora_train.fusion.samples import DomainData
-from valora_train.fusion.trainer import Trainer
 from valora_train.fusion.watch import Watch
 from valora_train.model.lmm import Lmm
 from valora_train.model.prompts import HeadInputs
@@ -25,52 +25,6 @@ from valora_train.settings import (
     TrainSettings,
 )
 from valora_train.tasks.registry import make_task
-
-COLOURS = {"apple": "red", "sky": "blue"}
-
-
-def make(
-    random_llava,
-    steps=6,
-    count=16,
-    vision=False,
-    batch_size=6,
-    rehearsal_share=0.5,
-    clip=1.0,
-    precision="float32",
-    **more,
-):
-    lora = LoraSettings(rank=4, alpha=8, vision_tower=vision, projector=vision)
-    train = TrainSettings(
-        steps=steps, steps_per_held=3, batch_size=batch_size, rehearsal_share=rehearsal_share,
-        probe_steps=5, clip=clip, lora=lora, **more,
-    )  # fmt: skip
-    lmm = Lmm(ModelSettings(id=str(random_llava), precision=precision), lora)
-    data = {}
-    for name, colour in COLOURS.items():
-        domain = Domain(name, Task.DETECTION, (name,), f"detect {name}", 0.8)
-        data[name] = DomainData(
-            make_task(domain, HeadSettings(), lmm),
-            coloured_squares(count, 1, name, colour),
-            {split: coloured_squares(8, 2 + i, name, colour) for i, split in enumerate(
-                (Split.VAL, Split.TEST))},
-            lmm,
-            mirror=True,
-        )  # fmt: skip
-    return Trainer(lmm, data, train), lmm
-
-
-def train(trainer, domain, held=(), rehearse=False, seed=5):
-    losses = []
-    trainer.train(
-        "adapter-1", [domain], held=held, rehearse=rehearse, seed=seed,
-        on_step=lambda step, steps, loss: losses.append(loss),
-    )  # fmt: skip
-    return losses
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 @pytest.mark.parametrize(("rehearse", "vision"), [(False, False), (True, False), (True, True)])

@@ -1,0 +1,37 @@
+"""What is restored on a GPU goes on there: after a rollback, from a file, with another rank."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.colour_trainer import make, same, train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+@pytest.mark.parametrize("vision", [False, True])
+def test_training_goes_on_after_a_rollback(random_llava, vision):
+    trainer, _ = make(random_llava, vision=vision, device="cuda")
+    trainer.open("adapter-1", seed=3)
+    train(trainer, "apple")
+    before = trainer.snapshot("adapter-1")
+    first = train(trainer, "sky", held=["apple"], rehearse=True)
+    trainer.restore("adapter-1", before)
+    assert same(trainer.snapshot("adapter-1"), before)
+    again = train(trainer, "sky", held=["apple"], rehearse=True)
+    assert again == pytest.approx(first, rel=1e-3)
+
+
+def test_training_goes_on_from_a_file_and_with_a_larger_rank(random_llava, tmp_path):
+    trainer, _ = make(random_llava, device="cuda")
+    trainer.open("adapter-1", seed=3)
+    train(trainer, "apple")
+    save_file(trainer.snapshot("adapter-1"), tmp_path / "a.safetensors")
+    other, _ = make(random_llava, device="cuda")
+    other.restore("adapter-1", load_file(tmp_path / "a.safetensors"))
+    assert train(other, "sky", held=["apple"], rehearse=True)
+    other.grow("adapter-1", 8, seed=4)
+    assert train(other, "apple", held=["sky"], rehearse=True)

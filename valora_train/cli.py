@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import traceback
-import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -669,8 +668,6 @@ def _one_sentence(error: Exception) -> str:
 
 def _silence_libraries() -> None:
     """Keep libraries from writing to the terminal and from using the network."""
-    # PEFT reads a property that transformers is about to rename.
-    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
     defaults: dict[str, Any] = {
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",

@@ -7,12 +7,13 @@ import math
 import re
 import sys
 import warnings
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from valora_data.contract.architectures.base import Architecture
@@ -40,6 +41,18 @@ def _peft() -> Any:
         if unused:
             del sys.modules["bitsandbytes"]
     return peft
+
+
+RENAMED = ".*is_gradient_checkpointing"
+"""The warning of a property that PEFT reads when it wraps a model, and transformers renames."""
+
+
+@contextmanager
+def _ignoring(message: str) -> Iterator[None]:
+    """Keep warnings of PEFT that say nothing to a user from being printed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=message)
+        yield
 
 
 class Adapters:
@@ -78,7 +91,7 @@ class Adapters:
             use_rslora=self._lora.rslora,
             target_modules=target_pattern(self._lora, self._model.architecture),
         )
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), _ignoring(RENAMED):
             torch.manual_seed(seed)
             if self._peft is None:
                 self._peft = peft.get_peft_model(self._model.model, config, adapter_name=name)
@@ -97,12 +110,13 @@ class Adapters:
             decode_only: Whether it acts at decoding only, see `act_from`.
         """
         peft = _peft()
-        if self._peft is None:
-            self._peft = peft.PeftModel.from_pretrained(
-                self._model.model, folder, adapter_name=name
-            )
-        else:
-            self._peft.load_adapter(folder, adapter_name=name)
+        with _ignoring(RENAMED):
+            if self._peft is None:
+                self._peft = peft.PeftModel.from_pretrained(
+                    self._model.model, folder, adapter_name=name
+                )
+            else:
+                self._peft.load_adapter(folder, adapter_name=name)
         self._keep_precision()
         self._hook(name, decode_only)
 
@@ -207,8 +221,7 @@ class Adapters:
 
     def remove(self, name: str) -> None:
         """Delete an adapter, which may be the active one."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*was active which is now deleted")
+        with _ignoring(".*was active which is now deleted"):
             self._peft.delete_adapter(name)
 
     def parameters(self, name: str) -> dict[str, torch.nn.Parameter]:

@@ -169,6 +169,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="data stage of a domain, whose test split is measured again",
     )  # fmt: skip
     chosen = parser.parse_args(arguments)
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # of loading
     try:
         bundle = read_bundle(chosen.bundle)
         facts = bundle.manifest["base"]

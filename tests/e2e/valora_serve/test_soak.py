@@ -40,6 +40,7 @@ from valora_serve.errors import (
     ServeError,
     UnknownModelError,
 )
+from valora_serve.orchestrator import batching
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import POLICIES
 from valora_serve.types import Finish, Request, SamplingParams
@@ -326,7 +327,8 @@ def pages_of(world: World) -> int:
     return max(engine.adapters.pages(key) for key in engine.named.known()) + 60
 
 
-def test_soak(world: World) -> None:
+def test_soak(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "HEADROOM", 0)  # else hardly any request is preempted
     engine = soak(world, "valora", 1000, seed=1, overlap=True, pages=pages_of(world))
     stats = engine.stats()
     assert stats.preemptions > 0

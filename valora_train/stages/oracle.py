@@ -214,7 +214,8 @@ def measure_dedicated(
         display: The terminal.
 
     Returns:
-        The domains, with what they reach in an adapter of their own (`fusion.of_dedicated`).
+        The domains, with what they reach in an adapter of their own (`fusion.of_dedicated`). One
+        that reaches nothing there keeps its contract, if `fusion.unreachable` is `keep`.
 
     Raises:
         SettingsError: If such a training diverges, or reaches nothing.
@@ -226,16 +227,26 @@ def measure_dedicated(
     trials = [Trial(JOINT, (item.settings.name,), settings.train.seed) for item in domains]
     take_over(settings, inputs, trials, "alone", display)
     results = run_with_progress(settings, inputs, trials, "alone", display)
-    store, found = trial_store(settings), []
+    store, found, without = trial_store(settings), [], []
     for item, trial, result in zip(domains, trials, results, strict=True):
         reached = result["accuracy"][item.settings.name]
         if not reached["val"] or not reached["test"]:
-            raise SettingsError(
-                f"domain {item.settings.name} reaches nothing in an adapter of its own, so that a "
-                "share of it asks for nothing: lower train.lr, or set fusion.of_dedicated=null"
-            )
+            without.append(item.settings.name)
+            found.append(item)
+            continue
         kept = (reached["val"], reached["test"], share)
         found.append(replace(item, dedicated=kept, adapter=store.dedicated(inputs.key(trial))))
+    if without:
+        told = (
+            f"in adapters of their own nothing is reached by {', '.join(without)}, so that a share "
+            "of it asks for nothing"
+        )
+        if settings.fusion.unreachable == "fail":
+            raise SettingsError(
+                f"{told}: raise train.steps or lower train.lr, set fusion.of_dedicated=null, or let "
+                "contracts count there with fusion.unreachable=keep"
+            )
+        display.note("alone", f"{told}: contracts count instead")
     return found
 
 

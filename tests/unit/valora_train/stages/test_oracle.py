@@ -4,10 +4,12 @@ import json
 import math
 import sys
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 from tests.support.oracle_tables import made_up_table
@@ -19,9 +21,11 @@ from valora_train.errors import SettingsError, StageError
 from valora_train.fusion.oracle import Measured, OracleTable
 from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.state import SNAPSHOTS
+from valora_train.reporting.progress import Display
 from valora_train.settings import FusionSettings, ModelSettings, OracleSettings, TrainSettings
 from valora_train.stage import write_json
 from valora_train.stages import oracle
+from valora_train.stages.fuse import DomainInputs
 from valora_train.trials.inputs import read_inputs
 from valora_train.trials.store import TrialStore
 
@@ -264,6 +268,35 @@ def test_too_many_domains_are_refused(inputs, monkeypatch):
 def test_nothing_of_a_diverged_training_is_known():
     assert all(map(math.isnan, oracle._measured({"val": None, "test": None})))
     assert json.dumps(oracle._measured({"val": 0.5, "test": 0.25})) == "[0.5, 0.25]"
+
+
+@pytest.mark.parametrize("unreachable", ["fail", "keep"])
+def test_a_domain_that_reaches_nothing_alone_keeps_its_contract(
+    tmp_path, inputs, monkeypatch, unreachable
+):
+    fusion = FusionSettings(of_dedicated=0.9, unreachable=unreachable)
+    settings = replace(inputs.settings, fusion=fusion)
+    domains = [
+        DomainInputs(replace(inputs.domain("sky"), name=name, required=0.7), tmp_path, tmp_path)
+        for name in ("sky", "apple", "leaf")
+    ]
+    alone = {"sky": (0.5, 0.0), "apple": (0.6, 0.4), "leaf": (None, None)}
+    reached = [
+        {"accuracy": {name: dict(zip(("val", "test"), values, strict=True))}}
+        for name, values in alone.items()
+    ]
+    monkeypatch.setattr(oracle, "trial_inputs", lambda *_: inputs)
+    monkeypatch.setattr(oracle, "run_with_progress", lambda *_: reached)
+    monkeypatch.setattr(type(inputs), "key", lambda _, trial: trial.domains[0])
+    display = Display(Console(file=StringIO(), width=300))
+    if unreachable == "fail":
+        with pytest.raises(SettingsError, match=r"reached by sky, leaf, .*raise train.steps"):
+            oracle.measure_dedicated(settings, domains, display)
+        return
+    found = oracle.measure_dedicated(settings, domains, display)
+    assert [item.dedicated for item in found] == [None, (0.6, 0.4, 0.9), None]
+    assert found[0].contract == {"required": 0.7, "of_teacher": None}
+    assert "reached by sky, leaf" in display.console.file.getvalue()
 
 
 @pytest.mark.slow

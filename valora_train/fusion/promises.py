@@ -135,7 +135,7 @@ class Promises:
             shutil.copyfile(folder / source, self._folder / target)
         if "speed" not in promised:
             place = None if file is None else self._folder / file
-            head = load_head(self._trainer.task(name), place, self._lmm.width)
+            head = load_head(self._trainer.task(name), place, self._lmm)
             promised["speed"] = self._measure_speed(None, name, head)
             write_json(folder / f"{name}.json", promised)  # for fusions that take it over
         self.speed[name] = promised.pop("speed")

@@ -76,7 +76,7 @@ class BundleModel:
             self.tasks[name] = self._task(name, facts)
             part = facts["head"] or (contexts[name].file if name in contexts else None)
             file = bundle.folder / part if part else None
-            self._heads[name] = load_head(self.tasks[name], file, self._lmm.width)
+            self._heads[name] = load_head(self.tasks[name], file, self._lmm)
 
     def _task(self, name: str, facts: Mapping[str, Any]) -> DomainTask:
         settings = replace(HeadSettings(), **self._bundle.manifest["nms"])

@@ -77,15 +77,15 @@ def make_task(
     return task_type.create(domain, settings, lmm, video=video, first_head=first_head)
 
 
-def load_head(task: DomainTask, file: Path | None, width: int) -> nn.Module | None:
+def load_head(task: DomainTask, file: Path | None, lmm: Lmm) -> nn.Module | None:
     """The head of a domain from a bundle; None where the model writes its answers.
 
     Args:
         task: The domain's task.
         file: File of the head in the bundle; None if there is none.
-        width: Size of the model's hidden states.
+        lmm: The model, whose width it must have, and on whose device it comes.
 
     Raises:
         BundleError: The file is damaged or holds a head that does not fit.
     """
-    return None if file is None else task.read_head(file, width)
+    return None if file is None else task.read_head(file, lmm.width).to(lmm.device)

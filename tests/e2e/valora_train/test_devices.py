@@ -1,0 +1,96 @@
+"""The factory on another device than the CPU: nothing stays behind there."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.utils import backend_registration
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+        reason="this torch has no backends in Python",
+    ),
+]
+
+ROOT = Path(__file__).parents[3]
+FEW = "{train:24,unlabelled:12,val:12,test:12}"
+SHORT = [
+    "processes=1", "oracle.processes=1", "train.steps=4", "train.steps_per_held=2",
+    "train.probe_steps=4", "train.batch_size=4", "fusion.unreachable=keep", "model.device=far",
+]  # fmt: skip
+SHELF = [
+    "task=shelf", *(f"domains.{name}.source.counts={FEW}" for name in (
+        "digits", "person", "sign_count", "change", "place_reference", "sign_facts",
+        "weather_caption")),
+    "domains.person.teacher=labels", "domains.sign_count.teacher=labels",
+    "domains.change.teacher=labels", "domains.digits.teacher=labels", *SHORT,
+]  # fmt: skip
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Runs the command on the device `far`, in the same empty folder; gives its output."""
+
+    def run(*arguments):
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.support.far_device", *arguments],
+            cwd=tmp_path, capture_output=True, text=True, check=False,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "YOLO_OFFLINE": "1",
+                              "MLFLOW_DISABLE_TELEMETRY": "true"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
+    return run
+
+
+def test_a_tensor_left_on_the_cpu_is_found():
+    """Else the other tests of this file say nothing."""
+    code = (
+        "import torch\n"
+        "from tests.support.far_device import far_device\n"
+        "with far_device():\n"
+        "    layer = torch.nn.Linear(3, 2).to('far')\n"
+        "    layer(torch.ones(1, 3).to('far')).sum().backward()\n"
+        "    torch.optim.AdamW(layer.parameters()).step()\n"
+        "    assert layer.weight.grad.device.type == 'far'\n"
+        "    layer(torch.ones(1, 3))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert "expected all tensors on the same device" in done.stderr
+
+
+def test_tasks_are_fused_exported_and_extended(train):
+    """With an attempt that is rolled back, and a bundle that is loaded again by the gate."""
+    easy = [f"domains.{name}.required=1e-6" for name in ("person", "sign_count", "change")]
+    everything = [*SHELF, *easy, "fusion=rehearsal", "fusion.margin=0", "fusion.head_only=false",
+                  "fusion.of_dedicated=null"]  # fmt: skip
+    out = train(*everything, "task.only=[person,sign_count,change,sign_facts]")
+    assert "rolled back" in out
+    assert "of 4 domains at their requirement" in out
+    out = train(*everything, "task.only=[person,weather_caption]", "fusion.parent=bundles/shelf",
+                "fusion.strategy=grow")  # fmt: skip
+    assert "of 2 domains at their requirement" in out
+
+
+def test_ways_to_serve_are_compared_and_dedicated_adapters_taken(train):
+    some = [*SHELF, "task.only=[digits,place_reference]", "train.lora.vision_tower=true"]
+    out = train(*some, "command=compare", "compare.seeds=[0]", "compare.strategies=[]",
+                "compare.ewc=[10.0]", "fusion.of_dedicated=null")  # fmt: skip
+    assert "merged: ties" in out
+    assert "of 2 domains at their requirement" in train(*some, "fusion.of_dedicated=0.95")
+
+
+@pytest.mark.parametrize("form", ["prefix", "memory_tokens"])
+def test_documents_are_learnt(train, form):
+    out = train(
+        "task=context", "task.only=[ledger_1]", "domains.ledger_1.source.entries=2",
+        "context.tokens=12", f"context.form={form}", "heads.max_tokens=4", *SHORT,
+    )  # fmt: skip
+    assert "of 1 domain" in out

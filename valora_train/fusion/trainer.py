@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 FROZEN_BATCH = 64  # samples per forward pass of the frozen base, and per step of a head alone
 LENGTH_RATIO = 1.3  # domains whose longest samples differ by more are not padded to one length
+PASS_FLOP = 1e12  # that a GPU could do while one more pass, forward and backward, is launched
 OVERSAMPLING = 8  # samples drawn for each one used, where samples are grouped by length
 
 
@@ -44,6 +45,17 @@ def head_inputs_bytes(device: torch.device) -> float:
     if device.type != "cuda":
         return math.inf
     return torch.cuda.get_device_properties(device).total_memory / 16
+
+
+def pass_tokens(lmm: Lmm) -> float:
+    """Padding that costs less than another pass: tokens of a small model on a GPU, none on a CPU.
+
+    There, a pass of a small model takes as long as the host takes to launch its kernels.
+    """
+    if lmm.device.type == "cpu":
+        return 0.0
+    weights: int = sum(one.numel() for one in lmm.language_model.parameters())
+    return PASS_FLOP / (6.0 * weights)
 
 
 @dataclass
@@ -104,6 +116,7 @@ class Trainer:
         self._settings = settings
         self._team = team or Team()
         self._open: dict[str, _OpenAdapter] = {}
+        self._pass_tokens = pass_tokens(lmm)
         # Sharded layers and adapters that act at decoding only keep a state of the batch.
         apart = lmm.device.type == "cpu" and not (lmm.sharded or settings.lora.decode_only)
         self._lanes = Lanes((settings.threads or os.cpu_count() or 1) if apart else 1)
@@ -379,7 +392,7 @@ class Trainer:
                 to compute them one after the other.
         """
         size = sum(len(rows) for rows in batch.values())
-        loss = 0.0
+        loss, total = 0.0, torch.zeros((), device=self._lmm.device)
         for part in self._parts(batch):
             mine = {name: self._team.share(rows) for name, rows in part.items()}
             mine = {name: rows for name, rows in mine.items() if len(rows)}
@@ -390,8 +403,8 @@ class Trainer:
             spare = {} if mine else {name: rows[:1] for name, rows in list(part.items())[:1]}
             loss_of_part = self._loss(heads, mine or spare, size) * (1.0 if mine else 0.0)
             loss_of_part.backward()
-            loss += float(loss_of_part.detach())
-        return loss
+            total = total + loss_of_part.detach()
+        return loss + float(total)  # once, so that a GPU is not waited for after each part
 
     def _remember(self, domains: Iterable[str]) -> bool:
         return any(self._data[name].task.remembers for name in domains)
@@ -422,14 +435,16 @@ class Trainer:
         """Split a batch into micro-batches: bounded in size, and of similar length."""
         most = self._settings.micro_batch or sum(len(rows) for rows in batch.values())
         groups: list[dict[str, Tensor]] = []
-        shortest = 0
+        shortest = longest = rows_of_group = 0
         for length, name in sorted(
             (self._longest(name, rows), name) for name, rows in batch.items()
         ):
-            if not groups or length > LENGTH_RATIO * shortest:
+            padding = rows_of_group * (length - longest)
+            if not groups or (length > LENGTH_RATIO * shortest and padding > self._pass_tokens):
                 groups.append({})
-                shortest = length
+                shortest, rows_of_group = length, 0
             groups[-1][name] = batch[name]
+            longest, rows_of_group = length, rows_of_group + len(batch[name])
         parts: list[dict[str, Tensor]] = []
         for group in groups:
             inside = {name: group[name] for name in batch if name in group}  # in the batch's order

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -122,6 +124,16 @@ class HeadInputs:
     def __getitem__(self, rows: Tensor) -> HeadInputs:
         return HeadInputs(self.last[rows], self.visual[rows], self.real[rows], self.places[rows])
 
+    def split(self, counts: Sequence[int], tokens: Sequence[int]) -> list[HeadInputs]:
+        """Split the batch into batches of `counts` rows, of at most `tokens` visual tokens each."""
+        parts = (
+            part.split(list(counts)) for part in (self.last, self.visual, self.real, self.places)
+        )
+        return [
+            HeadInputs(last, visual[:, :most], real[:, :most], places[:, :most])
+            for most, last, visual, real, places in zip(tokens, *parts, strict=True)
+        ]
+
     def to(self, device: torch.device | str) -> HeadInputs:
         """Return the same on a device."""
         parts = (self.last, self.visual, self.real, self.places)
@@ -145,6 +157,7 @@ class HiddenStates:
         lengths: Number of tokens of each prompt and answer.
         answers: (n, length) int64 token ids; those behind the prompts are answers.
         places: For each row (visual tokens,) int64 on the CPU, see `Encoded.places`.
+        read: Gives the head inputs of a part of a batch; None where nothing is a part of it.
     """
 
     hidden: Tensor
@@ -153,39 +166,51 @@ class HiddenStates:
     lengths: tuple[int, ...]
     answers: Tensor
     places: tuple[Tensor, ...]
+    read: Callable[[], HeadInputs] | None = None
 
     def split(self, counts: Sequence[int]) -> list[HiddenStates]:
-        """Split the batch into batches of `counts` rows."""
-        parts, start = [], 0
-        for count in counts:
-            rows = slice(start, start + count)
-            parts.append(
-                HiddenStates(
-                    self.hidden[rows],
-                    self.visual[rows],
-                    self.prompts[rows],
-                    self.lengths[rows],
-                    self.answers[rows],
-                    self.places[rows],
-                )
+        """Split the batch into batches of `counts` rows, whose head inputs are computed once."""
+        counts = list(counts)
+        ends = list(accumulate(counts))
+        rows = [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
+        @cache
+        def read_all() -> list[HeadInputs]:
+            tokens = [max(map(len, self.places[some]), default=0) for some in rows]
+            return self.head_inputs().split(counts, tokens)
+
+        def read(place: int) -> HeadInputs:
+            return read_all()[place]
+
+        whole = (self.hidden.split(counts), self.visual.split(counts), self.answers.split(counts))
+        return [
+            HiddenStates(
+                hidden, visual, self.prompts[some], self.lengths[some], answers, self.places[some],
+                partial(read, place),
             )
-            start += count
-        return parts
+            for place, (some, hidden, visual, answers) in enumerate(zip(rows, *whole, strict=True))
+        ]  # fmt: skip
 
     def head_inputs(self) -> HeadInputs:
-        """Return the hidden states that heads read."""
-        n, _, width = self.hidden.shape
-        rows = torch.arange(n, device=self.hidden.device)
-        at = torch.tensor([prompt - 1 for prompt in self.prompts], device=self.hidden.device)
-        last = self.hidden[rows, at]
-        counts = self.visual.sum(1)
-        most = int(counts.max())
-        real = torch.arange(most, device=self.hidden.device) < counts[:, None]
-        places = pad_sequence(list(self.places), batch_first=True).to(self.hidden.device)
-        if bool(real.all()):
-            return HeadInputs(last, self.hidden[self.visual].view(n, most, width), real, places)
-        seen = self.hidden[self.visual].split(counts.tolist())
-        return HeadInputs(last, pad_sequence(list(seen), batch_first=True), real, places)
+        """Return the hidden states that heads read.
+
+        How many visual tokens a row has is known on the CPU, so that a GPU is not waited for.
+        """
+        if self.read is not None:
+            return self.read()
+        device, width = self.hidden.device, self.hidden.shape[2]
+        at = torch.tensor([prompt - 1 for prompt in self.prompts], device=device)
+        last = self.hidden[torch.arange(len(at), device=device), at]
+        counts = [len(one) for one in self.places]
+        most = max(counts)
+        # The first in a stable order of places without and with a visual token.
+        order = (~self.visual).to(torch.int8).argsort(dim=1, stable=True)[:, :most]
+        visual = self.hidden.gather(1, order[..., None].expand(-1, -1, width))
+        real = torch.arange(most, device=device) < torch.tensor(counts, device=device)[:, None]
+        if min(counts) < most:
+            visual = visual.masked_fill(~real[..., None], 0)
+        places = pad_sequence(list(self.places), batch_first=True).to(device)
+        return HeadInputs(last, visual, real, places)
 
     def answer_pairs(self) -> tuple[Tensor, Tensor]:
         """Return the answer tokens of all rows with the hidden states that predict them.

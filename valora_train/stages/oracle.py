@@ -243,8 +243,8 @@ def measure_dedicated(
         )
         if settings.fusion.unreachable == "fail":
             raise SettingsError(
-                f"{told}: raise train.steps or lower train.lr, set fusion.of_dedicated=null, or let "
-                "contracts count there with fusion.unreachable=keep"
+                f"{told}: raise train.steps or lower train.lr, set fusion.of_dedicated=null, or "
+                "let contracts count there with fusion.unreachable=keep"
             )
         display.note("alone", f"{told}: contracts count instead")
     return found

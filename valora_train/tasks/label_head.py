@@ -90,11 +90,7 @@ class LabelHeadModule(nn.Module):
             targets: Targets of the same n samples.
             settings: Weight and temperature of soft labels.
         """
-        losses = [
-            distillation_loss(logits[:, place], targets, settings.soft, settings.temperature)
-            for place in range(len(self.poolings))
-        ]
-        return torch.stack(losses).mean()
+        return distillation_loss(logits, targets, settings.soft, settings.temperature)
 
     def choose_pooling(self, logits: Tensor, truth: Tensor) -> None:
         """Choose the pooling with the best accuracy on validation; ties go to the lowest loss.
@@ -191,18 +187,19 @@ def distillation_loss(
     logits / T. Samples without soft labels have s = 0.
 
     Args:
-        logits: (n, labels) float32.
+        logits: (n, poolings, labels) float32.
         targets: Targets of the same samples.
         soft: Weight s of the soft labels.
         temperature: Temperature T; above 1 it gives more weight to improbable labels.
 
     Returns:
-        () float32, the mean over samples.
+        () float32, the mean over samples and poolings.
     """
-    hard = F.cross_entropy(logits, targets.label, reduction="none")
-    known = targets.soft.sum(-1) > 0
-    share = soft * known.float()
+    label = targets.label[:, None].expand(logits.shape[:2])
+    hard = F.cross_entropy(logits.transpose(1, 2), label, reduction="none")
+    share = soft * (targets.soft.sum(-1, keepdim=True) > 0).float()
     teacher = targets.soft.clamp_min(1e-8).log().div(temperature).log_softmax(-1)
     student = (logits / temperature).log_softmax(-1)
+    teacher = teacher[:, None].expand_as(student)
     apart = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
     return ((1 - share) * hard + share * temperature**2 * apart).mean()

@@ -42,7 +42,8 @@ def random_head(poolings=POOLINGS, seed=1):
 
 
 def test_soft_and_hard_labels_in_closed_form():
-    logits = torch.tensor([[2.0, 0.5, -1.0], [0.0, 1.0, 3.0]])
+    first = [[2.0, 0.5, -1.0], [0.0, 1.0, 3.0]]
+    second = [[0.3, -0.5, 1.5], [2.0, 1.0, -3.0]]
     soft = torch.tensor([[0.7, 0.2, 0.1], [0.0, 0.0, 0.0]])
     targets = ChoiceTargets(torch.tensor([0, 2]), soft)
     share, heat = 0.4, 3.0
@@ -51,29 +52,33 @@ def test_soft_and_hard_labels_in_closed_form():
         total = math.log(sum(math.exp(v) for v in row))
         return [v - total for v in row]
 
-    hard = [-log_softmax(row)[at] for row, at in ((logits[0].tolist(), 0), (logits[1].tolist(), 2))]
-    powers = [p ** (1 / heat) for p in (0.7, 0.2, 0.1)]
-    teacher = [p / sum(powers) for p in powers]
-    student = log_softmax([v / heat for v in logits[0].tolist()])
-    apart = sum(p * (math.log(p) - q) for p, q in zip(teacher, student, strict=True))
-    expected = ((1 - share) * hard[0] + share * heat**2 * apart + hard[1]) / 2
-    assert float(distillation_loss(logits, targets, share, heat)) == pytest.approx(expected)
+    def expected(logits):
+        hard = [-log_softmax(row)[at] for row, at in zip(logits, (0, 2), strict=True)]
+        powers = [p ** (1 / heat) for p in (0.7, 0.2, 0.1)]
+        teacher = [p / sum(powers) for p in powers]
+        student = log_softmax([v / heat for v in logits[0]])
+        apart = sum(p * (math.log(p) - q) for p, q in zip(teacher, student, strict=True))
+        return ((1 - share) * hard[0] + share * heat**2 * apart + hard[1]) / 2
+
+    poolings = torch.tensor([first, second]).transpose(0, 1)
+    found = float(distillation_loss(poolings, targets, share, heat))
+    assert found == pytest.approx((expected(first) + expected(second)) / 2)
 
 
 def test_softmax_is_not_taken_twice():
     # A student that says exactly what the teacher does has no soft loss.
     shares = torch.tensor([[0.6, 0.3, 0.1]])
     targets = ChoiceTargets(torch.tensor([0]), shares)
-    assert float(distillation_loss(shares.log(), targets, 1.0, 2.0)) == pytest.approx(0, abs=1e-6)
+    same = shares.log()[:, None]
+    assert float(distillation_loss(same, targets, 1.0, 2.0)) == pytest.approx(0, abs=1e-6)
 
 
 def test_hard_labels_alone_are_cross_entropy():
-    logits = torch.randn(7, 3, generator=torch.Generator().manual_seed(2))
+    logits = torch.randn(7, 2, 3, generator=torch.Generator().manual_seed(2))
     label = torch.tensor([0, 1, 2, 2, 1, 0, 0])
     plain = ChoiceTargets(label, torch.zeros(7, 3))
-    assert torch.allclose(
-        distillation_loss(logits, plain, 0.9, 2.0), F.cross_entropy(logits, label)
-    )
+    plainly = [F.cross_entropy(logits[:, place], label) for place in range(2)]
+    assert torch.allclose(distillation_loss(logits, plain, 0.9, 2.0), sum(plainly) / 2)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)

@@ -1,6 +1,7 @@
 """Tasks of domains: what is learnt and said of which sample, and what cannot be."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 
@@ -165,9 +166,9 @@ def test_golden_rows_tell_answers_apart(lmm):
 
 
 def test_gradients_of_a_step_do_not_depend_on_its_pieces(random_llava):
-    """Micro-batches and groups of like length add up to the whole batch."""
-    found = []
-    for micro in (0, 3):
+    """Micro-batches, groups of like length and one pass of all add up to the whole batch."""
+    found, passes = [], []
+    for micro, padding in ((0, 0.0), (3, 0.0), (0, math.inf)):
         lmm = Lmm(ModelSettings(id=str(random_llava)), LoraSettings(rank=4, alpha=8))
         data = {}
         for name, task, labels in (
@@ -182,16 +183,21 @@ def test_gradients_of_a_step_do_not_depend_on_its_pieces(random_llava):
             )  # fmt: skip
         settings = TrainSettings(steps=2, steps_per_held=1, batch_size=8, micro_batch=micro)
         trainer = Trainer(lmm, data, settings)
+        trainer._pass_tokens = padding
+        rows = {name: torch.arange(4) for name in data}  # videos are several times as long
+        passes.append(len(trainer._parts(rows)))
         trainer.open("a", seed=1)
         losses: list[float] = []
         for name, held in (("weather", []), ("vehicle_motion", ["weather"])):
             trainer.train("a", [name], held=held, rehearse=True, seed=2,
                           on_step=lambda _, __, loss, to=losses: to.append(loss))  # fmt: skip
         found.append((losses, trainer.snapshot("a")))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-3)
-    for key, value in found[0][1].items():
-        if key.startswith(("lora", "head")):
-            torch.testing.assert_close(found[1][1][key], value, atol=2e-4, rtol=2e-2)
+    assert passes == [2, 4, 1]
+    for losses, snapshot in found[1:]:
+        assert found[0][0] == pytest.approx(losses, rel=1e-3)
+        for key, value in found[0][1].items():
+            if key.startswith(("lora", "head")):
+                torch.testing.assert_close(snapshot[key], value, atol=2e-4, rtol=2e-2)
 
 
 def test_samples_of_a_step_are_of_like_length(random_llava):

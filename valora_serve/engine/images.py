@@ -31,11 +31,12 @@ class ImageEncoder:
     Attributes:
         queries: Images looked up since the start.
         hits: Images found since the start.
+        encoded: Images encoded since the start; equal ones that are encoded together count once.
         held_bytes: Bytes of the cached images.
     """
 
     def __init__(self, runner: ModelRunner, adapters: AdapterMemory, most_bytes: int) -> None:
-        self.queries = self.hits = self.held_bytes = 0
+        self.queries = self.hits = self.encoded = self.held_bytes = 0
         self._runner, self._adapters, self._most = runner, adapters, most_bytes
         self._kept: OrderedDict[bytes, VisualFeatures] = OrderedDict()
 
@@ -137,6 +138,7 @@ class ImageEncoder:
             sequence.prompt.visuals[number] for sequence, number in distinct.values()
         ]
         found = dict(zip(distinct, self._runner.encode(visuals, slots), strict=True))
+        self.encoded += len(found)
         for key, features in found.items():
             self._keep(key, features)
         for sequence, number in members:

@@ -35,10 +35,10 @@ def tower(bench):
                                   output=arguments.answer, scene=f"{asking} {measured}")
                 for i in range(shown * asking)
             ]  # fmt: skip
-            before = len(bench.engine.images)
+            before = bench.engine.images.encoded
             m = metrics(*bench.drive(asked), arguments.slo)
             if measured:
-                encoded = (len(bench.engine.images) - before) / shown
+                encoded = (bench.engine.images.encoded - before) / shown
                 rows.append([TARGETS[targets], asking, encoded, m["requests"], m["ttft"]])
                 print(rows[-1], flush=True)
     bench.stop()

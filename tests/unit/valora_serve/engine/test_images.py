@@ -84,6 +84,7 @@ def test_the_image_cache_keeps_its_bound(base: str) -> None:
         run(engine, [asked])
         assert engine.images.held_bytes == len(engine.images) * one <= 2 * one
     assert engine.stats().image_hits == 2  # the least recently used one goes
+    assert engine.images.encoded == 4
     engine = make_engine(base, image_cache_bytes=one - 1)
     run(engine, [asked])
     assert not len(engine.images)

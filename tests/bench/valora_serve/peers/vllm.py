@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from tests.bench.valora_serve.peers.base import Ask, Job, Peer, picture_of
@@ -32,9 +33,12 @@ class Vllm(Peer):
             # It computes LoRA for every linear that the model has otherwise.
             "lora_target_modules": [*modules, *packed],
         }  # fmt: skip
-        return [lora, lora | {"specialize_active_lora": True}]
+        streams = {"VLLM_LORA_ENABLE_DUAL_STREAM": "1"}  # LoRA beside the layer that it belongs to
+        return [lora, lora | {"specialize_active_lora": True}, lora | streams]
 
     def __init__(self, job: Job) -> None:
+        # Settings in capitals are environment variables, which vLLM reads when it is imported.
+        os.environ.update({key: one for key, one in job.options.items() if key.isupper()})
         from vllm import LLM
         from vllm.lora.request import LoRARequest
 
@@ -46,7 +50,8 @@ class Vllm(Peer):
             "max_model_len": job.context, "enable_prefix_caching": False, "dtype": "bfloat16",
             "mm_processor_cache_gb": 0,
         }  # fmt: skip
-        self._llm = LLM(job.base, seed=0, **self.flags)
+        given = {key: one for key, one in self.flags.items() if not key.isupper()}
+        self._llm = LLM(job.base, seed=0, **given)
         self._adapters = {
             name: LoRARequest(name, number, folder)
             for number, (name, folder) in enumerate(job.adapters.items(), 1)

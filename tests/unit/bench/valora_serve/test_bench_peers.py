@@ -15,6 +15,11 @@ from tests.bench.valora_serve.split_models import save_as_published
 from valora_data.contract.base_model import base_folder
 
 VLLM = """
+import os
+
+STREAMS = os.environ.get("VLLM_LORA_ENABLE_DUAL_STREAM")
+
+
 class SamplingParams:
     def __init__(self, temperature, max_tokens, ignore_eos, detokenize):
         assert temperature == 0.0 and ignore_eos and not detokenize
@@ -39,7 +44,8 @@ class LLM:
 
     def generate(self, prompts, sampling_params, use_tqdm, lora_request):
         names = [request and request.lora_name for request in lora_request or []]
-        print("CALL", self.lora, self.images, names, [sorted(prompt) for prompt in prompts])
+        keys = [sorted(prompt) for prompt in prompts]
+        print("CALL", self.lora, self.images, names, keys, STREAMS)
         return [Answered(each.max_tokens - LOST) for each in sampling_params]
 """
 REQUEST = """
@@ -137,9 +143,13 @@ def test_a_peer_gets_the_requests_with_its_documented_settings(vllm, measure, tm
     assert len(calls) == 3  # the warm-up and two repeats
     names = str([ask.adapter for ask in asks])
     assert all("(5, 5, 64, ['q_proj'" in call and f"0 {names}" in call for call in calls)
-    # The other settings fail on this stub, so that these are the fastest.
     tried = [json.loads(line) for line in (tmp_path / "out/bench_peers.jsonl").open()]
-    assert [line["error"] for line in tried] == [None, "ValueError: not on this GPU"]
+    assert [line["error"] for line in tried] == [None, "ValueError: not on this GPU", None]
+    assert tried[2]["flags"]["VLLM_LORA_ENABLE_DUAL_STREAM"] == "1"
+    for number, streams in ((0, None), (2, "1")):  # a process of its own each
+        (log,) = (tmp_path / "out").glob(f"vllm-*-{number}.log")
+        last = [line for line in log.read_text().splitlines() if line.startswith("CALL")][-1]
+        assert last.endswith(f" {streams}")
     assert row.answer.flags["max_loras"] == 5
     assert "specialize_active_lora" not in row.answer.flags
 

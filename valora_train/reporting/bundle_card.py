@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data.wording import plural
 from valora_train.reporting.domain_table import (
-    BESIDE_TEACHER,
+    BESIDE_OTHERS,
     EXPLANATION,
     PROMISES,
     domain_table,
@@ -57,7 +57,7 @@ def bundle_card(manifest: dict[str, Any]) -> str:
         EXPLANATION,
         "",
         *markdown_table(
-            *domain_table(manifest["domains"], manifest["adapters"], (*PROMISES, *BESIDE_TEACHER))
+            *domain_table(manifest["domains"], manifest["adapters"], (*PROMISES, *BESIDE_OTHERS))
         ),
         "",
         f"![accuracy of all domains]({BARS})",

@@ -1,4 +1,4 @@
-"""What a fusion promises of each domain beside its teacher: one line a domain in every report."""
+"""What a fusion promises of each domain, beside its own adapter and its teacher: a line each."""
 
 from __future__ import annotations
 
@@ -159,10 +159,10 @@ PACKING = (
 )  # fmt: skip
 """Columns of the packing: the domains of each adapter, and how far they are above their bars."""
 
-BESIDE_TEACHER = (
+BESIDE_OTHERS = (
     "of its own adapter", "of the teacher", "mAP", "calibration error", "images/s", "other metrics",
 )  # fmt: skip
-"""Columns that compare a domain with its teacher."""
+"""Columns that compare a domain with an adapter of its own, and with its teacher."""
 
 EXPLANATION = (
     "Decisions are made on validation, where a domain must reach its *bar*: what is asked, plus "

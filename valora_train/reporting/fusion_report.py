@@ -20,7 +20,7 @@ from valora_train.reporting.attempt_text import (
     verdict_of,
 )
 from valora_train.reporting.domain_table import (
-    BESIDE_TEACHER,
+    BESIDE_OTHERS,
     PACKING,
     by_adapter,
     domain_table,
@@ -379,6 +379,6 @@ def fusion_page(result: Mapping[str, Any], run_id: str) -> str:
         ["", f"![accuracy](get-artifact?path=accuracy.png&run_uuid={run_id})", ""],
         ["**Rejected**", "", *rejected, ""] if rejected else [],
         ["**Without an adapter**", "", *alone, ""] if alone else [],
-        markdown_table(*domain_table(domains, adapters, ("domain", *BESIDE_TEACHER))),
+        markdown_table(*domain_table(domains, adapters, ("domain", *BESIDE_OTHERS))),
     ]
     return fitting(sections, NOTE_LENGTH, "see the table steps.json")

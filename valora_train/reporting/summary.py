@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from valora_data.wording import plural
-from valora_train.reporting.domain_table import BESIDE_TEACHER, PROMISES, domain_table
+from valora_train.reporting.domain_table import BESIDE_OTHERS, PROMISES, domain_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,7 +49,7 @@ def print_summary(bundle: Bundle, console: Console, seconds: float, link: str | 
     """
     title = f"{bundle.name}, version {bundle.version}"
     console.print(_table(bundle, title, PROMISES))
-    beside = _table(bundle, "beside the teachers", ("domain", *BESIDE_TEACHER))
+    beside = _table(bundle, "beside dedicated adapters and teachers", ("domain", *BESIDE_OTHERS))
     if len(beside.columns) > 1:
         console.print(beside)
     if rejected := bundle.manifest.get("rejected"):

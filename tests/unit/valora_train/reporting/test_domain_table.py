@@ -7,7 +7,7 @@ from rich.console import Console
 
 from valora_data.contract.bundle import Bundle
 from valora_train.reporting.bundle_card import bundle_card
-from valora_train.reporting.domain_table import BESIDE_TEACHER, PROMISES, domain_table
+from valora_train.reporting.domain_table import BESIDE_OTHERS, PROMISES, domain_table
 from valora_train.reporting.summary import print_summary
 from valora_train.reporting.text import bytes_text, share_text
 
@@ -55,7 +55,7 @@ ADAPTERS = {
 
 
 def test_each_line_says_everything_of_a_domain():
-    titles, rows = domain_table(DOMAINS, ADAPTERS, (*PROMISES, *BESIDE_TEACHER))
+    titles, rows = domain_table(DOMAINS, ADAPTERS, (*PROMISES, *BESIDE_OTHERS))
     lines = {row[0]: dict(zip(titles, row, strict=True)) for row in rows}
     assert lines["bicycle"] == {
         "domain": "bicycle", "metric": "f1", "adapter": "adapter-1 (rank 16, 1.2 MB)",
@@ -77,15 +77,15 @@ def test_each_line_says_everything_of_a_domain():
 def test_what_its_own_adapter_reaches_is_said_with_the_lower_bound():
     # 0.95 of what its own adapter reaches is required: 0.9 / 0.95 = 0.947.
     told = DOMAINS["bicycle"] | {"contract": {"required": None, "of_dedicated": 0.95}}
-    titles, rows = domain_table({"bicycle": told}, ADAPTERS, BESIDE_TEACHER)
+    titles, rows = domain_table({"bicycle": told}, ADAPTERS, BESIDE_OTHERS)
     said = dict(zip(titles, rows[0], strict=True))
     assert said["of its own adapter"] == "99 % of 0.947, at least 96.3 %"
 
 
 def test_columns_that_say_nothing_are_left_out():
     words = {"own_words": DOMAINS["own_words"]}
-    titles, rows = domain_table(words, ADAPTERS, (*PROMISES, *BESIDE_TEACHER))
-    assert not {"bar", *BESIDE_TEACHER} & set(titles)
+    titles, rows = domain_table(words, ADAPTERS, (*PROMISES, *BESIDE_OTHERS))
+    assert not {"bar", *BESIDE_OTHERS} & set(titles)
     assert len(rows[0]) == len(titles)
 
 
@@ -97,7 +97,7 @@ def manifest():
 
 
 def test_the_card_and_the_terminal_show_these_lines():
-    _, rows = domain_table(DOMAINS, ADAPTERS, (*PROMISES, *BESIDE_TEACHER))
+    _, rows = domain_table(DOMAINS, ADAPTERS, (*PROMISES, *BESIDE_OTHERS))
     card = bundle_card(manifest())
     for row in rows:
         assert f"| {' | '.join(row)} |" in card

@@ -88,8 +88,8 @@ def test_the_threshold_of_the_manifest_counts(tmp_path):
     assert label.configured({"threshold": None}) is label
 
 
-def boxes(*confidences, label="car", shift=0.0):
-    found = tuple(Detection(label, c, (1.0 + shift, 2.0, 30.0, 20.0)) for c in confidences)
+def boxes(*confidences, label="car", shift=0.0, right=30.0):
+    found = tuple(Detection(label, c, (1.0 + shift, 2.0, right, 20.0)) for c in confidences)
     return BoxesResult(kind="detection", detections=(found,))
 
 
@@ -99,6 +99,9 @@ def boxes(*confidences, label="car", shift=0.0):
         (boxes(0.9), boxes(0.9), True),
         (boxes(0.9, shift=PIXEL_TOLERANCE), boxes(0.9 - 0.9 * CONFIDENCE_TOLERANCE), True),
         (boxes(0.9, shift=0.6), boxes(0.9), False),
+        # 300 pixels wide: a hundredth of that, which is more
+        (boxes(0.9, shift=2.9, right=301.0), boxes(0.9, right=301.0), True),
+        (boxes(0.9, shift=3.1, right=301.0), boxes(0.9, right=301.0), False),
         (boxes(0.9), boxes(0.88), False),
         (boxes(0.9, label="bus"), boxes(0.9), False),
         (boxes(0.9, 0.7), boxes(0.7, 0.9), True),

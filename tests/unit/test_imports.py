@@ -38,7 +38,7 @@ SERVE = ["errors", "types", "routing", "catalogue", "orchestrator", "workloads",
 TRAIN = ["errors", "processes", "launchers", "sweeps", "settings", "stage", "metrics", "model",
          "tasks", "fusion", "trials", "trackers", "checks", "reporting", "stages", "estimate",
          "cli"]  # fmt: skip
-SERVER_MAY = {"server", "types", "errors", "options"}
+SERVER_MAY = {"server", "types", "errors", "options", "pauses"}
 
 
 @cache

@@ -17,6 +17,7 @@ from valora_data.contract.bundle import MANIFEST, file_hash, read_manifest
 from valora_data.errors import ValoraError
 from valora_data.wording import plural
 from valora_serve.errors import SettingsError
+from valora_serve.pauses import short_pauses
 from valora_serve.predict.formats.registry import WRITERS
 from valora_serve.predict.records import (
     PREDICTIONS,
@@ -119,7 +120,8 @@ async def _run(options: argparse.Namespace) -> int:
         models = await _load(engine, folders, golden=not options.no_golden)
         asked = _chosen(models, options, console)
         question = Question(options.prompt, options.min_score, options.max_tokens)
-        failed = await _answer(engine, asked, options, question, console)
+        with short_pauses():
+            failed = await _answer(engine, asked, options, question, console)
     finally:
         await engine.close()
     used = list(dict.fromkeys(model.bundle or "" for model in asked))

@@ -24,6 +24,7 @@ from valora_serve.errors import (
     StoppedError,
     StorageError,
 )
+from valora_serve.pauses import short_pauses
 from valora_serve.replicas.board import PERIOD
 from valora_serve.replicas.request_router import RESIDENT
 from valora_serve.replicas.served import Revision, ServedState, check_part, find_part
@@ -82,6 +83,7 @@ class EngineReplica:
         self._state: ServedState | None = None
         self._missing: dict[str, ServeError] = {}  # what this replica could not load, by name
         self._changing = asyncio.Lock()
+        self._pauses = contextlib.ExitStack()
         self._engine = await start_engine(settings)
         try:
             self._grammars = Grammars(self._engine)
@@ -89,8 +91,9 @@ class EngineReplica:
             state = await self._board.state.remote()
             if state is not None:
                 await self._follow(state, strict=False)
-                await self._engine.warm_up()
+                await self._on_warm_up()
         except BaseException:
+            self._pauses.close()
             await self._engine.close()
             raise
         self._reporting = asyncio.create_task(self._report())
@@ -175,6 +178,8 @@ class EngineReplica:
 
     async def _on_warm_up(self) -> None:
         await self._engine.warm_up()
+        self._pauses.close()  # again, with what was loaded since
+        self._pauses.enter_context(short_pauses())
 
     async def _on_cancel(self, request_id: str) -> bool:
         return await self._engine.cancel(request_id)
@@ -311,6 +316,7 @@ class EngineReplica:
         if reporting is None:
             return
         reporting.cancel()
+        self._pauses.close()
         with contextlib.suppress(ray.exceptions.RayError):
             await self._board.leave.remote(self._name)
         await self._engine.close()

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import gc
 import os
 import resource
 import select
 import signal
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +28,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from uvicorn.server import HANDLED_SIGNALS
 
+from valora_serve.pauses import short_pauses
 from valora_serve.server.access.admission import Admission, RateLimiter
 from valora_serve.server.access.guard import Guard
 from valora_serve.server.access.keys import KeyRing
@@ -76,13 +75,6 @@ _MOST_LAST_SECONDS = 2.0
 
 WORKERS = 4
 """Threads for file access and for building large answers."""
-
-SWITCH_SECONDS = 0.0005
-"""Time that a thread may hold Python's lock while another one waits for it, in seconds.
-
-An answer takes the event loop about ten turns of the lock. Each of them lasts as long as this for
-every other thread that runs Python; with Python's default, 5 ms, five threads cost 0.25 s.
-"""
 
 _KEY = {"type": "http", "scheme": "bearer", "description": "API key, if the server asks for one"}
 
@@ -344,24 +336,6 @@ def make_server(
     )
     drain = app.state.context.drain
     return Server(config, drain, settings.drain_seconds, sockets or bind(settings))
-
-
-@contextlib.contextmanager
-def short_pauses() -> Iterator[None]:
-    """Context in which no thread holds Python's lock for long.
-
-    A full garbage collection stops all threads while it walks every object: 0.4 s with those of
-    PyTorch and the models. They live as long as the server, and are left out here.
-    """
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_SECONDS)
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        sys.setswitchinterval(before)
 
 
 def _allow_files(count: int) -> None:

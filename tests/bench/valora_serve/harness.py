@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 import time
@@ -18,6 +19,7 @@ from valora_serve.model.lmm import Lmm
 from valora_serve.model.preparation import KERNELS, MIXTURE
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import make_policy
+from valora_serve.pauses import short_pauses
 from valora_serve.types import Mode, Request, SamplingParams
 
 FEW = {"max_requests": 64, "capture": "lazy", "image_cache_bytes": 0}
@@ -58,6 +60,7 @@ class Bench:
         self.targets = getattr(arguments, "targets", "attention")
         self.engine = None
         self.started = None
+        self.pauses = contextlib.ExitStack()
         self.firsts, self.lasts = {}, {}
 
     @property
@@ -90,6 +93,7 @@ class Bench:
         if self.engine.settings.capture == LAZY:
             self._capture_likely()
         ensure_costs(self.engine)
+        self.pauses.enter_context(short_pauses())  # as the server does
         print(f"[{adapters} adapters: warm after {time.monotonic() - start:.1f} s, "
               f"{self.engine.memory.pages} pages]", flush=True)  # fmt: skip
         settings = self.engine.settings.policy_settings
@@ -101,6 +105,7 @@ class Bench:
         """Let the engine go, and put the model back as it was."""
         if self.engine is None:
             return
+        self.pauses.close()
         self.engine.merge_state.switch(self.engine.merge_state.mode, None)
         self.engine.close()
         self.lmm.linears.release()

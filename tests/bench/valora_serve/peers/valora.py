@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ class Valora(Peer):
         from valora_serve.engine.async_engine import AsyncEngine
         from valora_serve.engine.engine import Engine
         from valora_serve.engine.settings import EngineSettings
+        from valora_serve.pauses import short_pauses
 
         count = max(len(job.adapters), 1)
         self.flags = {
@@ -49,6 +51,8 @@ class Valora(Peer):
         self._ids = itertools.count()
         self._loop = asyncio.new_event_loop()
         self._client = AsyncEngine(engine)
+        self._pauses = contextlib.ExitStack()
+        self._pauses.enter_context(short_pauses())  # as the server does
 
     def prepare(self, asks: Sequence[Ask]) -> Any:
         from valora_serve.types import Request, SamplingParams
@@ -82,4 +86,5 @@ class Valora(Peer):
         return self._loop.run_until_complete(all_of_them())
 
     def close(self) -> None:
+        self._pauses.close()
         self._loop.run_until_complete(self._client.close())

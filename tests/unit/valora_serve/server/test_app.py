@@ -1,10 +1,8 @@
 """The application: its pages, https, and the end of its life."""
 
 import asyncio
-import gc
 import re
 import subprocess
-import sys
 import threading
 import time
 
@@ -14,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import ask, serving, until
-from valora_serve.server.app import WORKERS, create_app, short_pauses
+from valora_serve.server.app import WORKERS, create_app
 from valora_serve.server.settings import ServerSettings
 
 
@@ -81,19 +79,6 @@ def test_an_engine_that_has_failed_is_said():
         assert server.client.get("/health").status_code == 503
         assert server.client.get("/ready").json() == {"status": "failed"}
         assert ask(server).status_code == 503
-
-
-def test_pauses_are_short_while_serving_and_as_before_afterwards():
-    before, held = sys.getswitchinterval(), [[] for _ in range(1000)]
-    with short_pauses():
-        assert sys.getswitchinterval() <= 0.001 < before
-        # What lives as long as the server is not walked by a collection; what comes later is.
-        walked = {id(item) for item in gc.get_objects()}
-        assert walked.isdisjoint(map(id, held))
-        later = [[] for _ in range(10)]
-        assert {id(item) for item in gc.get_objects()} >= set(map(id, later))
-    assert sys.getswitchinterval() == before
-    assert {id(item) for item in gc.get_objects()} >= set(map(id, held))
 
 
 def test_other_threads_are_few():

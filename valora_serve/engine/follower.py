@@ -23,6 +23,7 @@ from valora_serve.engine.engine import Engine
 from valora_serve.engine.lockstep import FollowingAdapters, FollowingRunner
 from valora_serve.model.work import AdapterTable
 from valora_serve.parallel.group import Group, make_store
+from valora_serve.pauses import short_pauses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -144,11 +145,12 @@ def main(arguments: Sequence[str]) -> int:
         ready.set()
         threading.Thread(target=_pack, args=(follower.adapters, packs), daemon=True).start()
         report("ready", 0)
-        while True:
-            order = pickle.loads(steps.recv_bytes())
-            if order[0] == "stop":
-                break
-            follower.do(*order)
+        with short_pauses():
+            while True:
+                order = pickle.loads(steps.recv_bytes())
+                if order[0] == "stop":
+                    break
+                follower.do(*order)
         group.leave()
     except (EOFError, ConnectionError, BrokenPipeError):
         return 1  # the leader is gone

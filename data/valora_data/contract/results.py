@@ -22,7 +22,7 @@ PIXEL_TOLERANCE = 0.5
 """Pixels by which an edge of a golden box may differ when it is computed again."""
 EDGE_TOLERANCE = 0.01
 """The same as a share of the box's longer side, where that is more: in bf16, another order of sums
-moves an edge by up to 0.8 % of it."""
+moved edges by up to 0.8 % of it (a 7B shape)."""
 CONFIDENCE_TOLERANCE = 0.01
 """Difference that is allowed between a golden confidence and the one computed again."""
 BOX_GRID = 1000

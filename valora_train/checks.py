@@ -67,9 +67,11 @@ def check(settings: Settings) -> None:
         _check_source(domain)
         _check_teacher(domain, domain.taught_by or settings.teacher)
     _check_context(settings)
-    if settings.command in ("oracle", "compare") or (
+    trials = settings.command in ("oracle", "compare") or (
         fuses and settings.fusion.of_dedicated is not None
-    ):
+    )
+    _check_trials_asked(settings, trials)
+    if trials:
         _check_trials(settings)
     if settings.command == "oracle":
         _check_oracle(settings)
@@ -166,6 +168,23 @@ def _check_seeds(setting: str, seeds: list[int]) -> None:
         )
 
 
+def _check_trials_asked(settings: Settings, trials: bool) -> None:
+    """Check that no setting is given that the command would ignore, and train for hours instead."""
+    oracle, command = settings.oracle, settings.command
+    for setting, given, read, readers in (
+        ("oracle.table", oracle.table, command == "oracle", "command=oracle"),
+        ("oracle.pack", oracle.pack, command in ("oracle", "compare"), "command=oracle or compare"),
+        ("oracle.results", oracle.results, trials, "oracle, compare and fusion.of_dedicated"),
+    ):
+        if given is not None and not read:
+            raise SettingsError(
+                f"{setting}={given} is for {readers}, and command={command} would ignore it: set "
+                f"{setting}=null"
+            )
+    if oracle.pack is not None:
+        _check_writable("oracle.pack", oracle.pack)
+
+
 def _check_trials(settings: Settings) -> None:
     """Check what `oracle` and `compare` have in common: trainings in processes of their own."""
     fuses = settings.command not in ("oracle", "compare")
@@ -200,8 +219,6 @@ def _check_oracle(settings: Settings) -> None:
             f"an oracle of {count} domains takes {2**count - 1:,} trainings a seed: choose at most "
             f"{MOST_DOMAINS} domains (task.only), or only small groups (oracle.largest=2)"
         )
-    if oracle.pack is not None:
-        _check_writable("oracle.pack", oracle.pack)
 
 
 def _check_compare(settings: Settings) -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from valora_train.settings import DomainSettings, Settings, TeacherSettings
     from valora_train.stage import Stage
     from valora_train.stages.fuse import DomainInputs
+    from valora_train.trials.inputs import TrialInputs
 
 STOPPING = ("SIGTERM", "SIGHUP")
 """Signals that end a run as Ctrl-C does."""
@@ -306,9 +307,7 @@ class _Pipeline:
         settings, display = self._settings, self._display
         inputs = oracle.trial_inputs(settings, domains)
         if settings.oracle.pack is not None:
-            with display.work("oracle", "packing samples"):
-                told = oracle.pack(inputs, Path(settings.oracle.pack).expanduser())
-            display.note("oracle", told)
+            self._pack(inputs)
             return
         stage = oracle.oracle_stage(settings, inputs)
         with _study(settings, "oracle", "oracle", stage.key, settings.oracle) as run:
@@ -328,6 +327,14 @@ class _Pipeline:
                     )
         display.note("oracle", f"{folder}, in MLflow: {run.link}")
 
+    def _pack(self, inputs: TrialInputs) -> None:
+        """Pack what another machine trains (`oracle.pack`)."""
+        from valora_train.stages.oracle import pack
+
+        with self._display.work(self._settings.command, "packing samples"):
+            told = pack(self._settings, inputs)
+        self._display.note(self._settings.command, told)
+
     def compare(self, domains: list[DomainInputs]) -> None:
         """Train other ways to serve the domains, and show them side by side."""
         from valora_train.reporting.comparison import COLUMNS, comparison_rows
@@ -337,6 +344,9 @@ class _Pipeline:
 
         settings, display = self._settings, self._display
         inputs = trial_inputs(settings, domains)
+        if settings.oracle.pack is not None:
+            self._pack(inputs)
+            return
         stage = compare.compare_stage(settings, inputs)
         with _study(settings, "compare", "comparison", stage.key, settings.compare) as run:
             folder = self._run_stage(

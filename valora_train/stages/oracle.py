@@ -103,20 +103,25 @@ def is_partial(settings: Settings, inputs: TrialInputs) -> bool:
     return 0 < settings.oracle.largest < len(inputs.domains)
 
 
-def pack(inputs: TrialInputs, folder: Path) -> str:
+def pack(settings: Settings, inputs: TrialInputs) -> str:
     """Write inputs for another machine.
 
     Args:
+        settings: All settings: the folder (`oracle.pack`), and what is to be trained there.
         inputs: The inputs.
-        folder: The folder.
 
     Returns:
         What to do there, for people.
     """
-    file = pack_inputs(inputs, folder)
+    file = pack_inputs(inputs, Path(str(settings.oracle.pack)).expanduser())
+    if settings.command == "compare":
+        asked = " --compare"
+    else:
+        asked = f" --seeds {' '.join(map(str, settings.oracle.seeds))}"
+        asked += f" --largest {settings.oracle.largest}" * bool(settings.oracle.largest)
     return (
-        f"{file.parent}: copy it to the other machine, run `python -m valora_train.trials FOLDER` "
-        f"there, and take over what it finds with oracle.results=FOLDER/{RESULTS}"
+        f"{file.parent}: copy it to the other machine, run `python -m valora_train.trials "
+        f"FOLDER{asked}` there, and take over what it finds with oracle.results=FOLDER/{RESULTS}"
     )
 
 

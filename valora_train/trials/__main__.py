@@ -3,8 +3,9 @@
 With `--compare` it trains what `command=compare` does.
 
 It needs torch, transformers, peft, pydantic, filelock, scikit-learn, scikit-image, torchmetrics and
-pycocotools, and the folder that `valora-train command=oracle oracle.pack=FOLDER` made. It continues
-where it was when it is run again. `oracle.results=FOLDER/trials.jsonl` takes over what it found.
+pycocotools, and the folder that `valora-train command=oracle oracle.pack=FOLDER` (or `compare`)
+made. It continues where it was when it is run again. `oracle.results=FOLDER/trials.jsonl` takes
+over what it found.
 """
 
 from __future__ import annotations

@@ -215,14 +215,40 @@ def test_the_command_makes_a_complete_table(prepared, tmp_path, one_thread):
 
 
 def test_packing_writes_all_that_another_machine_needs(prepared, tmp_path):
-    status, out, err = prepared("command=oracle", "oracle.pack=packed", "model.dtype=bfloat16")
+    status, out, err = prepared(
+        "command=oracle", "oracle.pack=packed", "oracle.seeds=[4,7]", "model.dtype=bfloat16"
+    )
     assert status == 0, err
-    assert "python -m valora_train.trials" in out
+    assert "python -m valora_train.trials FOLDER --seeds 4 7`" in " ".join(out.split())
     inputs = read_inputs(tmp_path / "packed")
     assert inputs.settings.model == ModelSettings(dtype="bfloat16")
     assert inputs.settings.train == TrainSettings(steps=2, probe_steps=2, batch_size=4)
     assert len(inputs.read("cat", "val")) > 1
     assert not list(tmp_path.glob(".valora/oracle-*"))
+
+
+def test_a_comparison_is_packed_too_and_not_trained_here(prepared, tmp_path):
+    status, out, err = prepared("command=compare", "oracle.pack=packed", "compare.seeds=[3]")
+    assert status == 0, err
+    assert "python -m valora_train.trials FOLDER --compare`" in " ".join(out.split())
+    assert read_inputs(tmp_path / "packed").settings.compare.seeds == [3]
+    assert not list(tmp_path.glob(".valora/compare-*"))
+    assert not list(tmp_path.glob(".valora/trials/trials.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["command=fuse", "oracle.pack=packed"], "is for command=oracle or compare, and command"),
+        (["command=compare", "oracle.table=x"], "oracle.table=x is for command=oracle, and "),
+        (["command=export", "oracle.results=x"], "oracle.results=x is for oracle, compare and"),
+        (["command=teach", "oracle.pack=x"], "command=teach would ignore it: set oracle.pack=null"),
+    ],
+)
+def test_settings_that_a_command_would_ignore_are_refused(prepared, arguments, message):
+    status, _, err = prepared(*arguments)
+    assert status == 1
+    assert message in err.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize(

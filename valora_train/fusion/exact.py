@@ -3,7 +3,8 @@
 `exact_packing` solves the exact set partition by dynamic programming over groups; an adapter may be
 trained with a domain that helps those that it holds, and is held elsewhere. `lower_bound` needs no
 table: it proves from groups that were shown infeasible (pairs, triples or larger ones) that no
-packing takes fewer adapters, provided that a domain more never helps the others.
+packing takes fewer adapters, provided that a domain more never helps the others; groups of which
+the opposite is known prove nothing.
 """
 
 from __future__ import annotations
@@ -227,27 +228,38 @@ class Bound:
 
 
 def lower_bound(
-    domains: Sequence[str], infeasible: Iterable[Iterable[str]], effort: int = 200_000
+    domains: Sequence[str],
+    infeasible: Iterable[Iterable[str]],
+    feasible: Iterable[Iterable[str]] = (),
+    effort: int = 200_000,
 ) -> Bound:
     """Prove from groups that failed how many adapters are needed at least.
 
     A packing may contain none of the infeasible groups, nor any larger group around one, if a
-    domain more never helps the others. The bound is the largest of: a clique of domains that fail
-    in pairs; the sum over domains of 1 / (largest group that the domain may be in); and one more
-    than the largest number of adapters for which a complete search finds no packing.
+    domain more never helps the others. Where a larger group is known whose domains all keep their
+    bars, it did help (or noise decided), and the smaller one proves nothing. The bound is the
+    largest of: a clique of domains that fail in pairs; the sum over domains of 1 / (largest group
+    that the domain may be in); and one more than the largest number of adapters for which a
+    complete search finds no packing.
 
     Args:
         domains: The domains that need an adapter.
         infeasible: Groups of at least two domains that were shown infeasible.
+        feasible: Groups whose domains all keep their bars.
         effort: Most steps of the search; when they are spent, what is proved so far is returned.
     """
     place = {name: bit for bit, name in enumerate(domains)}
-    masks = {
-        sum(1 << place[name] for name in set(group))
-        for group in infeasible
-        if set(group) <= set(place)
-    }
-    conflicts = _Conflicts(len(domains), [mask for mask in masks if mask.bit_count() >= 2], effort)
+
+    def masks(groups: Iterable[Iterable[str]]) -> set[int]:
+        return {
+            sum(1 << place[name] for name in group)
+            for group in map(set, groups)
+            if len(group) >= 2 and group <= set(place)
+        }
+
+    kept = masks(feasible)
+    valid = [one for one in masks(infeasible) if not any(one & group == one for group in kept)]
+    conflicts = _Conflicts(len(domains), valid, effort)
     if not domains:
         return Bound(0, "no domain needs an adapter", exact=True)
     clique = conflicts.clique()

@@ -333,15 +333,18 @@ def bounds(
     found = {}
     for seed in content["seeds"]:
         rows = [row for row in content["groups"] if row["seed"] == seed]
-        needed, infeasible = _conflicts(rows, contracts, fusion)
-        found[seed] = lower_bound(needed, infeasible)
+        found[seed] = lower_bound(*_outcomes(rows, contracts, fusion))
     return found
 
 
-def _conflicts(
+def _outcomes(
     rows: Sequence[Mapping[str, Any]], contracts: Mapping[str, Requirement], fusion: FusionSettings
-) -> tuple[list[str], list[list[str]]]:
-    """The domains that need an adapter, and the groups of them that are infeasible."""
+) -> tuple[list[str], list[list[str]], list[list[str]]]:
+    """The domains that need an adapter, groups of them that fail, and groups that keep their bars.
+
+    Domains that keep theirs beside one that falls below its own count as a group that does: the
+    adapter may hold them, and the other one be held elsewhere.
+    """
 
     def value(reached: Mapping[str, Any], name: str) -> float:
         found = reached[name][0]
@@ -370,11 +373,11 @@ def _conflicts(
         if not met and (math.isnan(alone[name]) or (head_only and alone[name] <= without[name])):
             continue
         floors[name] = requirement.kept_from(None if met else alone[name])
-    infeasible = [
-        list(row["reached"])
-        for row in rows
-        if not row["head_only"]
-        and set(row["reached"]) <= set(floors)
-        and any(not value(row["reached"], name) >= floors[name] for name in row["reached"])
-    ]
-    return list(floors), infeasible
+    failed, kept = [], []
+    for row in rows:
+        reached = row["reached"]
+        if not row["head_only"] and set(reached) <= set(floors):
+            kept.append([name for name in reached if value(reached, name) >= floors[name]])
+            if len(kept[-1]) < len(reached):
+                failed.append(list(reached))
+    return list(floors), failed, kept

@@ -182,6 +182,30 @@ def test_bounds_and_their_proofs():
     assert lower_bound(["a", "b"], [("a",), ("a", "elsewhere"), ("a", "a")]).adapters == 1
 
 
+@examples(60)
+@given(st.integers(2, 6), st.data())
+def test_the_bound_is_no_more_than_any_packing_whose_groups_are_known_to_keep_their_bars(
+    count, data
+):
+    names = [f"d{n}" for n in range(count)]
+    sizes = [g for size in (2, 3) for g in itertools.combinations(names, size)]
+    conflicts = data.draw(st.lists(st.sampled_from(sizes), max_size=12))
+    packing = data.draw(st.sampled_from(list(partitions(names))))
+    assert lower_bound(names, conflicts, packing).adapters <= len(packing)
+    assert lower_bound(names, conflicts, packing).adapters <= lower_bound(names, conflicts).adapters
+
+
+def test_a_pair_that_fails_proves_nothing_where_a_larger_group_keeps_its_bars():
+    # Measured on the shelf: digits fail with either caption, these with each other, but not beside
+    # people_count.
+    names = ["digit_reference", "pattern_caption", "place_caption", "people_count"]
+    failed = [names[:2], [names[0], names[2]], names[1:3]]
+    assert lower_bound(names, failed).adapters == 3
+    assert lower_bound(names, failed, [names[1:]]).adapters == 2
+    assert lower_bound(names, failed, [names[:2], names[:1]]).adapters == 2  # of itself, too
+    assert lower_bound(names, failed, [[*names[1:3], "elsewhere"]]).adapters == 3
+
+
 def test_the_bound_of_pairs_is_that_of_the_table():
     names = [f"d{n}" for n in range(8)]
     for seed in range(6):

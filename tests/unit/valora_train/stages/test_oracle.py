@@ -72,6 +72,15 @@ def test_pairs_prove_a_lower_bound(tmp_path, inputs, required, adapters):
     assert {seed: bound.adapters for seed, bound in found.items()} == {3: adapters}
 
 
+def test_domains_that_keep_their_bars_beside_one_that_does_not_can_share(tmp_path, inputs):
+    asked = {"sky": Requirement(0.88), "apple": Requirement(0.695), "leaf": Requirement(0.7)}
+    # Apple and sky fail alone together, and keep their bars beside leaf, which diverges.
+    triple = {("apple", "leaf", "sky"): [0.7, None, 0.89]}
+    write_json(tmp_path / oracle.GROUPS, oracle._groups(inputs, [3], results(PAIRS | triple)))
+    (found,) = oracle.bounds(tmp_path, asked, FusionSettings()).values()
+    assert found.adapters == 2
+
+
 @pytest.mark.parametrize(("share", "adapters"), [(0.99, 3), (0.98, 2), (0.2, 0)])
 def test_bounds_are_of_shares_of_dedicated_adapters_where_those_are_asked(
     tmp_path, inputs, share, adapters

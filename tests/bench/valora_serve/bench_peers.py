@@ -471,7 +471,7 @@ def _tried(
                 line = {"case": case.title, "peer": name, "options": options,
                         "error": answer.error, "version": answer.version, "flags": answer.flags,
                         "ready": answer.ready, "seconds": answer.seconds,
-                        "figures": row.found}  # fmt: skip
+                        "figures": row.found, "counters": answer.counters}  # fmt: skip
                 file.write(json.dumps(line, default=str) + "\n")
             yield row
         if (answer.error or "").startswith(CANNOT_IMPORT):

@@ -96,6 +96,7 @@ class Answer:
         flags: Settings that the peer was started with.
         ready: Seconds from the start of the peer until it was ready, loading included.
         seconds: Seconds of each repeat, by the label of the round.
+        counters: What the peer counted in the last repeat, by the label of the round.
     """
 
     error: str | None = None
@@ -104,6 +105,7 @@ class Answer:
     flags: dict[str, Any] = field(default_factory=dict)
     ready: float | None = None
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    counters: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 class Peer(ABC):
@@ -143,6 +145,10 @@ class Peer(ABC):
         Returns:
             Tokens generated for each request.
         """
+
+    def counters(self) -> dict[str, float]:
+        """What was counted since the start, to explain figures; nothing by default."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:

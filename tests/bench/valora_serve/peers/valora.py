@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.bench.valora_serve.peers.base import Ask, Job, Peer, picture_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from valora_serve.engine.sequence import Prepared
     from valora_serve.types import Request
 
 
@@ -48,6 +50,8 @@ class Valora(Peer):
         for name, folder in job.adapters.items():
             engine.load(Path(folder), name)
         engine.warm_up()
+        self._engine, self._preparing = engine, 0.0
+        engine.prepare = self._timed(engine.prepare)  # type: ignore[method-assign]
         self._ids = itertools.count()
         self._loop = asyncio.new_event_loop()
         self._client = AsyncEngine(engine)
@@ -84,6 +88,26 @@ class Valora(Peer):
             return await asyncio.gather(*map(answer, named))
 
         return self._loop.run_until_complete(all_of_them())
+
+    def _timed(self, prepare: Callable[[Request], Prepared]) -> Callable[[Request], Prepared]:
+        """Requests are prepared by one thread, beside the engine's: for how long."""
+
+        def timed(request: Request) -> Prepared:
+            start = time.perf_counter()
+            try:
+                return prepare(request)
+            finally:
+                self._preparing += time.perf_counter() - start
+
+        return timed
+
+    def counters(self) -> dict[str, float]:
+        stats = self._engine.stats()
+        return {
+            "steps": stats.steps, "preemptions": stats.preemptions,
+            "prompt tokens": stats.prompt_tokens, "images looked up": stats.image_queries,
+            "seconds of preparing": self._preparing,
+        }  # fmt: skip
 
     def close(self) -> None:
         self._pauses.close()

@@ -43,10 +43,13 @@ def measure(job: Job, report: Callable[[Answer], None]) -> None:
         for asks in job.rounds.values():
             answer(peer, fresh(asks[:WARM], job.repeats))
         seconds: dict[str, list[float]] = {label: [] for label in job.rounds}
+        counted: dict[str, dict[str, float]] = {}
         for repeat in range(job.repeats):
             for label, asks in job.rounds.items():
+                before = peer.counters()
                 seconds[label].append(answer(peer, fresh(asks, repeat)))
-        report(Answer(None, version, torch, peer.flags, ready, seconds))
+                counted[label] = {name: n - before[name] for name, n in peer.counters().items()}
+        report(Answer(None, version, torch, peer.flags, ready, seconds, counted))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a peer raises is its row
         traceback.print_exc()
         flags = getattr(peer, "flags", job.options)

@@ -10,6 +10,8 @@ from transformers import LlavaForConditionalGeneration
 
 from tests.bench.valora_serve import bench_peers
 from tests.bench.valora_serve.bench_peers import CASES, Case
+from tests.bench.valora_serve.peers import worker
+from tests.bench.valora_serve.peers.base import Ask, Job
 from tests.bench.valora_serve.peers.registry import PEERS, find
 from tests.bench.valora_serve.split_models import save_as_published
 from valora_data.contract.base_model import base_folder
@@ -162,6 +164,24 @@ def test_pictures_and_decode_steps(vllm, measure, tmp_path):
     assert "['multi_modal_data', 'prompt']" in call
     row = measure(Case("decode", batches=(1, 3)), "vllm", vllm)
     assert list(row.found) == ["ms a step, batch 1", "ms a step, batch 3"]
+
+
+def test_ours_says_what_it_counted_in_the_last_repeat():
+    rounds = {"all": [Ask(f"<image>what is {i}?", 3, None, i) for i in range(5)]}
+    job = Job(
+        "valora", str(base_folder("tiny")), {}, 8, ["q_proj"], {"policy": "slora"}, rounds,
+        device="cpu", context=512, most_requests=8, most_tokens=512, repeats=2,
+    )  # fmt: skip
+    answers = []
+    worker.measure(job, answers.append)
+    (answer,) = answers
+    assert answer.error is None
+    assert len(answer.seconds["all"]) == 2
+    counted = answer.counters["all"]
+    assert counted["images looked up"] == 5
+    assert counted["preemptions"] == 0
+    assert 3 <= counted["steps"] <= 5 * 4  # at most one request at a time
+    assert 0 < counted["seconds of preparing"] < answer.seconds["all"][1]
 
 
 def test_one_engine_answers_all_cases_of_the_same_adapters(vllm, tmp_path):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rich.console import Console
 
 from valora_data.errors import ValoraError
-from valora_train.errors import SweepError, describe_fault
+from valora_train.errors import SettingsError, SweepError, describe_fault
 from valora_train.processes import preparing_processes
 from valora_train.reporting.progress import Display, stopwatch
 
@@ -318,7 +318,8 @@ class _Pipeline:
             contracts = {name: item.requirement for name, item in inputs.domains.items()}
             table = oracle.read_table(folder)
             if table is None:
-                found = oracle.bounds(folder, contracts, settings.fusion)
+                packings = {settings.train.seed: self._packing(domains)}
+                found = oracle.bounds(folder, contracts, settings.fusion, packings)
                 report_bounds(found, settings.oracle.largest, display.console, run)
             else:
                 with display.work("oracle", "replaying strategies"):
@@ -326,6 +327,21 @@ class _Pipeline:
                         table, contracts, settings.oracle, settings.fusion, display.console, run
                     )
         display.note("oracle", f"{folder}, in MLflow: {run.link}")
+
+    def _packing(self, domains: list[DomainInputs]) -> list[list[str]]:
+        """What the fusion of these settings has packed, if it has ended."""
+        from valora_train.stages.fuse import fuse_stage
+        from valora_train.stages.oracle import packing
+
+        settings = self._settings
+        if settings.fusion.of_dedicated is not None:
+            if settings.train.seed not in settings.oracle.seeds:
+                return []  # its requirements are those of adapters that this oracle did not train
+            try:
+                domains = self.measure_dedicated(domains)
+            except SettingsError:
+                return []
+        return packing(fuse_stage(settings, domains).folder(Path(settings.paths.work)))
 
     def _pack(self, inputs: TrialInputs) -> None:
         """Pack what another machine trains (`oracle.pack`)."""

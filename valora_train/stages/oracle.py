@@ -22,6 +22,7 @@ from valora_train.fusion.exact import lower_bound
 from valora_train.fusion.facts import domain_facts, trial_facts
 from valora_train.fusion.oracle import Measured, OracleTable
 from valora_train.fusion.requirement import dedicated_requirement
+from valora_train.fusion.state import FUSION
 from valora_train.processes import trial_processes
 from valora_train.reporting.progress import stopwatch
 from valora_train.stage import Stage, digest, intact, read_json, write_json
@@ -318,8 +319,26 @@ def read_table(folder: Path) -> OracleTable | None:
     return OracleTable.read(intact(folder / TABLE))
 
 
+def packing(fused: Path) -> list[list[str]]:
+    """The domains of each adapter that keep their bars there.
+
+    Args:
+        fused: Output of a fusion; there may be none.
+    """
+    if not fused.is_dir():
+        return []
+    adapters: dict[str, list[str]] = {}
+    for name, promised in read_json(intact(fused / FUSION))["domains"].items():
+        if promised["adapter"] is not None and promised["accuracy"]["val"] >= promised["bar"]:
+            adapters.setdefault(promised["adapter"], []).append(name)
+    return list(adapters.values())
+
+
 def bounds(
-    folder: Path, contracts: Mapping[str, Requirement], fusion: FusionSettings
+    folder: Path,
+    contracts: Mapping[str, Requirement],
+    fusion: FusionSettings,
+    packings: Mapping[int, list[list[str]]],
 ) -> dict[int, Bound]:
     """The lower bound on adapters for each seed, from the groups that were trained.
 
@@ -328,12 +347,14 @@ def bounds(
         contracts: What each domain must reach by its contract.
         fusion: Whether that is a share of what each reaches in an adapter of its own instead, the
             margin, and whether a domain that keeps its requirement without LoRA takes no adapter.
+        packings: For some seeds, groups that a fusion packed, and that keep their bars.
     """
     content = read_json(intact(folder / GROUPS))
     found = {}
     for seed in content["seeds"]:
         rows = [row for row in content["groups"] if row["seed"] == seed]
-        found[seed] = lower_bound(*_outcomes(rows, contracts, fusion))
+        needed, failed, kept = _outcomes(rows, contracts, fusion)
+        found[seed] = lower_bound(needed, failed, [*kept, *packings.get(seed, [])])
     return found
 
 

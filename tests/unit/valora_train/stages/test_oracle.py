@@ -68,7 +68,7 @@ def test_pairs_prove_a_lower_bound(tmp_path, inputs, required, adapters):
     if adapters == 2 and required["sky"] == 0.95:
         # sky keeps 0.9 with apple, and apple 0.69 of its 0.7: below it without a margin
         asked = {name: Requirement(one.required, 0.02) for name, one in asked.items()}
-    found = oracle.bounds(tmp_path, asked, FusionSettings())
+    found = oracle.bounds(tmp_path, asked, FusionSettings(), {})
     assert {seed: bound.adapters for seed, bound in found.items()} == {3: adapters}
 
 
@@ -77,8 +77,27 @@ def test_domains_that_keep_their_bars_beside_one_that_does_not_can_share(tmp_pat
     # Apple and sky fail alone together, and keep their bars beside leaf, which diverges.
     triple = {("apple", "leaf", "sky"): [0.7, None, 0.89]}
     write_json(tmp_path / oracle.GROUPS, oracle._groups(inputs, [3], results(PAIRS | triple)))
-    (found,) = oracle.bounds(tmp_path, asked, FusionSettings()).values()
+    (found,) = oracle.bounds(tmp_path, asked, FusionSettings(), {}).values()
     assert found.adapters == 2
+
+
+@pytest.mark.parametrize(("seed", "val", "adapters"), [(3, 0.69, 3), (3, 0.695, 2), (4, 0.695, 3)])
+def test_what_a_fusion_packed_can_share(tmp_path, inputs, seed, val, adapters):
+    asked = {"sky": Requirement(0.88), "apple": Requirement(0.695), "leaf": Requirement(0.7)}
+    write_json(tmp_path / oracle.GROUPS, oracle._groups(inputs, [3], results(PAIRS)))
+    promised = {
+        "sky": {"adapter": "a", "bar": 0.88, "accuracy": {"val": 0.9}},
+        "apple": {"adapter": "a", "bar": 0.695, "accuracy": {"val": val}},
+        "leaf": {"adapter": "b", "bar": 0.7, "accuracy": {"val": 0.8}},
+        "rock": {"adapter": None, "bar": 0.7, "accuracy": {"val": 0.8}},
+    }
+    assert oracle.packing(tmp_path / "fuse") == []
+    (tmp_path / "fuse").mkdir()
+    write_json(tmp_path / "fuse" / "fusion.json", {"domains": promised})
+    packed = oracle.packing(tmp_path / "fuse")
+    assert packed[-1] == ["leaf"]
+    (found,) = oracle.bounds(tmp_path, asked, FusionSettings(), {seed: packed}).values()
+    assert found.adapters == adapters
 
 
 @pytest.mark.parametrize(("share", "adapters"), [(0.99, 3), (0.98, 2), (0.2, 0)])
@@ -89,7 +108,7 @@ def test_bounds_are_of_shares_of_dedicated_adapters_where_those_are_asked(
     contracts = {name: Requirement(0.99, 0.02) for name in ("sky", "apple", "leaf")}
     write_json(tmp_path / oracle.GROUPS, oracle._groups(inputs, [3], results(PAIRS)))
     (bound,) = oracle.bounds(
-        tmp_path, contracts, FusionSettings(of_dedicated=share, margin=0.0)
+        tmp_path, contracts, FusionSettings(of_dedicated=share, margin=0.0), {}
     ).values()
     assert bound.adapters == adapters
 
@@ -221,6 +240,27 @@ def test_the_command_makes_a_complete_table(prepared, tmp_path, one_thread):
     assert status == 1
     assert "holds 5 results, but none of the 5 trainings that this oracle needs" in err
     assert len(TrialStore(tmp_path / ".valora" / "trials").results()) == len(known)
+
+
+@pytest.mark.parametrize("share", ["null", "0.5"])
+def test_bounds_know_what_the_fusion_of_the_same_settings_packed(
+    prepared, tmp_path, one_thread, monkeypatch, share
+):
+    asked = [f"fusion.of_dedicated={share}", "fusion.unreachable=keep", "oracle.processes=1"]
+    status, _, err = prepared("command=fuse", *asked)
+    assert status == 0, err
+    (fused,) = (one for one in tmp_path.glob(".valora/fuse-own-*") if one.is_dir())
+    seen = []
+    real = oracle.packing
+    monkeypatch.setattr(oracle, "packing", lambda folder: seen.append(folder.name) or real(folder))
+    of_groups = ["command=oracle", "oracle.largest=1", *asked]
+    status, out, err = prepared(*of_groups, "oracle.seeds=[0]")
+    assert status == 0, err
+    assert "Lower bound on adapters" in out
+    assert seen == [fused.name]
+    status, _, err = prepared(*of_groups, "oracle.seeds=[5]")
+    assert status == 0, err
+    assert len(seen) == (2 if share == "null" else 1)
 
 
 def test_packing_writes_all_that_another_machine_needs(prepared, tmp_path):

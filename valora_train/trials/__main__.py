@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import ValoraError
+from valora_train.fusion.oracle import MOST_DOMAINS
 from valora_train.trials.comparison import run_comparison
 from valora_train.trials.inputs import INPUTS, complete_inputs, read_inputs
 from valora_train.trials.oracle import oracle_trials
@@ -46,13 +47,19 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("folder", type=Path, help="folder of the packed inputs")
     parser.add_argument("--out", type=Path, help="folder of the results (default: the same)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", help="seeds of all groups (0 1 2)")
     parser.add_argument("--compare", action="store_true", help="a comparison, with its settings")
     parser.add_argument("--largest", type=int, default=0, help="largest subsets; 0 for all")
     parser.add_argument("--only", nargs="+", metavar="DOMAIN", help="domains (default: all)")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--device", help="device in torch's terms, e.g. cuda")
     given = parser.parse_args(arguments)
+    for option in ("seeds", "largest", "only"):
+        if given.compare and getattr(given, option):
+            parser.error(f"--compare trains what the packed settings say: leave out --{option}")
+    for option, least in (("largest", 0), ("processes", 1)):
+        if getattr(given, option) < least:
+            parser.error(f"--{option} must be at least {least}")
     warnings.filterwarnings("ignore")
     os.environ["PYTHONWARNINGS"] = "ignore"  # of the worker processes
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -80,6 +87,13 @@ def _run(given: argparse.Namespace) -> int:
         raise ValoraError(
             f"unknown domain {', '.join(sorted(unknown))}: choose from {', '.join(inputs.domains)}"
         )
+    domains = list(dict.fromkeys(given.only or inputs.domains))
+    seeds = list(dict.fromkeys(given.seeds or (0, 1, 2)))
+    if not given.compare and len(domains) > MOST_DOMAINS and not given.largest:
+        raise ValoraError(
+            f"{len(domains)} domains have {2 ** len(domains) - 1:,} groups: choose at most "
+            f"{MOST_DOMAINS} of them (--only), or only small groups (--largest 2)"
+        )
     if complete_inputs(inputs, given.processes):
         print("drew the images of built-in domains", flush=True)
     store = TrialStore(given.out or given.folder)
@@ -104,7 +118,7 @@ def _run(given: argparse.Namespace) -> int:
     if given.compare:
         done = run_comparison(inputs, run)
     else:
-        done = run(oracle_trials(given.only or list(inputs.domains), given.seeds, given.largest))
+        done = run(oracle_trials(domains, seeds, given.largest))
     print(f"{len(done)} trials are done: {store.folder}", flush=True)
     return 0
 

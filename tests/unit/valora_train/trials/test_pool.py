@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.trial_inputs import trial_inputs
 from valora_data.errors import ValoraError
+from valora_train.trials import __main__ as main_module
 from valora_train.trials import pool
 from valora_train.trials.inputs import pack_inputs, read_inputs
 from valora_train.trials.oracle import oracle_trials
@@ -107,6 +109,33 @@ def test_a_training_that_diverges_reaches_nothing(tmp_path, random_llava, one_th
     inputs = trial_inputs(tmp_path / "in", random_llava, lr=1e30, clip=1e30, head_lr=1e30)
     found = run_trials(inputs, [Trial("joint", ("apple", "sky"), 0)], TrialStore(tmp_path / "out"))
     assert found[0]["accuracy"]["sky"] == {"val": None, "test": None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--compare", "--seeds", "1"], 2, "leave out --seeds"),
+        (["--compare", "--only", "sky"], 2, "leave out --only"),
+        (["--largest", "-1"], 2, "--largest must be at least 0"),
+        (["--processes", "0"], 2, "--processes must be at least 1"),
+        (["--only", "sky", "moon"], 1, "error: unknown domain moon: choose from "),
+        ([], 1, "error: 12 domains have 4,095 groups: choose at most 10 of them (--only), or"),
+    ],
+)
+def test_mistakes_on_another_machine_are_one_sentence(
+    inputs, monkeypatch, capsys, arguments, status, message
+):
+    known = read_inputs(inputs)
+    many = {f"d{n}": known.domains["sky"] for n in range(12)}
+    domains = known.domains if arguments else many
+    monkeypatch.setattr(main_module, "read_inputs", lambda _: replace(known, domains=domains))
+    monkeypatch.setattr(main_module, "complete_inputs", lambda *_: pytest.fail("began"))
+    try:
+        ended = main_module.main([str(inputs.parent), *arguments])
+    except SystemExit as stop:
+        ended = stop.code
+    assert ended == status
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 @pytest.mark.slow

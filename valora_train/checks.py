@@ -22,11 +22,12 @@ from valora_data.schema import Task
 from valora_teachers.base import TeacherError
 from valora_teachers.registry import KINDS
 from valora_train.errors import SettingsError
-from valora_train.fusion.oracle import MOST_DOMAINS, table_of
+from valora_train.fusion.oracle import table_of
 from valora_train.fusion.shipped import finished_table
 from valora_train.fusion.strategies.registry import make_strategy
 from valora_train.settings import LABELS
 from valora_train.trackers.relay import check_trackers
+from valora_train.trials.oracle import check_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -214,11 +215,7 @@ def _check_oracle(settings: Settings) -> None:
                 "and oracle.results to null"
             )
         finished_table(settings)
-    if count > MOST_DOMAINS and not 0 < oracle.largest < count:
-        raise SettingsError(
-            f"an oracle of {count} domains takes {2**count - 1:,} trainings a seed: choose at most "
-            f"{MOST_DOMAINS} domains (task.only), or only small groups (oracle.largest=2)"
-        )
+    check_groups(count, oracle.largest, "task.only", "oracle.largest=2")
 
 
 def _check_compare(settings: Settings) -> None:

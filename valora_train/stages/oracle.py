@@ -119,7 +119,8 @@ def pack(settings: Settings, inputs: TrialInputs) -> str:
         asked = " --compare"
     else:
         asked = f" --seeds {' '.join(map(str, settings.oracle.seeds))}"
-        asked += f" --largest {settings.oracle.largest}" * bool(settings.oracle.largest)
+        if settings.oracle.largest:
+            asked += f" --largest {settings.oracle.largest}"
     return (
         f"{file.parent}: copy it to the other machine, run `python -m valora_train.trials "
         f"FOLDER{asked}` there, and take over what it finds with oracle.results=FOLDER/{RESULTS}"

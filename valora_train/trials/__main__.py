@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import ValoraError
-from valora_train.fusion.oracle import MOST_DOMAINS
 from valora_train.trials.comparison import run_comparison
 from valora_train.trials.inputs import INPUTS, complete_inputs, read_inputs
-from valora_train.trials.oracle import oracle_trials
+from valora_train.trials.oracle import check_groups, oracle_trials
 from valora_train.trials.pool import Progress, run_trials
 from valora_train.trials.store import TrialStore
 
@@ -89,11 +88,8 @@ def _run(given: argparse.Namespace) -> int:
         )
     domains = list(dict.fromkeys(given.only or inputs.domains))
     seeds = list(dict.fromkeys(given.seeds or (0, 1, 2)))
-    if not given.compare and len(domains) > MOST_DOMAINS and not given.largest:
-        raise ValoraError(
-            f"{len(domains)} domains have {2 ** len(domains) - 1:,} groups: choose at most "
-            f"{MOST_DOMAINS} of them (--only), or only small groups (--largest 2)"
-        )
+    if not given.compare:
+        check_groups(len(domains), given.largest, "--only", "--largest 2")
     if complete_inputs(inputs, given.processes):
         print("drew the images of built-in domains", flush=True)
     store = TrialStore(given.out or given.folder)

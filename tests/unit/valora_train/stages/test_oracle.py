@@ -27,6 +27,7 @@ from valora_train.stage import write_json
 from valora_train.stages import oracle
 from valora_train.stages.fuse import DomainInputs
 from valora_train.trials.inputs import read_inputs
+from valora_train.trials.oracle import check_groups
 from valora_train.trials.store import TrialStore
 
 
@@ -338,6 +339,16 @@ def test_too_many_domains_are_refused(inputs, monkeypatch):
     with pytest.raises(SettingsError, match="oracle of 11 domains takes 2,047 trainings a seed"):
         _check_oracle(many)
     _check_oracle(replace(many, oracle=OracleSettings(largest=2)))
+
+
+def test_groups_of_a_shelf_are_counted_before_they_are_listed():
+    for largest in (1, 2, 3, 4):
+        check_groups(37, largest, "task.only", "oracle.largest=2")
+    check_groups(10, 0, "task.only", "oracle.largest=2")
+    with pytest.raises(SettingsError, match=r"takes 510,415 trainings a seed: .*oracle.largest=2"):
+        check_groups(37, 5, "task.only", "oracle.largest=2")
+    with pytest.raises(SettingsError, match="takes 4,095 trainings a seed"):
+        check_groups(12, 40, "--only", "--largest 2")
 
 
 def test_nothing_of_a_diverged_training_is_known():

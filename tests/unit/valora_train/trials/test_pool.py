@@ -119,7 +119,7 @@ def test_a_training_that_diverges_reaches_nothing(tmp_path, random_llava, one_th
         (["--largest", "-1"], 2, "--largest must be at least 0"),
         (["--processes", "0"], 2, "--processes must be at least 1"),
         (["--only", "sky", "moon"], 1, "error: unknown domain moon: choose from "),
-        ([], 1, "error: 12 domains have 4,095 groups: choose at most 10 of them (--only), or"),
+        ([], 1, "12 domains takes 4,095 trainings a seed: choose at most 10 domains (--only), or"),
     ],
 )
 def test_mistakes_on_another_machine_are_one_sentence(

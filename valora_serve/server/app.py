@@ -241,6 +241,7 @@ class Server(uvicorn.Server):
         self._drain = drain
         self._drain_seconds = drain_seconds
         self._sockets = sockets
+        self._signal: str | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until a signal comes, and drain."""
@@ -273,17 +274,21 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to drain; a second signal stops the process at once."""
-        name = signal.Signals(sig).name
+        """Begin to drain; a second signal stops the process at once.
+
+        Logs nothing itself: it may interrupt a line that the main thread is writing, and the
+        stream then raises an error instead of taking another one.
+        """
         if self.should_exit:
-            logs.LOG.warning("stopping at once after a second signal, %s", name)
             os._exit(128 + sig)  # threads that decode images may take seconds to end
         self._drain.begun = True
-        logs.LOG.info("draining after %s", name)
+        self._signal = signal.Signals(sig).name
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new requests until running ones have finished, and then stop listening."""
+        if self._signal is not None:
+            logs.LOG.info("draining after %s", self._signal)
         await self._drain.finish(self._drain_seconds)
         await self._accept_last(sockets or [])
         await super().shutdown(sockets)

@@ -1,7 +1,10 @@
 """Shutting down: what finishes, what is refused, and how the rest ends."""
 
+import io
 import json
+import signal
 import socket
+import sys
 import threading
 import time
 
@@ -9,8 +12,20 @@ import httpx
 import pytest
 
 from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import CHAT, ask, begin, chat, encoded, picture, serving, until
+from tests.support.http_helpers import (
+    CHAT,
+    ask,
+    begin,
+    chat,
+    encoded,
+    own_logging,
+    picture,
+    serving,
+    until,
+)
 from valora_serve.server import app
+from valora_serve.server.settings import ServerSettings
+from valora_serve.server.telemetry import logs
 
 LONG = {"max_tokens": 100_000, "ignore_eos": True}
 
@@ -293,3 +308,37 @@ def test_clients_that_connect_again_and_again_do_not_keep_the_server(monkeypatch
         thread.start()
         thread.join(20)
         assert not thread.is_alive()
+
+
+class Interrupted(io.RawIOBase):
+    """A file in which a signal arrives while its first bytes are being written."""
+
+    def __init__(self):
+        self.content = b""
+
+    def writable(self):
+        return True
+
+    def write(self, content):
+        if not self.content:
+            signal.raise_signal(signal.SIGINT)
+        self.content += content
+        return len(content)
+
+
+def test_a_signal_within_a_line_of_the_log_ends_the_server(monkeypatch):
+    """`valora demo` went on refusing requests for ever: the line that its handler wrote failed."""
+    raw = Interrupted()
+    stream = io.TextIOWrapper(io.BufferedWriter(raw), write_through=True)
+    chosen = ServerSettings(port=0)
+    server = app.make_server(app.create_app(FakeEngine(), chosen), chosen)
+    with own_logging(), server.capture_signals():
+        logs.set_up("info", "text")
+        monkeypatch.setattr(sys, "stderr", stream)
+        logs.access({"path": "/"})
+        monkeypatch.undo()
+    assert server.should_exit
+    assert b"path=/" in raw.content
+    assert b"Error" not in raw.content
+    for sock in server._sockets:
+        sock.close()

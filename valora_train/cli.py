@@ -555,7 +555,7 @@ def _hydra_main(config: DictConfig) -> dict[str, Any]:
     from hydra.types import RunMode
 
     from valora_train.checks import check_contracts_asked
-    from valora_train.settings import from_config
+    from valora_train.configuration import from_config
 
     # Errors end the process here; Hydra would print its own traceback first.
     _end_on_signals()

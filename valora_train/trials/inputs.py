@@ -18,10 +18,11 @@ from filelock import FileLock
 from pydantic import ValidationError
 
 from valora_data import packed, shards
+from valora_train.configuration import validator
 from valora_train.errors import SettingsError
 from valora_train.fusion.requirement import Requirement
 from valora_train.processes import worker_processes
-from valora_train.settings import Settings, as_dict, validator
+from valora_train.settings import Settings, as_dict
 from valora_train.stage import intact, read_json, write_json
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import sys
 from dataclasses import fields, is_dataclass, replace
 from functools import reduce
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -18,8 +19,8 @@ from valora_data.errors import ValoraError
 from valora_train import checks, settings
 from valora_train.checks import check, check_contracts_asked, check_with_libraries
 from valora_train.cli import config_folder
+from valora_train.configuration import from_config
 from valora_train.errors import SettingsError
-from valora_train.settings import from_config
 
 
 def configured(*overrides: str):
@@ -134,9 +135,9 @@ def test_experiments_with_contracts_replace_shares_of_dedicated_adapters(experim
 
 def numbers(kind: type, prefix: str) -> list[str]:
     """Places of all settings that are numbers."""
-    places = []
+    places, hints = [], get_type_hints(kind)
     for item in fields(kind):
-        inner = settings._GROUPS.get(str(item.type))
+        inner = hints[item.name] if is_dataclass(hints[item.name]) else None
         words = {"Count", "Whole", "Seed", "Positive", "Weight", "Share", "ShareBelowOne"}
         words |= {"ShareAboveZero", "float"}
         if inner is not None and inner.__name__ != "TaskSettings":
@@ -190,6 +191,7 @@ def test_numbers(plain, place: str) -> None:
         ("train.seed", 2**40, "train.seed must be less than"),
         ("train.optimizer", "adam", "bad setting train.optimizer='adam'"),
         ("train.stepz", 3, "bad setting train.stepz=3: .*did you mean steps"),
+        ("tracking.alsoo", ["wandb"], "did you mean also"),
         ("heads.nms_iou", 1.5, "heads.nms_iou must be at most 1"),
         ("heads.pooling", "best", "bad setting heads.pooling='best'"),
         ("heads.options", {"poetry": {}}, "poetry"),
@@ -344,10 +346,10 @@ def test_folders_that_cannot_be_written(plain, tmp_path: Path, monkeypatch) -> N
 
 def test_nothing_heavy_is_imported_before_the_checks() -> None:
     program = (
-        "import sys\nfrom valora_train import cli, settings, checks\n"
+        "import sys\nfrom valora_train import checks, cli, configuration\n"
         "from hydra import compose, initialize_config_dir\n"
         "with initialize_config_dir(str(cli.config_folder()), version_base='1.3'):\n"
-        "    made = settings.from_config(compose('config', overrides=['model.device=cpu']))\n"
+        "    made = configuration.from_config(compose('config', overrides=['model.device=cpu']))\n"
         "checks.check(made)\n"
         "print(sorted({'torch', 'transformers', 'mlflow', 'peft', 'ultralytics', 'datasets',"
         " 'matplotlib'} & set(sys.modules)))\n"
@@ -356,7 +358,3 @@ def test_nothing_heavy_is_imported_before_the_checks() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
-
-
-def test_settings_are_dataclasses_that_name_their_groups() -> None:
-    assert all(is_dataclass(kind) for kind in settings._GROUPS.values())

@@ -7,6 +7,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from valora_train.cli import config_folder
+from valora_train.configuration import from_config
 from valora_train.errors import SettingsError
 from valora_train.fusion import shipped
 from valora_train.fusion.exact import exact_packing
@@ -22,7 +23,6 @@ from valora_train.fusion.replay import (
 from valora_train.fusion.requirement import contract_of
 from valora_train.fusion.shipped import FOLDER, finished_table, shipped_tasks
 from valora_train.fusion.strategies.registry import make_strategy
-from valora_train.settings import from_config
 
 TASKS = shipped_tasks()
 FEWEST = {

@@ -9,6 +9,7 @@ The parts:
 
 - `sizing`: what follows from the settings and the machine: device, pages, graph sizes;
 - `named`: what requests can name, and the adapters behind the names;
+- `intake`: checks what comes in, and makes sequences of it;
 - `requests`: waiting and running requests, and the memory that they hold;
 - `merge`: which adapter is merged into the base weights;
 - `launch`: from a decision to a step on the device; `images` encodes what it needs;
@@ -35,7 +36,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valora_data.contract.bundle import NF4
-from valora_data.wording import plural
 from valora_kernels.operators.registry import operator
 from valora_serve.catalogue.store import Store
 from valora_serve.engine import sizing
@@ -43,6 +43,7 @@ from valora_serve.engine.answers import Answers
 from valora_serve.engine.compress import prepare_compression
 from valora_serve.engine.crew import Crew
 from valora_serve.engine.images import ImageEncoder
+from valora_serve.engine.intake import Intake
 from valora_serve.engine.launch import Launcher
 from valora_serve.engine.lockstep import FollowingRunner, LeadingMemory, LeadingRunner
 from valora_serve.engine.merge import MergeState
@@ -56,28 +57,23 @@ from valora_serve.errors import (
     CancelledRequestError,
     DeadlineError,
     OverloadedError,
-    QuarantinedError,
     RequestError,
     ServeError,
     SettingsError,
     StoppedError,
-    TooLongError,
 )
 from valora_serve.memory.adapter_memory import AdapterMemory
 from valora_serve.memory.block_manager import BlockManager, Owner, PagePool
 from valora_serve.memory.prefix_memory import PrefixMemory
 from valora_serve.memory.unified import PageShape, UnifiedMemory
 from valora_serve.model.attention.base import KVCache
-from valora_serve.model.detokenizer import Detokenizer
-from valora_serve.model.heads import EMBEDDING, check_visual
 from valora_serve.model.lmm import Lmm
 from valora_serve.model.prompt import prepare_prompt
 from valora_serve.model.runner import ModelRunner
-from valora_serve.model.sampler import TokenCounts, make_generator
 from valora_serve.model.split_linears import SplitLinears
 from valora_serve.model.work import AdapterTable
 from valora_serve.orchestrator.cost_model import load_or_estimate
-from valora_serve.orchestrator.decision import RequestView, StepLimits, View, window
+from valora_serve.orchestrator.decision import StepLimits, View, window
 from valora_serve.orchestrator.registry import make_policy, modes_of
 from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.types import EngineStats, Finish, Mode, Output, Request
@@ -86,14 +82,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-    from valora_serve.catalogue.contexts import Context
     from valora_serve.engine.compress import Compression
     from valora_serve.engine.crew import Seat
     from valora_serve.engine.launch import Flight
     from valora_serve.engine.settings import EngineSettings
-    from valora_serve.memory.block_manager import ImageSpan
     from valora_serve.memory.unified import GroupSpec
-    from valora_serve.model.prompt import Prompt
     from valora_serve.orchestrator.cost_model import CostModel
     from valora_serve.orchestrator.decision import Decision
     from valora_serve.parallel.partition import LoraParallel
@@ -199,7 +192,6 @@ class Engine:
         if cuda if settings.compile is None else settings.compile:
             lmm.compile_layers()
         self.context_length = min(settings.context_length or lmm.context_length, lmm.context_length)
-        self._longest_token = max(map(len, lmm.tokenizer.get_vocab()))  # in characters
         mergeable = self._modes != {Mode.UNMERGED} and lmm.mergeable
         with self.start_up.phase("memory"):
             self.memory = self._make_memory(seat, mergeable=mergeable)
@@ -241,6 +233,16 @@ class Engine:
         self.images = ImageEncoder(self.runner, self.adapters, settings.image_cache_bytes)
         # A tokenizer is not thread-safe, and prompts are prepared in another thread.
         self._tokenizer = copy.deepcopy(lmm.tokenizer)
+        self._intake = Intake(
+            settings,
+            lmm,
+            self._tokenizer,
+            self.context_length,
+            self.named,
+            self.pool,
+            self.adapters,
+            self.prefixes,
+        )
         self._answers = Answers(
             lmm,
             self._tokenizer,
@@ -413,7 +415,7 @@ class Engine:
             ServeError: The request cannot be answered.
         """
         target = self.store.resolve(request.model)
-        self._check_characters(request)
+        self._intake.check_characters(request)
         prompt = prepare_prompt(self.lmm, request, target.model.prompt, target.context)
         return Prepared(request, target, prompt)
 
@@ -427,26 +429,8 @@ class Engine:
         Raises:
             ServeError: It cannot be made.
         """
-        self._check_characters(Request(name, text=wanted.document), "document")
+        self._intake.check_characters(Request(name, text=wanted.document), "document")
         return prepare_compression(self.lmm, self.store, wanted, name, self.context_length)
-
-    def _check_characters(self, request: Request, what: str = "prompt") -> None:
-        """Refuse a text that cannot fit, before it takes seconds to be tokenized.
-
-        Raises:
-            TooLongError: Even if all its tokens were the longest one, the text would not fit.
-        """
-        texts = [request.text or ""]
-        for message in request.messages or ():
-            content = message["content"]
-            parts = [{"text": content}] if isinstance(content, str) else content
-            texts += [part.get("text") or "" for part in parts]
-        most, chars = self.context_length * self._longest_token, sum(map(len, texts))
-        if chars > most:
-            raise TooLongError(
-                f"the {what} has {chars} characters, more than the {most} that fit into the "
-                f"context of {self.context_length} tokens: shorten it"
-            )
 
     def add(self, prepared: Prepared) -> None:
         """Put a request in the queue.
@@ -456,137 +440,12 @@ class Engine:
             QuarantinedError: Its adapter is quarantined.
             TooLongError: Prompt and answer do not fit.
         """
-        request, target, prompt = prepared.request, prepared.target, prepared.prompt
-        if self.requests.find(request.id) is not None:
-            raise RequestError(f"request id {request.id} is in use: choose another one")
-        head = target.head if request.head else None
-        if request.embed:
-            head = prepared.head or EMBEDDING
-        ids = list(prompt.ids)
-        if head is not None:
-            visual = sum(len(item.at) for item in prompt.visuals)
-            check_visual(head, visual, len(prompt.visuals))
-            if head.reads_visual:  # tokens after the last one that it reads change nothing
-                ids = ids[: max(int(item.at[-1]) for item in prompt.visuals) + 1]
-        # Behind a prefix, positions may go on later than at its last token.
-        last = len(ids) + max(prompt.delta if prompt.given else 0, 0)
-        most = self._answer_length(request, last, generates=head is None)
-        context = target.context
-        self._check_sampling(request, context)
-        key, adapter_pages = None, 0
-        if target.adapter is not None:
-            key = self.named.key(target.adapter)
-            if key not in self.adapters:
-                raise RequestError(f"{target.model.name} was unloaded: ask again")
-            if key in self.adapters.quarantined:
-                raise self._quarantined(key)
-            adapter_pages = self._adapter_pages(key)
-        size = self.settings.block_size
-        prefix = self._prefix_of(context)
-        prefix_pages = 0 if prefix is None else self.prefixes.pages(prefix)
-        own = prompt.given // size  # pages that the request shares with others of the context
-        pages = -(-(len(ids) + 1) // size) - own
-        needed = -(-(len(ids) + max(most, 1)) // size) - own + adapter_pages + prefix_pages
-        if needed > self.pool.pages - 1:
-            raise TooLongError(
-                f"prompt, answer, adapter and context need {plural(needed, 'page')}, the memory "
-                f"has {self.pool.pages - 1}: ask for fewer tokens"
-            )
-        now = time.monotonic()
-        adapter = target.adapter
-        vision = b"" if adapter is None else adapter.vision_content.encode()
-        view = RequestView(
-            id=request.id,
-            adapter=key,
-            rank=0 if adapter is None else adapter.rank,
-            arrival=now,
-            prompt_left=len(ids) - prompt.given,
-            output_left=most,
-            pages=pages,
-            adapter_pages=adapter_pages,
-            images=len(prompt.visuals),
-            deadline=None if request.deadline is None else now + request.deadline,
-            domain=request.model if target.model.kind == "domain" else None,
-            latency_limit=request.deadline,
-            client=self._client(request, key),
-        )
-        due = self.settings.policy_settings.due(view)
-        if due is not None:
-            view.latency_limit = due - now
-        self._arrived.append(now)
-        self.requests.add(
-            SequenceState(
-                request=request,
-                prompt=prompt,
-                adapter=key,
-                head=head,
-                view=view,
-                ids=ids,
-                prompt_tokens=len(ids),
-                salt=b"" if adapter is None else bytes.fromhex(adapter.content),
-                spans=_spans(prompt, vision),
-                vision=vision,
-                own_from=len(ids) - 1 if target.model.decode_only else prompt.given,
-                prefix=prefix,
-                root=b"" if context is None or prefix is None else bytes.fromhex(context.content),
-                text=Detokenizer(
-                    self._tokenizer, request.sampling.stop, request.sampling.min_tokens
-                ),
-                generator=make_generator(request.sampling, self.device),
-                max_new=most,
-                arrival=now,
-                counts=TokenCounts(prompt.words) if request.sampling.penalised else None,
-                scores=None if head or request.sampling.prompt_logprobs is None else [],
-            )
-        )
-
-    def _check_sampling(self, request: Request, context: Context | None) -> None:
-        """Check what of a request's sampling depends on the model.
-
-        Raises:
-            RequestError: It cannot be followed.
-        """
-        if request.sampling.prompt_logprobs is not None and context is not None:
-            raise RequestError(
-                f"prompt_logprobs: the tokens of context {context.name} have none: ask for those "
-                "of the answer (logprobs)"
-            )
-        vocabulary = self.lmm.vocabulary
-        for token, _ in request.sampling.logit_bias:
-            if not 0 <= token < vocabulary:
-                raise RequestError(
-                    f"logit_bias: expected tokens 0 to {vocabulary - 1}, got {token}"
-                )
-
-    def _prefix_of(self, context: Context | None) -> str | None:
-        """Return the key of a context's prefix, None if it has none.
-
-        Raises:
-            RequestError: It was deleted since the request was prepared.
-        """
-        if context is None or not context.has_prefix:
-            return None
-        key = self.named.prefix_key(context)
-        if key not in self.prefixes:
-            raise RequestError(f"context {context.name} was deleted: make it again")
-        return key
-
-    def _answer_length(self, request: Request, prompt_tokens: int, *, generates: bool) -> int:
-        """Return the most tokens to generate for a request; 0 if a head answers."""
-        room = self.context_length - prompt_tokens
-        if room < generates:
-            raise TooLongError(
-                f"the prompt has {prompt_tokens} tokens, the context length is "
-                f"{self.context_length}: shorten it, or send fewer or smaller images"
-            )
-        if not generates:
-            return 0
-        wanted = request.sampling.max_tokens
-        if wanted is None:
-            return room
-        if wanted < 1:
-            raise RequestError(f"max_tokens: expected at least 1, got {wanted}")
-        return min(wanted, room)
+        request_id = prepared.request.id
+        if self.requests.find(request_id) is not None:
+            raise RequestError(f"request id {request_id} is in use: choose another one")
+        sequence = self._intake.sequence(prepared)
+        self._arrived.append(sequence.arrival)
+        self.requests.add(sequence)
 
     def cancel(self, request_id: str, error: ServeError | None = None) -> bool:
         """End a request and release what it holds.
@@ -638,13 +497,6 @@ class Engine:
             log.error("adapter %s is not merged any more: %s", merged, reason)
             self.adapters.bar(merged, reason)
 
-    def _quarantined(self, key: str) -> QuarantinedError:
-        """Return the error of the requests of an adapter that is quarantined."""
-        return QuarantinedError(
-            f"adapter {self.named.name(key)} is quarantined ({self.adapters.quarantined[key]}): "
-            "use another model; loading the adapter again lifts the quarantine"
-        )
-
     # ------------------------------------------------------------------ steps
 
     @property
@@ -652,14 +504,6 @@ class Engine:
         """Whether there are unfinished requests or outputs that `step` has not returned yet."""
         requests = self.requests
         return bool(requests.waiting or requests.running or self._flight or self._answers.pending)
-
-    def _client(self, request: Request, adapter: str | None) -> str | None:
-        """Return who is charged for a request, None if no shares are kept."""
-        if self.settings.share_by == "key":
-            return request.client
-        if self.settings.share_by == "adapter":
-            return "base" if adapter is None else self.named.name(adapter)
-        return None
 
     @property
     def stalled(self) -> bool:
@@ -740,7 +584,7 @@ class Engine:
             and merged is not None
             and merged in self.adapters.quarantined
         ):
-            self._launcher.fail_adapter(merged, self._quarantined(merged))
+            self._launcher.fail_adapter(merged, self.named.quarantined(merged))
         self._idle = not decision.batch
         if self._idle and not view.running and not self.adapters.loading:
             self._release_merged()
@@ -789,18 +633,6 @@ class Engine:
             arrived=arrived,
             switchable=frozenset(resident - barred) if barred else None,
         )
-
-    def _adapter_pages(self, key: str) -> int:
-        """Return the pages that an adapter takes from keys and values."""
-        if self._unified:
-            return self.adapters.pages(key)
-        pages, most = self.adapters.pages(key), self.adapters.room.pool.pages
-        if pages > most:
-            raise RequestError(
-                f"adapter {self.named.name(key)} needs {plural(pages, 'page')}, {most} are kept "
-                "for adapters: raise adapter_share"
-            )
-        return 0
 
     @property
     def _unified(self) -> bool:
@@ -887,9 +719,3 @@ class Engine:
                 self._trace_file.close()
             except OSError as error:  # its last lines do not fit on the disk
                 log.warning("the end of the decision trace is lost: %s", error)
-
-
-def _spans(prompt: Prompt, vision: bytes) -> list[ImageSpan]:
-    """Return what stands behind placeholders of a prompt, for its keys in the prefix cache."""
-    spans = [span for item in prompt.visuals for span in item.spans(vision)]
-    return spans if prompt.memory is None else [prompt.memory.span, *spans]

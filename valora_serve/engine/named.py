@@ -9,7 +9,7 @@ from valora_data.errors import BundleError
 from valora_serve.catalogue.adapters import read_adapter
 from valora_serve.catalogue.contexts import reread_context
 from valora_serve.catalogue.effect import check_effect
-from valora_serve.errors import AdapterError
+from valora_serve.errors import AdapterError, QuarantinedError
 from valora_serve.memory.prefix_memory import pack_prefix
 from valora_serve.types import Mode
 
@@ -119,6 +119,13 @@ class Named:
     def name(self, key: str) -> str:
         """Return the name of an adapter; its key if only running requests still need it."""
         return self._names.get(key, [key])[0]
+
+    def quarantined(self, key: str) -> QuarantinedError:
+        """Return the error of the requests of an adapter that is quarantined."""
+        return QuarantinedError(
+            f"adapter {self.name(key)} is quarantined ({self._adapters.quarantined[key]}): "
+            "use another model; loading the adapter again lifts the quarantine"
+        )
 
     def load(
         self, folder: Path, name: str | None = None, *, decode_only: bool = False

@@ -1,0 +1,241 @@
+"""What comes into the engine: requests are checked against its limits, and become sequences."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from valora_data.wording import plural
+from valora_serve.engine.sequence import SequenceState
+from valora_serve.errors import RequestError, TooLongError
+from valora_serve.model.detokenizer import Detokenizer
+from valora_serve.model.heads import EMBEDDING, check_visual
+from valora_serve.model.sampler import TokenCounts, make_generator
+from valora_serve.orchestrator.decision import RequestView
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from valora_serve.catalogue.contexts import Context
+    from valora_serve.engine.named import Named
+    from valora_serve.engine.sequence import Prepared
+    from valora_serve.engine.settings import EngineSettings
+    from valora_serve.memory.adapter_memory import AdapterMemory
+    from valora_serve.memory.block_manager import ImageSpan, PagePool
+    from valora_serve.memory.prefix_memory import PrefixMemory
+    from valora_serve.model.lmm import Lmm
+    from valora_serve.model.prompt import Prompt
+    from valora_serve.types import Request
+
+
+class Intake:
+    """Checks requests against the limits of an engine, and makes sequences of them.
+
+    Args:
+        settings: Settings of the engine.
+        lmm: The base model.
+        tokenizer: Its tokenizer, for the engine's thread.
+        context_length: Longest prompt and answer together, in tokens.
+        named: Names and keys of adapters and prefixes.
+        pool: Pages of keys and values.
+        adapters: Adapters, on the host and on the device.
+        prefixes: Prefixes of contexts, on the host and on the device.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        lmm: Lmm,
+        tokenizer: Any,
+        context_length: int,
+        named: Named,
+        pool: PagePool,
+        adapters: AdapterMemory,
+        prefixes: PrefixMemory,
+    ) -> None:
+        self._settings, self._lmm, self._tokenizer = settings, lmm, tokenizer
+        self._context_length, self._named, self._pool = context_length, named, pool
+        self._adapters, self._prefixes = adapters, prefixes
+        self._longest_token = max(map(len, lmm.tokenizer.get_vocab()))  # in characters
+
+    def check_characters(self, request: Request, what: str = "prompt") -> None:
+        """Refuse a text that cannot fit, before it takes seconds to be tokenized.
+
+        May be called from any thread.
+
+        Args:
+            request: The request.
+            what: What its text is.
+
+        Raises:
+            TooLongError: Even if all its tokens were the longest one, the text would not fit.
+        """
+        texts = [request.text or ""]
+        for message in request.messages or ():
+            content = message["content"]
+            parts = [{"text": content}] if isinstance(content, str) else content
+            texts += [part.get("text") or "" for part in parts]
+        most, chars = self._context_length * self._longest_token, sum(map(len, texts))
+        if chars > most:
+            raise TooLongError(
+                f"the {what} has {chars} characters, more than the {most} that fit into the "
+                f"context of {self._context_length} tokens: shorten it"
+            )
+
+    def sequence(self, prepared: Prepared) -> SequenceState:
+        """Make the sequence of a request that arrives now.
+
+        Raises:
+            RequestError: The request cannot be answered.
+            QuarantinedError: Its adapter is quarantined.
+            TooLongError: Prompt and answer do not fit.
+        """
+        request, target, prompt = prepared.request, prepared.target, prepared.prompt
+        head = target.head if request.head else None
+        if request.embed:
+            head = prepared.head or EMBEDDING
+        ids = list(prompt.ids)
+        if head is not None:
+            visual = sum(len(item.at) for item in prompt.visuals)
+            check_visual(head, visual, len(prompt.visuals))
+            if head.reads_visual:  # tokens after the last one that it reads change nothing
+                ids = ids[: max(int(item.at[-1]) for item in prompt.visuals) + 1]
+        # Behind a prefix, positions may go on later than at its last token.
+        last = len(ids) + max(prompt.delta if prompt.given else 0, 0)
+        most = self._answer_length(request, last, generates=head is None)
+        adapter, context = target.adapter, target.context
+        self._check_sampling(request, context)
+        key, adapter_pages = None, 0
+        if adapter is not None:
+            key = self._named.key(adapter)
+            if key not in self._adapters:
+                raise RequestError(f"{target.model.name} was unloaded: ask again")
+            if key in self._adapters.quarantined:
+                raise self._named.quarantined(key)
+            adapter_pages = self._adapter_pages(key)
+        prefix = self._prefix_of(context)
+        prefix_pages = 0 if prefix is None else self._prefixes.pages(prefix)
+        size = self._settings.block_size
+        own = prompt.given // size  # pages that the request shares with others of the context
+        pages = -(-(len(ids) + 1) // size) - own
+        needed = -(-(len(ids) + max(most, 1)) // size) - own + adapter_pages + prefix_pages
+        if needed > self._pool.pages - 1:
+            raise TooLongError(
+                f"prompt, answer, adapter and context need {plural(needed, 'page')}, the memory "
+                f"has {self._pool.pages - 1}: ask for fewer tokens"
+            )
+        now = time.monotonic()
+        vision = b"" if adapter is None else adapter.vision_content.encode()
+        view = RequestView(
+            id=request.id,
+            adapter=key,
+            rank=0 if adapter is None else adapter.rank,
+            arrival=now,
+            prompt_left=len(ids) - prompt.given,
+            output_left=most,
+            pages=pages,
+            adapter_pages=adapter_pages,
+            images=len(prompt.visuals),
+            deadline=None if request.deadline is None else now + request.deadline,
+            domain=request.model if target.model.kind == "domain" else None,
+            latency_limit=request.deadline,
+            client=self._client(request, key),
+        )
+        due = self._settings.policy_settings.due(view)
+        if due is not None:
+            view.latency_limit = due - now
+        return SequenceState(
+            request=request,
+            prompt=prompt,
+            adapter=key,
+            head=head,
+            view=view,
+            ids=ids,
+            prompt_tokens=len(ids),
+            salt=b"" if adapter is None else bytes.fromhex(adapter.content),
+            spans=_spans(prompt, vision),
+            vision=vision,
+            own_from=len(ids) - 1 if target.model.decode_only else prompt.given,
+            prefix=prefix,
+            root=b"" if context is None or prefix is None else bytes.fromhex(context.content),
+            text=Detokenizer(self._tokenizer, request.sampling.stop, request.sampling.min_tokens),
+            generator=make_generator(request.sampling, self._lmm.device),
+            max_new=most,
+            arrival=now,
+            counts=TokenCounts(prompt.words) if request.sampling.penalised else None,
+            scores=None if head or request.sampling.prompt_logprobs is None else [],
+        )
+
+    def _answer_length(self, request: Request, prompt_tokens: int, *, generates: bool) -> int:
+        """Return the most tokens to generate for a request; 0 if a head answers."""
+        room = self._context_length - prompt_tokens
+        if room < generates:
+            raise TooLongError(
+                f"the prompt has {prompt_tokens} tokens, the context length is "
+                f"{self._context_length}: shorten it, or send fewer or smaller images"
+            )
+        if not generates:
+            return 0
+        wanted = request.sampling.max_tokens
+        if wanted is None:
+            return room
+        if wanted < 1:
+            raise RequestError(f"max_tokens: expected at least 1, got {wanted}")
+        return min(wanted, room)
+
+    def _check_sampling(self, request: Request, context: Context | None) -> None:
+        """Check what of a request's sampling depends on the model.
+
+        Raises:
+            RequestError: It cannot be followed.
+        """
+        if request.sampling.prompt_logprobs is not None and context is not None:
+            raise RequestError(
+                f"prompt_logprobs: the tokens of context {context.name} have none: ask for those "
+                "of the answer (logprobs)"
+            )
+        vocabulary = self._lmm.vocabulary
+        for token, _ in request.sampling.logit_bias:
+            if not 0 <= token < vocabulary:
+                raise RequestError(
+                    f"logit_bias: expected tokens 0 to {vocabulary - 1}, got {token}"
+                )
+
+    def _adapter_pages(self, key: str) -> int:
+        """Return the pages that an adapter takes from keys and values."""
+        pages, own = self._adapters.pages(key), self._adapters.room.pool
+        if own is self._pool:
+            return pages
+        if pages > own.pages:
+            raise RequestError(
+                f"adapter {self._named.name(key)} needs {plural(pages, 'page')}, {own.pages} are "
+                "kept for adapters: raise adapter_share"
+            )
+        return 0
+
+    def _prefix_of(self, context: Context | None) -> str | None:
+        """Return the key of a context's prefix, None if it has none.
+
+        Raises:
+            RequestError: It was deleted since the request was prepared.
+        """
+        if context is None or not context.has_prefix:
+            return None
+        key = self._named.prefix_key(context)
+        if key not in self._prefixes:
+            raise RequestError(f"context {context.name} was deleted: make it again")
+        return key
+
+    def _client(self, request: Request, adapter: str | None) -> str | None:
+        """Return who is charged for a request, None if no shares are kept."""
+        if self._settings.share_by == "key":
+            return request.client
+        if self._settings.share_by == "adapter":
+            return "base" if adapter is None else self._named.name(adapter)
+        return None
+
+
+def _spans(prompt: Prompt, vision: bytes) -> list[ImageSpan]:
+    """Return what stands behind placeholders of a prompt, for its keys in the prefix cache."""
+    spans = [span for item in prompt.visuals for span in item.spans(vision)]
+    return spans if prompt.memory is None else [prompt.memory.span, *spans]

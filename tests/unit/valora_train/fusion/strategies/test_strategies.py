@@ -5,7 +5,8 @@ import pytest
 from tests.support.oracle_tables import made_up_table
 from valora_train.fusion.plan import FusionPlan
 from valora_train.fusion.requirement import Requirement
-from valora_train.fusion.strategies.base import Strategy
+from valora_train.fusion.strategies import repack
+from valora_train.fusion.strategies.base import Proposal, Strategy
 from valora_train.fusion.strategies.registry import make_strategy
 
 
@@ -86,6 +87,50 @@ def test_repack_saves_the_adapter_that_greedy_packing_wastes():
     assert len(play(plan_of("paper", "abc"), lambda n, g: 0.9 if g in only else 0.7)) == 5
     assert made[-1] in ("a → adapter-3 committed", "c → adapter-1 committed")
     assert sorted(map(sorted, plan.packing.values())) == [["a", "c"], ["b"]]
+
+
+@pytest.mark.parametrize("strategy", ["repack:joint", "affinity"])
+def test_no_adapter_is_emptied_into_a_group_that_failed(strategy):
+    """Four domains moved, for nothing: the last move would have been what the first attempt was."""
+    plan = plan_of(strategy, "abc")
+    made = play(plan, lambda name, group: 0.78 if name == "c" and len(group) == 3 else 0.9)
+    assert made == ["a + b + c → adapter-1 committed", "c → adapter-2 committed"]
+    assert plan.packing == {"adapter-1": ("a", "b"), "adapter-2": ("c",)}
+
+
+class Scripted(Strategy):
+    """Proposes what it is told to, and then empties adapters."""
+
+    script = (
+        Proposal(("z", "x", "y")), Proposal(("p",)), Proposal(("q",)),
+        Proposal(("x", "y"), "adapter-2"), Proposal(("z", "x"), "adapter-3"),
+        Proposal(("z", "y"), "adapter-3"), Proposal(("p",), "adapter-3"),
+    )  # fmt: skip
+
+    def propose(self, view):
+        done = len(view.history)
+        return self.script[done] if done < len(self.script) else repack.emptying(view)
+
+
+FAIL = ({"p", "x", "y"}, {"q", "z", "x"}, {"q", "z", "y"}, {"p", "q"})
+
+
+@pytest.mark.parametrize("most", [repack.MOST_STEPS, 0])
+def test_the_first_move_leaves_room_for_those_after_it(monkeypatch, most):
+    # q has more slack than p; but beside q, z leaves p to both x and y.
+    monkeypatch.setattr(repack, "MOST_STEPS", most)  # 0: the moves are not looked ahead
+
+    def accuracy(name, group):
+        return 0.7 if any(part <= group for part in FAIL) else {"q": 0.95, "p": 0.85}.get(name, 0.9)
+
+    plan = FusionPlan({name: Requirement(0.8) for name in "zxypq"}, Scripted())
+    made = play(plan, accuracy)[len(Scripted.script) :]
+    if most:
+        assert made == ["z → adapter-2 committed", "q → adapter-1 committed"]
+        assert plan.packing == {"adapter-1": ("x", "y", "q"), "adapter-2": ("p", "z")}
+    else:
+        assert made[0] == "z → adapter-3 committed"
+        assert len(plan.packing) == 3
 
 
 def test_what_an_earlier_fusion_packed_is_not_repacked():

@@ -39,18 +39,23 @@ def emptying(view: View) -> Proposal | None:
         return None
     mine = {name for decision in view.history for name in decision.attempt.new}
     homes = [name for name, held in view.adapters.items() if mine.issuperset(held)]
+    failed = [
+        decision.accuracy.keys()
+        for decision in view.history
+        if not view.keeps(decision.accuracy) and len(decision.accuracy) > 1
+    ]
     for home in sorted(homes, key=lambda name: len(view.adapters[name])):
-        moves = [_moves(view, domain, home) for domain in view.adapters[home]]
+        moves = [_moves(view, domain, home, failed) for domain in view.adapters[home]]
         if not all(moves):
             continue
         for found in sorted(moves, key=len):
             for proposal in found:
-                if _leads_on(view, home, proposal):
+                if _leads_on(view, home, proposal, failed):
                     return proposal
     return None
 
 
-def _leads_on(view: View, home: str, move: Proposal) -> bool:
+def _leads_on(view: View, home: str, move: Proposal, failed: Sequence[Set[str]]) -> bool:
     """Whether the other domains of an adapter have room, too, once one has moved.
 
     Otherwise the moves before the last one, which is known to fail, would be trained for nothing.
@@ -59,7 +64,7 @@ def _leads_on(view: View, home: str, move: Proposal) -> bool:
     assert move.adapter is not None
     groups[move.adapter] |= {*move.new}
     rest = [name for name in view.adapters[home] if name not in move.new]
-    return _have_room(rest, list(groups.values()), _failed(view), [MOST_STEPS])
+    return _have_room(rest, list(groups.values()), failed, [MOST_STEPS])
 
 
 def _have_room(
@@ -90,9 +95,8 @@ def _have_room(
     return False
 
 
-def _moves(view: View, domain: str, home: str) -> list[Proposal]:
+def _moves(view: View, domain: str, home: str, failed: Sequence[Set[str]]) -> list[Proposal]:
     """Moves of a domain that are not known to fail, the adapter with the most slack first."""
-    failed = _failed(view)
     moved = {
         name
         for decision in view.history
@@ -108,13 +112,4 @@ def _moves(view: View, domain: str, home: str) -> list[Proposal]:
         if (group := {domain, *view.adapters[other]}) not in formed
         and not any(part <= group for part in failed)
         and not view.failed(Proposal((domain,), other))
-    ]
-
-
-def _failed(view: View) -> list[Set[str]]:
-    """Groups that do not keep what they must now."""
-    return [
-        decision.accuracy.keys()
-        for decision in view.history
-        if not view.keeps(decision.accuracy) and len(decision.accuracy) > 1
     ]

@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 
 G = TypeVar("G")
 
-MAX_SEQUENCES_WITH_PROMPTS = 256
-"""Largest number of sequences in a captured step with prompts."""
-
 TYPICAL_ROWS_PER_ADAPTER = 128
 """Rows of one adapter in a typical step with prompts, by which its LoRA tiles are chosen."""
 
@@ -347,7 +344,8 @@ class PromptGraphs(Graphs[PromptGraph]):
 
     def _max_sequences(self, rows: int) -> int:
         """Largest number of sequences in a captured step of `rows` rows."""
-        return min(rows, self._resources.max_requests, MAX_SEQUENCES_WITH_PROMPTS)
+        resources = self._resources
+        return min(rows, resources.max_requests, resources.backend.most_mixed)
 
     def typical(self, size: int, terms: int) -> LoraBatch | None:
         """Return a batch of prompts, each with an adapter of its own."""

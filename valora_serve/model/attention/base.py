@@ -88,6 +88,12 @@ class Rows:
         return np.arange(self.starts[-1]) + np.repeat(first - self.starts[:-1], counts)
 
     @property
+    def decoding(self) -> int:
+        """Number of sequences with one row before the first with more."""
+        longer = np.flatnonzero(np.diff(self.starts) != 1)
+        return int(longer[0]) if longer.size else len(self.lengths)
+
+    @property
     def owners(self) -> NDArray[np.int64]:
         """[rows] int64, index of each row's sequence."""
         counts = np.diff(self.starts)
@@ -159,9 +165,11 @@ class AttentionBackend(ABC):
     Attributes:
         auto_rank: Order in which ``auto`` tries the backends, the lowest first; None for a backend
             that is used only by its name.
+        most_mixed: Most sequences for which `mixed_plan` is asked.
     """
 
     auto_rank: ClassVar[int | None] = None
+    most_mixed: int = 256
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache

@@ -57,3 +57,48 @@ def test_chunks_of_a_sequence(kind, sizes, chunks):
         is_causal=True, enable_gqa=True,
     )[0].transpose(0, 1)  # fmt: skip
     torch.testing.assert_close(torch.cat(found).float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2)])
+@pytest.mark.parametrize("captured", [False, True])
+def test_mixes_of_decoding_and_prompts(heads, kv_heads, captured):
+    """Any mix of rows, also where a graph that was captured with another mix computes it."""
+    g = np.random.default_rng(0)
+    pages, most = 600, 512
+    cache = [torch.randn(2, pages, PAGE, kv_heads, WIDTH, dtype=torch.bfloat16, device="cuda")
+             for _ in range(2)]  # fmt: skip
+    cache[1].copy_(cache[0])
+    mine, other = (KVCache([(one[0], one[1])], PAGE, heads) for one in cache)
+    backend, reference = make_backend("flashinfer", mine), make_backend("torch", other)
+    plan = backend.mixed_plan(64, most) if captured else None
+    shape = (most, heads, WIDTH)
+    query = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+    key, value = torch.zeros(2, most, kv_heads, WIDTH, dtype=torch.bfloat16, device="cuda")
+    if plan is not None:
+        plan.run(0, query, key, value, WIDTH**-0.5)  # compiles kernels
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = plan.run(0, query, key, value, WIDTH**-0.5)
+    for decoding, prompts in [(0, 3), (20, 2), (63, 1), (40, 0), (1, 1), (0, 1), (5, 30)]:
+        counts = np.array([1] * decoding + g.integers(1, 400 // max(prompts, 1), prompts).tolist())
+        lengths = (counts + g.integers(0, 120, len(counts))).astype(np.int32)
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        free, tables = 1 + g.permutation(pages - 1), []
+        for length in lengths.tolist():
+            needed = -(-length // PAGE)
+            tables.append(free[:needed].tolist())
+            free = free[needed:]
+        rows, used = Rows(starts, lengths, tables), int(starts[-1])
+        for held in (query, key, value):
+            held[:used] = torch.randn_like(held[:used])
+        parts = [held[:used] for held in (query, key, value)]
+        expected = reference.plan(rows).run(0, *parts, WIDTH**-0.5)
+        if plan is None:
+            found = backend.plan(rows).run(0, *parts, WIDTH**-0.5)
+        else:
+            plan.update(rows)
+            graph.replay()
+            found = out[:used]
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(cache[0][:, 1:], cache[1][:, 1:])  # page 0 takes padding

@@ -8,10 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from valora_serve.model.attention import flashinfer_backend
 from valora_serve.model.attention.base import KVCache, Rows
 from valora_serve.model.attention.flashinfer_backend import FlashInferBackend
+from valora_serve.model.attention.torch_backend import TorchBackend
+
+PAGE, KV_HEADS, HEADS, WIDTH = 4, 1, 2, 8
 
 
 class Device:
@@ -19,12 +26,17 @@ class Device:
 
     Attributes:
         queue: What is enqueued, the oldest first.
-        computed: The plan that each step on the device was computed with.
+        computed: Kind of each kernel that has run, and what its plan says first.
     """
 
     def __init__(self) -> None:
         self.queue: list[Callable[[], None]] = []
-        self.computed: list[list[int]] = []
+        self.computed: list[tuple[str, list[int]]] = []
+
+    def finish(self) -> None:
+        """Run everything that is enqueued."""
+        while self.queue:
+            self.queue.pop(0)()
 
     def event(self) -> Any:
         """An event, as `torch.cuda.Event()` makes it."""
@@ -40,46 +52,112 @@ class Device:
 
         return SimpleNamespace(record=record, synchronize=synchronize)
 
-    def wrapper(self, *_: object, **__: object) -> Any:
-        """A wrapper of FlashInfer: its copies to the device begin in one buffer of the host."""
-        buffer: list[int] = []
-        copied: list[int] = []
+    def prefill(self, *_: object, **options: Any) -> Any:
+        """FlashInfer's wrapper for sequences of any number of rows."""
+        return self._wrapper(f"prefill {options['backend']}", options)
 
-        def plan(first: torch.Tensor, *_: object, **__: object) -> None:
-            buffer[:] = first.tolist()
-            self.queue.append(lambda: copied.__setitem__(slice(None), buffer))
+    def decode(self, *_: object, **options: Any) -> Any:
+        """FlashInfer's wrapper for sequences of one row."""
+        return self._wrapper("decode", options)
 
-        def run(query: torch.Tensor, _: object) -> torch.Tensor:
-            self.queue.append(lambda: self.computed.append(list(copied)))
-            return query
+    def _wrapper(self, kind: str, options: dict[str, Any]) -> Any:
+        """A wrapper: its copies to the device begin in one buffer of the host."""
+        buffer: list[Tensor] = []
+        copied: list[Tensor] = []
+        fixed: list[int] = []
+
+        def plan(*parts: Any, **_: object) -> None:
+            parts = parts if kind != "decode" else (torch.arange(len(parts[0])), *parts)
+            starts, indptr, indices, last, heads, kv_heads, width, page, *_ = parts
+            assert (heads, kv_heads, width, page) == (HEADS, KV_HEADS, WIDTH, PAGE)
+            assert len(starts) == len(indptr) == len(last) + 1
+            assert indptr[0] == 0
+            assert indptr[-1] == len(indices)
+            if options.get("use_cuda_graph"):
+                fixed[:] = fixed or [len(last)]
+                assert fixed == [len(last)], "a captured wrapper has a fixed number of sequences"
+            buffer[:] = [part.clone() for part in (starts, indptr, indices, last)]
+
+            def copy() -> None:
+                copied[:] = buffer
+                for name, new in zip(
+                    ("indptr", "indices", "last_page_len"), buffer[1:], strict=True
+                ):
+                    held = options.get(f"paged_kv_{name}_buf")
+                    held = options.get(f"paged_kv_{name}_buffer") if held is None else held
+                    if held is not None:
+                        held[: len(new)] = new
+
+            self.queue.append(copy)
+
+        def run(query: Tensor, pages: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
+            def attend() -> None:
+                starts, indptr, indices, last = copied
+                self.computed.append((kind, (indptr if kind == "decode" else starts).tolist()))
+                for i, tokens in enumerate(last.tolist()):
+                    table = indices[indptr[i] : indptr[i + 1]].long()
+                    length = (len(table) - 1) * PAGE + tokens
+                    own = slice(int(starts[i]), int(starts[i + 1]))
+                    count = own.stop - own.start
+                    key, value = (x[table].flatten(0, 1)[:length] for x in pages)
+                    seen = torch.ones(count, length, dtype=torch.bool).tril(length - count)
+                    out[own] = scaled_dot_product_attention(
+                        *(x.transpose(0, 1)[None] for x in (query[own], key, value)),
+                        attn_mask=seen, enable_gqa=True,
+                    )[0].transpose(0, 1)  # fmt: skip
+
+            self.queue.append(attend)
+            return out
 
         return SimpleNamespace(plan=plan, run=run)
+
+    def append(self, key: Tensor, value: Tensor, owner: Tensor, position: Tensor,
+               pages: tuple[Tensor, Tensor], indices: Tensor, indptr: Tensor,
+               last: Tensor) -> None:  # fmt: skip
+        """FlashInfer's `append_paged_kv_cache`."""
+        del last
+
+        def write() -> None:
+            at = indices[indptr[owner.long()] + position // PAGE].long()
+            for held, new in zip(pages, (key, value), strict=True):
+                held[at, position.long() % PAGE] = new
+
+        self.queue.append(write)
+
+
+def replaced(patch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> Device:
+    """Put a simulated device of a compute capability in place of FlashInfer and CUDA."""
+    found = Device()
+    library = SimpleNamespace(
+        BatchPrefillWithPagedKVCacheWrapper=found.prefill,
+        BatchDecodeWithPagedKVCacheWrapper=found.decode,
+        append_paged_kv_cache=found.append,
+    )
+    patch.setitem(sys.modules, "flashinfer", library)
+    patch.setattr(torch.cuda, "Event", found.event)
+    patch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    patch.setattr(flashinfer_backend, "WORKSPACE_BYTES", 1)
+    return found
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    found = Device()
-    library = SimpleNamespace(
-        BatchPrefillWithPagedKVCacheWrapper=found.wrapper,
-        BatchDecodeWithPagedKVCacheWrapper=found.wrapper,
-        append_paged_kv_cache=lambda *_: None,
-    )
-    monkeypatch.setitem(sys.modules, "flashinfer", library)
-    monkeypatch.setattr(torch.cuda, "Event", found.event)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(flashinfer_backend, "WORKSPACE_BYTES", 1)
-    return found
+    return replaced(monkeypatch)
+
+
+def empty_cache(pages: int) -> KVCache:
+    shape = (pages, PAGE, KV_HEADS, WIDTH)
+    return KVCache([(torch.zeros(shape), torch.zeros(shape))], PAGE, HEADS)
 
 
 @pytest.mark.parametrize("kind", ["plan", "mixed_plan", "decode_plan"])
 def test_steps_of_a_device_that_is_behind_keep_their_plans(device: Device, kind: str) -> None:
-    page = torch.zeros(32, 4, 1, 8)
-    backend = FlashInferBackend(KVCache([(page, page)], block_size=4, heads=1))
+    backend = FlashInferBackend(empty_cache(32))
     fixed: Any = {
         "mixed_plan": lambda: backend.mixed_plan(2, 8),
         "decode_plan": lambda: backend.decode_plan(1),
     }.get(kind, lambda: None)()
-    steps = [(1, 5), (1, 14)] if kind == "decode_plan" else [(3, 5), (2, 14), (1, 20)]
+    steps = [(1, 5), (1, 14)] if kind == "decode_plan" else [(3, 5), (2, 14), (4, 20)]
     expected = []
     for count, length in steps:
         rows = Rows(np.array([0, count], np.int32), np.array([length], np.int32), [[*range(5)]])
@@ -88,21 +166,83 @@ def test_steps_of_a_device_that_is_behind_keep_their_plans(device: Device, kind:
         else:
             fixed.update(rows)
             plan = fixed
-        x = torch.zeros(8, 1, 8)
-        plan.run(0, x, x, x, 1.0)
-        expected.append([0, -(-length // 4)] if kind == "decode_plan" else [0, count])
-    while device.queue:
-        device.queue.pop(0)()
-    assert [plan[:2] for plan in device.computed] == expected
+        rows_of_plan = 8 if kind == "mixed_plan" else count
+        x = torch.zeros(rows_of_plan, HEADS, WIDTH)
+        plan.run(0, x, x[:, :KV_HEADS], x[:, :KV_HEADS], 1.0)
+        expected.append([0, -(-length // PAGE)] if kind == "decode_plan" else [0, count])
+    device.finish()
+    name = "decode" if kind == "decode_plan" else "prefill fa3"
+    assert [plan[:2] for made, plan in device.computed if made == name] == expected
 
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("kind", ["mixed_plan", "decode_plan"])
 def test_sequences_that_share_a_prefix_fit(kind: str) -> None:
     """Together their tables have many more pages than the cache."""
-    page = torch.zeros(32, 4, 1, 8)
-    backend = FlashInferBackend(KVCache([(page, page)], block_size=4, heads=1))
+    backend = FlashInferBackend(empty_cache(32))
+    if kind == "mixed_plan":
+        backend.mixed_plan(20, 32)  # whose buffers are smaller
     plan: Any = backend.mixed_plan(20, 64) if kind == "mixed_plan" else backend.decode_plan(20)
     shared = Rows(np.arange(21, dtype=np.int32), np.full(20, 124, np.int32), [[*range(1, 32)]] * 20)
     assert plan.max_pages >= 20 * 31
     plan.update(shared)
+
+
+SEQUENCES = st.lists(
+    st.tuples(st.integers(0, 30), st.one_of(st.just(1), st.integers(1, 12))), min_size=1, max_size=6
+)
+"""Sequences: tokens that are cached, and rows of the step."""
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(SEQUENCES, min_size=1, max_size=3), st.booleans(), st.booleans())
+@example([[(9, 1), (4, 1), (0, 6), (3, 2)]], True, True)
+@example([[(9, 1)], [(4, 3), (2, 1)], [(5, 1), (1, 1)]], True, True)
+@example([[(3, 2), (9, 1)]], True, False)
+def test_attention_is_that_of_plain_torch(
+    steps: list[list[tuple[int, int]]], fixed: bool, hopper: bool
+) -> None:
+    """For any mix of rows: each step's outputs, and the cache behind it."""
+    with pytest.MonkeyPatch.context() as patch:
+        device = replaced(patch, (9, 0) if hopper else (8, 0))
+        mine, other = empty_cache(96), empty_cache(96)
+        backend, reference = FlashInferBackend(mine), TorchBackend(other)
+        most = 80
+        captured = backend.mixed_plan(8, most) if fixed else None
+        g = torch.Generator().manual_seed(0)
+        for held in (mine, other):
+            for pages in held.layers[0]:
+                pages.copy_(torch.randn(pages.shape, generator=g.manual_seed(7)))
+        for sequences in steps:
+            starts = np.cumsum([0, *(count for _, count in sequences)]).astype(np.int32)
+            lengths = np.array([cached + count for cached, count in sequences], np.int32)
+            tables = [[*range(1 + 11 * i, 12 + 11 * i)] for i in range(len(sequences))]
+            rows = Rows(starts, lengths, tables)
+            used = int(starts[-1])
+            query = torch.randn(used, HEADS, WIDTH, generator=g)
+            key, value = torch.randn(2, used, KV_HEADS, WIDTH, generator=g)
+            expected = reference.plan(rows).run(0, query, key, value, WIDTH**-0.5)
+            if captured is None:
+                plan: Any = backend.plan(rows)
+                parts = [query, key, value]
+            else:
+                captured.update(rows)
+                plan = captured
+                parts = [pad(x, (0, 0, 0, 0, 0, most - used)) for x in (query, key, value)]
+            found = plan.run(0, *parts, WIDTH**-0.5)
+            device.finish()
+            torch.testing.assert_close(found[:used], expected)
+        for one, two in zip(mine.layers[0], other.layers[0], strict=True):
+            torch.testing.assert_close(one[1:], two[1:])  # page 0 takes the rows that pad a step
+
+
+def test_decoding_rows_have_a_kernel_of_their_own(device: Device) -> None:
+    """Three sequences of one row, then two with more; the last one of one row comes too late."""
+    backend = FlashInferBackend(empty_cache(32))
+    starts = np.array([0, 1, 2, 3, 9, 14, 15], np.int32)
+    rows = Rows(starts, np.array([9, 3, 5, 6, 8, 2], np.int32), [[i + 1, i + 8, i + 15]
+                for i in range(6)])  # fmt: skip
+    x = torch.zeros(15, HEADS, WIDTH)
+    backend.plan(rows).run(0, x, x[:, :KV_HEADS], x[:, :KV_HEADS], 1.0)
+    device.finish()
+    assert device.computed == [("decode", [0, 3, 4, 6]), ("prefill fa3", [0, 6, 11, 12])]

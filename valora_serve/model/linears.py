@@ -54,10 +54,15 @@ class LoraScope:
 
     Attributes:
         operator: Computes the LoRA terms.
+        compiled: Whether torch compiles what is computed between the layers: it is told that their
+            widths never change. An activation divides its indices by the width, and takes twice
+            the time where a kernel does not know it (172 instead of 82 us for 5,188 rows of 11,008
+            on an H200).
     """
 
     def __init__(self) -> None:
         self.operator = operator(ATMM)
+        self.compiled = False
         self._text: LoraBatch | None = None
         self._vision: Callable[[int], LoraBatch | None] | None = None
 
@@ -177,6 +182,9 @@ class LinearGroup:
         """Output of the first layer; those of the others are kept until another group computes."""
         self._last.hold(self)
         self._input, self._outputs = x, self._compute(x)
+        if self._scope.compiled:
+            for part in self._outputs:
+                torch._dynamo.mark_static(part, part.ndim - 1)
         return self._outputs[0]
 
     def output(self, index: int, x: Tensor) -> Tensor:

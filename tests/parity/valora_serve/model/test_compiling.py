@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engine_reference import make_engine
+from tests.support.engine_reference import make_engine, run
 from tests.support.lmm_checkpoints import save_llava
 from tests.support.lora_cases import make_case
 from tests.support.serve_helpers import LANGUAGE, make_adapter
@@ -18,6 +18,7 @@ from valora_kernels.launching import compiling_together
 from valora_kernels.tiling import Tiling
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
 from valora_serve.model.graphs import DecodeGraph
+from valora_serve.types import Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -101,3 +102,37 @@ def test_without_it_kernels_are_compiled_one_after_the_other(
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
     runner.compile_together([])
     assert "kernels are compiled one after the other" in caplog.text
+
+
+def test_widths_are_known_where_torch_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of other numbers of rows run the same code; activations know all but that number."""
+    base = str(save_llava(tmp_path / "base", seed=2))
+    compile_, graphs, unknown = torch.compile, list[Any](), set[tuple[int, ...]]()
+
+    def noted(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(graph)
+        if graph.graph.find_nodes(op="call_function", target=torch.nn.functional.silu):
+            for node in graph.graph.find_nodes(op="placeholder"):
+                value = node.meta["example_value"]
+                if isinstance(value, torch.Tensor):
+                    sizes = enumerate(value.shape)
+                    unknown.add(tuple(at for at, size in sizes if isinstance(size, torch.SymInt)))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compile_(f, backend=noted, dynamic=True))
+    answers: list[list[list[int]]] = []
+    for compiled in (False, True):
+        engine = make_engine(base, {}, fresh=True, compile=compiled, policy="slora")
+        answers.append([])
+        for number, count in enumerate((9, 4, 17)):
+            asked = Request(str(number), token_ids=[*range(5, 5 + count)],
+                            sampling=SamplingParams(max_tokens=3, ignore_eos=True))  # fmt: skip
+            answers[-1].append(run(engine, [asked])[asked.id].tokens)
+            if number == 0:
+                first = len(graphs)
+        engine.close()
+    assert answers[0] == answers[1]
+    assert 0 < first == len(graphs)
+    assert unknown == {(), (1,)}  # [1, rows, width] of one row, and of several

@@ -117,8 +117,8 @@ def test_widths_are_known_where_torch_compiles(
             for node in graph.graph.find_nodes(op="placeholder"):
                 value = node.meta["example_value"]
                 if isinstance(value, torch.Tensor):
-                    sizes = enumerate(value.shape)
-                    unknown.add(tuple(at for at, size in sizes if type(size) is torch.SymInt))
+                    sizes: Any = enumerate(value.shape)
+                    unknown.add(tuple(at for at, size in sizes if isinstance(size, torch.SymInt)))
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", lambda f, **_: compile_(f, backend=noted, dynamic=True))

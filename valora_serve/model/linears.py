@@ -425,10 +425,16 @@ class Linears:
         self._bind_to({name: one.lora for name, one in self.groups.items() if one.lora is not None})
 
     def _bind_to(self, lora: Mapping[str, LoraWeights]) -> None:
+        # An engine that had the model before may have made groups mergeable that this one's
+        # adapters do not change.
         for weights in self.merged:
             found = {module: self.group_of[module] for module in weights.shapes}
             weights.bind(
-                {module: (lora[group.spec.name], index) for module, (group, index) in found.items()}
+                {
+                    module: (lora[group.spec.name], index)
+                    for module, (group, index) in found.items()
+                    if group.spec.name in lora
+                }
             )
 
     def _make_mergeable(self, names: Iterable[str]) -> None:

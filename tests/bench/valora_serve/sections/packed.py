@@ -26,13 +26,7 @@ def packed(bench):
         bench.warm(names)
         asked = [bench.request(i, *sizes[i], names[chosen[i]]) for i in range(count)]
         ours = metrics(*bench.drive(asked))["requests"]
-        engine = bench.engine
-        largest = max(engine.adapters.pages(engine.named.key(engine.store.resolve(x).adapter))
-                      for x in names[:4])  # fmt: skip
-        page = engine.memory.page
-        item = engine.memory.storage.element_size()
-        memory = engine.memory.pages * page.elements * item
-        share = min(0.9, engine.memory.slots * largest / engine.memory.pages)
+        page, item, memory, share = sizes_of(bench.engine, names)
         names = bench.start("slora", n, (64, 32, 16, 8), capture="lazy", adapter_share=share)
         bench.warm(names)
         fixed = metrics(*bench.drive(asked))["requests"]
@@ -57,3 +51,15 @@ def packed(bench):
     table(f"Throughput, {count} requests at once, ranks 64, 32, 16, 8: requests/s",
           ["adapters", "unified memory", "fixed pool", "fixed / unified",
            "a merged copy each", "unified / copies"], rows)  # fmt: skip
+
+
+def sizes_of(engine, names):
+    """Shape of a page, bytes of an element, bytes of all pages, and the share for all slots.
+
+    No reference to the engine is left, so that its memory is free before the next one starts.
+    """
+    adapters, memory = engine.adapters, engine.memory
+    keys = [engine.named.key(engine.store.resolve(name).adapter) for name in names[:4]]
+    item = memory.storage.element_size()
+    share = min(0.9, memory.slots * max(map(adapters.pages, keys)) / memory.pages)
+    return memory.page, item, memory.pages * memory.page.elements * item, share

@@ -488,3 +488,18 @@ def test_loading_and_unloading_while_requests_run(
     assert [key.split("#")[0] for key in engine.named.known()] == ["everything"]
     assert len(engine.adapters) == 1
     assert_empty(engine)
+
+
+def test_a_model_goes_from_one_engine_to_the_next(
+    base: str, adapters: dict[str, Path], reference: Reference
+) -> None:
+    """Also where the next one's adapters change fewer linears than were merged into before."""
+    engine = make_engine(base, {"patterns": adapters["patterns"]}, policy="merge_only")
+    for name in ("patterns", "attention", "mlp"):
+        if name != "patterns":
+            engine = Engine(engine.settings, engine.lmm, engine.cost)
+            engine.load(adapters[name], name)
+        requests = mixed([name, None, name])
+        check(run(engine, requests), requests, reference)
+        engine.close()
+        engine.lmm.linears.release()

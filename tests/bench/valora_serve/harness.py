@@ -14,16 +14,15 @@ from tests.bench.valora_serve.serve_models import BASES, PROCESSOR, TARGETS, add
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.profile import ensure_costs
 from valora_serve.engine.sequence import Prepared
-from valora_serve.engine.settings import LAZY, EngineSettings
+from valora_serve.engine.settings import EngineSettings
 from valora_serve.model.lmm import Lmm
-from valora_serve.model.preparation import KERNELS, MIXTURE
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import make_policy
 from valora_serve.pauses import short_pauses
 from valora_serve.types import Mode, Request, SamplingParams
 
-FEW = {"max_requests": 64, "capture": "lazy", "image_cache_bytes": 0}
-"""Settings of an engine that is ready soon, which several sections share."""
+FEW = {"max_requests": 64, "image_cache_bytes": 0}
+"""Settings of an engine with few graphs, which several sections share."""
 
 POLICIES = ("merge_only", "unmerge_only", "dlora", "slora", "valora", "cost")
 
@@ -85,13 +84,12 @@ class Bench:
             "pages": 2000 if small else None,
             "prompt_graphs": None if self.arguments.prompt_graphs else False,
         }  # fmt: skip
-        # `cost` goes into every mode, so all that any policy needs is captured.
+        # `cost` goes into every mode, so all that any policy needs is captured, before the clock
+        # runs: a lazy start leaves kernels for later, and requests wait for them.
         self.engine = Engine(EngineSettings(policy="cost", **(defaults | options)), self.lmm)
         names = add_adapters(self.engine, adapters, ranks, targets=self.targets) if adapters else []
         start = time.monotonic()
         self.engine.warm_up()
-        if self.engine.settings.capture == LAZY:
-            self._capture_likely()
         ensure_costs(self.engine)
         self.pauses.enter_context(short_pauses())  # as the server does
         print(f"[{adapters} adapters: warm after {time.monotonic() - start:.1f} s, "
@@ -127,15 +125,6 @@ class Bench:
         ids = np.random.default_rng(number).integers(3, 32000, tokens).tolist()
         sampling = SamplingParams(max_tokens=output, ignore_eos=True)
         return Request(str(number), name, token_ids=ids, sampling=sampling, **options)
-
-    def _capture_likely(self):
-        """Capture what a lazy start has left of the likely steps: those of mixture mode."""
-        left = [one for one in self.engine.start_up.left if one.kind != KERNELS]
-        largest = {kind: max(one.size for one in left if one.kind == kind)
-                   for kind in {one.kind for one in left}}  # fmt: skip
-        for one in left:
-            if one.terms == MIXTURE and (one.likely or one.size == largest[one.kind]):
-                self.engine.runner.prepare(one)
 
     def policy(self, name, **settings):
         """Decide by another policy from now on, with pristine weights."""

@@ -23,7 +23,7 @@ PARTS = {
 """What is taken away, as settings: nothing, ATMM (for another operator), or a part."""
 ORDER = sorted(PARTS, key=lambda name: name not in ("none", "switch", "mixture"))
 """First what one engine can do."""
-COMMON = {"prefix_cache": True, "max_requests": 32, "max_adapters": ADAPTERS, "capture": "lazy"}
+COMMON = {"prefix_cache": True, "max_requests": 32, "max_adapters": ADAPTERS}
 
 
 def requests_of(bench, names, times, scene):

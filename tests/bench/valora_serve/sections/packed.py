@@ -22,12 +22,12 @@ def packed(bench):
     for n in (5, 100):
         chosen = np.random.default_rng(1).integers(0, n, count)
         sizes = [tuple(map(int, pair)) for pair in lengths]
-        names = bench.start("slora", n, (64, 32, 16, 8), capture="lazy")
+        names = bench.start("slora", n, (64, 32, 16, 8))
         bench.warm(names)
         asked = [bench.request(i, *sizes[i], names[chosen[i]]) for i in range(count)]
         ours = metrics(*bench.drive(asked))["requests"]
         page, item, memory, share = sizes_of(bench.engine, names)
-        names = bench.start("slora", n, (64, 32, 16, 8), capture="lazy", adapter_share=share)
+        names = bench.start("slora", n, (64, 32, 16, 8), adapter_share=share)
         bench.warm(names)
         fixed = metrics(*bench.drive(asked))["requests"]
         weights = sum(p.nbytes for p in bench.model.parameters())
@@ -35,7 +35,7 @@ def packed(bench):
         copies = None
         pages = left // (page.elements * item)
         if pages * page.block_size > 2 * lengths.max():
-            bench.start("slora", capture="lazy", pages=int(pages))
+            bench.start("slora", pages=int(pages))
             bench.warm([])
             groups = [np.flatnonzero(chosen == mine).tolist() for mine in range(n)]
             seconds = sum(

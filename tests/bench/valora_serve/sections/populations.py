@@ -18,8 +18,7 @@ def populations(bench):
     lengths = np.random.default_rng(7).integers(8, 257, (total, 2))
     rates = {}
     for n in counts:
-        names = bench.start("cost", n, (8,), slots=256, max_adapters=256, max_requests=256,
-                            capture="lazy")  # fmt: skip
+        names = bench.start("cost", n, (8,), slots=256, max_adapters=256, max_requests=256)
         bench.warm(names[:64])
         chosen = np.random.default_rng(8).integers(0, n, total)
         asked = [bench.request(i, *map(int, lengths[i]), names[chosen[i]]) for i in range(total)]

@@ -29,7 +29,7 @@ def slo(bench):
     first token by then, or was given up, counts as missed.
     """
     arguments = bench.arguments
-    names = bench.start("slora", 100, (64, 32, 16, 8), max_requests=64, capture="lazy")
+    names = bench.start("slora", 100, (64, 32, 16, 8), max_requests=64)
     bench.warm(names)
     attained, happy = {}, {}
     for rate in arguments.overload:

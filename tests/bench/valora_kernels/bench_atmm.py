@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -31,9 +32,10 @@ from valora_kernels.gpus.detect import gpu_of
 from valora_kernels.lookup import choose
 from valora_kernels.merge import MergeableWeights
 from valora_kernels.metadata import group_rows
+from valora_kernels.project import _apart as apart
 from valora_kernels.project import add_projection
 from valora_kernels.search import Search
-from valora_kernels.tiling import ProjectionGroup
+from valora_kernels.tiling import ProjectionGroup, ProjectTiling
 from valora_kernels.timing import Inputs, KernelWorkload, replay_times, spread, times_in_turn
 from valora_kernels.weights import LoraWeights
 
@@ -42,7 +44,15 @@ GRID = Path(__file__).with_name("lora_kernels_h200.csv")
 MIXED = (64, 32, 16, 8)
 LARGEST_ERROR = 0.02
 """Relative error that the result of another operator may have."""
-SECTIONS = ("grid", "off", "projection", "merge")
+SECTIONS = ("grid", "off", "projection", "layer", "merge")
+LAYER = {
+    "q, k, v": (4096, (4096, 4096, 4096)),
+    "o": (4096, (4096,)),
+    "gate, up": (4096, (11008, 11008)),
+    "down": (11008, (4096,)),
+}
+"""Linears of a 7B decoder layer that share their input: inputs, and outputs of each."""
+FOLDED = ProjectTiling(128, 256, 64, 8, 3, fold=True)
 
 
 @dataclass
@@ -385,6 +395,55 @@ def projection_totals(lines: list[str], repeats: int) -> list[dict[str, float]]:
     return found
 
 
+def layer_totals(lines: list[str], repeats: int) -> list[dict[str, float | str]]:
+    """Time the groups of linears of a layer in prompts, an adapter of rank 64 per 1,024 rows."""
+    found: list[dict[str, float | str]] = []
+    lines += [
+        "",
+        "| rows | linears | x·W | as chosen | ratio | library, LoRA before or after | folded "
+        "| LoRA after x·W |",
+        "|---" * 8 + "|",
+    ]
+    for rows, (name, (width, outs)) in product((256, 1024, 2048, 4096, 8192), LAYER.items()):
+        adapters = max(1, rows // 1024)
+        work = KernelWorkload(spread(rows, adapters), [64] * adapters, width, outs, most=4)
+        calls: dict[str, list[Callable[[], object]]] = {}
+        for one in work.sets:
+            # As in a model: one matrix of all weights, one of all outputs.
+            whole = torch.empty(rows, sum(outs), device="cuda", dtype=torch.bfloat16)
+            ys = list(whole.split(outs, dim=1))
+            weight = torch.randn(sum(outs), width, device="cuda", dtype=torch.bfloat16) / 64
+            given = (ys, one.x, list(weight.split(outs)), one.weights, work.batch)
+            base = partial(torch.mm, one.x, weight.T, out=whole)
+
+            def after(base=base, ys=ys, one=one, batch=work.batch) -> None:
+                base()
+                atmm(ys, one.x, one.weights, batch)
+
+            ways = {
+                "base": base,
+                "chosen": partial(add_projection, *given),
+                "apart": partial(apart, *given[:3], [None] * len(outs), *given[3:]),
+                "folded": partial(add_projection, *given, tiling=FOLDED),
+                "after": after,
+            }
+            for way, call in ways.items():
+                calls.setdefault(way, []).append(call)
+        measured = times_in_turn(calls, repeats=repeats, at_least=8)
+        times = {way: float(np.median(us)) for way, us in measured.items()}
+        found.append({"rows": rows, "linears": name, **times})
+        ratio = times["chosen"] / times["base"]
+        cells = [times[way] for way in ("apart", "folded", "after")]
+        lines.append(
+            f"| {rows} | {name} | {times['base']:.1f} | {times['chosen']:.1f} | **{ratio:.3f}** | "
+            + " | ".join(f"{us:.1f}" for us in cells) + " |"
+        )  # fmt: skip
+        print(lines[-1], flush=True)
+        del work, calls
+        torch.cuda.empty_cache()
+    return found
+
+
 def peft_merge_time(layers: int, rank: int) -> float:
     """Microseconds that PEFT's own `merge_adapter` takes for the same model."""
     from peft import LoraConfig, get_peft_model
@@ -524,6 +583,8 @@ def main() -> None:
     if "projection" in args.only:
         data["projection"] = projection_totals(lines, args.repeats)
         torch.cuda.empty_cache()
+    if "layer" in args.only:
+        data["layer"] = layer_totals(lines, args.repeats)
     if "merge" in args.only:
         data["merge"] = merging(lines)
     lines.append(f"\nTook {time.time() - started:.0f} s.")

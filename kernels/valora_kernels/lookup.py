@@ -186,10 +186,14 @@ def is_measured(gpu: Gpu) -> bool:
 
 
 def table_of(gpu: Gpu) -> TilingTable:
-    """The table of a GPU; an empty one if nothing was measured on it."""
+    """The table of a GPU; if nothing was measured on it, that of one like it, or an empty one."""
     if gpu not in _tables:
         found = gpu.table if is_measured(gpu) else None
-        _tables[gpu] = TilingTable.load(found, gpu) if found else TilingTable(gpu, [])
+        if found is not None:
+            _tables[gpu] = TilingTable.load(found, gpu)
+        else:
+            entries = table_of(gpu.like).entries if gpu.like is not None else {}
+            _tables[gpu] = TilingTable(gpu, entries.items())
     return _tables[gpu]
 
 

@@ -245,14 +245,17 @@ def _tilings(gpu: GpuFacts, patient: Patient) -> Finding:
     if is_measured(known):
         return Finding(Level.FINE, "tilings", f"measured for {name}")
     by_hand = "`valora-tile --model 7b` on it measures them"
+    how = "rules choose them, and the LoRA kernels are slower"
+    if known.like is not None:
+        how = f"those of the {known.like.name}, which has the same chip, are used"
     if patient.tensor_parallel > 1:
-        text = f"none for {name}: rules choose them, and the LoRA kernels are slower"
+        text = f"none for {name}: {how}"
         return Finding(Level.NOTE, "tilings", text, by_hand)
-    file = tiling_file(EngineSettings(), name)
+    file = tiling_file(EngineSettings(), known.name)
     if count := len(read_table(file, known).entries):
         text = f"{plural(count, 'shape')} measured for {name} while a server was idle, in {file}"
         return Finding(Level.FINE, "tilings", text)
-    text = f"none for {name} yet: rules choose them, and the LoRA kernels are slower"
+    text = f"none for {name} yet: {how}"
     remedy = f"the server measures them while it is idle; {by_hand} with more candidates"
     return Finding(Level.NOTE, "tilings", text, remedy)
 

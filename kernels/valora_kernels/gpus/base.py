@@ -62,6 +62,7 @@ class Gpu:
         capability: Compute capability, e.g. (9, 0).
         table: JSON file of the tilings that were measured on it; None, or a file that does not
             exist, where nothing was measured.
+        like: A GPU with the same chip, whose tilings are used where none were measured.
         default: Arrangement whose rules choose a tiling where nothing was measured.
         direct: Thresholds of each arrangement that is asked before the table, by its name.
         sum_registers: Registers of a thread that hold partial sums while they are added up.
@@ -81,6 +82,7 @@ class Gpu:
     shared_memory: int
     capability: tuple[int, int]
     table: Path | None = None
+    like: Gpu | None = None
     default: str = "shrink_expand"
     direct: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     sum_registers: int = 64

@@ -6,7 +6,12 @@ from valora_kernels.gpus.base import Gpu
 from valora_kernels.registry import Registry
 
 GPUS: Registry[Gpu] = Registry(
-    "valora.gpus", "GPU", {"nvidia_h200": "valora_kernels.gpus.nvidia_h200:gpu"}
+    "valora.gpus",
+    "GPU",
+    {
+        "nvidia_h100": "valora_kernels.gpus.nvidia_h100:gpu",
+        "nvidia_h200": "valora_kernels.gpus.nvidia_h200:gpu",
+    },
 )
 
 

@@ -11,7 +11,7 @@ from valora_kernels.arrangements.registry import arrangement
 from valora_kernels.atmm import shape_of, table_choice
 from valora_kernels.gpus.detect import gpu_of
 from valora_kernels.gpus.registry import GPUS, recorded
-from valora_kernels.lookup import TilingTable, choose
+from valora_kernels.lookup import TilingTable, choose, is_measured, using
 from valora_kernels.project import product_tiling, project_tiling
 from valora_kernels.registry import UnknownNameError
 from valora_kernels.tiling import Shape, Tiling
@@ -74,7 +74,7 @@ def test_fewer_processors_take_more_rounds(installed: Install) -> None:
 
 
 def test_unknown_gpus_are_refused_by_name_and_the_known_ones_listed() -> None:
-    with pytest.raises(UnknownNameError, match="unknown GPU 'abacus': choose one of nvidia_h200"):
+    with pytest.raises(UnknownNameError, match="unknown GPU 'abacus': choose one of nvidia_h100"):
         GPUS["abacus"]
 
 
@@ -83,3 +83,21 @@ def test_unknown_gpus_are_refused_by_name_and_the_known_ones_listed() -> None:
 )
 def test_records_describe_devices_by_name(name: str, found: bool) -> None:
     assert (recorded(name) is GPUS["nvidia_h200"]) is found
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("NVIDIA H100 80GB HBM3", True), ("NVIDIA GH200 480GB", True), ("NVIDIA H100 PCIe", False)],
+)
+def test_gpus_with_the_same_chip_take_its_tilings(name: str, found: bool) -> None:
+    gpu, measured = recorded(name), GPUS["nvidia_h200"]
+    assert (gpu is GPUS["nvidia_h100"]) is found
+    if gpu is None:
+        return
+    assert not is_measured(gpu)
+    for shape in (SHAPE, replace(SHAPE, rows=77), Shape(11008, 4096, 1, 64, 300, 7.0)):
+        assert choose(gpu, shape) == choose(measured, shape)
+    own = Tiling("fused", 32, 64, 64, 0)
+    with using(TilingTable(gpu, [(SHAPE, own)])):
+        assert choose(gpu, SHAPE).tiling == own
+        assert choose(measured, SHAPE).tiling != own

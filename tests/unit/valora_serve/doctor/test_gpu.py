@@ -7,11 +7,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from valora_kernels.gpus.detect import generic
+from valora_kernels.gpus.registry import recorded
 from valora_kernels.lookup import TilingTable
 from valora_kernels.tiling import Shape, Tiling
 from valora_serve.doctor import gpu as checks
 from valora_serve.doctor import probe
 from valora_serve.doctor.base import Facts, GpuFacts, Level, Patient, Process
+from valora_serve.engine.settings import EngineSettings
+from valora_serve.engine.sizing import tiling_file
 
 GIB = 1 << 30
 H200 = GpuFacts("NVIDIA H200", (9, 0), 140 * GIB, 138 * GIB)
@@ -195,6 +198,18 @@ def test_what_was_measured_on_the_gpu(monkeypatch, tmp_path):
     found = list(checks.check_tuning(patient(other, tensor_parallel=2)))
     assert levels(found, "tilings") == [Level.NOTE]  # its processes choose for themselves
     assert not list(checks.check_tuning(patient(Facts("2.15.0"))))
+
+
+def test_tilings_of_a_gpu_with_the_same_chip(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    h100 = patient(replace(FACTS, gpus=(replace(H200, name="NVIDIA H100 80GB HBM3"),)))
+    found = list(checks.check_tuning(h100))
+    assert levels(found, "tilings") == [Level.NOTE]
+    assert "those of the NVIDIA H200, which has the same chip, are used" in found[0].found
+    known = recorded("NVIDIA H100 80GB HBM3")
+    table = TilingTable(known, [(Shape(64, 64, 1, 16, 4, 1.0), Tiling("fused"))])
+    table.save(tiling_file(EngineSettings(), known.name))
+    assert "1 shape measured" in next(iter(checks.check_tuning(h100))).found
 
 
 def test_the_version_of_the_driver(monkeypatch, tmp_path):

@@ -158,6 +158,7 @@ def test_embeddings_of_unseen_words_are_not_degenerate(tiny, tokenizer):
     assert float(norms.min()) > 0.1
 
 
+@pytest.mark.slow
 def test_it_answers_held_out_questions(tiny):
     tuning = json.loads((TINY / "figures.json").read_text())["reached"]["threshold"]
     asked = questions("detect", 150, TEST_SEEDS)

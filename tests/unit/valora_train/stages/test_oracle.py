@@ -202,6 +202,7 @@ def table_of(folder: Path) -> OracleTable:
     return OracleTable.read(file)
 
 
+@pytest.mark.slow
 def test_the_command_makes_a_complete_table(prepared, tmp_path, one_thread):
     asked = ["command=oracle", "oracle.seeds=[2]", "oracle.processes=1", "oracle.requirements=40"]
     status, out, err = prepared(*asked)

@@ -47,6 +47,7 @@ def of_mlflow(client, run):
     return found, history
 
 
+@pytest.mark.slow
 def test_a_fusion_is_in_both(uri, tmp_path):
     client = MlflowClient(uri)
     tracker = begun(uri)

@@ -213,6 +213,7 @@ def test_workers_end_with_a_killed_parent(inputs, tmp_path):
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
+@pytest.mark.slow
 def test_errors_of_workers_are_one_sentence(inputs, tmp_path):
     content = json.loads(inputs.read_text())
     content["domains"]["apple"]["samples"]["taught"] = "nowhere"

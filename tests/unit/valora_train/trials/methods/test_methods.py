@@ -67,6 +67,7 @@ def test_a_domain_alone_takes_its_dedicated_adapter(inputs, tmp_path):
     assert packed(tmp_path / "trains")[1] == 1
 
 
+@pytest.mark.slow
 def test_a_fusion_that_was_killed_goes_on(inputs, tmp_path):
     trial = fusion({"sky": 1e-6, "apple": 1e-6, "leaf": 1e-6})
     _, whole = found(inputs, tmp_path / "whole", trial)

@@ -189,20 +189,25 @@ def table_of(gpu: Gpu) -> TilingTable:
     """The table of a GPU; if nothing was measured on it, that of one like it, or an empty one."""
     if gpu not in _tables:
         found = gpu.table if is_measured(gpu) else None
-        if found is not None:
-            _tables[gpu] = TilingTable.load(found, gpu)
-        else:
-            entries = table_of(gpu.like).entries if gpu.like is not None else {}
-            _tables[gpu] = TilingTable(gpu, entries.items())
+        _tables[gpu] = TilingTable.load(found, gpu) if found else _completed(TilingTable(gpu, []))
     return _tables[gpu]
+
+
+def _completed(table: TilingTable) -> TilingTable:
+    """A table that may have few shapes, with the others of a GPU like it."""
+    like = table.gpu.like
+    if like is None:
+        return table
+    return TilingTable(table.gpu, {**table_of(like).entries, **table.entries}.items())
 
 
 def use_table(table: TilingTable) -> None:
     """Choose the tilings of a table's GPU from that table from now on.
 
-    CUDA graphs keep the tilings that they were captured with.
+    Shapes that it does not have come from the table of a GPU like it, if there is one. CUDA graphs
+    keep the tilings that they were captured with.
     """
-    _tables[table.gpu] = table
+    _tables[table.gpu] = _completed(table)
     choose.cache_clear()
 
 

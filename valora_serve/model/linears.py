@@ -55,9 +55,9 @@ class LoraScope:
     Attributes:
         operator: Computes the LoRA terms.
         compiled: Whether torch compiles what is computed between the layers: it is told that their
-            widths never change. An activation divides its indices by the width, and takes twice
-            the time where a kernel does not know it (172 instead of 82 us for 5,188 rows of 11,008
-            on an H200).
+            widths never change. An activation divides its indices by the width; where it did not
+            know it, its kernel took 172 us for 5,188 rows of 11,008 on an H200, and one written by
+            hand, which does, 82 us.
     """
 
     def __init__(self) -> None:

@@ -360,7 +360,7 @@ class FlashInferMixedPlan(FlashInferPlan):
                 f"got {held} of {used}"
             )
         indices, indptr = rows.indices(cache.block_size)
-        if self.max_pages is not None and len(indices) > self.max_pages + held:
+        if self.max_pages is not None and len(indices) > self.max_pages:
             raise ValueError(f"plan: expected at most {self.max_pages} pages, got {len(indices)}")
         # Unused sequences get one page, page 0, and no rows; the last one owns the padding rows.
         empty = self._sequences + 1 - held

@@ -291,6 +291,5 @@ class Lmm(BaseModel):
         """
         early = has_dependent_launch(self.device)
         torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 64)
-        self.linears.scope.compiled = True
         for layer in self.language_model.layers:
             layer.compile(dynamic=True, options={"triton.enable_pdl": early})

@@ -69,18 +69,17 @@ class SplitGroup(LinearGroup):
         """Whether LoRA terms need a collective of their own."""
         return self.share.splits_ranks or self.share.splits_row_outputs
 
-    def _compute(self, x: Tensor) -> Sequence[Tensor]:
+    def _compute(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         batch = self._scope.batch(self.spec.part, len(flat))
         share = self.share
         if batch is not None and self.lora is not None and self.exchanges:
-            y = self._with_exchange(flat, self.lora, batch)
-            parts: Sequence[Tensor] = y.view(*x.shape[:-1], -1).split(self.spec.out_features, -1)
+            y = self._with_exchange(flat, self.lora, batch).view(*x.shape[:-1], -1)
         else:
-            parts = super()._compute(x)
+            y = super()._compute(x)
         if share.row:
-            self._group.all_reduce(parts[0])
-        return parts
+            self._group.all_reduce(y)
+        return y
 
     def _with_exchange(self, x: Tensor, lora: LoraWeights, batch: LoraBatch) -> Tensor:
         """x·Wᵀ + bias + LoRA of this process's part, with x·Aᵀ summed: [rows, outputs].

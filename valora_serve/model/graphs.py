@@ -340,7 +340,20 @@ class PromptGraphs(Graphs[PromptGraph]):
         resources: Model, KV cache and adapters of the steps.
         recorder: Recorder that captures the graphs.
         sizes: Numbers of rows to capture.
+        crowded: Whether they are for steps in which many rows decode.
     """
+
+    def __init__(
+        self,
+        resources: StepResources,
+        recorder: GraphRecorder,
+        sizes: Sequence[int],
+        *,
+        crowded: bool = False,
+    ) -> None:
+        super().__init__(resources, recorder, sizes)
+        backend = resources.backend
+        self._plan = backend.crowded_plan if crowded else backend.mixed_plan
 
     def _max_sequences(self, rows: int) -> int:
         """Largest number of sequences in a captured step of `rows` rows."""
@@ -354,7 +367,7 @@ class PromptGraphs(Graphs[PromptGraph]):
 
     def _capture(self, size: int, terms: int) -> PromptGraph | None:
         resources, lmm = self._resources, self._resources.lmm
-        plan = resources.backend.mixed_plan(self._max_sequences(size), size)
+        plan = self._plan(self._max_sequences(size), size)
         if plan is None:
             return None
         table = [0] * -(-size // resources.cache.block_size)

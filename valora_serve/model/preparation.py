@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-DECODE, PROMPT, VISION, KERNELS = "decode", "prompt", "vision", "kernels"
-"""Kinds of preparations: graphs of decode steps, of steps with prompts and of the encoding of
-images, and compiled kernels."""
+DECODE, PROMPT, CROWDED = "decode", "prompt", "crowded"
+VISION, KERNELS = "vision", "kernels"
+"""Kinds of preparations: graphs of decode steps, of steps with prompts, of those beside which many
+rows decode, and of the encoding of images; and compiled kernels."""
 
-LIKELY = {DECODE: (1, 8, 32), PROMPT: (64, 256, 1024), VISION: (1, 4, 32), KERNELS: ()}
+LIKELY = {
+    DECODE: (1, 8, 32), PROMPT: (64, 256, 1024), CROWDED: (), VISION: (1, 4, 32), KERNELS: (),
+}  # fmt: skip
 """Rows of the steps that most servers compute first, and numbers of images, or of windows of an
 image (32 hold 640 × 480 pixels)."""
 

@@ -18,6 +18,7 @@ from valora_serve.model.finite import finite_rows, mark_broken
 from valora_serve.model.graphs import DecodeGraphs, GraphRecorder, PromptGraphs
 from valora_serve.model.lmm import VisualRows
 from valora_serve.model.preparation import (
+    CROWDED,
     DECODE,
     KERNELS,
     MIXTURE,
@@ -103,6 +104,13 @@ class ModelRunner:
         self._recorder = recorder = GraphRecorder(self._device)
         self._decode_graphs = DecodeGraphs(self._resources, recorder, graphs)
         self._prompt_graphs = PromptGraphs(self._resources, recorder, prompt_graphs)
+        self._crowd = self._resources.backend.crowd
+        self._crowded_graphs = PromptGraphs(
+            self._resources,
+            recorder,
+            [size for size in prompt_graphs if self._crowd is not None and size > self._crowd],
+            crowded=True,
+        )
         self._vision_graphs: VisionGraphs | WindowGraphs
         encoder = lmm.architecture.window_encoder(lmm.model)
         if encoder is None:
@@ -201,7 +209,11 @@ class ModelRunner:
         visual: VisualRows | None,
     ) -> Tensor:
         """Hidden states of a step, from a graph if one fits; `terms` has one entry per row."""
-        graph = self._prompt_graphs.find(rows, terms, visual)
+        graph = None
+        if self._crowd is not None and rows.decoding >= self._crowd:
+            graph = self._crowded_graphs.find(rows, terms, visual)
+        if graph is None:
+            graph = self._prompt_graphs.find(rows, terms, visual)
         if graph is not None:
             embedded = self._lmm.embed(tokens, visual)
             return self._prompt_graphs.replay(graph, embedded, positions, rows, terms)
@@ -303,6 +315,7 @@ class ModelRunner:
         first = [
             one for one in found
             if one.terms != MIXTURE and (one.size == largest[one.kind] or one.likely)
+            and one.kind != CROWDED  # graphs of any steps with prompts hold them until then
         ]  # fmt: skip
         rest = [one for one in found if one not in first]
         if self._device.type == "cuda":
@@ -333,7 +346,7 @@ class ModelRunner:
             if group.spec.part == "text"
         }
         for one in wanted:
-            if one.kind not in (DECODE, PROMPT):
+            if one.kind not in (DECODE, PROMPT, CROWDED):
                 continue
             lora = self._graphs[one.kind].typical(one.size, one.terms)
             with torch.inference_mode(), lmm.linears.scope.text(lora):
@@ -396,6 +409,7 @@ class ModelRunner:
         return {
             DECODE: self._decode_graphs,
             PROMPT: self._prompt_graphs,
+            CROWDED: self._crowded_graphs,
             VISION: self._vision_graphs,
         }
 
@@ -414,7 +428,8 @@ class ModelRunner:
         for count in self._terms(terms):
             for graphs in self._graphs.values():
                 graphs.capture(count)
-        return len(self._decode_graphs) + len(self._prompt_graphs)
+        steps = (self._decode_graphs, self._prompt_graphs, self._crowded_graphs)
+        return sum(map(len, steps))
 
     @property
     def captured_prompts(self) -> tuple[int, ...]:

@@ -166,10 +166,13 @@ class AttentionBackend(ABC):
         auto_rank: Order in which ``auto`` tries the backends, the lowest first; None for a backend
             that is used only by its name.
         most_mixed: Most sequences for which `mixed_plan` is asked.
+        crowd: Rows that decode beside prompts, from which on a step is captured with
+            `crowded_plan`; None if there is no such plan.
     """
 
     auto_rank: ClassVar[int | None] = None
     most_mixed: int = 256
+    crowd: int | None = None
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -215,6 +218,11 @@ class AttentionBackend(ABC):
             sequences: Largest number of sequences.
             rows: Number of rows, including those that only pad the step.
         """
+        del sequences, rows
+        return None
+
+    def crowded_plan(self, sequences: int, rows: int) -> FixedAttentionPlan | None:
+        """A plan like `mixed_plan` that is faster where many rows decode; None if there is none."""
         del sequences, rows
         return None
 

@@ -195,20 +195,26 @@ SEQUENCES = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(SEQUENCES, min_size=1, max_size=3), st.booleans(), st.booleans())
-@example([[(9, 1), (4, 1), (0, 6), (3, 2)]], True, True)
-@example([[(9, 1)], [(4, 3), (2, 1)], [(5, 1), (1, 1)]], True, True)
-@example([[(3, 2), (9, 1)]], True, False)
+@given(
+    st.lists(SEQUENCES, min_size=1, max_size=3),
+    st.sampled_from([("plan", True), ("plan", False), ("mixed_plan", True), ("mixed_plan", False),
+                     ("crowded_plan", True)]),
+)  # fmt: skip
+@example([[(9, 1), (4, 1), (0, 6), (3, 2)]], ("crowded_plan", True))
+@example([[(9, 1)], [(4, 3), (2, 1)], [(5, 1), (1, 1)]], ("crowded_plan", True))
+@example([[(9, 1)], [(4, 3), (2, 1)], [(5, 1), (1, 1)]], ("mixed_plan", True))
+@example([[(3, 2), (9, 1)]], ("mixed_plan", False))
 def test_attention_is_that_of_plain_torch(
-    steps: list[list[tuple[int, int]]], fixed: bool, hopper: bool
+    steps: list[list[tuple[int, int]]], kind: tuple[str, bool]
 ) -> None:
     """For any mix of rows: each step's outputs, and the cache behind it."""
     with pytest.MonkeyPatch.context() as patch:
+        made, hopper = kind
         device = replaced(patch, (9, 0) if hopper else (8, 0))
         mine, other = empty_cache(96), empty_cache(96)
         backend, reference = FlashInferBackend(mine), TorchBackend(other)
         most = 80
-        captured = backend.mixed_plan(8, most) if fixed else None
+        captured = None if made == "plan" else getattr(backend, made)(8, most)
         g = torch.Generator().manual_seed(0)
         for held in (mine, other):
             for pages in held.layers[0]:
@@ -246,3 +252,27 @@ def test_decoding_rows_have_a_kernel_of_their_own(device: Device) -> None:
     backend.plan(rows).run(0, x, x[:, :KV_HEADS], x[:, :KV_HEADS], 1.0)
     device.finish()
     assert device.computed == [("decode", [0, 3, 4, 6]), ("prefill fa3", [0, 6, 11, 12])]
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+def test_captured_steps_have_a_decode_kernel_where_many_rows_decode(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    device, hopper = replaced(monkeypatch, capability), capability == (9, 0)
+    backend = FlashInferBackend(empty_cache(32))
+    assert (backend.crowd is not None) == hopper
+    assert (backend.crowded_plan(4, 16) is not None) == hopper
+    kernels = ["prefill fa3"] if hopper else ["prefill fa2"]
+    rows = Rows(np.array([0, 1, 4], np.int32), np.array([9, 3], np.int32), [[1, 2, 3], [4]])
+    x = torch.zeros(16, HEADS, WIDTH)
+    for plan, expected in (
+        (backend.mixed_plan(4, 16), kernels),
+        (backend.crowded_plan(4, 16), ["decode", *kernels]),
+    ):
+        if plan is None:
+            continue
+        plan.update(rows)
+        plan.run(0, x, x[:, :KV_HEADS], x[:, :KV_HEADS], 1.0)
+        device.finish()
+        assert [name for name, _ in device.computed] == expected
+        device.computed.clear()

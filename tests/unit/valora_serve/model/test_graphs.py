@@ -35,3 +35,56 @@ def test_steps_whose_page_tables_are_too_long_run_without_a_graph(
     engine.warm_up()
     assert {name: got.tokens for name, got in run(engine, asked, together=6).items()} == expected
     assert told == {(True, True), (False, False)}
+
+
+def test_steps_beside_which_many_rows_decode_have_graphs_of_their_own(
+    random_llava: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that come while two, then three, then four others decode."""
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+    first = [Request(str(n), token_ids=[5 + n] * 9, sampling=sampling) for n in range(5)]
+    short = SamplingParams(max_tokens=2, ignore_eos=True)
+    later = [Request(f"late {n}", token_ids=[50 + n] * (70 + n), sampling=short) for n in range(3)]
+    expected = run(make_engine(str(random_llava), policy="slora"), [*first, *later])
+    plans: list[tuple[str, int]] = []
+
+    class Noted(TorchMixedPlan):
+        kind = "mixed"
+
+        def update(self, rows):
+            plans.append((self.kind, rows.decoding))
+            super().update(rows)
+
+    class Crowded(Noted):
+        kind = "crowded"
+
+    monkeypatch.setattr(TorchBackend, "crowd", 3)
+    monkeypatch.setattr(TorchBackend, "mixed_plan", lambda self, *_: Noted(self._cache))
+    monkeypatch.setattr(TorchBackend, "crowded_plan", lambda self, *_: Crowded(self._cache))
+    engine = make_engine(
+        str(random_llava), policy="slora", prompt_graphs=True, max_tokens=128, max_requests=8,
+        capture="eager",
+    )  # fmt: skip
+    engine.warm_up()
+    plans.clear()
+    found: dict[str, list[int]] = {}
+
+    def step() -> None:
+        for output in engine.step():
+            found.setdefault(output.id, []).extend(output.token_ids)
+
+    for count, late in zip((2, 3, 5), later, strict=True):
+        for request in first[:count]:
+            if request.id not in found:
+                engine.add(engine.prepare(request))
+                step()
+        engine.add(engine.prepare(late))
+        while late.id not in found:
+            step()
+    while engine.busy:
+        step()
+    assert found == {name: got.tokens for name, got in expected.items()}
+    prompts = [(kind, decoding) for kind, decoding in plans if decoding >= 2]
+    assert ("mixed", 2) in prompts
+    assert {("crowded", 3), ("crowded", 5)} <= set(prompts)
+    assert all((kind == "crowded") == (decoding >= 3) for kind, decoding in prompts)

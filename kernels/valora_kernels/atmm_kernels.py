@@ -226,26 +226,16 @@ def shrink_kernel(
             gdc_wait()
 
 
-@triton.jit(do_not_specialize=["places", "slots", "max_rank", "groups"])
-def expand_kernel(
+@triton.jit
+def _expand_tile(
     y0, y1, y2, s0, s1, s2, n0, n1, n2, b, b_table, records, rows, part,
-    places, slots, max_rank, groups,
+    places, slots, max_rank, tile, group,
     P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ER: tl.constexpr,
     SPLITS: tl.constexpr, RANKS: tl.constexpr, PAGED: tl.constexpr, PDL: tl.constexpr,
     ADD: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute y += Σ_t h_t B_tᵀ, rounded once. Grid: tiles × groups of LOOP output blocks.
-
-    Without ADD y is overwritten, with zeros in rows that have no adapter.
-    """
-    if PDL:
-        gdc_launch_dependents()
-    tile = tl.program_id(0) // groups
-    group = tl.program_id(0) % groups
-    n0 = n0 * 8
-    n1 = n1 * 8
-    n2 = n2 * 8
+    """Compute y += Σ_t h_t B_tᵀ of one tile of rows and one group of output blocks."""
     rank = tl.load(records + tile * 4 + 1)
     if ADD:
         busy = rank > 0
@@ -305,6 +295,46 @@ def expand_kernel(
             tl.store(y_at, delta.to(y.dtype.element_ty), mask=y_mask)
     elif PDL:
         gdc_wait()
+
+
+@triton.jit(do_not_specialize=["places", "slots", "max_rank", "groups"])
+def expand_kernel(
+    y0, y1, y2, s0, s1, s2, n0, n1, n2, b, b_table, records, rows, ends, part,
+    places, slots, max_rank, groups,
+    P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ER: tl.constexpr,
+    SPLITS: tl.constexpr, RANKS: tl.constexpr, PAGED: tl.constexpr, PDL: tl.constexpr,
+    ADD: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
+    TURNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute y += Σ_t h_t B_tᵀ, rounded once. Grid: tiles × groups of LOOP output blocks.
+
+    Without ADD y is overwritten, with zeros in rows that have no adapter. With TURNS the grid has
+    fewer tiles than there may be, and each program takes those that are there in turns.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    tile = tl.program_id(0) // groups
+    group = tl.program_id(0) % groups
+    n0 = n0 * 8
+    n1 = n1 * 8
+    n2 = n2 * 8
+    if TURNS:
+        end = tl.load(ends) if ADD else tl.load(ends + 1)
+        if PDL:
+            gdc_wait()  # also where there is no tile
+        for mine in tl.range(tile, end, tl.num_programs(0) // groups, num_stages=1):
+            _expand_tile(
+                y0, y1, y2, s0, s1, s2, n0, n1, n2, b, b_table, records, rows, part,
+                places, slots, max_rank, mine, group,
+                P, TERMS, BM, BN, ER, SPLITS, RANKS, PAGED, False, ADD, LOOP, STAGES, CHUNK,
+                PRECISION,
+            )  # fmt: skip
+    else:
+        _expand_tile(
+            y0, y1, y2, s0, s1, s2, n0, n1, n2, b, b_table, records, rows, part,
+            places, slots, max_rank, tile, group,
+            P, TERMS, BM, BN, ER, SPLITS, RANKS, PAGED, PDL, ADD, LOOP, STAGES, CHUNK, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["places", "slots", "max_rank"])

@@ -289,12 +289,13 @@ class DeviceTiles:
     Attributes:
         block: Rows per tile.
         capacity: Number of tiles that there is room for.
-        copier: The buffer of all tensors below, [capacity · (4 + 3 · block)] int32.
+        copier: The buffer of all tensors below, [capacity · (4 + 3 · block) + 2] int32.
         count: `Tiles.count` of the last refresh, on the host.
         total: `Tiles.total` of the last refresh, on the host.
         records: [capacity, 4] int32, see `Tiles`.
         rows: [capacity · block] int32, see `Tiles`.
         scale: [2, capacity · block] float32, see `Tiles`.
+        ends: [2] int32, `count` and `total`.
     """
 
     block: int
@@ -305,6 +306,7 @@ class DeviceTiles:
     records: torch.Tensor = field(init=False)
     rows: torch.Tensor = field(init=False)
     scale: torch.Tensor = field(init=False)
+    ends: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         places = self.capacity * self.block
@@ -312,13 +314,17 @@ class DeviceTiles:
         buffer = self.copier.buffer
         self.records = buffer[:split].view(self.capacity, 2 * MAX_TERMS)
         self.rows = buffer[split : split + places]
-        self.scale = buffer[split + places :].view(torch.float32).view(MAX_TERMS, places)
+        scale, self.ends = buffer[split + places :].split([MAX_TERMS * places, 2])
+        self.scale = scale.view(torch.float32).view(MAX_TERMS, places)
 
     def refresh(self, tiles: Tiles) -> None:
         """Copy the tiles of the next batch to the device."""
         self.count, self.total = tiles.count, tiles.total
         self.copier.copy(
-            np.concatenate([tiles.records.ravel(), tiles.rows, tiles.scale.view(np.int32).ravel()])
+            np.concatenate([
+                tiles.records.ravel(), tiles.rows, tiles.scale.view(np.int32).ravel(),
+                np.array([tiles.count, tiles.total], np.int32),
+            ])  # fmt: skip
         )
 
 
@@ -534,7 +540,7 @@ class LoraBatch:
         table = self._tiles.get(block)
         if table is None:
             capacity = tile_capacity(self.max_rows, self.max_segments, block)
-            size = capacity * (2 * MAX_TERMS + (1 + MAX_TERMS) * block)
+            size = capacity * (2 * MAX_TERMS + (1 + MAX_TERMS) * block) + 2
             table = DeviceTiles(block, capacity, Copier(size, self.device))
             table.refresh(tile_rows(self.grouping, block, capacity))
             self._tiles[block] = table

@@ -97,6 +97,30 @@ def test_model_width(rows: int, slots: int) -> None:
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
+def test_one_graph_expands_the_tiles_of_any_mix_in_turns(tiling: Tiling | None) -> None:
+    """A prompt beside room for many more adapters than have rows, and all of them."""
+    case = make_case(600, [16] * 128, 512, (11008, 4096), dtype=torch.bfloat16, device="cuda")
+    case.batch = LoraBatch(600, 129, "cuda", fixed=True)
+    case.batch.update(case.adapters, case.ranks, case.scalings)
+    got = [torch.empty_like(y) for y in case.ys]
+    atmm(got, case.x, case.weights, case.batch, tiling=tiling)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        atmm(got, case.x, case.weights, case.batch, tiling=tiling)
+    rng = np.random.default_rng(1)
+    for mix in (np.full(600, 5), rng.integers(-1, 128, 600), np.full(600, -1),
+                np.where(np.arange(600) < 500, 9, rng.integers(0, 128, 600))):  # fmt: skip
+        case.adapters = mix[:, None]
+        case.batch.update(case.adapters, case.ranks, case.scalings)
+        want = case.expected()
+        for one, y in zip(got, case.ys, strict=True):
+            one.copy_(y)
+        graph.replay()
+        for one, other in zip(got, want, strict=True):
+            assert_near(one, other)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
 def test_one_graph_serves_any_mix(tiling: Tiling | None) -> None:
     rows = 48
     case = make_case(rows, MIXED, 512, (512, 256), dtype=torch.bfloat16, terms=2, device="cuda")

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from tests.support.lora_cases import DEVICE, Case, assert_near, make_case, needs_triton
+from valora_kernels.arrangements import shrink_expand
 from valora_kernels.atmm import atmm, direct_choice, launch
+from valora_kernels.launching import start
 from valora_kernels.lookup import LookupMode, TilingChoice
 from valora_kernels.metadata import LoraBatch
 from valora_kernels.operators.static import TILING as STATIC
@@ -194,6 +196,34 @@ def test_next_batch_reuses_the_same_buffers() -> None:
         launch(later, got, case.x, case.weights, case.batch)
         assert_near(got[0], want[0])
     assert len(places) == 1
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("loop", [1, 2])
+def test_few_programs_expand_the_tiles_of_many_adapters_in_turns(
+    monkeypatch: pytest.MonkeyPatch, terms: int, loop: int
+) -> None:
+    """Three tiles at once; the mixes have 20 tiles, 4, none, and more without an adapter."""
+    monkeypatch.setattr(shrink_expand, "TURNS_FROM", 0)
+    started = []
+
+    def noted(kernel: Any, programs: int, *given: object, **options: Any) -> None:
+        if "TURNS" in options:
+            started.append((programs, options["TURNS"]))
+        start(kernel, programs, *given, **options)
+
+    monkeypatch.setattr(shrink_expand, "start", noted)
+    case = make_case(32, [8] * 20, 32, (32, 64), dtype=torch.float32, terms=terms)
+    case.batch = LoraBatch(32, 32, DEVICE, fixed=True)
+    tiling = Tiling("shrink_expand", 16, 32, 32, 32, 16, loop=loop)
+    mixes = [[*range(20), *[-1] * 12], [3] * 20 + [5] * 12, [-1] * 32, [7, -1] * 16]
+    for mix in mixes:
+        own = np.array(mix)[:, None]
+        case.adapters = np.concatenate([own, np.zeros_like(own)], axis=1) if terms == 2 else own
+        case.batch.update(case.adapters, case.ranks, case.scalings, case.coefficients)
+        check(case, tiling)
+    groups = -(-32 // (32 * loop)) + -(-64 // (32 * loop))
+    assert set(started) == {(3 * groups, True)}
 
 
 def test_without_a_gpu_the_reference_runs(caplog: pytest.LogCaptureFixture) -> None:

@@ -107,18 +107,17 @@ def test_without_it_kernels_are_compiled_one_after_the_other(
 def test_widths_are_known_where_torch_compiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of other numbers of rows run the same code; activations know all but that number."""
+    """Steps of other numbers of rows run the same code, which knows all but that number."""
     base = str(save_llava(tmp_path / "base", seed=2))
     compile_, graphs, unknown = torch.compile, list[Any](), set[tuple[int, ...]]()
 
     def noted(graph: torch.fx.GraphModule, _: object) -> Any:
         graphs.append(graph)
-        if graph.graph.find_nodes(op="call_function", target=torch.nn.functional.silu):
-            for node in graph.graph.find_nodes(op="placeholder"):
+        for node in graph.graph.nodes:
+            if node.target is torch.ops.valora.linears:
                 value = node.meta["example_value"]
-                if isinstance(value, torch.Tensor):
-                    sizes: Any = enumerate(value.shape)
-                    unknown.add(tuple(at for at, size in sizes if isinstance(size, torch.SymInt)))
+                sizes: Any = enumerate((*value.shape, *value.stride()[1:]))
+                unknown.add(tuple(at for at, size in sizes if isinstance(size, torch.SymInt)))
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", lambda f, **_: compile_(f, backend=noted, dynamic=True))
@@ -135,4 +134,4 @@ def test_widths_are_known_where_torch_compiles(
         engine.close()
     assert answers[0] == answers[1]
     assert 0 < first == len(graphs)
-    assert unknown == {(), (1,)}  # [1, rows, width] of one row, and of several
+    assert unknown == {(), (1,)}  # [1, rows, width], dense, of one row, and of several

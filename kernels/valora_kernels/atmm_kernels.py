@@ -14,7 +14,7 @@ grids before it.
 
 # Triton decides branches on constants (`if P > 1:`) at compile time, so they are not merged with
 # branches on values; its functions have no types that a checker could use.
-# ruff: noqa: PLR0912, PLR0915, SIM102, SIM108
+# ruff: noqa: PLR0915, SIM102, SIM108
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 

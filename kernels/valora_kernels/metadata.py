@@ -320,12 +320,8 @@ class DeviceTiles:
     def refresh(self, tiles: Tiles) -> None:
         """Copy the tiles of the next batch to the device."""
         self.count, self.total = tiles.count, tiles.total
-        self.copier.copy(
-            np.concatenate([
-                tiles.records.ravel(), tiles.rows, tiles.scale.view(np.int32).ravel(),
-                np.array([tiles.count, tiles.total], np.int32),
-            ])  # fmt: skip
-        )
+        scale, ends = tiles.scale.view(np.int32), np.array([tiles.count, tiles.total], np.int32)
+        self.copier.copy(np.concatenate([tiles.records.ravel(), tiles.rows, scale.ravel(), ends]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -428,8 +428,7 @@ class ModelRunner:
         for count in self._terms(terms):
             for graphs in self._graphs.values():
                 graphs.capture(count)
-        steps = (self._decode_graphs, self._prompt_graphs, self._crowded_graphs)
-        return sum(map(len, steps))
+        return len(self._decode_graphs) + len(self._prompt_graphs) + len(self._crowded_graphs)
 
     @property
     def captured_prompts(self) -> tuple[int, ...]:

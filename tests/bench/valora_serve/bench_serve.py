@@ -137,6 +137,7 @@ def backends(bench):
             many = decode_ms(bench, names, n, min(n, 16), length=length)
             base = first.setdefault((n, length), (bare, many))
             rows.append([backend, f"{n} × {length}", bare, base[0] / bare, many, base[1] / many])
+            print(rows[-1], flush=True)
         for count, length in ((1, 256), (1, 2048), (4, 1024)):
             requests = [bench.request(i, length, 1, names[i]) for i in range(count)]
             ms = 1e3 * min(bench.drive(requests)[1] for _ in range(4))

@@ -29,8 +29,8 @@ WORKSPACE_BYTES = 256 << 20
 """Size of the buffer that FlashInfer's kernels share."""
 
 CROWD = 96
-"""Decoding rows from which on a decode kernel of 512 sequences costs less than their tiles of 128
-rows in FlashAttention 3: 64 of them take 54 us a layer more in the latter, on an H200."""
+"""Decoding rows from which on a decode kernel of 512 sequences should cost less than their tiles of
+128 rows in FlashAttention 3: 64 of them take 54 us a layer more in the latter, on an H200."""
 
 
 class FlashInferBackend(AttentionBackend):

@@ -59,6 +59,7 @@ class Bench:
         self.targets = getattr(arguments, "targets", "attention")
         self.engine = None
         self.started = None
+        self.ready = 0.0  # seconds that the last engine took to start, without drawing adapters
         self.pauses = contextlib.ExitStack()
         self.firsts, self.lasts = {}, {}
 
@@ -86,14 +87,18 @@ class Bench:
         }  # fmt: skip
         # `cost` goes into every mode, so all that any policy needs is captured, before the clock
         # runs: a lazy start leaves kernels for later, and requests wait for them.
+        began = time.monotonic()
         self.engine = Engine(EngineSettings(policy="cost", **(defaults | options)), self.lmm)
+        made = time.monotonic()
         names = add_adapters(self.engine, adapters, ranks, targets=self.targets) if adapters else []
         start = time.monotonic()
         self.engine.warm_up()
         ensure_costs(self.engine)
         self.pauses.enter_context(short_pauses())  # as the server does
-        print(f"[{adapters} adapters: warm after {time.monotonic() - start:.1f} s, "
-              f"{self.engine.memory.pages} pages]", flush=True)  # fmt: skip
+        end = time.monotonic()
+        self.ready = made - began + end - start
+        print(f"[{adapters} adapters, drawn in {start - made:.1f} s: warm after "
+              f"{end - start:.1f} s, {self.engine.memory.pages} pages]", flush=True)  # fmt: skip
         settings = self.engine.settings.policy_settings
         self.engine.policy = make_policy(policy, self.engine.cost, settings)
         self.started, self.names = wanted, names

@@ -1,6 +1,7 @@
 """Kernels that are compiled together at the start: those that graphs launch, and nothing runs."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.engine_reference import make_engine, run
-from tests.support.lmm_checkpoints import save_llava
+from tests.support.lmm_checkpoints import save_llava, save_qwen2_5_vl, save_qwen3_vl
 from tests.support.lora_cases import make_case
 from tests.support.serve_helpers import LANGUAGE, make_adapter
 from valora_kernels import launching
@@ -104,11 +105,13 @@ def test_without_it_kernels_are_compiled_one_after_the_other(
     assert "kernels are compiled one after the other" in caplog.text
 
 
+@pytest.mark.parametrize("save", [save_llava, save_qwen2_5_vl, save_qwen3_vl])
 def test_widths_are_known_where_torch_compiles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    save: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of other numbers of rows run the same code, which knows all but that number."""
-    base = str(save_llava(tmp_path / "base", seed=2))
+    base = str(save(tmp_path / "base", seed=2))
+    adapter = make_adapter(tmp_path / "a", base, seed=1, rank=4, alpha=40, targets=LANGUAGE)
     compile_, graphs, unknown = torch.compile, list[Any](), set[tuple[int, ...]]()
 
     def noted(graph: torch.fx.GraphModule, _: object) -> Any:
@@ -123,15 +126,16 @@ def test_widths_are_known_where_torch_compiles(
     monkeypatch.setattr(torch, "compile", lambda f, **_: compile_(f, backend=noted, dynamic=True))
     answers: list[list[list[int]]] = []
     for compiled in (False, True):
-        engine = make_engine(base, {}, fresh=True, compile=compiled, policy="slora")
+        engine = make_engine(base, {"a": adapter}, fresh=True, compile=compiled, policy="slora")
         answers.append([])
-        for number, count in enumerate((9, 4, 17)):
-            asked = Request(str(number), token_ids=[*range(5, 5 + count)],
+        for number, (count, model) in enumerate(((9, None), (9, "a"), (4, None), (17, "a"))):
+            asked = Request(str(number), model, token_ids=[*range(5, 5 + count)],
                             sampling=SamplingParams(max_tokens=3, ignore_eos=True))  # fmt: skip
             answers[-1].append(run(engine, [asked])[asked.id].tokens)
             if number == 0:
                 first = len(graphs)
         engine.close()
     assert answers[0] == answers[1]
+    assert answers[0][0] != answers[0][1]  # of the adapter
     assert 0 < first == len(graphs)
     assert unknown == {(), (1,)}  # [1, rows, width], dense, of one row, and of several

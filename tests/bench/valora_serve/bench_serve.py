@@ -452,7 +452,8 @@ def peft_times(bench, wrapped, given):
 def startup(bench):
     """Seconds of a start with 100 adapters by phase, and until the first token; weights are there.
 
-    Drawing random adapters is not counted. The first line is a cold start if the caches of torch, Triton and FlashInfer are empty.
+    Drawing random adapters is not counted. The first line is a cold start if the caches of torch,
+    Triton and FlashInfer are empty.
     """
     rows = []
     for capture in bench.arguments.captures:

@@ -174,6 +174,7 @@ def test_an_interrupt_says_how_to_go_on(valora_train, tmp_path, monkeypatch):
     assert "run the same command again" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGHUP", 129)])
 def test_signals_end_a_run_as_an_interrupt_does(tmp_path, name, status):
     """Also while another process of the run works, which must not live on."""
@@ -255,6 +256,7 @@ def test_help_lists_the_choices(valora_train, capfd, monkeypatch, tmp_path):
     assert "rehearsal" in shown
 
 
+@pytest.mark.slow
 def test_skipped_faults_are_one_warning_in_the_terminal(tmp_path):
     def change(content):
         content["annotations"][5]["bbox"] = [10, 10, 0, 0]

@@ -245,7 +245,8 @@ def test_a_policy_that_insists_on_merging_them(
 
 
 @pytest.mark.parametrize(
-    ("attention", "prefix_cache"), [("torch", True), ("torch", False), ("flex", False)]
+    ("attention", "prefix_cache"),
+    [("torch", True), ("torch", False), pytest.param("flex", False, marks=pytest.mark.slow)],
 )
 def test_pages_that_held_nan_serve_others(
     base: str,

@@ -204,6 +204,7 @@ def drained(found):
     )
 
 
+@pytest.mark.slow
 def test_requests_of_every_form_are_answered_while_the_server_drains():
     engine = FakeEngine(last=(all_asked := threading.Event()))
     with serving(engine, drain_seconds=20) as server:

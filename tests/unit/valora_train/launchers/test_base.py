@@ -41,6 +41,7 @@ def written(folder):
     return {p.stem: ast.literal_eval(p.read_text()) for p in folder.glob("*.txt")}
 
 
+@pytest.mark.slow
 @launchers
 def test_the_others_end_when_jobs_fail(launcher, tmp_path):
     """Job 1 refuses, job 2 is a fault of the code, job 0 and 3 are done."""

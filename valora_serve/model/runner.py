@@ -209,11 +209,12 @@ class ModelRunner:
         visual: VisualRows | None,
     ) -> Tensor:
         """Hidden states of a step, from a graph if one fits; `terms` has one entry per row."""
-        graph = None
+        found = [self._prompt_graphs.find(rows, terms, visual)]
         if self._crowd is not None and rows.decoding >= self._crowd:
-            graph = self._crowded_graphs.find(rows, terms, visual)
-        if graph is None:
-            graph = self._prompt_graphs.find(rows, terms, visual)
+            found.insert(0, self._crowded_graphs.find(rows, terms, visual))
+        # Until all are captured, the one for crowds may have many times the rows of the other.
+        fitting = [graph for graph in found if graph is not None]
+        graph = min(fitting, key=lambda graph: len(graph.embedded), default=None)
         if graph is not None:
             embedded = self._lmm.embed(tokens, visual)
             return self._prompt_graphs.replay(graph, embedded, positions, rows, terms)
@@ -346,7 +347,7 @@ class ModelRunner:
             if group.spec.part == "text"
         }
         for one in wanted:
-            if one.kind not in (DECODE, PROMPT, CROWDED):
+            if one.kind not in (DECODE, PROMPT):  # crowded ones have the linears of prompts
                 continue
             lora = self._graphs[one.kind].typical(one.size, one.terms)
             with torch.inference_mode(), lmm.linears.scope.text(lora):

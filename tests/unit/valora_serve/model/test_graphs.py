@@ -88,3 +88,16 @@ def test_steps_beside_which_many_rows_decode_have_graphs_of_their_own(
     assert ("mixed", 2) in prompts
     assert {("crowded", 3), ("crowded", 5)} <= set(prompts)
     assert all((kind == "crowded") == (decoding >= 3) for kind, decoding in prompts)
+    # A much larger graph that is captured first does not take steps from one that fits.
+    largest = engine.runner._crowded_graphs
+    for size, terms in largest.captured():
+        if size < 128:
+            del largest._graphs[size, terms]
+    plans.clear()
+    small = [Request(f"small {n}", token_ids=[9 + n] * 5, sampling=sampling) for n in range(5)]
+    for request in small:
+        engine.add(engine.prepare(request))
+        step()
+    while engine.busy:
+        step()
+    assert ("mixed", 4) in plans and {kind for kind, _ in plans} == {"mixed"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -324,7 +325,7 @@ class ModelRunner:
         return first, rest
 
     def compile_together(self, wanted: Sequence[Preparation]) -> None:
-        """Compile the kernels of graphs on all cores, before captures run them one by one.
+        """Compile kernels on all cores: attention's, and those of graphs that captures run later.
 
         Args:
             wanted: The graphs that are captured next.
@@ -333,8 +334,11 @@ class ModelRunner:
         if self._device.type != "cuda" or threads < 2:
             return
         try:
-            with compiling_together(min(threads, MOST_THREADS)):
-                self.run_linears(wanted)
+            with ThreadPoolExecutor(1) as beside:
+                attention = beside.submit(self._resources.backend.compile)
+                with compiling_together(min(threads, MOST_THREADS)):
+                    self.run_linears(wanted)
+            attention.result()
         except Exception:
             log.warning("kernels are compiled one after the other", exc_info=True)
 

@@ -10,6 +10,7 @@ import time
 import numpy as np
 import torch
 
+from tests.bench.valora_serve.peers.valora import left_gb
 from tests.bench.valora_serve.serve_models import BASES, PROCESSOR, TARGETS, add_adapters
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.profile import ensure_costs
@@ -51,7 +52,7 @@ class Bench:
             if getattr(arguments, name, None) is not None:
                 given[name] = getattr(arguments, name)
         self.model = BASES[self.base](self.device, **given)
-        rounding = getattr(arguments, "quantize", "none")
+        self.rounding = rounding = getattr(arguments, "quantize", "none")
         self.lmm = Lmm(
             self.base, self.model, PROCESSOR, self.device,
             fp8=rounding == "fp8", packed=rounding == "nf4_packed",
@@ -84,6 +85,7 @@ class Bench:
             "attention": self.arguments.attention, "cost_folder": self.arguments.costs,
             "pages": 2000 if small else None,
             "prompt_graphs": None if self.arguments.prompt_graphs else False,
+            "quantize": self.rounding,
         }  # fmt: skip
         # `cost` goes into every mode, so all that any policy needs is captured, before the clock
         # runs: a lazy start leaves kernels for later, and requests wait for them.
@@ -98,7 +100,8 @@ class Bench:
         end = time.monotonic()
         self.ready = made - began + end - start
         print(f"[{adapters} adapters, drawn in {start - made:.1f} s: warm after "
-              f"{end - start:.1f} s, {self.engine.memory.pages} pages]", flush=True)  # fmt: skip
+              f"{end - start:.1f} s, {self.engine.memory.pages} pages, "
+              f"{left_gb():.1f} GB left]", flush=True)  # fmt: skip
         settings = self.engine.settings.policy_settings
         self.engine.policy = make_policy(policy, self.engine.cost, settings)
         self.started, self.names = wanted, names

@@ -188,6 +188,9 @@ class AttentionBackend(ABC):
     def plan(self, rows: Rows) -> AttentionPlan:
         """Plan a step with any mix of prefilling and decoding rows."""
 
+    def compile(self) -> None:  # noqa: B027
+        """Compile all kernels now; those of a backend without this are compiled at first use."""
+
     def _table_buffer(self, sequences: int, rows: int) -> Tensor:
         """Return the buffer of page tables that plans in fixed buffers share, [pages] int32.
 

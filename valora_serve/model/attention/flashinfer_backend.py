@@ -12,6 +12,7 @@ out.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ from torch import Tensor
 from valora_serve.model.attention.base import AttentionBackend, KVCache, Rows, pinned, to_device
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
 WORKSPACE_BYTES = 256 << 20
@@ -91,6 +94,30 @@ class FlashInferBackend(AttentionBackend):
             paged_kv_last_page_len_buffer=last,
         )
         return FixedDecode(wrapper, sequences, tables, indptr, last)
+
+    def compile(self) -> None:
+        """Compile the libraries of decoding, prompts and writing side by side.
+
+        FlashInfer compiles each, for up to half a minute, where it is used first.
+        """
+        cache = self._cache
+        starts, last = np.array([0, 1], np.int32), np.ones(1, np.int32)
+        tokens = Tokens.empty(1, 1, torch.zeros(1, dtype=torch.int32, device=cache.device))
+        tokens.indptr[1] = 1
+
+        row = torch.zeros(1, cache.kv_heads, cache.head_dim, dtype=cache.dtype, device=cache.device)
+
+        def run(job: Callable[[], None]) -> None:
+            with torch.accelerator.device_index(cache.device.index):  # a thread begins with GPU 0
+                job()
+
+        jobs = (
+            lambda: self._decode.plan(starts, tokens.indices, last),
+            lambda: self._prompts.plan(starts, starts, tokens.indices, last),
+            lambda: tokens.write(row, row, cache.layers[0]),  # to page 0, which no sequence has
+        )
+        with ThreadPoolExecutor(len(jobs)) as threads:
+            list(threads.map(run, jobs))
 
     def plan(self, rows: Rows) -> FlashInferPlan:
         """Plan a step with any mix of prefilling and decoding rows."""
@@ -242,6 +269,21 @@ class Tokens:
             zeros(rows), zeros(rows), tables, zeros(sequences + 1), tables.new_ones(sequences)
         )
 
+    def write(self, key: Tensor, value: Tensor, pages: tuple[Tensor, Tensor]) -> None:
+        """Write keys and values of all rows, [rows, kv_heads, head_dim], to a layer's pages."""
+        import flashinfer
+
+        flashinfer.append_paged_kv_cache(
+            key,
+            value,
+            self.owner,
+            self.position,
+            pages,
+            self.indices,
+            self.indptr,
+            self.last,
+        )
+
 
 class FlashInferPlan:
     """The attention of a step: its first rows decode, and the others are prompts'.
@@ -267,20 +309,9 @@ class FlashInferPlan:
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Write keys and values, and attend, as `AttentionPlan.run` defines."""
-        import flashinfer
-
-        cache, tokens = self._cache, self._tokens
+        cache = self._cache
         pair = cache.layers[layer]
-        flashinfer.append_paged_kv_cache(
-            key,
-            value,
-            tokens.owner,
-            tokens.position,
-            pair,
-            tokens.indices,
-            tokens.indptr,
-            tokens.last,
-        )
+        self._tokens.write(key, value, pair)
         if scale != cache.head_dim**-0.5:  # the wrappers were planned with this one
             query = query * (scale * cache.head_dim**0.5)
         query = query.contiguous()

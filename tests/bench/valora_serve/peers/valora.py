@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from valora_serve.types import Request
 
 
+def left_gb() -> float:
+    """GB of the GPU's memory that no process has taken; 0 without a GPU."""
+    import torch
+
+    return torch.cuda.mem_get_info()[0] / 1e9 if torch.cuda.is_available() else 0.0
+
+
 class Valora(Peer):
     """Ours."""
 
@@ -107,6 +114,7 @@ class Valora(Peer):
             "steps": stats.steps, "preemptions": stats.preemptions,
             "prompt tokens": stats.prompt_tokens, "images looked up": stats.image_queries,
             "seconds of preparing": self._preparing,
+            "pages": stats.pages_total, "GB of memory left": left_gb(),
         }  # fmt: skip
 
     def close(self) -> None:

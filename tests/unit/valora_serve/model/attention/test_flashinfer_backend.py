@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -173,6 +174,37 @@ def test_steps_of_a_device_that_is_behind_keep_their_plans(device: Device, kind:
     device.finish()
     name = "decode" if kind == "decode_plan" else "prefill fa3"
     assert [plan[:2] for made, plan in device.computed if made == name] == expected
+
+
+def test_libraries_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits until the other two have begun, and what they write has no sequence."""
+    device, all_begun, seen = replaced(monkeypatch), Barrier(3), list[str]()
+    library, cache = sys.modules["flashinfer"], empty_cache(3)
+    cache.layers[0][0].fill_(2.0)
+
+    def first_use(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def compiled(*given: Any, **options: Any) -> Any:
+            all_begun.wait(30)
+            seen.append(name)
+            return function(*given, **options)
+
+        return compiled
+
+    def wrapper(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*given: Any, **options: Any) -> Any:
+            found = make(*given, **options)
+            found.plan = first_use(options.get("backend", "decode"), found.plan)
+            return found
+
+        return made
+
+    for name in ("BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"):
+        monkeypatch.setattr(library, name, wrapper(getattr(library, name)))
+    monkeypatch.setattr(library, "append_paged_kv_cache", first_use("write", device.append))
+    FlashInferBackend(cache).compile()
+    device.finish()
+    assert sorted(seen) == ["decode", "fa3", "write"]
+    assert torch.equal(cache.layers[0][0][1:], torch.full((2, PAGE, KV_HEADS, WIDTH), 2.0))
 
 
 @pytest.mark.usefixtures("device")

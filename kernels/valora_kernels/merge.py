@@ -8,6 +8,7 @@ pristine + scaling · B · A, rounded once, and unmerging copies the pristine bi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,7 +59,6 @@ class MergeableWeights:
     Attributes:
         shapes: (outputs, inputs) of every matrix by its name.
         live: Flat memory of the weights that the model reads.
-        pristine: Flat memory of the base weights, laid out alike.
     """
 
     def __init__(
@@ -77,9 +77,21 @@ class MergeableWeights:
             self._starts[name] = size
             size += -(-outputs * inputs // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
         self.live = torch.zeros(size, dtype=dtype, device=device)
-        self.pristine = torch.zeros_like(self.live)
         self._sources: dict[str, tuple[LoraWeights, int]] = {}
         self._tables: dict[MergeTiling, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @cached_property
+    def pristine(self) -> torch.Tensor:
+        """Flat memory of the base weights, laid out like `live` and copied from it at first use.
+
+        Before that, the weights that were copied into `live` can be let go, for whose memory this
+        may need.
+        """
+        return self.live.clone()
+
+    def keep(self) -> None:
+        """Take the pristine copy now, for which there may be no memory at the first merge."""
+        _ = self.pristine
 
     def weight(self, name: str) -> torch.Tensor:
         """The matrix that the model reads: a view [outputs, inputs] of `live`."""
@@ -91,20 +103,22 @@ class MergeableWeights:
         return memory[start : start + outputs * inputs].view(outputs, inputs)
 
     def set(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Copy a weight [outputs, inputs] into `live` and `pristine`.
+        """Copy a weight [outputs, inputs] into `live`, before `pristine` is used.
 
         Returns:
             The view [outputs, inputs] of `live` for the model to read.
 
         Raises:
             ValueError: The name or shape is not among `shapes`.
+            RuntimeError: `pristine` was taken before.
         """
         if self.shapes.get(name) != tuple(weight.shape):
             raise ValueError(
                 f"{name}: expected shape {self.shapes.get(name)}, got {tuple(weight.shape)}"
             )
+        if "pristine" in self.__dict__:
+            raise RuntimeError(f"{name}: the pristine weights are taken; set all matrices before")
         with torch.no_grad():
-            self._view(self.pristine, name).copy_(weight)
             view = self.weight(name)
             view.copy_(weight)
         return view

@@ -137,15 +137,18 @@ def pages_that_fit(settings: EngineSettings, lmm: Lmm, page: PageShape, *, merge
     item = torch.tensor([], dtype=lmm.dtype).element_size()
     if lmm.device.type != "cuda":
         return max(2, CPU_BYTES // (page.elements * item))
+    torch.cuda.empty_cache()  # what torch has kept of loading the model is free, too
     free, total = torch.cuda.mem_get_info(lmm.device)
     pristine = 0
     if mergeable:
-        pristine = item * sum(
+        weights = sum(
             weight.numel()
             for group in lmm.linears.groups.values()
             if group.spec.part == "text"
             for weight in group.weights
         )
+        there = sum(len(memory.pristine) for memory in lmm.linears.merged)  # of an earlier engine
+        pristine = item * (weights - there)
     # Logits and the activations of a step, and what the graphs take.
     rows = settings.max_tokens * (lmm.vocabulary * 4 + lmm.width * 64)
     left = total * settings.memory - (total - free) - pristine - min(rows, 8 << 30)

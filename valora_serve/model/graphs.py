@@ -68,11 +68,9 @@ class GraphRecorder:
             if self._device.type != "cuda":
                 buffers = result()
                 return partial(_run_into, run, buffers), buffers
-            stream = torch.cuda.Stream(self._device)
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(stream):
-                run()  # compiles kernels, which a capture cannot
-            torch.cuda.current_stream(self._device).wait_stream(stream)
+            # This compiles kernels, which a capture cannot. On the stream of eager steps, as torch
+            # keeps the memory of each stream for that stream.
+            run()
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
             # Another thread may pack adapters meanwhile, which locks host memory.
@@ -110,7 +108,7 @@ class DecodeGraph:
         lora: Adapters of the rows; None without LoRA terms.
         inputs: [4, rows] int64 on the device: each row's place in `StepResources.last_tokens`,
             and its position in time, height and width.
-        logits: [rows, vocabulary] float32, written by a replay.
+        logits: [rows, vocabulary] float32, written by a replay of any graph.
         tokens: [rows] int64, argmax of the logits, written by a replay.
         finite: [rows] bool, whether the logits are finite, written by a replay.
         staging: Two page-locked copies of `inputs`, used in turn.
@@ -148,6 +146,7 @@ class Graphs(ABC, Generic[G]):
         self._resources, self._recorder = resources, recorder
         self._sizes = sorted(sizes)
         self._graphs: dict[tuple[int, int], G] = {}
+        self._plans: dict[int, FixedAttentionPlan] = {}
         self.missed: dict[tuple[int, int], None] = {}
 
     def __len__(self) -> int:
@@ -213,6 +212,17 @@ class Graphs(ABC, Generic[G]):
         """Return typical adapters of a step, for which its graph is captured; None without any."""
         return None
 
+    def _plan_of(
+        self, size: int, make: Callable[[], FixedAttentionPlan | None]
+    ) -> FixedAttentionPlan | None:
+        """The plan of a size: its graphs share one, as a step is planned just before its replay."""
+        if size not in self._plans:
+            made = make()
+            if made is None:
+                return None
+            self._plans[size] = made
+        return self._plans[size]
+
     @abstractmethod
     def _capture(self, size: int, terms: int) -> G | None:
         """Capture one step; None if the attention backend has no plan for it."""
@@ -227,16 +237,24 @@ class DecodeGraphs(Graphs[DecodeGraph]):
         sizes: Numbers of rows to capture.
     """
 
+    def __init__(
+        self, resources: StepResources, recorder: GraphRecorder, sizes: Sequence[int]
+    ) -> None:
+        super().__init__(resources, recorder, sizes)
+        lmm = resources.lmm
+        # Of all graphs: what one has written is read before the next is replayed.
+        self._logits = torch.zeros((max(sizes, default=0), lmm.vocabulary), device=lmm.device)
+
     def typical(self, size: int, terms: int) -> LoraBatch | None:
         """Return a batch in which every other row has an adapter of its own."""
         return self._resources.typical_batch(size, terms, size // 2) if terms else None
 
     def _capture(self, size: int, terms: int) -> DecodeGraph | None:
         resources = self._resources
-        plan = resources.backend.decode_plan(size)
+        plan = self._plan_of(size, lambda: resources.backend.decode_plan(size))
         if plan is None:
             return None
-        lmm, last_tokens = resources.lmm, resources.last_tokens
+        lmm, last_tokens, logits = resources.lmm, resources.last_tokens, self._logits[:size]
         rows = Rows(np.arange(size + 1, dtype=np.int32), np.ones(size, np.int32), [[0]] * size)
         plan.update(rows)
         lora = self.typical(size, terms)
@@ -248,17 +266,16 @@ class DecodeGraphs(Graphs[DecodeGraph]):
             with lmm.linears.scope.text(lora):
                 positions = inputs[1:] if lmm.three_positions else inputs[1]
                 hidden = lmm.hidden(last_tokens[inputs[0]], positions, plan)
-                logits = lmm.logits(hidden)
+                logits.copy_(lmm.logits(hidden))
                 tokens = logits.argmax(-1)
                 last_tokens[inputs[0]] = tokens
-            return logits, tokens, finite_rows(logits)
+            return tokens, finite_rows(logits)
 
         def result() -> tuple[Tensor, ...]:
-            logits = torch.zeros((size, lmm.vocabulary), device=lmm.device)
             tokens = torch.zeros(size, dtype=torch.int64, device=lmm.device)
-            return logits, tokens, torch.zeros_like(tokens, dtype=torch.bool)
+            return tokens, torch.zeros_like(tokens, dtype=torch.bool)
 
-        graph, (logits, tokens, finite) = self._recorder.record(run, result)
+        graph, (tokens, finite) = self._recorder.record(run, result)
         staging = [pinned(np.zeros((4, size), np.int64)) for _ in range(2)]
         events = [torch.cuda.Event() for _ in range(2)] if lmm.device.type == "cuda" else []
         return DecodeGraph(graph, plan, lora, inputs, logits, tokens, finite, staging, events)
@@ -367,7 +384,7 @@ class PromptGraphs(Graphs[PromptGraph]):
 
     def _capture(self, size: int, terms: int) -> PromptGraph | None:
         resources, lmm = self._resources, self._resources.lmm
-        plan = self._plan(self._max_sequences(size), size)
+        plan = self._plan_of(size, lambda: self._plan(self._max_sequences(size), size))
         if plan is None:
             return None
         table = [0] * -(-size // resources.cache.block_size)

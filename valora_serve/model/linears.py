@@ -488,12 +488,14 @@ class Linears:
             for group in groups
             for module, width in zip(group.spec.modules, group.spec.out_features, strict=True)
         }
-        weight = groups[0].weights[0]
-        memory = MergeableWeights(shapes, dtype=weight.dtype, device=weight.device)
+        like = groups[0].weights[0]
+        memory = MergeableWeights(shapes, dtype=like.dtype, device=like.device)
+        del like
         for group in groups:
             names_of = group.spec.modules
             views = [memory.set(name, group.matrix(i)) for i, name in enumerate(names_of)]
-            group.weights = _stacked(views)
+            group.weights = _stacked(views)  # the only one that held the weights until now
+        memory.keep()
         self.merged.append(memory)
 
 

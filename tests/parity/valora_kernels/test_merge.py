@@ -1,6 +1,7 @@
 """Merging: one rounding, no drift, one pass from any state; on the CPU in Triton's interpreter."""
 
 import hashlib
+import weakref
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ def make(
     merged = MergeableWeights(SHAPES, dtype=dtype, device=DEVICE)
     for name, linear in linears.items():
         linear.weight = torch.nn.Parameter(merged.set(name, linear.weight), requires_grad=False)
+    merged.keep()
 
     def room(in_features: int, out_features: tuple[int, ...]) -> LoraWeights:
         if paged:
@@ -99,6 +101,21 @@ def test_linears_see_the_merge() -> None:
     a, b = adapters[0]["q"]
     torch.testing.assert_close(linears["q"](x), before + 0.5 * x @ a.T @ b.T, rtol=1e-4, atol=1e-4)
     assert linears["q"].weight.data_ptr() == merged.weight("q").data_ptr()
+
+
+def test_weights_can_go_before_the_pristine_copy_is_made() -> None:
+    """Base, live and pristine weights together may not fit into the memory."""
+    merged = MergeableWeights({"q": (4, 8)}, dtype=torch.float32, device="cpu")
+    weight = torch.arange(32.0).view(4, 8)
+    gone = weakref.ref(weight)
+    merged.set("q", weight)
+    assert "pristine" not in vars(merged)
+    del weight
+    assert gone() is None
+    merged.keep()
+    assert torch.equal(merged.pristine[:32], torch.arange(32.0))
+    with pytest.raises(RuntimeError, match="q: the pristine weights are taken"):
+        merged.set("q", torch.zeros(4, 8))
 
 
 def test_bad_input_is_refused() -> None:

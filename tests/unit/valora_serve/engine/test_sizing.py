@@ -1,10 +1,15 @@
 """Graph sizes follow from the settings, and LoRA terms from the policy's modes."""
 
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from valora_serve.engine import sizing
 from valora_serve.engine.settings import EngineSettings
+from valora_serve.memory.unified import PageShape
 from valora_serve.orchestrator.registry import modes_of
 from valora_serve.types import Mode
 
@@ -33,3 +38,42 @@ def test_prompt_sizes() -> None:
     assert sizing.prompt_sizes(EngineSettings(), CPU) == ()
     sizes = sizing.prompt_sizes(EngineSettings(prompt_graphs=True, max_tokens=300), CPU)
     assert sizes[-2] < 300 <= sizes[-1]
+
+
+def model_on_a_gpu(sizes: dict[str, list[int]], pristine: Sequence[int] = ()) -> Any:
+    """A model of groups of such weights by their part, with pristine copies of an earlier engine.
+
+    It has 100 logits and a width of 8, in bfloat16.
+    """
+    groups = {
+        f"{part}-{i}": SimpleNamespace(
+            spec=SimpleNamespace(part=part), weights=(torch.zeros(size, dtype=torch.bfloat16),)
+        )
+        for part, numbers in sizes.items()
+        for i, size in enumerate(numbers)
+    }
+    merged = [SimpleNamespace(pristine=torch.zeros(size)) for size in pristine]
+    return SimpleNamespace(
+        dtype=torch.bfloat16, device=torch.device("cuda", 0), vocabulary=100, width=8,
+        linears=SimpleNamespace(groups=groups, merged=merged),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mergeable", "pristine", "copies"),
+    [(False, (), 0), (True, (), 700), (True, (400,), 300), (True, (400, 300), 0)],
+)
+def test_pages_take_what_the_gpu_has_left(
+    monkeypatch: pytest.MonkeyPatch, mergeable: bool, pristine: tuple[int, ...], copies: int
+) -> None:
+    """What torch has kept of loading is let go first, and each weight is copied once at most."""
+    taken = {"model": 600_000, "kept by torch": 200_000}
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: taken.pop("kept by torch"))
+    total = 2_000_000
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total - sum(taken.values()), total))
+    lmm = model_on_a_gpu({"text": [400, 300], "vision": [5000]}, pristine)
+    settings = EngineSettings(memory=0.75, max_tokens=16)
+    page = PageShape(4, layers=1, kv_heads=1, head_dim=8)
+    left = total * 0.75 - 600_000 - 2 * copies - 16 * (100 * 4 + 8 * 64)
+    found = sizing.pages_that_fit(settings, lmm, page, mergeable=mergeable)
+    assert found == int(left // (2 * page.elements))

@@ -101,3 +101,23 @@ def test_steps_beside_which_many_rows_decode_have_graphs_of_their_own(
     while engine.busy:
         step()
     assert ("mixed", 4) in plans and {kind for kind, _ in plans} == {"mixed"}
+
+
+def test_graphs_of_one_size_share_a_plan_and_all_decode_graphs_their_logits(
+    random_llava: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan of FlashInfer's has 8 MB, and logits of 512 rows have 65 MB."""
+    monkeypatch.setattr(TorchBackend, "decode_plan", lambda self, _: TorchMixedPlan(self._cache))
+    engine = make_engine(str(random_llava), policy="slora", max_requests=8, prompt_graphs=True)
+    runner = engine.runner
+    runner.has_lora = True
+    runner.capture((0, 1))
+    for held in (runner._decode_graphs, runner._prompt_graphs):
+        plans = {size: set[int]() for size in held.sizes}
+        for (size, _), graph in held._graphs.items():
+            plans[size].add(id(graph.plan))
+        assert len(held) == 2 * len(plans)
+        assert all(len(one) == 1 for one in plans.values())
+        assert len(set().union(*plans.values())) == len(plans)
+    storages = {graph.logits.data_ptr() for graph in runner._decode_graphs._graphs.values()}
+    assert len(storages) == 1

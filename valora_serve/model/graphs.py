@@ -262,7 +262,7 @@ class DecodeGraphs(Graphs[DecodeGraph]):
             inputs = torch.zeros((4, size), dtype=torch.int64, device=lmm.device)
             inputs[0] = resources.max_requests
 
-        def run() -> tuple[Tensor, Tensor, Tensor]:
+        def run() -> tuple[Tensor, Tensor]:
             with lmm.linears.scope.text(lora):
                 positions = inputs[1:] if lmm.three_positions else inputs[1]
                 hidden = lmm.hidden(last_tokens[inputs[0]], positions, plan)

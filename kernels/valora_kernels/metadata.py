@@ -441,6 +441,34 @@ class DeviceRowTerms:
         self.copier.copy(np.concatenate([part.ravel() for part in parts]))
 
 
+class Scratch:
+    """Working memory that calls share, one after the other in the order of one stream.
+
+    Args:
+        device: Device of the memory.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = device
+        self._kept: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
+
+    def take(self, use: str, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory of at least so many elements.
+
+        It is zero at first; a kernel that relies on this must leave it zero.
+
+        Args:
+            use: What it is for; calls with the same use and dtype share memory.
+            elements: Number of elements that are needed.
+            dtype: Element type.
+        """
+        kept = self._kept.setdefault((use, dtype), [])
+        if not kept or kept[-1].numel() < elements:
+            # Smaller buffers stay allocated: a captured graph may hold their addresses.
+            kept.append(torch.zeros(max(elements, 1), dtype=dtype, device=self._device))
+        return kept[-1]
+
+
 class LoraBatch:
     """The adapters of one batch, in fixed device buffers that all layers read.
 
@@ -454,6 +482,8 @@ class LoraBatch:
         device: Device on which `atmm` runs.
         fixed: Whether CUDA graphs are captured with it: the numbers of rows and terms stay, and
             launches cover the worst case.
+        scratch: Working memory of the calls, which other batches of the same stream may share;
+            its own by default.
 
     Attributes:
         gpu: Record of the device's GPU.
@@ -466,7 +496,13 @@ class LoraBatch:
     """
 
     def __init__(
-        self, max_rows: int, max_segments: int, device: torch.device | str, *, fixed: bool = False
+        self,
+        max_rows: int,
+        max_segments: int,
+        device: torch.device | str,
+        *,
+        fixed: bool = False,
+        scratch: Scratch | None = None,
     ) -> None:
         if max_rows < 0 or max_segments < 0:
             raise ValueError(
@@ -486,7 +522,7 @@ class LoraBatch:
         self._tiles: dict[int, DeviceTiles] = {}
         self._blocks: dict[int, DeviceBlocks] = {}
         self._row_terms: DeviceRowTerms | None = None
-        self._scratch: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
+        self.scratch = scratch or Scratch(self.device)
 
     def update(
         self,
@@ -570,19 +606,3 @@ class LoraBatch:
     def _refresh(self, table: DeviceBlocks) -> None:
         found = block_rows(self.grouping, table.block, self.max_rows, table.capacity)
         table.copier.copy(np.concatenate([found.slot_of_row, found.counts, found.lists.ravel()]))
-
-    def scratch(self, use: str, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Working memory that the calls of all layers share, one after the other in stream order.
-
-        It is zero at first; a kernel that relies on this must leave it zero.
-
-        Args:
-            use: What it is for; calls with the same use and dtype share memory.
-            elements: Number of elements that are needed.
-            dtype: Element type.
-        """
-        kept = self._scratch.setdefault((use, dtype), [])
-        if not kept or kept[-1].numel() < elements:
-            # Smaller buffers stay allocated: a captured graph may hold their addresses.
-            kept.append(torch.zeros(max(elements, 1), dtype=dtype, device=self.device))
-        return kept[-1]

@@ -90,7 +90,7 @@ class EngineSettings:
     context_length: int | None = None
     block_size: int = 16
     pages: int | None = None
-    memory: float = 0.92
+    memory: float = 0.9
     max_requests: int = 256
     max_tokens: int = 4096
     chunk: int = 2048

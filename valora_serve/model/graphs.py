@@ -337,9 +337,9 @@ class PromptGraph:
         replay: Computes `hidden` from the other buffers.
         plan: Attention of the rows.
         lora: Adapters of the rows; None without LoRA terms.
-        embedded: [rows, width], input of the first layer.
+        embedded: [rows, width], input of the first layer; other graphs begin with the same rows.
         positions: [rows] or [3, rows] int64.
-        hidden: [rows, width], hidden states after the final norm, written by a replay.
+        hidden: [rows, width], hidden states after the final norm, written by a replay of any graph.
     """
 
     replay: Callable[[], None]
@@ -369,8 +369,12 @@ class PromptGraphs(Graphs[PromptGraph]):
         crowded: bool = False,
     ) -> None:
         super().__init__(resources, recorder, sizes)
-        backend = resources.backend
+        backend, lmm = resources.backend, resources.lmm
         self._plan = backend.crowded_plan if crowded else backend.mixed_plan
+        with torch.inference_mode():  # as in eager steps, or torch compiles the layers twice
+            # Of all graphs, as are `DecodeGraphs._logits`.
+            shape = (2, max(sizes, default=0), lmm.width)
+            self._embedded, self._hidden = torch.zeros(shape, dtype=lmm.dtype, device=lmm.device)
 
     def _max_sequences(self, rows: int) -> int:
         """Largest number of sequences in a captured step of `rows` rows."""
@@ -391,15 +395,16 @@ class PromptGraphs(Graphs[PromptGraph]):
         plan.update(Rows(np.array([0, size], np.int32), np.array([size], np.int32), [table]))
         lora = self.typical(size, terms)
         shape = (3, size) if lmm.three_positions else (size,)
-        with torch.inference_mode():  # as in eager steps, or torch compiles the layers twice
-            embedded = torch.zeros((size, lmm.width), dtype=lmm.dtype, device=lmm.device)
+        with torch.inference_mode():
+            embedded, hidden = self._embedded[:size], self._hidden[:size]
             positions = torch.zeros(shape, dtype=torch.int64, device=lmm.device)
 
-        def run() -> tuple[Tensor]:
+        def run() -> tuple[()]:
             with lmm.linears.scope.text(lora):
-                return (lmm.forward(embedded, positions, plan),)
+                hidden.copy_(lmm.forward(embedded, positions, plan))
+            return ()
 
-        replay, (hidden,) = self._recorder.record(run, lambda: (torch.zeros_like(embedded),))
+        replay, _ = self._recorder.record(run, tuple)
         return PromptGraph(replay, plan, lora, embedded, positions, hidden)
 
     def find(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from valora_kernels.launching import compiling_together
-from valora_kernels.metadata import NONE, LoraBatch
+from valora_kernels.metadata import NONE, LoraBatch, Scratch
 from valora_serve.model.attention.base import Rows, to_device
 from valora_serve.model.attention.registry import make_backend
 from valora_serve.model.finite import finite_rows, mark_broken
@@ -100,8 +100,11 @@ class ModelRunner:
             last_tokens=self._last_tokens,
             max_requests=max_requests,
             max_segments=max_adapters + 1,
+            scratch=Scratch(self._device),
         )
-        self._lora = LoraBatch(max_tokens, self._resources.max_segments, self._device)
+        self._lora = LoraBatch(
+            max_tokens, max_adapters + 1, self._device, scratch=self._resources.scratch
+        )
         self._recorder = recorder = GraphRecorder(self._device)
         self._decode_graphs = DecodeGraphs(self._resources, recorder, graphs)
         self._prompt_graphs = PromptGraphs(self._resources, recorder, prompt_graphs)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from valora_kernels.metadata import NONE, LoraBatch
+from valora_kernels.metadata import NONE, LoraBatch, Scratch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -198,6 +198,7 @@ class StepResources:
             request by its place; the extra place belongs to rows that pad a graph.
         max_requests: Largest number of running requests.
         max_segments: Largest number of distinct adapters in a step, no adapter included.
+        scratch: Working memory of the LoRA kernels, as steps run one after the other.
     """
 
     lmm: Lmm
@@ -207,10 +208,17 @@ class StepResources:
     last_tokens: Tensor
     max_requests: int
     max_segments: int
+    scratch: Scratch
 
     def typical_batch(self, rows: int, terms: int, distinct: int) -> LoraBatch:
         """Return a batch for a graph, with a typical mix of adapters, see `fill_typical`."""
-        lora = LoraBatch(rows, min(rows, self.max_segments), self.lmm.device, fixed=True)
+        lora = LoraBatch(
+            rows,
+            min(rows, self.max_segments),
+            self.lmm.device,
+            fixed=True,
+            scratch=self.scratch,
+        )
         self.fill_typical(lora, rows, terms, rows, distinct)
         return lora
 

@@ -235,10 +235,10 @@ def shrink(
     gather = tiling.gather and splits > 1
     sizes = sizes_of(table, x, weights)
     size = projections * terms * sizes[0] * ranks
-    parts = batch.scratch("parts", splits * size if splits > 1 else 1, torch.float32)
-    h = batch.scratch("h", size if gather or splits == 1 else 1, x.dtype)
+    parts = batch.scratch.take("parts", splits * size if splits > 1 else 1, torch.float32)
+    h = batch.scratch.take("h", size if gather or splits == 1 else 1, x.dtype)
     counts = table.capacity * projections * terms * (ranks // block)
-    counters = batch.scratch("counters", counts if gather else 1, torch.int32)
+    counters = batch.scratch.take("counters", counts if gather else 1, torch.int32)
     tiles = tiles_to_launch(table, batch, x)
     if tiles:
         start(

@@ -93,11 +93,11 @@ def decode(bench):
     """Decode steps beside the time of reading the weights once."""
     bandwidth, rate = physical(bench)
     text = bench.model.model.language_model
-    held = [
-        w for g in bench.lmm.linears.groups.values() if g.spec.part == "text" for w in g.weights
-    ]
-    held += [p for p in text.parameters() if p is not text.embed_tokens.weight]
-    weights = sum(part.nbytes for part in (*held, bench.model.lm_head.weight))
+    weights = bench.model.lm_head.weight.nbytes + sum(
+        w.nbytes for g in bench.lmm.linears.groups.values() if g.spec.part == "text"
+        for w in g.weights
+    )  # fmt: skip
+    weights += sum(p.nbytes for p in text.parameters() if p is not text.embed_tokens.weight)
     floor = 1e3 * weights / bandwidth
     sizes = bench.arguments.batches
     bench.start("slora")

@@ -103,10 +103,10 @@ def test_steps_beside_which_many_rows_decode_have_graphs_of_their_own(
     assert ("mixed", 4) in plans and {kind for kind, _ in plans} == {"mixed"}
 
 
-def test_graphs_of_one_size_share_a_plan_and_all_decode_graphs_their_logits(
+def test_graphs_share_what_one_step_needs_at_a_time(
     random_llava: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan of FlashInfer's has 8 MB, and logits of 512 rows have 65 MB."""
+    """Plans (8 MB of FlashInfer's), logits (65 MB of 512 rows), hidden states, LoRA's memory."""
     monkeypatch.setattr(TorchBackend, "decode_plan", lambda self, _: TorchMixedPlan(self._cache))
     engine = make_engine(str(random_llava), policy="slora", max_requests=8, prompt_graphs=True)
     runner = engine.runner
@@ -119,5 +119,12 @@ def test_graphs_of_one_size_share_a_plan_and_all_decode_graphs_their_logits(
         assert len(held) == 2 * len(plans)
         assert all(len(one) == 1 for one in plans.values())
         assert len(set().union(*plans.values())) == len(plans)
-    storages = {graph.logits.data_ptr() for graph in runner._decode_graphs._graphs.values()}
-    assert len(storages) == 1
+    decodes, prompts = (
+        held._graphs.values() for held in (runner._decode_graphs, runner._prompt_graphs)
+    )
+    assert len({graph.logits.data_ptr() for graph in decodes}) == 1
+    for name in ("embedded", "hidden"):
+        assert len({getattr(graph, name).data_ptr() for graph in prompts}) == 1
+    lora = [graph.lora for graph in (*decodes, *prompts) if graph.lora is not None]
+    assert len({id(batch) for batch in lora}) == len(lora) > 1
+    assert len({id(batch.scratch) for batch in lora} | {id(runner._lora.scratch)}) == 1

@@ -29,6 +29,17 @@ IMAGE_COUNTS = (1, 2, 4, 8, 16)
 CPU_BYTES = 512 << 20
 """Size of the unified memory on a CPU, in bytes."""
 
+ACTIVATIONS = 64
+"""Bytes that a step takes for each row and each element of the model's width, at most: some 15
+tensors in 16 bits at a time, and graphs as many again."""
+
+LOGITS = 32
+"""Bytes that sampling takes for each row and each token of the vocabulary, at most: the logits in
+32 bits and what sorting makes of them."""
+
+GRAPHS = 1 << 30
+"""Bytes for what CUDA graphs and the attention library take whatever the model."""
+
 LEAST_PAGES = 16
 """Fewest pages on a GPU that an engine starts with."""
 
@@ -149,9 +160,9 @@ def pages_that_fit(settings: EngineSettings, lmm: Lmm, page: PageShape, *, merge
         )
         there = sum(len(memory.pristine) for memory in lmm.linears.merged)  # of an earlier engine
         pristine = item * (weights - there)
-    # Logits and the activations of a step, and what the graphs take.
-    rows = settings.max_tokens * (lmm.vocabulary * 4 + lmm.width * 64)
-    left = total * settings.memory - (total - free) - pristine - min(rows, 8 << 30)
+    step = settings.max_tokens * lmm.width * ACTIVATIONS
+    step += settings.max_requests * lmm.vocabulary * LOGITS
+    left = total * settings.memory - (total - free) - pristine - step - GRAPHS
     pages = int(left // (page.elements * item))
     if pages < LEAST_PAGES:
         raise ServeError(

@@ -69,11 +69,12 @@ def test_pages_take_what_the_gpu_has_left(
     """What torch has kept of loading is let go first, and each weight is copied once at most."""
     taken = {"model": 600_000, "kept by torch": 200_000}
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: taken.pop("kept by torch"))
-    total = 2_000_000
+    total = 2_000_000_000
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total - sum(taken.values()), total))
     lmm = model_on_a_gpu({"text": [400, 300], "vision": [5000]}, pristine)
-    settings = EngineSettings(memory=0.75, max_tokens=16)
+    settings = EngineSettings(memory=0.75, max_tokens=16, max_requests=9)
     page = PageShape(4, layers=1, kv_heads=1, head_dim=8)
-    left = total * 0.75 - 600_000 - 2 * copies - 16 * (100 * 4 + 8 * 64)
+    step = 16 * 8 * 64 + 9 * 100 * 32
+    left = total * 0.75 - 600_000 - 2 * copies - step - 2**30
     found = sizing.pages_that_fit(settings, lmm, page, mergeable=mergeable)
     assert found == int(left // (2 * page.elements))

@@ -170,6 +170,7 @@ class Graphs(ABC, Generic[G]):
     def give_up(self, size: int) -> None:
         """Capture a size no more; larger graphs, or eager steps, compute its steps."""
         self._sizes = [other for other in self._sizes if other != size]
+        self._plans.pop(size, None)
         self.missed.clear()
 
     def capture(self, terms: int) -> None:

@@ -165,8 +165,13 @@ def pages_that_fit(settings: EngineSettings, lmm: Lmm, page: PageShape, *, merge
     left = total * settings.memory - (total - free) - pristine - step - GRAPHS
     pages = int(left // (page.elements * item))
     if pages < LEAST_PAGES:
+        copy, other = "", ""
+        if pristine:
+            copy = f" and the copy of its weights that merging needs ({pristine >> 20} MiB)"
+            other = "choose policy=slora, which merges nothing, "
         raise ServeError(
-            f"the GPU has {free >> 20} MiB free, too little beside the model: use a smaller "
-            "base model or raise engine.memory"
+            f"the GPU has {free >> 20} MiB free, too little beside the model{copy}: raise "
+            f"memory={settings.memory:g}, {other}lower max_tokens={settings.max_tokens}, or use a "
+            "smaller base model"
         )
     return pages

@@ -9,6 +9,7 @@ import torch
 
 from valora_serve.engine import sizing
 from valora_serve.engine.settings import EngineSettings
+from valora_serve.errors import ServeError
 from valora_serve.memory.unified import PageShape
 from valora_serve.orchestrator.registry import modes_of
 from valora_serve.types import Mode
@@ -57,6 +58,22 @@ def model_on_a_gpu(sizes: dict[str, list[int]], pristine: Sequence[int] = ()) ->
         dtype=torch.bfloat16, device=torch.device("cuda", 0), vocabulary=100, width=8,
         linears=SimpleNamespace(groups=groups, merged=merged),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("mergeable", [False, True])
+def test_a_gpu_without_room_is_refused(monkeypatch: pytest.MonkeyPatch, mergeable: bool) -> None:
+    """With what helps; a policy that merges nothing only where a copy takes the room."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (900 << 20, 4000 << 20))
+    lmm, page = model_on_a_gpu({"text": [1 << 20] * 3}), PageShape(4, 1, 1, 8)
+    settings = EngineSettings(memory=0.75, max_tokens=16)
+    with pytest.raises(ServeError) as found:
+        sizing.pages_that_fit(settings, lmm, page, mergeable=mergeable)
+    told = str(found.value)
+    assert told.startswith("the GPU has 900 MiB free, too little beside the model")
+    assert ("(6 MiB)" in told) == ("policy=slora" in told) == mergeable
+    assert "raise memory=0.75, " in told
+    assert "lower max_tokens=16, or use a smaller base model" in told
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def pages_that_fit(settings: EngineSettings, lmm: Lmm, page: PageShape, *, merge
         copy, other = "", ""
         if pristine:
             copy = f" and the copy of its weights that merging needs ({pristine >> 20} MiB)"
-            other = "choose policy=slora, which merges nothing, "
+            other = "choose policy=unmerge_only, "
         raise ServeError(
             f"the GPU has {free >> 20} MiB free, too little beside the model{copy}: raise "
             f"memory={settings.memory:g}, {other}lower max_tokens={settings.max_tokens}, or use a "

@@ -71,7 +71,7 @@ def test_a_gpu_without_room_is_refused(monkeypatch: pytest.MonkeyPatch, mergeabl
         sizing.pages_that_fit(settings, lmm, page, mergeable=mergeable)
     told = str(found.value)
     assert told.startswith("the GPU has 900 MiB free, too little beside the model")
-    assert ("(6 MiB)" in told) == ("policy=slora" in told) == mergeable
+    assert ("(6 MiB)" in told) == ("policy=unmerge_only" in told) == mergeable
     assert "raise memory=0.75, " in told
     assert "lower max_tokens=16, or use a smaller base model" in told
 

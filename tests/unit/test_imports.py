@@ -33,8 +33,8 @@ NOT_WHEN_SERVING = {"hydra", "omegaconf", "mlflow", "ultralytics"}
 KERNELS_MAY = {"torch", "triton", "numpy", "rich", *sys.stdlib_module_names}
 
 # Parts of a package, the lowest first; a part imports parts below it only.
-SERVE = ["errors", "pauses", "types", "routing", "catalogue", "orchestrator", "workloads",
-         "parallel", "memory", "model", "engine"]  # fmt: skip
+SERVE = ["errors", "pauses", "toolkit", "types", "routing", "catalogue", "orchestrator",
+         "workloads", "parallel", "memory", "model", "engine"]  # fmt: skip
 TRAIN = ["errors", "processes", "launchers", "sweeps", "settings", "configuration", "stage",
          "metrics", "model", "tasks", "fusion", "trials", "trackers", "checks", "reporting",
          "stages", "estimate", "cli"]  # fmt: skip

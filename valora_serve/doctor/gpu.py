@@ -169,12 +169,14 @@ def check_kernels(patient: Patient) -> Iterator[Finding]:
             "kernels replace it",
             "pip install 'valora[gpu]'",
         )  # fmt: skip
+    elif not facts.nvcc and installed("flashinfer-jit-cache") is None:
+        remedy = "install the CUDA toolkit, or flashinfer-jit-cache of the same version"
+        text = (
+            f"not found: FlashInfer {flash} compiles its kernels with it; Triton kernels replace it"
+        )
+        yield Finding(Level.NOTE, "nvcc", text, remedy)
     else:
         yield Finding(Level.FINE, "attention", f"FlashInfer {flash}")
-        if not facts.nvcc and installed("flashinfer-jit-cache") is None:
-            remedy = "install the CUDA toolkit, or flashinfer-jit-cache of the same version"
-            text = "not found: FlashInfer compiles its kernels with it at the first start"
-            yield Finding(Level.NOTE, "nvcc", text, remedy)
     yield from _versions()
 
 

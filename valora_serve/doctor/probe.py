@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from valora_serve.doctor.base import Facts, GpuFacts, Process
+from valora_serve.toolkit import has_nvcc
 
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -20,8 +21,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 def read_facts() -> Facts:
     """Read what is known of the GPUs, once."""
     compiler = any(map(shutil.which, ("cc", "gcc", "clang")))
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    nvcc = shutil.which("nvcc") is not None or (Path(home) / "bin" / "nvcc").exists()
+    nvcc = has_nvcc()
     driver = _driver()
     try:
         import torch

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from valora_serve.model.attention.base import AttentionBackend, KVCache, Rows, pinned, to_device
+from valora_serve.toolkit import has_nvcc
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,10 +63,17 @@ class FlashInferBackend(AttentionBackend):
 
     @classmethod
     def unsuitable(cls, cache: KVCache) -> str | None:
-        """FlashInfer needs a GPU, and to be installed."""
+        """FlashInfer needs a GPU, to be installed, and its kernels, compiled or to compile."""
         if cache.device.type != "cuda":
             return "FlashInfer needs a CUDA GPU"
-        return None if find_spec("flashinfer") else "flashinfer is not installed"
+        if not find_spec("flashinfer"):
+            return "flashinfer is not installed"
+        if not has_nvcc() and not find_spec("flashinfer_jit_cache"):
+            return (
+                "nvcc, with which flashinfer compiles its kernels, is not found: install the CUDA "
+                "toolkit, or flashinfer-jit-cache"
+            )
+        return None
 
     def _prefill_wrapper(self, kernel: str, **options: Any) -> Wrapper:
         """FlashInfer's wrapper for sequences of any number of rows."""

@@ -1,6 +1,7 @@
 """Backends by name: built-in ones, the choice of ``auto``, and one of another package."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,6 +116,23 @@ def test_auto_asks_the_backends_in_the_order_of_their_rank(kv_cache, installed, 
     assert type(make_backend("auto", kv_cache)) is BACKENDS["flex"]
     module = installed("valora.attention_backends", "plain", PLAIN)
     assert type(make_backend("auto", kv_cache)).__module__ == module
+
+
+@pytest.mark.parametrize("nvcc", [False, True])
+@pytest.mark.parametrize("packages", [(), ("flashinfer",), ("flashinfer", "flashinfer_jit_cache")])
+def test_flashinfer_is_taken_where_its_kernels_can_be_had(monkeypatch, nvcc, packages):
+    """Without a CUDA toolkit it can be installed, but its first step would fail."""
+    place = "valora_serve.model.attention.flashinfer_backend"
+    monkeypatch.setattr(f"{place}.find_spec", lambda name: name in packages or None)
+    monkeypatch.setattr(f"{place}.has_nvcc", lambda: nvcc)
+    told = FlashInferBackend.unsuitable(SimpleNamespace(device=torch.device("cuda")))
+    if not packages:
+        assert told == "flashinfer is not installed"
+    elif nvcc or "flashinfer_jit_cache" in packages:
+        assert told is None
+    else:
+        assert told.startswith("nvcc, with which flashinfer compiles its kernels, is not found")
+        assert "flashinfer-jit-cache" in told
 
 
 def test_auto_says_why_no_backend_works(kv_cache, monkeypatch):

@@ -1,0 +1,45 @@
+"""nvcc is looked for where FlashInfer does."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from valora_serve import toolkit
+
+
+def nvcc_in(folder: Path) -> Path:
+    """A program of that name in `bin`; returns it."""
+    program = folder / "bin" / "nvcc"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    return program
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a program is a file with a mode")
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({}, False),
+        ({"PATH": "with/bin"}, True),
+        ({"CUDA_HOME": "with"}, True),
+        ({"CUDA_PATH": "with"}, True),
+        ({"CUDA_HOME": "without", "PATH": "with/bin"}, False),  # as FlashInfer
+        ({"CUDA_HOME": "without", "FLASHINFER_NVCC": "with/bin/nvcc"}, True),
+        ({"FLASHINFER_NVCC": "without/bin/nvcc", "PATH": "with/bin"}, False),
+    ],
+)
+def test_nvcc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], found: bool
+) -> None:
+    nvcc_in(tmp_path / "with")
+    (tmp_path / "without").mkdir()
+    if Path("/usr/local/cuda/bin/nvcc").exists() and not variables:
+        pytest.skip("there is a CUDA toolkit here")
+    for name in ("CUDA_HOME", "CUDA_PATH", "FLASHINFER_NVCC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "without"))
+    for name, place in variables.items():
+        monkeypatch.setenv(name, str(tmp_path / place))
+    assert toolkit.has_nvcc() is found

@@ -106,13 +106,12 @@ class FlashInferBackend(AttentionBackend):
     def compile(self) -> None:
         """Compile the libraries of decoding, prompts and writing side by side.
 
-        FlashInfer compiles each, for up to half a minute, where it is used first.
+        FlashInfer compiles each where it is used first: FlashAttention 3 for more than a minute.
         """
         cache = self._cache
         starts, last = np.array([0, 1], np.int32), np.ones(1, np.int32)
         tokens = Tokens.empty(1, 1, torch.zeros(1, dtype=torch.int32, device=cache.device))
         tokens.indptr[1] = 1
-
         row = torch.zeros(1, cache.kv_heads, cache.head_dim, dtype=cache.dtype, device=cache.device)
 
         def run(job: Callable[[], None]) -> None:

@@ -42,7 +42,7 @@ from valora_serve.server.constrain import Grammars
 from valora_serve.server.context import ServerContext
 from valora_serve.server.drain import Drain
 from valora_serve.server.envelope import AsciiJson, Envelope, handle_errors
-from valora_serve.server.listen import bind, ready
+from valora_serve.server.listen import bind, ready, take_no_more
 from valora_serve.server.loading.served_set import ServedSet
 from valora_serve.server.media.reader import MediaReader
 from valora_serve.server.protocol import protocol
@@ -299,7 +299,7 @@ class Server(uvicorn.Server):
         Closing a socket resets those that wait in its queue. They get their 503 instead.
         """
         for sock in sockets:
-            sock.listen(0)  # the queue takes no more
+            take_no_more(sock)
         await asyncio.sleep(_LAST_SECONDS)
         # Bounded: whoever connects again and again would keep the server from ending.
         end = time.monotonic() + _MOST_LAST_SECONDS

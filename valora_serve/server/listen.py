@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import socket
 import ssl
+import struct
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -12,6 +15,16 @@ from valora_serve.errors import SettingsError
 
 if TYPE_CHECKING:
     from valora_serve.server.settings import ServerSettings
+
+_SO_ATTACH_FILTER = 26  # of Linux's asm-generic/socket.h; Python's socket has no name for it
+# A filter of Linux for received TCP segments, as (code, jt, jf, k) of linux/filter.h: drop those
+# with the flag SYN, which ask for a new connection, and keep all others.
+_NO_SYN = (
+    (0x30, 0, 0, 13),  # load byte 13 of the TCP header, its flags
+    (0x45, 0, 1, 0x02),  # SYN?
+    (0x06, 0, 0, 0),  # yes: keep 0 bytes
+    (0x06, 0, 0, 0xFFFFFFFF),  # no: keep all
+)
 
 
 def bind(settings: ServerSettings) -> list[socket.socket]:
@@ -60,6 +73,17 @@ def ready(sockets: list[socket.socket]) -> list[socket.socket]:
     return sockets
 
 
+def take_no_more(sock: socket.socket) -> None:
+    """Let a listening socket keep the connections that wait in its queue, and take no more.
+
+    On Linux, clients that come now get no answer: they ask again after a second, and are refused,
+    or served by the next server, once this socket is closed. Connections that are being opened
+    still reach the queue. Elsewhere the queue becomes as short as the system allows.
+    """
+    if sys.platform != "linux" or not _attach(sock, _NO_SYN):
+        sock.listen(0)
+
+
 def check_certificate(settings: ServerSettings) -> None:
     """Check the files of tls_cert and tls_key.
 
@@ -88,6 +112,17 @@ def check_certificate(settings: ServerSettings) -> None:
             f"tls_cert {settings.tls_cert} and tls_key {settings.tls_key} are no certificate and "
             "its private key: name two PEM files that belong together"
         ) from error
+
+
+def _attach(sock: socket.socket, steps: tuple[tuple[int, int, int, int], ...]) -> bool:
+    """Attach a filter of Linux to a socket; False where there are none, as in some sandboxes."""
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = struct.pack("HP", len(steps), ctypes.addressof(code))
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+    except OSError:
+        return False
+    return True
 
 
 def _made(family: int, kind: int, protocol: int) -> socket.socket | None:

@@ -2,6 +2,8 @@
 
 import socket
 import subprocess
+import sys
+import threading
 import time
 
 import pytest
@@ -9,8 +11,10 @@ import pytest
 from tests.support.http_helpers import own_logging
 from valora_serve import cli
 from valora_serve.errors import SettingsError
-from valora_serve.server.listen import bind, check_certificate, ready
+from valora_serve.server.listen import bind, check_certificate, ready, take_no_more
 from valora_serve.server.settings import ServerSettings
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="filters of sockets are Linux's")
 
 
 def settings(**chosen):
@@ -117,3 +121,47 @@ def test_the_command_says_so_before_it_loads_anything(monkeypatch, capsys, tmp_p
     missing = ["--tls-cert", "no.pem", "--tls-key", "no.key"]
     assert cli.main(missing) == 1
     assert "error: tls_cert no.pem cannot be read" in capsys.readouterr().err
+
+
+@LINUX
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_clients_that_come_while_a_server_ends_are_refused_and_never_reset(host):
+    if host == "::1" and not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    (sock,) = ready(bind(settings(host=host)))
+    address = sock.getsockname()[:2]
+    with sock, socket.socket(sock.family) as late:
+        sock.listen()
+        with socket.create_connection(address) as waiting:
+            take_no_more(sock)
+            refused = threading.Event()
+
+            def come():
+                try:
+                    late.connect(address)
+                except ConnectionRefusedError:
+                    refused.set()
+
+            client = threading.Thread(target=come)
+            client.start()
+            sock.setblocking(True)
+            accepted, _ = sock.accept()
+            sock.setblocking(False)
+            with accepted:
+                accepted.sendall(b"an answer")
+                assert waiting.recv(100) == b"an answer"
+            with pytest.raises(BlockingIOError):
+                sock.accept()  # the late one is not in the queue
+            sock.close()
+            client.join()
+            assert refused.is_set()
+
+
+def test_a_socket_without_filters_gets_a_short_queue(monkeypatch):
+    monkeypatch.setattr("valora_serve.server.listen._SO_ATTACH_FILTER", 9999)
+    (sock,) = ready(bind(settings()))
+    with sock:
+        sock.listen()
+        take_no_more(sock)
+        with socket.create_connection(sock.getsockname()):  # there is room for one
+            pass

@@ -68,12 +68,16 @@ ui: $(READY) ## Show every attempt of every fusion in MLflow, and print links (A
 base: $(READY) ## Train the base model valora-tiny from scratch (37 minutes on a GPU); continues
 	@$(BASE) --questions 300
 
+# Exit status of pytest where ARGS chooses no test.
+NONE := 5
+
 .PHONY: test test-fast test-slow test-gpu lint format
 test: lint test-fast ## Check style and types, and run the fast tests
 test-fast: $(READY) ## Run all tests but the slow ones and those that need a GPU
 	@$(BIN)/python -m pytest -m 'not slow and not gpu' -n auto --maxprocesses 8 --dist loadfile --durations 10 $(ARGS)
 test-slow: $(READY) ## Run the slow end-to-end tests
-	@$(BIN)/python -m pytest -m slow -n auto --maxprocesses 8 --dist loadfile --durations 20 $(ARGS)
+	@$(BIN)/python -m pytest -m 'slow and not alone' -n auto --maxprocesses 8 --dist loadfile --durations 20 $(ARGS) || test $$? = $(NONE)
+	@$(BIN)/python -m pytest -m 'slow and alone' -n 1 --durations 5 $(ARGS) || test $$? = $(NONE)
 test-gpu: $(READY) ## Run the tests that need a CUDA GPU
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
 lint: $(READY) ## Check style (ruff) and types (mypy)

@@ -19,7 +19,7 @@ from tests.e2e.valora_serve.serving import ROOTS, Process
 from tests.support.http_helpers import encoded
 from tests.support.serve_helpers import make_adapter
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
 
 SECRET = "an-admin-key-for-these-tests"
 HEADERS = {"authorization": f"Bearer {SECRET}"}

@@ -86,6 +86,7 @@ class AsyncEngine:
         self._profiler: Profiler | None = None
         if engine.tuning is not None:
             engine.tuning.listen(self._wake.set)
+        engine.runner.listen(self._wake.set)
         # For the event loop's thread; the engine's thread has a copy of its own.
         self._tokenizer = copy.deepcopy(engine.lmm.tokenizer)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -139,6 +140,8 @@ class AsyncEngine:
         engine = self._engine
         if engine.settle():
             return True
+        if engine.runner.provisional:  # what is measured now would not hold later
+            return False
         if self._profiler is None:
             if engine.tune():
                 return True

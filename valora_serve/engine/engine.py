@@ -698,7 +698,7 @@ class Engine:
             quarantined=named.by_name(self.adapters.quarantined),
             start_seconds=dict(self.start_up.seconds),
             prepared=self.start_up.done,
-            preparations=self.start_up.done + len(self.start_up.left),
+            preparations=self.start_up.done + len(self.start_up.left) + self.runner.provisional,
             tilings_measured=0 if self.tuning is None else self.tuning.progress[0],
             tilings_wanted=0 if self.tuning is None else self.tuning.progress[1],
         )

@@ -113,7 +113,9 @@ class _GroupRunner(ModelRunner):
         super().__init__(*arguments, **more)
         self._group = group
 
-    def compile_together(self, wanted: Sequence[Preparation]) -> None:
+    def compile_together(
+        self, wanted: Sequence[Preparation], patience: float | None = None
+    ) -> None:
         """Do nothing: split linears compute with all processes only, in the same order."""
 
     def _sample(self, logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:

@@ -22,6 +22,10 @@ log = logging.getLogger(__name__)
 PAUSE = 10.0
 """Beside requests, what a step has missed is prepared after so many times the time it takes."""
 
+PATIENCE = 10.0
+"""Seconds that a start waits for attention's kernels once the others are compiled: longer than
+loading them takes, and far less than compiling them."""
+
 PROGRESS_SECONDS = 5.0
 """Seconds between two messages about the progress."""
 
@@ -63,7 +67,7 @@ class WarmUp:
         told = time.monotonic()
         waited = first if self._lazy else tuple(self.left)
         with self.phase("kernels"):
-            runner.compile_together(waited)
+            runner.compile_together(waited, PATIENCE if self._lazy else None)
         for one in waited:
             if one not in self.left:
                 continue
@@ -86,6 +90,7 @@ class WarmUp:
         Returns:
             False if nothing is left.
         """
+        self._follow(runner)
         if not self.left:
             return False
         self._prepare(runner, self.left[0])
@@ -95,6 +100,7 @@ class WarmUp:
 
     def beside(self, runner: ModelRunner) -> None:
         """Capture the graph that a step has missed, unless that would slow down the requests."""
+        self._follow(runner)
         start = time.monotonic()
         if not self.left or start < self._next:
             return
@@ -104,6 +110,14 @@ class WarmUp:
         self._prepare(runner, missed)
         now = time.monotonic()
         self._next = now + PAUSE * (now - start)
+
+    def _follow(self, runner: ModelRunner) -> None:
+        """Prepare graphs again once the attention backend takes over that was being compiled."""
+        if runner.adopt():
+            total = self.done + len(self.left)
+            first, rest = runner.preparations(self._terms)
+            self.left = [*first, *rest]
+            self.done = max(0, total - len(self.left))
 
     def _prepare(self, runner: ModelRunner, wanted: Preparation) -> None:
         """Prepare one thing, or give it up where there is no memory for it."""

@@ -147,6 +147,7 @@ class Graphs(ABC, Generic[G]):
         self._sizes = sorted(sizes)
         self._graphs: dict[tuple[int, int], G] = {}
         self._plans: dict[int, FixedAttentionPlan] = {}
+        self._stale: set[tuple[int, int]] = set()  # are replayed until they are captured again
         self.missed: dict[tuple[int, int], None] = {}
 
     def __len__(self) -> int:
@@ -161,15 +162,28 @@ class Graphs(ABC, Generic[G]):
     def forget(self) -> None:
         """Drop all graphs."""
         self._graphs.clear()
+        self._stale.clear()
         self.missed.clear()
 
+    def renew_plans(self) -> None:
+        """Capture all graphs again, as another backend attends; steps replay them until then."""
+        self._plans = {}
+        self._stale.update(self._graphs)
+
     def missing(self, terms: int) -> list[int]:
-        """Return the sizes that are not captured, the largest first."""
-        return [size for size in reversed(self._sizes) if (size, terms) not in self._graphs]
+        """Return the sizes that are not captured, or are out of date, the largest first."""
+        return [size for size in reversed(self._sizes) if self._is_missing(size, terms)]
+
+    def _is_missing(self, size: int, terms: int) -> bool:
+        return (size, terms) not in self._graphs or (size, terms) in self._stale
 
     def give_up(self, size: int) -> None:
-        """Capture a size no more; larger graphs, or eager steps, compute its steps."""
-        self._sizes = [other for other in self._sizes if other != size]
+        """Capture a size no more; what is out of date, larger graphs or eager steps compute it."""
+        stale = {key for key in self._stale if key[0] == size}
+        if stale:
+            self._stale -= stale
+        else:
+            self._sizes = [other for other in self._sizes if other != size]
         self._plans.pop(size, None)
         self.missed.clear()
 
@@ -181,12 +195,13 @@ class Graphs(ABC, Generic[G]):
     def capture_one(self, size: int, terms: int) -> bool:
         """Capture one size, unless it is captured; return False if the backend has no graphs."""
         self.missed.pop((size, terms), None)
-        if size in self._sizes and (size, terms) not in self._graphs:
+        if size in self._sizes and self._is_missing(size, terms):
             graph = self._capture(size, terms)
             if graph is None:
                 self._sizes = []
             else:
                 self._graphs[size, terms] = graph
+                self._stale.discard((size, terms))
         return bool(self._sizes)
 
     def captured(self) -> list[tuple[int, int]]:
@@ -197,16 +212,17 @@ class Graphs(ABC, Generic[G]):
         """Capture one size again; steps replay what there was until then."""
         if (size, terms) in self._graphs and (graph := self._capture(size, terms)) is not None:
             self._graphs[size, terms] = graph
+            self._stale.discard((size, terms))
 
     def _best(self, rows: int, terms: int) -> G | None:
         """Return the smallest captured step of at least so many rows, and note what is missing."""
         first = bisect_left(self._sizes, rows)
         for size in self._sizes[first:]:
+            if size == self._sizes[first] and self._is_missing(size, terms):
+                self.missed[size, terms] = None
             graph = self._graphs.get((size, terms))
             if graph is not None:
                 return graph
-            if size == self._sizes[first]:
-                self.missed[size, terms] = None
         return None
 
     def typical(self, size: int, terms: int) -> LoraBatch | None:
@@ -337,6 +353,7 @@ class PromptGraph:
     Attributes:
         replay: Computes `hidden` from the other buffers.
         plan: Attention of the rows.
+        sequences: Most sequences of a step.
         lora: Adapters of the rows; None without LoRA terms.
         embedded: [rows, width], input of the first layer; other graphs begin with the same rows.
         positions: [rows] or [3, rows] int64.
@@ -345,6 +362,7 @@ class PromptGraph:
 
     replay: Callable[[], None]
     plan: FixedAttentionPlan
+    sequences: int
     lora: LoraBatch | None
     embedded: Tensor
     positions: Tensor
@@ -370,17 +388,12 @@ class PromptGraphs(Graphs[PromptGraph]):
         crowded: bool = False,
     ) -> None:
         super().__init__(resources, recorder, sizes)
-        backend, lmm = resources.backend, resources.lmm
-        self._plan = backend.crowded_plan if crowded else backend.mixed_plan
+        lmm = resources.lmm
+        self._crowded = crowded
         with torch.inference_mode():  # as in eager steps, or torch compiles the layers twice
             # Of all graphs, as are `DecodeGraphs._logits`.
             shape = (2, max(sizes, default=0), lmm.width)
             self._embedded, self._hidden = torch.zeros(shape, dtype=lmm.dtype, device=lmm.device)
-
-    def _max_sequences(self, rows: int) -> int:
-        """Largest number of sequences in a captured step of `rows` rows."""
-        resources = self._resources
-        return min(rows, resources.max_requests, resources.backend.most_mixed)
 
     def typical(self, size: int, terms: int) -> LoraBatch | None:
         """Return a batch of prompts, each with an adapter of its own."""
@@ -388,8 +401,10 @@ class PromptGraphs(Graphs[PromptGraph]):
         return self._resources.typical_batch(size, terms, distinct) if terms else None
 
     def _capture(self, size: int, terms: int) -> PromptGraph | None:
-        resources, lmm = self._resources, self._resources.lmm
-        plan = self._plan_of(size, lambda: self._plan(self._max_sequences(size), size))
+        resources, backend, lmm = self._resources, self._resources.backend, self._resources.lmm
+        make = backend.crowded_plan if self._crowded else backend.mixed_plan
+        sequences = min(size, resources.max_requests, backend.most_mixed)
+        plan = self._plan_of(size, lambda: make(sequences, size))
         if plan is None:
             return None
         table = [0] * -(-size // resources.cache.block_size)
@@ -406,7 +421,7 @@ class PromptGraphs(Graphs[PromptGraph]):
             return ()
 
         replay, _ = self._recorder.record(run, tuple)
-        return PromptGraph(replay, plan, lora, embedded, positions, hidden)
+        return PromptGraph(replay, plan, sequences, lora, embedded, positions, hidden)
 
     def find(
         self, rows: Rows, terms: LoraTerms | None, visual: VisualRows | None
@@ -418,7 +433,7 @@ class PromptGraphs(Graphs[PromptGraph]):
         if visual is not None and visual.deep:
             return None  # these images also change the output of later layers
         graph = self._best(used, 0 if terms is None else terms.width)
-        if graph is None or len(rows.lengths) > self._max_sequences(len(graph.embedded)):
+        if graph is None or len(rows.lengths) > graph.sequences:
             return None
         return graph if _holds(graph.plan, rows.tables) else None
 

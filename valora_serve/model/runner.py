@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +13,8 @@ from torch import Tensor
 from valora_kernels.launching import compiling_together
 from valora_kernels.metadata import NONE, LoraBatch, Scratch
 from valora_serve.model.attention.base import Rows, to_device
-from valora_serve.model.attention.registry import make_backend
+from valora_serve.model.attention.compiling import Compiling
+from valora_serve.model.attention.registry import AUTO, make_backend
 from valora_serve.model.finite import finite_rows, mark_broken
 from valora_serve.model.graphs import DecodeGraphs, GraphRecorder, PromptGraphs
 from valora_serve.model.lmm import VisualRows
@@ -34,11 +34,11 @@ from valora_serve.model.window_graphs import WINDOWS, WindowGraphs
 from valora_serve.model.work import LoraTerms, StepResources, StepResult, runs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from valora_serve.model.attention.base import KVCache
+    from valora_serve.model.attention.base import AttentionBackend, KVCache
     from valora_serve.model.graphs import DecodeGraph
     from valora_serve.model.lmm import Lmm
     from valora_serve.model.prompt import Visual
@@ -108,13 +108,10 @@ class ModelRunner:
         self._recorder = recorder = GraphRecorder(self._device)
         self._decode_graphs = DecodeGraphs(self._resources, recorder, graphs)
         self._prompt_graphs = PromptGraphs(self._resources, recorder, prompt_graphs)
-        self._crowd = self._resources.backend.crowd
-        self._crowded_graphs = PromptGraphs(
-            self._resources,
-            recorder,
-            [size for size in prompt_graphs if self._crowd is not None and size > self._crowd],
-            crowded=True,
-        )
+        self._crowded_graphs = self._make_crowded(prompt_graphs)
+        self._may_stand_in = backend == AUTO
+        self._compiling: Compiling | None = None
+        self._on_compiled: Callable[[], None] | None = None
         self._vision_graphs: VisionGraphs | WindowGraphs
         encoder = lmm.architecture.window_encoder(lmm.model)
         if encoder is None:
@@ -124,6 +121,12 @@ class ModelRunner:
             self._vision_graphs = WindowGraphs(encoder, self._resources, recorder, sizes)
         self._compiled: set[Preparation] = set()
         self.has_lora = False
+
+    def _make_crowded(self, sizes: Sequence[int]) -> PromptGraphs:
+        """Graphs for steps in which many rows decode; of no size where the backend has none."""
+        crowd = self._resources.backend.crowd
+        fitting = [size for size in sizes if crowd is not None and size > crowd]
+        return PromptGraphs(self._resources, self._recorder, fitting, crowded=True)
 
     # ------------------------------------------------------------------ steps
 
@@ -214,7 +217,8 @@ class ModelRunner:
     ) -> Tensor:
         """Hidden states of a step, from a graph if one fits; `terms` has one entry per row."""
         found = [self._prompt_graphs.find(rows, terms, visual)]
-        if self._crowd is not None and rows.decoding >= self._crowd:
+        crowd = self._resources.backend.crowd
+        if crowd is not None and rows.decoding >= crowd:
             found.insert(0, self._crowded_graphs.find(rows, terms, visual))
         # Until all are captured, the one for crowds may have many times the rows of the other.
         fitting = [graph for graph in found if graph is not None]
@@ -327,23 +331,75 @@ class ModelRunner:
             rest += [one for one in self._kernel_runs(terms) if one not in self._compiled]
         return first, rest
 
-    def compile_together(self, wanted: Sequence[Preparation]) -> None:
+    def compile_together(
+        self, wanted: Sequence[Preparation], patience: float | None = None
+    ) -> None:
         """Compile kernels on all cores: attention's, and those of graphs that captures run later.
 
         Args:
             wanted: The graphs that are captured next.
+            patience: Seconds that attention's may take longer than the others, if another backend
+                can stand in for it until `adopt`; None to wait for them.
         """
+        if self._compiling is None:
+            self._compiling = Compiling(self._resources.backend)
+            self._compiling.on_end = self._on_compiled
         threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        if self._device.type != "cuda" or threads < 2:
-            return
-        try:
-            with ThreadPoolExecutor(1) as beside:
-                attention = beside.submit(self._resources.backend.compile)
+        if self._device.type == "cuda" and threads > 1:
+            try:
                 with compiling_together(min(threads, MOST_THREADS)):
                     self.run_linears(wanted)
-            attention.result()
-        except Exception:
-            log.warning("kernels are compiled one after the other", exc_info=True)
+            except Exception:
+                log.warning("kernels are compiled one after the other", exc_info=True)
+        if self._resources.backend is self._compiling.backend:
+            self._await_attention(self._compiling, patience)
+
+    def _await_attention(self, compiling: Compiling, patience: float | None) -> None:
+        """Wait for attention's kernels, or let another backend stand in for it."""
+        stand_in = compiling.backend.stand_in if self._may_stand_in else None
+        compiling.wait(None if stand_in is None else patience)
+        if stand_in is not None and (compiling.running or compiling.failed):
+            self._use(make_backend(stand_in, self._resources.cache))
+            when = "from now on" if compiling.failed else "until its kernels are compiled"
+            log.info("attention backend: %s, %s", stand_in, when)
+
+    def _use(self, backend: AttentionBackend) -> None:
+        """Attend with another backend; graphs are replayed until they are captured with it."""
+        self._resources.backend = backend
+        self._decode_graphs.renew_plans()
+        self._prompt_graphs.renew_plans()
+        self._crowded_graphs = self._make_crowded(self._prompt_graphs.sizes)
+
+    @property
+    def provisional(self) -> bool:
+        """Whether a backend stands in for one whose kernels are being compiled."""
+        compiling = self._compiling
+        if compiling is None or self._resources.backend is compiling.backend:
+            return False
+        return compiling.running
+
+    def listen(self, on_compiled: Callable[[], None]) -> None:
+        """Call a function, in another thread, once `adopt` may have something to do."""
+        self._on_compiled = on_compiled
+        if self._compiling is not None:
+            self._compiling.on_end = on_compiled
+            if not self._compiling.running:
+                on_compiled()
+
+    def adopt(self) -> bool:
+        """Let the backend take over that another one has stood in for, between two steps.
+
+        Returns:
+            Whether it has: `preparations` then has all graphs again.
+        """
+        compiling = self._compiling
+        if compiling is None or compiling.running or compiling.failed:
+            return False
+        if self._resources.backend is compiling.backend:
+            return False
+        self._use(compiling.backend)
+        log.info("attention's kernels are compiled, and used from now on")
+        return True
 
     def run_linears(self, wanted: Sequence[Preparation]) -> None:
         """Run the language model's linears as the steps of graphs do, each shape of them once."""

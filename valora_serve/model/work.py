@@ -185,14 +185,14 @@ class AdapterTable:
         lora.update(terms.adapters, self.ranks, self.scalings, terms.coefficients)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResources:
     """What eager and captured steps share.
 
     Attributes:
         lmm: The base model.
         cache: Its KV cache.
-        backend: The attention backend.
+        backend: The attention backend; another one may take over between two steps.
         adapters: The adapters on the device.
         last_tokens: [max_requests + 1] int64 on the device, the last token of each running
             request by its place; the extra place belongs to rows that pad a graph.

@@ -469,10 +469,11 @@ def startup(bench):
         waited = ", ".join(f"{name} {spent:.1f}" for name, spent in start_up.seconds.items())
         print(f"{capture}: ready after {ready:.1f} s ({waited})", flush=True)
         began = time.monotonic()
-        while bench.engine.settle():
-            pass
+        while bench.engine.settle() or bench.engine.runner.provisional:
+            time.sleep(0.1 * bench.engine.runner.provisional)
         bench.synchronize()
         rest = time.monotonic() - began
+        print(f"{capture}: all prepared, and attention compiled, {rest:.1f} s later", flush=True)
         phases = ", ".join(f"{name} {spent:.1f}" for name, spent in start_up.seconds.items())
         rows.append([capture, ready, 1e3 * first, left, rest, phases])
     table("Start with 100 adapters of rank 16, s",

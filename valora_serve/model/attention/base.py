@@ -168,9 +168,12 @@ class AttentionBackend(ABC):
         most_mixed: Most sequences for which `mixed_plan` is asked.
         crowd: Rows that decode beside prompts, from which on a step is captured with
             `crowded_plan`; None if there is no such plan.
+        stand_in: Name of the backend that attends while this one is compiled, with the same pages
+            and with CUDA graphs; None if requests wait for this one.
     """
 
     auto_rank: ClassVar[int | None] = None
+    stand_in: ClassVar[str | None] = None
     most_mixed: int = 256
     crowd: int | None = None
 

@@ -46,6 +46,7 @@ class FlashInferBackend(AttentionBackend):
     """
 
     auto_rank = 10
+    stand_in = "triton"
 
     def __init__(self, cache: KVCache) -> None:
         import flashinfer

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+AUTO = "auto"
+"""Name that stands for the first backend that suits the cache's device."""
+
 BACKENDS: Registry[type[AttentionBackend]] = Registry(
     "valora.attention_backends",
     "attention backend",
@@ -31,13 +34,13 @@ def make_backend(name: str, cache: KVCache) -> AttentionBackend:
     """Create an attention backend.
 
     Args:
-        name: A name in `BACKENDS`, or ``auto`` for the first one that suits the cache's device.
+        name: A name in `BACKENDS`, or `AUTO`.
         cache: The KV cache.
 
     Raises:
         SettingsError: The name is unknown, or the backend's library is not installed.
     """
-    if name == "auto":
+    if name == AUTO:
         return _best_backend(cache)
     try:
         return BACKENDS[name](cache)

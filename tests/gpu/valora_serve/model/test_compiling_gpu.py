@@ -1,15 +1,22 @@
 """Kernels compiled together on a GPU are those that captures launch."""
 
+import threading
 import time
+from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 
 from tests.bench.valora_serve.serve_models import PROCESSOR, add_adapters, llava_7b
+from tests.support.engine_reference import run
 from valora_kernels import atmm_kernels, project_kernels
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
+from valora_serve.model.attention.flashinfer_backend import FlashInferBackend
+from valora_serve.model.attention.triton_backend import TritonBackend
 from valora_serve.model.lmm import Lmm
+from valora_serve.types import Request, SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -44,5 +51,60 @@ def test_captures_compile_nothing_more(caplog: pytest.LogCaptureFixture) -> None
     assert together > before
     engine.runner.capture()
     assert compiled() == together
+    lmm.linears.release()
+    engine.close()
+
+
+@pytest.mark.skipif(find_spec("flashinfer") is None, reason="needs FlashInfer")
+def test_flashinfer_takes_over_from_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts whose last tokens are single rows, eagerly and from graphs of both backends."""
+    release = threading.Event()
+    compile_ = FlashInferBackend.compile
+
+    def later(backend: FlashInferBackend) -> None:
+        assert release.wait(300)
+        compile_(backend)
+
+    monkeypatch.setattr(FlashInferBackend, "compile", later)
+    monkeypatch.setattr("valora_serve.engine.warm_up.PATIENCE", 0.01)
+    lmm = Lmm("llava-7b", llava_7b("cuda", layers=2, width=640), PROCESSOR, torch.device("cuda", 0))
+    settings = EngineSettings(
+        policy="slora", pages=800, max_requests=32, max_tokens=1024, max_rank=16, slots=8,
+        profile=False, prefix_cache=False,
+    )  # fmt: skip
+    engine = Engine(settings, lmm)
+    names = add_adapters(engine, 3, (16, 8), seed=1)
+    engine.warm_up()
+    draw = np.random.default_rng(3)
+    asked = [
+        Request(
+            str(n), names[n] if n < len(names) else None,
+            token_ids=draw.integers(10, 2000, 50 + 90 * n).tolist(),
+            sampling=SamplingParams(max_tokens=20, ignore_eos=True, prompt_logprobs=1),
+        )
+        for n in range(4)
+    ]  # fmt: skip
+
+    def scores() -> list[torch.Tensor]:
+        found = run(engine, asked, together=4)
+        prompts = [found[request.id].last.prompt for request in asked]
+        return [torch.from_numpy(prompt.logprobs) for prompt in prompts]
+
+    assert engine.runner.provisional
+    assert isinstance(engine.runner._resources.backend, TritonBackend)
+    before = scores()
+    while engine.settle():
+        pass
+    torch.testing.assert_close(scores(), before, rtol=0, atol=0.02)
+    release.set()
+    engine.runner._compiling.wait(300)
+    during = scores()
+    while engine.settle():
+        pass
+    after = scores()
+    assert isinstance(engine.runner._resources.backend, FlashInferBackend)
+    assert not engine.runner._decode_graphs._stale and not engine.runner._prompt_graphs._stale
+    for found in (during, after):
+        torch.testing.assert_close(found, before, rtol=0, atol=0.02)
     lmm.linears.release()
     engine.close()

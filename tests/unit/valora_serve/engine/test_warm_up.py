@@ -15,7 +15,7 @@ from valora_serve.engine import async_engine, profile
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
-from valora_serve.engine.warm_up import PAUSE, WarmUp
+from valora_serve.engine.warm_up import PATIENCE, PAUSE, WarmUp
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
 from valora_serve.model.preparation import (
     DECODE,
@@ -43,14 +43,20 @@ class FakeRunner:
         self.given_up: list[Preparation] = []
         self.without: set[str] = set()
         self.compiled: list[Preparation] = []
+        self.patience: float | None = None
+        self.compiling = False
         self.wanted: Preparation | None = None
 
     def preparations(self, terms: Any) -> tuple[list[Preparation], list[Preparation]]:
         assert terms == [0, 1]
         return list(FIRST), list(REST)
 
-    def compile_together(self, wanted: Sequence[Preparation]) -> None:
-        self.compiled = list(wanted)
+    def compile_together(self, wanted: Sequence[Preparation], patience: float | None) -> None:
+        self.compiled, self.patience = list(wanted), patience
+
+    def adopt(self) -> bool:
+        done, self.compiling = self.compiling, False
+        return done
 
     def prepare(self, wanted: Preparation) -> bool:
         self.now += 1.0
@@ -78,7 +84,7 @@ def test_the_rest_is_prepared_piece_by_piece(runner: Any) -> None:
     assert not warm.settle(runner)  # nothing before the start
     warm.start(runner)
     assert (runner.prepared, warm.left, warm.done) == (FIRST, REST, 2)
-    assert runner.compiled == FIRST
+    assert (runner.compiled, runner.patience) == (FIRST, PATIENCE)
     assert [warm.settle(runner) for _ in range(4)] == [True, True, True, False]
     assert (runner.prepared, warm.left) == ([*FIRST, *REST], [])
     assert warm.seconds == {"graphs": 4.0, "kernels": 1.0}
@@ -89,7 +95,23 @@ def test_eager_leaves_nothing(runner: Any) -> None:
     warm = WarmUp([0, 1], lazy=False)
     warm.start(runner)
     assert (runner.prepared, warm.left) == ([*FIRST, *REST], [])
-    assert runner.compiled == [*FIRST, *REST]
+    assert (runner.compiled, runner.patience) == ([*FIRST, *REST], None)
+
+
+def test_all_is_prepared_again_for_the_backend_that_was_compiled(runner: Any) -> None:
+    warm = WarmUp([0, 1], lazy=True)
+    warm.start(runner)
+    assert warm.settle(runner)
+    assert str(warm) == "3 of 5 graphs and kernels prepared"
+    runner.compiling = True
+    assert warm.settle(runner)
+    assert runner.prepared == [*FIRST, REST[0], FIRST[0]]
+    assert (warm.left, str(warm)) == (
+        [FIRST[1], *REST], "1 of 5 graphs and kernels prepared"
+    )  # fmt: skip
+    runner.compiling, runner.wanted = True, REST[1]
+    warm.beside(runner)
+    assert warm.left == [*FIRST, REST[0], REST[2]]
 
 
 def test_what_a_step_misses_is_prepared_without_slowing_requests_down(runner: Any) -> None:

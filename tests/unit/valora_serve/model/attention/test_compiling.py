@@ -1,0 +1,234 @@
+"""A backend whose kernels are still being compiled has another one stand in for it."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.engine_reference import make_engine, question, run
+from tests.support.lmm_checkpoints import save_llava
+from tests.support.serve_helpers import make_adapter
+from valora_serve.engine import profile
+from valora_serve.engine.async_engine import AsyncEngine
+from valora_serve.engine.engine import Engine
+from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LONG = 300.0
+"""More seconds than any of these tests should take."""
+
+
+class Compiler:
+    """Stands for a compiler that takes as long as a test wants.
+
+    Attributes:
+        release: Ends the compilation.
+        error: What it ends with.
+        attended: Backends of the plans that were made or updated, in their order.
+    """
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+        self.error: Exception | None = None
+        self.attended: list[TorchBackend] = []
+
+    def run(self) -> None:
+        """Compile."""
+        assert self.release.wait(LONG)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    """Plain torch is compiled first, and another plain torch stands in for it."""
+    made = Compiler()
+
+    class Noted(TorchMixedPlan):
+        def __init__(self, backend: TorchBackend) -> None:
+            super().__init__(backend._cache)
+            self._backend = backend
+
+        def update(self, rows: Any) -> None:
+            made.attended.append(self._backend)
+            super().update(rows)
+
+    plan = TorchBackend.plan
+
+    def eager(self: TorchBackend, rows: Any) -> Any:
+        made.attended.append(self)
+        return plan(self, rows)
+
+    monkeypatch.setattr("valora_serve.engine.warm_up.PATIENCE", 0.01)
+    monkeypatch.setattr(TorchBackend, "stand_in", "torch")
+    monkeypatch.setattr(TorchBackend, "crowd", 80)
+    monkeypatch.setattr(TorchBackend, "compile", lambda _: made.run())
+    monkeypatch.setattr(TorchBackend, "plan", eager)
+    for kind in ("decode_plan", "mixed_plan", "crowded_plan"):
+        monkeypatch.setattr(TorchBackend, kind, lambda self, *_: Noted(self))
+    yield made
+    made.release.set()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_llava(tmp_path_factory.mktemp("llava"), seed=2))
+
+
+@pytest.fixture(scope="module")
+def adapter(base: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_adapter(tmp_path_factory.mktemp("adapter") / "a", base, seed=1, rank=4)
+
+
+def started(base: str, adapter: Path, **options: Any) -> Engine:
+    engine = make_engine(
+        base, {"a": adapter}, prompt_graphs=True, max_requests=4, max_tokens=128, chunk=24,
+        policy="slora", **options,
+    )  # fmt: skip
+    engine.warm_up()
+    return engine
+
+
+def ended(engine: Engine) -> None:
+    compiling = engine.runner._compiling
+    assert compiling is not None
+    compiling.wait(LONG)
+    assert not compiling.running
+
+
+def test_requests_are_answered_before_and_after_another_backend_takes_over(
+    base: str, adapter: Path, compiler: Compiler
+) -> None:
+    asked = [question(f"{n}", ("a", None)[n % 2], tokens=3 + 5 * n) for n in range(3)]
+    plain = make_engine(base, {"a": adapter}, policy="slora")
+    expected = {name: got.tokens for name, got in run(plain, asked).items()}
+    compiler.attended.clear()
+
+    def answers() -> dict[str, list[int]]:
+        return {name: got.tokens for name, got in run(engine, asked).items()}
+
+    engine = started(base, adapter)
+    runner = engine.runner
+    own = runner._compiling.backend  # type: ignore[union-attr]
+    assert runner.provisional
+    compiler.attended.clear()
+    assert answers() == expected
+    while engine.settle():
+        pass
+    assert compiler.attended and own not in compiler.attended
+    stats = engine.stats()
+    assert stats.preparations == stats.prepared + 1
+    compiler.release.set()
+    ended(engine)
+    assert not runner.provisional
+    compiler.attended.clear()
+    # Graphs of the other one are replayed until they are captured again, between steps.
+    assert answers() == expected
+    assert own in compiler.attended and set(compiler.attended) != {own}
+    while engine.settle():
+        pass
+    compiler.attended.clear()
+    assert answers() == expected
+    assert set(compiler.attended) == {own}
+    assert not any(graphs._stale for graphs in (runner._decode_graphs, runner._prompt_graphs))
+    assert runner._crowded_graphs.captured()
+    stats = engine.stats()
+    assert stats.preparations == stats.prepared
+
+
+def test_eager_and_chosen_backends_are_waited_for(
+    base: str, adapter: Path, compiler: Compiler
+) -> None:
+    for options in ({"capture": "eager"}, {"attention": "torch"}):
+        compiler.release.clear()
+        threading.Timer(0.2, compiler.release.set).start()
+        runner = started(base, adapter, **options).runner
+        assert compiler.release.is_set()
+        assert runner._compiling is not None
+        assert runner._resources.backend is runner._compiling.backend
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_one_that_cannot_be_compiled_never_takes_over(
+    base: str,
+    adapter: Path,
+    compiler: Compiler,
+    caplog: pytest.LogCaptureFixture,
+    late: bool,
+) -> None:
+    compiler.error = RuntimeError("nvcc has failed")
+    if not late:
+        compiler.release.set()
+    engine = started(base, adapter, capture="lazy" if late else "eager")
+    compiler.release.set()
+    ended(engine)
+    own = engine.runner._compiling.backend  # type: ignore[union-attr]
+    while engine.settle():
+        pass
+    compiler.attended.clear()
+    run(engine, [question("one", "a", tokens=9)])
+    assert own not in compiler.attended
+    assert not engine.runner.provisional
+    assert "nvcc has failed" in caplog.text
+
+
+def test_graphs_that_find_no_memory_are_kept_as_they_were(
+    base: str, adapter: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = started(base, adapter)
+    while engine.settle():
+        pass
+    held = dict(engine.runner._prompt_graphs._graphs)
+    compiler.release.set()
+    ended(engine)
+    record = engine.runner._recorder.record
+
+    def full(run: Callable[..., Any], result: Callable[..., Any]) -> Any:
+        if result is tuple:
+            raise torch.OutOfMemoryError
+        return record(run, result)
+
+    monkeypatch.setattr(engine.runner._recorder, "record", full)
+    while engine.settle():
+        pass
+    assert engine.runner._prompt_graphs._graphs == held
+    assert not engine.runner._prompt_graphs._stale
+    assert not engine.runner._crowded_graphs.captured()
+
+
+def test_costs_are_measured_once_it_has_taken_over(
+    base: str, adapter: Path, compiler: Compiler, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(profile, "FEW_ROWS", (1,))
+    monkeypatch.setattr(profile, "FEW_TOKENS", (64,))
+    monkeypatch.setattr("valora_serve.engine.async_engine.QUIET", 0.05)
+    made = make_engine(
+        base, {"a": adapter}, fresh=True, prompt_graphs=True, max_requests=4,
+        max_tokens=128, policy="slora", profile=True, cost_folder=str(tmp_path / "costs"),
+    )  # fmt: skip
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(LONG):
+            while not condition():
+                await asyncio.sleep(0.02)
+
+    async def serve() -> None:
+        engine = AsyncEngine(made)
+        try:
+            await engine.warm_up()
+            await until(lambda: not made.start_up.left)
+            await asyncio.sleep(0.3)
+            assert not made.cost.measured
+            compiler.release.set()
+            await until(lambda: made.cost.measured)
+            assert not made.start_up.left
+        finally:
+            await engine.close()
+
+    asyncio.run(serve())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -12,6 +15,9 @@ if TYPE_CHECKING:
     from valora_serve.model.attention.base import AttentionBackend
 
 log = logging.getLogger(__name__)
+
+NICENESS = 10
+"""Priority of the compiler: below the kernels that the start waits for, and requests."""
 
 
 class Compiling:
@@ -43,6 +49,9 @@ class Compiling:
         self._ended.wait(seconds)
 
     def _run(self) -> None:
+        if sys.platform == "linux":  # elsewhere priorities are those of processes
+            with contextlib.suppress(OSError):  # the process has a lower one already
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             self.backend.compile()
         except Exception:

@@ -30,6 +30,7 @@ from tests.bench.valora_serve.harness import (
     skewed,
     table,
 )
+from tests.bench.valora_serve.pictures import SIZE
 from tests.bench.valora_serve.sections.ablation import PARTS, ablation
 from tests.bench.valora_serve.sections.multimodal import retrieval, video
 from tests.bench.valora_serve.sections.packed import packed
@@ -562,6 +563,14 @@ def options():
     parser.add_argument("--picture-rates", nargs="+", type=float, default=[4, 10],
                         help="requests a second of `retrieval`")  # fmt: skip
     parser.add_argument("--frames", type=int, default=6, help="frames of a second of `video`")
+    parser.add_argument("--frame-size", nargs=2, type=int, default=SIZE,
+                        help="width and height of these frames, in pixels")  # fmt: skip
+    parser.add_argument(
+        "--label-tokens",
+        type=int,
+        default=5,
+        help="tokens of the name of a class, which the LM head writes in `video`",
+    )
     parser.add_argument("--video-policies", nargs="+", default=["cost"])
     parser.add_argument("--most-streams", type=int, default=128)
     parser.add_argument("--beside-peft", action=argparse.BooleanOptionalAction, default=True,

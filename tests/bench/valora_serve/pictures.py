@@ -19,13 +19,13 @@ SIZE = (640, 480)
 """Width and height of a picture, in pixels."""
 
 
-def picture(seed: int) -> Image.Image:
-    """A drawn picture of 640 × 480 pixels."""
+def picture(seed: int, size: tuple[int, int] = SIZE) -> Image.Image:
+    """A drawn picture."""
     rng = np.random.default_rng(seed)
-    image = Image.new("RGB", SIZE, tuple(map(int, rng.integers(0, 256, 3))))
+    image = Image.new("RGB", size, tuple(map(int, rng.integers(0, 256, 3))))
     draw = ImageDraw.Draw(image)
     for _ in range(24):
-        left, top = rng.integers(0, SIZE[0] - 80), rng.integers(0, SIZE[1] - 80)
+        left, top = rng.integers(0, size[0] - 80), rng.integers(0, size[1] - 80)
         width, height = rng.integers(8, 240, 2)
         shape = draw.rectangle if rng.random() < 0.5 else draw.ellipse
         box = (int(left), int(top), int(left + width), int(top + height))
@@ -50,14 +50,15 @@ class Pictures:
     Args:
         bench: The bench whose model reads them.
         count: Number of distinct pictures.
+        size: Their width and height, in pixels.
     """
 
-    def __init__(self, bench, count):
-        self.bench = bench
+    def __init__(self, bench, count, size=SIZE):
+        self.bench, self.size = bench, size
         qwen = bench.base.startswith("qwen")
         self.inputs, self.parts = [], []
         for seed in range(count):
-            inputs = _processor(qwen)(picture(seed), return_tensors="pt")
+            inputs = _processor(qwen)(picture(seed, size), return_tensors="pt")
             inputs = {name: torch.as_tensor(np.asarray(value)) for name, value in inputs.items()}
             tokens = bench.lmm.fixed_grid and int(np.prod(bench.lmm.fixed_grid))
             if tokens is None:
@@ -87,7 +88,7 @@ class Pictures:
             at = np.arange(len(ids), len(ids) + part.tokens)
             key = f"own {number}/{place}" if scene is None else f"{scene}/{one}"
             key = hashlib.sha256(key.encode()).digest()
-            visuals.append(Visual(IMAGE, key, part.tensors, at, SIZE, part.grid))
+            visuals.append(Visual(IMAGE, key, part.tensors, at, self.size, part.grid))
             ids += [lmm.image_token] * part.tokens + [3]  # which sets it apart from the next one
             grids.append(self.inputs[one % len(self.inputs)].get(GRIDS[IMAGE]))
         ids += np.random.default_rng(number).integers(3, 31000, words).tolist()

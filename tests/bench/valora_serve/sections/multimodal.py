@@ -14,8 +14,6 @@ from tests.bench.valora_serve.serve_models import add_head
 ADAPTERS = 16
 LIMIT = 1.0
 """Seconds in which a chunk of a second of video must be answered to keep up."""
-LABEL_TOKENS = 5
-"""Tokens of the name of a class, which the LM head generates."""
 ENOUGH = 0.95
 """Share of the chunks that must be."""
 
@@ -85,7 +83,9 @@ def _chunks(bench, pictures, targets, streams):
         number = len(asked)
         which = [number * arguments.frames + i for i in range(arguments.frames)]
         name = targets[stream % len(targets)]
-        asked.append(pictures.prepared(number, name, which, words=16, output=LABEL_TOKENS))
+        asked.append(
+            pictures.prepared(number, name, which, words=16, output=arguments.label_tokens)
+        )
         times.append(second + stream / streams)
     return asked, times
 
@@ -129,12 +129,13 @@ def video(bench):
 
     Each second, a stream sends a chunk of `--frames` of its 30 frames. In real time means that 95 %
     of the chunks are answered within a second. Answers are a class, by a head or as the LM head's
-    tokens.
+    tokens. VaLoRA's requests (§6.3) have 6 frames of 256 tokens, and answers of 5 to 10: `--base
+    qwen2.5-vl-7b --frame-size 448 448`.
     """
     arguments = bench.arguments
     names = bench.start("cost", ADAPTERS, **FEW)
     bench.warm(names)
-    pictures = _pictures(bench)
+    pictures = Pictures(bench, 24, tuple(arguments.frame_size))
     labels = tuple(f"action {i}" for i in range(101))
     for i, name in enumerate(names):
         add_head(bench.engine, f"actions-{i}", name, labels, seed=i)

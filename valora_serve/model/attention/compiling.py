@@ -24,7 +24,7 @@ class Compiling:
     """The compilation of a backend's kernels, in a thread that ends with the process.
 
     Args:
-        backend: The backend; nothing else uses it until it is `ready`.
+        backend: The backend; nothing else uses it until the end.
 
     Attributes:
         backend: The same.

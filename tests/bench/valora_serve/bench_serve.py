@@ -410,7 +410,7 @@ def peft(bench):
         wrapped = get_peft_model(model, config, adapter_name="a0")
         for i in range(1, n):
             wrapped.add_adapter(f"a{i}", config)
-        wrapped.to(bench.device, torch.bfloat16).eval()
+        wrapped.to(bench.device, bench.lmm.dtype).eval()
         batch = min(32, count)
         ids = torch.full((batch, int(inputs[:batch].max())), 2, device=bench.device)
         mask = torch.zeros_like(ids)

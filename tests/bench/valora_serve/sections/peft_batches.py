@@ -42,7 +42,7 @@ class PeftBatches:
         model = get_peft_model(BASES[bench.base](bench.device, **given), config, names[0])
         for name in names[1:]:
             model.add_adapter(name, config)
-        self.bench, self.model = bench, model.to(bench.device, torch.bfloat16).eval()
+        self.bench, self.model = bench, model.to(bench.device, bench.lmm.dtype).eval()
 
     def close(self):
         """Free the model."""
@@ -66,7 +66,7 @@ class PeftBatches:
             name: torch.cat([visual.tensors[name] for visual in visuals]).to(device)
             for name in visuals[0].tensors
         }
-        seen[PIXELS[IMAGE]] = seen[PIXELS[IMAGE]].to(torch.bfloat16)
+        seen[PIXELS[IMAGE]] = seen[PIXELS[IMAGE]].to(self.bench.lmm.dtype)
         if lmm.three_positions:  # positions in time, height and width follow from it
             seen["mm_token_type_ids"] = (ids == lmm.image_token).int().to(device)
         with torch.inference_mode():

@@ -193,7 +193,11 @@ def test_a_client_that_goes_away_frees_everything(served):
     until(all_free)
 
 
-def test_metrics_after_requests(served):
+def test_metrics_after_requests(served, client, picture):
+    for content in ("a dog", [{"type": "image_url", "image_url": {"url": url(picture)}}]):
+        model = "scene" if isinstance(content, list) else "tiny"
+        message = {"role": "user", "content": content}
+        client.chat.completions.create(model=model, messages=[message], max_tokens=3)
     text = httpx.get(f"{served.url}/metrics").text
     for name in (
         "valora_num_requests_running", "valora_num_requests_waiting",

@@ -86,7 +86,7 @@ class AsyncEngine:
         self._profiler: Profiler | None = None
         if engine.tuning is not None:
             engine.tuning.listen(self._wake.set)
-        engine.runner.listen(self._wake.set)
+        engine.runner.on_compiled = self._wake.set
         # For the event loop's thread; the engine's thread has a copy of its own.
         self._tokenizer = copy.deepcopy(engine.lmm.tokenizer)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

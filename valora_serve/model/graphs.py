@@ -193,7 +193,7 @@ class Graphs(ABC, Generic[G]):
             self.capture_one(size, terms)
 
     def capture_one(self, size: int, terms: int) -> bool:
-        """Capture one size, unless it is captured; return False if the backend has no graphs."""
+        """Capture one size if it is `missing`; return False if the backend has no graphs."""
         self.missed.pop((size, terms), None)
         if size in self._sizes and self._is_missing(size, terms):
             graph = self._capture(size, terms)

@@ -72,6 +72,7 @@ class ModelRunner:
 
     Attributes:
         has_lora: Whether any adapter was registered; until then no graph with LoRA is captured.
+        on_compiled: Called in another thread once `adopt` may have something to do.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class ModelRunner:
         self._crowded_graphs = self._make_crowded(prompt_graphs)
         self._may_stand_in = backend == AUTO
         self._compiling: Compiling | None = None
-        self._on_compiled: Callable[[], None] | None = None
+        self.on_compiled: Callable[[], None] = lambda: None
         self._vision_graphs: VisionGraphs | WindowGraphs
         encoder = lmm.architecture.window_encoder(lmm.model)
         if encoder is None:
@@ -342,8 +343,7 @@ class ModelRunner:
                 can stand in for it until `adopt`; None to wait for them.
         """
         if self._compiling is None:
-            self._compiling = Compiling(self._resources.backend)
-            self._compiling.on_end = self._on_compiled
+            self._compiling = Compiling(self._resources.backend, lambda: self.on_compiled())  # noqa: PLW0108 - it may be set later
         threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         if self._device.type == "cuda" and threads > 1:
             try:
@@ -360,8 +360,8 @@ class ModelRunner:
         compiling.wait(None if stand_in is None else patience)
         if stand_in is not None and (compiling.running or compiling.failed):
             self._use(make_backend(stand_in, self._resources.cache))
-            when = "from now on" if compiling.failed else "until its kernels are compiled"
-            log.info("attention backend: %s, %s", stand_in, when)
+            why = "cannot be compiled" if compiling.failed else "are being compiled"
+            log.info("attention backend: %s, as kernels of the chosen one %s", stand_in, why)
 
     def _use(self, backend: AttentionBackend) -> None:
         """Attend with another backend; graphs are replayed until they are captured with it."""
@@ -372,19 +372,11 @@ class ModelRunner:
 
     @property
     def provisional(self) -> bool:
-        """Whether a backend stands in for one whose kernels are being compiled."""
+        """Whether a backend stands in for another one, until `adopt`."""
         compiling = self._compiling
-        if compiling is None or self._resources.backend is compiling.backend:
+        if compiling is None or compiling.failed:
             return False
-        return compiling.running
-
-    def listen(self, on_compiled: Callable[[], None]) -> None:
-        """Call a function, in another thread, once `adopt` may have something to do."""
-        self._on_compiled = on_compiled
-        if self._compiling is not None:
-            self._compiling.on_end = on_compiled
-            if not self._compiling.running:
-                on_compiled()
+        return self._resources.backend is not compiling.backend
 
     def adopt(self) -> bool:
         """Let the backend take over that another one has stood in for, between two steps.
@@ -393,9 +385,7 @@ class ModelRunner:
             Whether it has: `preparations` then has all graphs again.
         """
         compiling = self._compiling
-        if compiling is None or compiling.running or compiling.failed:
-            return False
-        if self._resources.backend is compiling.backend:
+        if compiling is None or compiling.running or not self.provisional:
             return False
         self._use(compiling.backend)
         log.info("attention's kernels are compiled, and used from now on")

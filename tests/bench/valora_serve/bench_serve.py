@@ -471,7 +471,8 @@ def startup(bench):
         print(f"{capture}: ready after {ready:.1f} s ({waited})", flush=True)
         began = time.monotonic()
         while bench.engine.settle() or bench.engine.runner.provisional:
-            time.sleep(0.1 * bench.engine.runner.provisional)
+            if not start_up.left:  # attention is still being compiled
+                time.sleep(0.1)
         bench.synchronize()
         rest = time.monotonic() - began
         print(f"{capture}: all prepared, and attention compiled, {rest:.1f} s later", flush=True)

@@ -25,7 +25,7 @@ def picture(seed: int, size: tuple[int, int] = SIZE) -> Image.Image:
     image = Image.new("RGB", size, tuple(map(int, rng.integers(0, 256, 3))))
     draw = ImageDraw.Draw(image)
     for _ in range(24):
-        left, top = rng.integers(0, size[0] - 80), rng.integers(0, size[1] - 80)
+        left, top = (rng.integers(0, max(1, side - 80)) for side in size)
         width, height = rng.integers(8, 240, 2)
         shape = draw.rectangle if rng.random() < 0.5 else draw.ellipse
         box = (int(left), int(top), int(left + width), int(top + height))
@@ -52,6 +52,14 @@ class Pictures:
         count: Number of distinct pictures.
         size: Their width and height, in pixels.
     """
+
+    @classmethod
+    def of(cls, bench, size=SIZE):
+        """The pictures of a bench, which its sections share."""
+        held = getattr(bench, "pictures", None)
+        if held is None or held.size != size:
+            held = bench.pictures = cls(bench, 24, size)
+        return held
 
     def __init__(self, bench, count, size=SIZE):
         self.bench, self.size = bench, size

@@ -27,7 +27,7 @@ def llava_7b(
     intermediate=None,
     image_token=IMAGE_TOKEN,
 ):
-    """LLaVA-1.5-7B: CLIP-L/336, a two-layer projector and Llama-7B, bf16 weights of std 0.02."""
+    """LLaVA-1.5-7B: CLIP-L/336, a two-layer projector and Llama-7B, random weights of std 0.02."""
     from transformers import (
         CLIPVisionConfig,
         LlamaConfig,

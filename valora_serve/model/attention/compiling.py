@@ -10,7 +10,7 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from valora_serve.model.attention.base import AttentionBackend
 
@@ -21,21 +21,20 @@ NICENESS = 10
 
 
 class Compiling:
-    """The compilation of a backend's kernels, in a thread that ends with the process.
+    """The compilation of a backend's kernels, in a thread that does not outlive the process.
 
     Args:
         backend: The backend; nothing else uses it until the end.
+        on_end: Called in that thread at the end.
 
     Attributes:
-        backend: The same.
+        backend: The backend that is compiled.
         failed: Whether it has ended with an error, which is in the log.
-        on_end: Called in that thread at its end; None for nothing.
     """
 
-    def __init__(self, backend: AttentionBackend) -> None:
-        self.backend = backend
+    def __init__(self, backend: AttentionBackend, on_end: Callable[[], None]) -> None:
+        self.backend, self._on_end = backend, on_end
         self.failed = False
-        self.on_end: Callable[[], None] | None = None
         self._ended = threading.Event()
         threading.Thread(target=self._run, name="compile-attention", daemon=True).start()
 
@@ -58,5 +57,26 @@ class Compiling:
             self.failed = True
             log.warning("the kernels of attention are not compiled", exc_info=True)
         self._ended.set()
-        if self.on_end is not None:
-            self.on_end()
+        self._on_end()
+
+
+def side_by_side(jobs: Sequence[Callable[[], None]]) -> None:
+    """Run jobs in a thread each, and raise the first error once all have ended.
+
+    A pool of threads would keep the process from ending before its compilers do.
+    """
+    errors: list[Exception] = []
+
+    def run(job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(job,), daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

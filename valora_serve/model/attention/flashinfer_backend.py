@@ -12,8 +12,8 @@ out.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from valora_serve.model.attention.base import AttentionBackend, KVCache, Rows, pinned, to_device
+from valora_serve.model.attention.compiling import side_by_side
 from valora_serve.toolkit import has_nvcc
 
 if TYPE_CHECKING:
@@ -124,8 +125,7 @@ class FlashInferBackend(AttentionBackend):
             lambda: self._prompts.plan(starts, starts, tokens.indices, last),
             lambda: tokens.write(row, row, cache.layers[0]),  # to page 0, which no sequence has
         )
-        with ThreadPoolExecutor(len(jobs)) as threads:
-            list(threads.map(run, jobs))
+        side_by_side([partial(run, job) for job in jobs])
 
     def plan(self, rows: Rows) -> FlashInferPlan:
         """Plan a step with any mix of prefilling and decoding rows."""

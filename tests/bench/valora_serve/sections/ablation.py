@@ -28,7 +28,7 @@ COMMON = {"prefix_cache": True, "max_requests": 32, "max_adapters": ADAPTERS}
 
 def requests_of(bench, names, times, scene):
     """Questions about 24 pictures of a scene, most of them to the first adapter."""
-    pictures = bench.pictures = getattr(bench, "pictures", None) or Pictures(bench, 24)
+    pictures = Pictures.of(bench)
     count = len(times)
     chosen = skewed(count, len(names), 0.6, 4)
     which = np.random.default_rng(5).zipf(1.5, count) % 24

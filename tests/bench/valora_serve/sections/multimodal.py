@@ -25,17 +25,12 @@ def bursty(rate, seconds, cv, seed):
     return times[times < seconds]
 
 
-def _pictures(bench):
-    found = bench.pictures = getattr(bench, "pictures", None) or Pictures(bench, 24)
-    return found
-
-
 def retrieval(bench):
     """Visual retrieval: a question about a new picture, answered by the LM head."""
     arguments = bench.arguments
     names = bench.start("cost", ADAPTERS, **FEW)
     bench.warm(names)
-    pictures = _pictures(bench)
+    pictures = Pictures.of(bench)
     rows, workloads = [], {}
     for rate in arguments.picture_rates:
         times = bursty(rate, arguments.window, 2.0, 3)
@@ -135,7 +130,7 @@ def video(bench):
     arguments = bench.arguments
     names = bench.start("cost", ADAPTERS, **FEW)
     bench.warm(names)
-    pictures = Pictures(bench, 24, tuple(arguments.frame_size))
+    pictures = Pictures.of(bench, tuple(arguments.frame_size))
     labels = tuple(f"action {i}" for i in range(101))
     for i, name in enumerate(names):
         add_head(bench.engine, f"actions-{i}", name, labels, seed=i)

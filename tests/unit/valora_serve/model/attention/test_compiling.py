@@ -1,6 +1,8 @@
 """A backend whose kernels are still being compiled has another one stand in for it."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from tests.support.serve_helpers import make_adapter
 from valora_serve.engine import profile
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.engine import Engine
+from valora_serve.model.attention.compiling import side_by_side
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -125,10 +128,11 @@ def test_requests_are_answered_before_and_after_another_backend_takes_over(
     assert stats.preparations == stats.prepared + 1
     compiler.release.set()
     ended(engine)
-    assert not runner.provisional
     compiler.attended.clear()
     # Graphs of the other one are replayed until they are captured again, between steps.
+    assert runner.provisional
     assert answers() == expected
+    assert not runner.provisional
     assert own in compiler.attended and set(compiler.attended) != {own}
     while engine.settle():
         pass
@@ -232,3 +236,37 @@ def test_costs_are_measured_once_it_has_taken_over(
             await engine.close()
 
     asyncio.run(serve())
+
+
+def test_a_process_does_not_wait_for_its_compiler() -> None:
+    """A pool of threads would be joined when Python ends."""
+    program = """if True:
+        import threading
+        from valora_serve.model.attention.compiling import Compiling, side_by_side
+
+        class Backend:
+            def compile(self):
+                side_by_side([began.set, threading.Event().wait])
+
+        began = threading.Event()
+        Compiling(Backend(), lambda: None)
+        assert began.wait(60)
+    """
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=LONG)
+
+
+def test_jobs_side_by_side_end_with_their_first_error() -> None:
+    both = threading.Barrier(2, timeout=LONG)
+    done: list[int] = []
+
+    def wait() -> None:
+        both.wait()
+        done.append(1)
+
+    def fail() -> None:
+        both.wait()
+        raise ValueError("no compiler")
+
+    with pytest.raises(ValueError, match="no compiler"):
+        side_by_side([fail, wait])
+    assert done == [1]

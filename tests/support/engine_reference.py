@@ -19,7 +19,14 @@ from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.model.lmm import Lmm
 from valora_serve.orchestrator.cost_model import load_or_estimate
-from valora_serve.types import Finish, Output, Request, SamplingParams, TokenLogprobs
+from valora_serve.types import (
+    Finish,
+    Output,
+    PromptLogprobs,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 
 def noise(width: int, height: int, seed: int) -> Image.Image:
@@ -152,12 +159,14 @@ class Got:
         tokens: Generated token ids.
         text: Generated text.
         logprobs: Log probabilities, if the request wants them.
+        prompt: Log probabilities of the prompt, if the request wants them.
         last: The newest output.
     """
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt: PromptLogprobs | None = None
     last: Output | None = None
 
     @property
@@ -212,6 +221,7 @@ def collect(outputs: Iterable[Output], into: dict[str, Got]) -> None:
         got.tokens += output.token_ids
         got.text += output.text
         got.logprobs += output.logprobs
+        got.prompt = output.prompt or got.prompt
         got.last = output
 
 

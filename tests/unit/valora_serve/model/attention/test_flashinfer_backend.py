@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 from threading import Barrier
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -135,6 +135,8 @@ def replaced(patch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) ->
         append_paged_kv_cache=found.append,
     )
     patch.setitem(sys.modules, "flashinfer", library)
+    for name in ("prefill", "decode"):
+        patch.setitem(sys.modules, f"flashinfer.{name}", ModuleType(f"flashinfer.{name}"))
     patch.setattr(torch.cuda, "Event", found.event)
     patch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     patch.setattr(flashinfer_backend, "WORKSPACE_BYTES", 1)
@@ -205,6 +207,22 @@ def test_libraries_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) ->
     device.finish()
     assert sorted(seen) == ["decode", "fa3", "write"]
     assert torch.equal(cache.layers[0][0][1:], torch.full((2, PAGE, KV_HEADS, WIDTH), 2.0))
+
+
+@pytest.mark.usefixtures("device")
+def test_the_library_finds_the_largest_of_a_tensor_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its modules call `max`, which makes a tensor of each element."""
+    module = sys.modules["flashinfer.prefill"]
+    exec("def longest(lengths): return max(lengths).item()", vars(module))
+    FlashInferBackend(empty_cache(1))
+
+    def one_by_one(_: Tensor) -> None:
+        raise AssertionError("the elements were compared one by one")
+
+    monkeypatch.setattr(Tensor, "__iter__", one_by_one)
+    assert module.longest(torch.tensor([3, 7, 5])) == 7
+    assert module.max(2, 4) == 4
+    assert module.max([], default=6) == 6
 
 
 @pytest.mark.usefixtures("device")

@@ -304,6 +304,17 @@ def test_decoding_rows_have_a_kernel_of_their_own(device: Device) -> None:
     assert device.computed == [("decode", [0, 3, 4, 6]), ("prefill fa3", [0, 6, 11, 12])]
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "crowd"), [(32, 32, 96), (32, 8, 24), (28, 4, 13), (200, 1, 1)]
+)
+@pytest.mark.usefixtures("device")
+def test_fewer_rows_are_a_crowd_where_heads_share_keys(
+    heads: int, kv_heads: int, crowd: int
+) -> None:
+    pages = torch.zeros(2, PAGE, kv_heads, WIDTH)
+    assert FlashInferBackend(KVCache([(pages, pages)], PAGE, heads)).crowd == crowd
+
+
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
 def test_captured_steps_have_a_decode_kernel_where_many_rows_decode(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]

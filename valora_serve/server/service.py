@@ -51,12 +51,24 @@ class Service:
         self._metrics = metrics
         self._tracer = tracer
         self._models: dict[str, ServedModel] = {}
+        self._hidden: set[str] = set()
         self.refresh()
 
     def refresh(self) -> None:
         """Update the models that requests can name, after a load or an unload."""
         listed = {model.name: without_folder(model) for model in self.engine.models()}
-        self._models = {model.name: model for model in listed.values()} | listed
+        found = {model.name: model for model in listed.values()} | listed
+        self._models = {name: found[name] for name in found if name not in self._hidden}
+
+    def hide(self, name: str) -> None:
+        """Let no request name a model that is about to be unloaded, until `show`."""
+        self._hidden.add(name)
+        self._models.pop(name, None)
+
+    def show(self, name: str) -> None:
+        """Let requests name a model again, if the engine still serves it."""
+        self._hidden.discard(name)
+        self.refresh()
 
     def serves(self, name: str) -> bool:
         """Return whether a request can name this."""

@@ -42,7 +42,7 @@ class LoadAdapterRequest(Body):
 class UnloadAdapterRequest(Body):
     """Body of ``/v1/unload_lora_adapter``."""
 
-    lora_name: str = Field(min_length=1, max_length=128)
+    lora_name: str = Field(min_length=1, max_length=200)  # those that requests load, too
 
 
 class LoadBundleRequest(Body):

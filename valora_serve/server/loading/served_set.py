@@ -22,6 +22,7 @@ from valora_serve.errors import (
     BusyError,
     MissingAdapterError,
     SettingsError,
+    SourceError,
     StorageError,
     UnknownModelError,
 )
@@ -212,15 +213,31 @@ class ServedSet:
         """
         async with self._lock:
             if all(model.name != name for model in self._engine.models()):
-                await asyncio.to_thread(_check_adapter, folder)
+                try:
+                    await asyncio.to_thread(_check_adapter, folder)
+                except OSError as error:
+                    raise SourceError(
+                        f"Adapter {name} was taken out of the adapter cache meanwhile: ask again"
+                    ) from error
                 await self._engine.load_adapter(name, folder)
                 await self._serve_waiting()
 
-    async def unload_found(self, name: str, folder: Path) -> None:
-        """Unload what `load_found` has loaded, unless the name stands for another adapter now."""
+    async def unload_found(self, name: str, folder: Path, may: Callable[[], bool]) -> bool:
+        """Unload what `load_found` has loaded, unless the name stands for another adapter now.
+
+        Args:
+            name: Its name.
+            folder: Folder that it was loaded from.
+            may: Asked once nothing else is being loaded or unloaded, just before it is unloaded.
+
+        Returns:
+            Whether it is unloaded now.
+        """
         async with self._lock:
-            if self.has(name, folder):
-                await self._engine.unload_adapter(name)
+            if not self.has(name, folder) or not may():
+                return False
+            await self._engine.unload_adapter(name)
+            return True
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -31,6 +32,11 @@ class Found:
     sizes: Mapping[str, int | None]
 
 
+def without_password(error: object) -> str:
+    """What an error says, without user and password of the URLs in it."""
+    return re.sub(r"(?<=//)[^/@\s]*@", "", str(error))
+
+
 class Stream(Protocol):
     """A file that is being read."""
 
@@ -51,7 +57,11 @@ class Resolver(ABC):
     Attributes:
         scheme: Scheme of the place, which names it in metrics and messages.
         place: The place without its scheme.
+        remedy: What whoever asks for an adapter that it does not have may do, after "no source has
+            it".
     """
+
+    remedy = "put it there"
 
     def __init__(self, scheme: str, place: str) -> None:
         self.scheme, self.place = scheme, place

@@ -1,8 +1,9 @@
 """Adapters that were fetched, on disk: of bounded size, complete or not there at all.
 
 An adapter's folder is ``<hash of its name and version>/<last part of its name>/``; beside it,
-``entry.json`` says what it is. Folders are filled under another name and renamed, and those of an
-earlier run whose content does not match its sha256 are deleted. For one server at a time.
+``.entry.json`` says what it is. Folders are filled under another name and renamed, and those whose
+content does not match its sha256 are deleted. Whatever else the folder holds stays as it is. For
+one server at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
+import tempfile
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -33,7 +36,7 @@ from valora_serve.server.resolving.base import CONFIG, FILES
 from valora_serve.server.telemetry import logs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from valora_serve.server.resolving.base import Found, Resolver, Stream
 
@@ -41,7 +44,8 @@ PIECE = 1 << 20
 """Bytes that are read at a time."""
 CONFIG_BYTES = 1 << 20
 """Most bytes of `adapter_config.json`; the engine reads no more."""
-_ENTRY, _PARTIAL = "entry.json", ".partial-"
+_ENTRY, _PARTIAL = ".entry.json", ".partial-"
+_PLACE = re.compile("[0-9a-f]{24}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +54,32 @@ class Entry:
 
     Attributes:
         name: Its name.
-        url: Place that it came from.
+        source: Scheme of the place that it came from.
+        place: Hash of that place's URL, which may have a password in it.
         version: Version of its files there.
         bytes: Bytes of its files.
+        hashes: sha256 of each of them.
         folder: Folder of its files.
     """
 
     name: str
-    url: str
+    source: str
+    place: str
     version: str
     bytes: int
+    hashes: Mapping[str, str]
     folder: Path
 
-    @property
-    def source(self) -> str:
-        """Scheme of its place."""
-        return self.url.partition("://")[0]
+    def is_from(self, resolver: Resolver) -> bool:
+        """Return whether it came from a resolver's place."""
+        return (self.source, self.place) == (resolver.scheme, _hash_of(resolver.url))
+
+    def is_whole(self) -> bool:
+        """Return whether its files are as they were fetched."""
+        try:
+            return _hashes_of(self.folder) == (self.hashes, self.bytes)
+        except OSError:
+            return False
 
 
 class AdapterCache:
@@ -91,7 +105,7 @@ class AdapterCache:
         self._reserved = 0  # bytes of what is being fetched
         self._process = FileLock(str(self._folder / ".lock"), timeout=0, thread_local=False)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._process.acquire()
             self._read_again()
         except Timeout:
@@ -120,19 +134,27 @@ class AdapterCache:
         with self._lock:
             return list(self._entries.values())
 
-    def get(self, name: str, url: str, version: str | None = None) -> Entry | None:
-        """Return an adapter, and note that it is used.
+    def get(self, name: str, resolver: Resolver, version: str | None = None) -> Entry | None:
+        """Return an adapter, and note that it is used; one that was damaged is deleted.
 
         Args:
             name: Its name.
-            url: Place that it must come from.
+            resolver: Resolver of the place that it must come from.
             version: Version that it must have, None for any.
         """
         with self._lock:
             entry = self._entries.get(name)
-            if entry is None or entry.url != url or version not in (None, entry.version):
+            if entry is None or not entry.is_from(resolver):
+                return None
+            if version not in (None, entry.version):
                 return None
             self._entries.move_to_end(name)
+        if not entry.is_whole():
+            logs.LOG.warning("adapter %s is damaged in the cache: it is fetched again", name)
+            with self._lock:
+                if self._entries.get(name) is entry:
+                    self._delete(name)
+            return None
         with contextlib.suppress(OSError):
             os.utime(entry.folder.parent)  # its place in the next run
         return entry
@@ -161,13 +183,14 @@ class AdapterCache:
         room = sum(known) if len(known) == len(found.sizes) else self._adapter_bytes
         digest = hashlib.sha256(f"{resolver.url}\0{name}\0{found.version}".encode())
         place = self._folder / digest.hexdigest()[:24]
-        partial = self._folder / f"{_PARTIAL}{place.name}"
         self._reserve(room, name)
+        partial = None
         try:
-            folder = partial / name.rpartition("/")[2]
             with self._writing(name):
-                shutil.rmtree(partial, ignore_errors=True)
-                folder.mkdir(parents=True)
+                # An attempt that was given up may go on in a thread that hung.
+                partial = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=self._folder))
+                folder = partial / name.rpartition("/")[2]
+                folder.mkdir()
             hashes, read = {}, 0
             for file in FILES:
                 with resolver.open(name, file, found) as stream:
@@ -179,17 +202,25 @@ class AdapterCache:
             again = resolver.find(name)
             if again is None or again.version != found.version:
                 raise _changed(name)
-            facts = {"name": name, "url": resolver.url, "version": found.version}
+            entry = Entry(
+                name, resolver.scheme, _hash_of(resolver.url), found.version, read, hashes,
+                place / folder.name,
+            )  # fmt: skip
+            facts = {key: getattr(entry, key) for key in ("name", "source", "place", "version")}
             with self._writing(name):
                 (partial / _ENTRY).write_text(json.dumps({**facts, "sha256": hashes}))
-                self._forget(name)
-                partial.replace(place)
-            entry = Entry(name, resolver.url, found.version, read, place / folder.name)
-            with self._lock:
-                self._entries[name] = entry
+                with self._lock:
+                    if cancelled.is_set():
+                        raise _given_up(name)
+                    if name in self._entries:
+                        self._delete(name)
+                    shutil.rmtree(place, ignore_errors=True)
+                    partial.replace(place)
+                    self._entries[name] = entry
             return entry
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            if partial is not None:
+                shutil.rmtree(partial, ignore_errors=True)
             with self._lock:
                 self._reserved -= room
 
@@ -206,19 +237,22 @@ class AdapterCache:
         digest, read = hashlib.sha256(), 0
         most = min(left, CONFIG_BYTES) if file.name == CONFIG else left
         with self._writing(name):
-            opened = file.open("wb")
+            # Without a buffer, which closing the file would write again where the disk is full.
+            opened = file.open("wb", buffering=0)
         with opened:
             while piece := stream.read(PIECE):
                 read += len(piece)
                 if cancelled.is_set():
-                    raise SourceError(f"Adapter {name} was not fetched to its end: ask again")
+                    raise _given_up(name)
                 if size is not None and read > size:
                     raise _changed(name)
                 if read > most:
                     raise self._too_large(name, f"more than {most}")
                 digest.update(piece)
+                left_of_it = memoryview(piece)
                 with self._writing(name):
-                    opened.write(piece)
+                    while left_of_it:
+                        left_of_it = left_of_it[opened.write(left_of_it) :]
             with self._writing(name):
                 opened.close()
         if size is not None and read != size:
@@ -248,34 +282,33 @@ class AdapterCache:
     def _reserve(self, room: int, name: str) -> None:
         """Delete adapters that are not in use until there is room for another one."""
         with self._lock:
-            self._reserved += room
-            for other in tuple(self._entries):
-                if self._held() <= self._most:
-                    break
-                if other != name and not self._keep(other):
-                    self._delete(other)
-            if self._held() > self._most:
-                self._reserved -= room
+            idle = [one for one in self._entries if one != name and not self._keep(one)]
+            freed = sum(self._entries[one].bytes for one in idle)
+            if self._held() + room - freed > self._most:
                 raise OverloadedError(
                     f"Adapter {name} does not fit into the adapter cache beside those in use: try "
                     "again in 5 s, or have --adapter-cache-bytes raised",
                     5.0,
                 )
+            self._reserved += room
+            for other in idle:
+                if self._held() <= self._most:
+                    break
+                self._delete(other)
 
     def _held(self) -> int:
         return self._reserved + sum(entry.bytes for entry in self._entries.values())
-
-    def _forget(self, name: str) -> None:
-        with self._lock:
-            if name in self._entries:
-                self._delete(name)
 
     def _delete(self, name: str) -> None:
         shutil.rmtree(self._entries.pop(name).folder.parent, ignore_errors=True)
 
     def _read_again(self) -> None:
         """Find what an earlier run has left; what is incomplete or damaged is deleted."""
-        places = [item for item in self._folder.iterdir() if item.is_dir()]
+        folders = [item for item in self._folder.iterdir() if item.is_dir()]
+        places = [item for item in folders if _is_own(item)]
+        if others := sorted({item.name for item in folders} - {item.name for item in places}):
+            logs.LOG.warning("adapter_cache %s also holds %s and %d others, which are not used",
+                             self._folder, others[0], len(others) - 1)  # fmt: skip
         for place in sorted(places, key=lambda item: item.stat().st_mtime):
             entry = None if place.name.startswith(_PARTIAL) else _read_entry(place)
             if entry is None or entry.name in self._entries:
@@ -288,20 +321,46 @@ class AdapterCache:
                 self._delete(name)
 
 
+def _is_own(folder: Path) -> bool:
+    """Return whether a cache has made a folder; others are never deleted."""
+    if folder.is_symlink():
+        return False
+    made = _PLACE.fullmatch(folder.name) is not None and (folder / _ENTRY).is_file()
+    return made or folder.name.startswith(_PARTIAL)
+
+
 def _read_entry(place: Path) -> Entry | None:
     """Read an adapter of an earlier run; None if it is not as it was written."""
     try:
         facts = read_json(place / _ENTRY, 1 << 16)
-        name, url, version = (str(facts[key]) for key in ("name", "url", "version"))
-        folder, size = place / name.rpartition("/")[2], 0
-        for file in FILES:
-            with (folder / file).open("rb") as opened:
-                if hashlib.file_digest(opened, "sha256").hexdigest() != facts["sha256"][file]:
-                    return None
-                size += opened.tell()
+        name, source, of, version = (
+            str(facts[key]) for key in ("name", "source", "place", "version")
+        )
+        folder = place / name.rpartition("/")[2]
+        hashes, size = _hashes_of(folder)
+        if hashes != facts["sha256"]:
+            return None
     except (UnreadableError, OSError, KeyError, TypeError):
         return None
-    return Entry(name, url, version, size, folder)
+    return Entry(name, source, of, version, size, hashes, folder)
+
+
+def _hashes_of(folder: Path) -> tuple[dict[str, str], int]:
+    """The sha256 of an adapter's files, and their bytes together."""
+    hashes, size = {}, 0
+    for file in FILES:
+        with (folder / file).open("rb") as opened:
+            hashes[file] = hashlib.file_digest(opened, "sha256").hexdigest()
+            size += opened.tell()
+    return hashes, size
+
+
+def _hash_of(url: str) -> str:
+    return hashlib.sha256(url.encode()).hexdigest()
+
+
+def _given_up(name: str) -> SourceError:
+    return SourceError(f"Adapter {name} was not fetched to its end: ask again")
 
 
 def _changed(name: str) -> SourceError:

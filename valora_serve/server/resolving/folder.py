@@ -46,6 +46,8 @@ class FolderResolver(Resolver):
         try:
             return open_regular(self._path(name, file), most=1 << 62)  # the reader bounds it
         except UnreadableError as error:
+            if isinstance(error.__cause__, PermissionError):
+                raise error.__cause__ from error
             raise AdapterError(f"{file} of adapter {name} {error.reason}: save it again") from error
 
     def _path(self, name: str, file: str) -> Path:

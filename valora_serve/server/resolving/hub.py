@@ -19,6 +19,8 @@ class HubResolver(Resolver):
     Files are read from the commit that was found; a token comes from HF_TOKEN, or from the login.
     """
 
+    remedy = "put it there, or give the server a token (HF_TOKEN) if its repository is private"
+
     def find(self, name: str) -> Found | None:
         """Look an adapter up; see `Resolver.find`."""
         from huggingface_hub import HfApi

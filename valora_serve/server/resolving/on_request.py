@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from valora_serve.errors import (
+    AdapterError,
     ForbiddenError,
     OverloadedError,
     ServeError,
@@ -22,6 +23,7 @@ from valora_serve.errors import (
     StorageError,
     UnknownModelError,
 )
+from valora_serve.server.resolving.base import without_password
 from valora_serve.server.resolving.cache import AdapterCache
 from valora_serve.server.resolving.registry import make_resolvers
 from valora_serve.server.telemetry import logs
@@ -91,6 +93,7 @@ class OnRequest:
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._users: Counter[str] = Counter()  # requests that name an adapter
         self._failed: OrderedDict[str, tuple[float, ServeError]] = OrderedDict()
+        self._refused: dict[str, Entry] = {}  # what the engine has refused, of what is on disk
         self._places, self._serving = asyncio.Semaphore(AT_ONCE), asyncio.Lock()
         self.results: Counter[tuple[str, str]] = Counter()
         self.cache = AdapterCache(
@@ -127,8 +130,12 @@ class OnRequest:
 
     def waiting(self) -> list[Entry]:
         """Return the adapters that are on disk, and loaded as soon as a request names them."""
-        served = self._service.serves
-        return [one for one in self.cache.entries() if not served(one.name)]
+        return [
+            one for one in self.cache.entries()
+            if not self._service.serves(one.name) and self.allows(one.name)
+            and any(one.is_from(resolver) for resolver in self._resolvers)
+            and self._refused.get(one.name) != one
+        ]  # fmt: skip
 
     @contextlib.contextmanager
     def using(self, name: str) -> Iterator[None]:
@@ -195,8 +202,7 @@ class OnRequest:
             entry = await self._fetched(attempt)
             async with self._serving:
                 await self._make_place()
-                await self._served.load_found(name, entry.folder)
-                self._loaded[name] = entry
+                await self._serve(entry)
             logs.LOG.info("loaded %s", name, extra={"facts": {"source": entry.source}})
         except ServeError as error:
             result = REFUSED
@@ -214,6 +220,18 @@ class OnRequest:
         finally:
             self._service.refresh()
         self.results[attempt.source, result] += 1
+
+    async def _serve(self, entry: Entry) -> None:
+        name = entry.name
+        self._refused.pop(name, None)
+        try:
+            await self._served.load_found(name, entry.folder)
+        except AdapterError:
+            self._refused[name] = entry
+            held = {one.name: one for one in self.cache.entries()}
+            self._refused = {key: one for key, one in self._refused.items() if held.get(key) == one}
+            raise
+        self._loaded[name] = entry
 
     async def _fetched(self, attempt: _Attempt) -> Entry:
         seconds = self._settings.adapter_seconds
@@ -238,30 +256,32 @@ class OnRequest:
                 if found is None:
                     continue
                 attempt.source = scheme
-                entry = self.cache.get(name, resolver.url, found.version)
+                entry = self.cache.get(name, resolver, found.version)
                 return entry or self.cache.fetch(resolver, name, found, attempt.ended)
             except ServeError:
                 attempt.source = scheme
                 raise
             except PermissionError as error:
                 attempt.source = scheme
-                logs.LOG.warning("adapter %s: %s", name, error)
+                logs.LOG.warning("adapter %s: %s", name, without_password(error))
                 raise ForbiddenError(
                     f"The server may not read adapter {name} from its source {scheme}: give it the "
                     "right to read and to list there"
                 ) from error
             except Exception as error:
                 attempt.source = scheme
-                logs.LOG.warning("adapter %s: %s: %s", name, type(error).__name__, error)
-                entry = self.cache.get(name, resolver.url)
+                said = without_password(error)
+                logs.LOG.warning("adapter %s: %s: %s", name, type(error).__name__, said)
+                entry = self.cache.get(name, resolver)
                 if entry is not None:  # of the version that was there last
                     return entry
                 raise SourceError(
                     f"The source {scheme} of adapter {name} cannot be read now "
                     f"({type(error).__name__}): try again later, and see the server's log"
                 ) from error
+        remedies = ", ".join(dict.fromkeys(resolver.remedy for resolver in self._resolvers))
         raise UnknownModelError(
-            f"There is no model {name!r}, and no source of adapters has it: put it there, or name "
+            f"There is no model {name!r}, and no source of adapters has it: {remedies}, or name "
             "one of /v1/models"
         )
 
@@ -270,19 +290,37 @@ class OnRequest:
         for name, entry in tuple(self._loaded.items()):
             if not self._served.has(name, entry.folder):
                 del self._loaded[name]  # an administrator has unloaded or replaced it
-        needed = self._served.needed()
         for name, entry in tuple(self._loaded.items()):
             if len(self._loaded) < self._settings.max_found_adapters:
                 return
-            if not self._users[name] and name not in needed:
-                await self._served.unload_found(name, entry.folder)
-                del self._loaded[name]
+            if self._is_idle(name) and await self._unload(name, entry):
                 logs.LOG.info("unloaded %s", name)
         if len(self._loaded) >= self._settings.max_found_adapters:
             raise OverloadedError(
                 f"All {len(self._loaded)} adapters that requests may load are in use: try again in "
                 "1 s, or have --max-found-adapters raised"
             )
+
+    def _is_idle(self, name: str) -> bool:
+        return not self._users[name] and name not in self._served.needed()
+
+    async def _unload(self, name: str, entry: Entry) -> bool:
+        """Unload an adapter unless it has come into use meanwhile; return whether it is."""
+
+        def leaves() -> bool:
+            if not self._is_idle(name):
+                return False
+            self._service.hide(name)  # the next request that names it loads it again
+            del self._loaded[name]
+            return True
+
+        try:
+            return await self._served.unload_found(name, entry.folder, leaves)
+        except BaseException:
+            self._loaded[name] = entry
+            raise
+        finally:
+            self._service.show(name)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Run a function in a thread that may outlive its caller, and the server.

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from typing import TYPE_CHECKING, Any, cast
+import re
+import threading
+from typing import TYPE_CHECKING, Any
 
 from valora_serve.errors import SettingsError
-from valora_serve.server.resolving.base import CONNECT_SECONDS, FILES, Found, Resolver
+from valora_serve.server.resolving.base import (
+    CONNECT_SECONDS,
+    FILES,
+    Found,
+    Resolver,
+    without_password,
+)
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator
 
     from valora_serve.server.resolving.base import Stream
 
@@ -19,42 +28,111 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 """Options of file systems; credentials and endpoints come from fsspec's own configuration
 (FSSPEC_S3_KEY and so on, ~/.config/fsspec) or that of the service's client."""
 
+_VERSION = re.compile(
+    "size|etag|mod|mtime|created|md5|crc|digest|hash|checksum|sha|generation|version|^ino$", re.I
+)
+"""Facts about a file that change with its content. Others change by themselves, such as the time it
+was last read and the URL that a server redirects to."""
+
 
 class FsspecResolver(Resolver):
     """Finds the adapter ``name`` at ``scheme://place/name``."""
 
     def __init__(self, scheme: str, place: str) -> None:
         super().__init__(scheme, place.rstrip("/"))
-        import fsspec
-
+        self._own = threading.local()
         try:
-            options = _OPTIONS.get(scheme, {})
-            self._files: Any = fsspec.filesystem(
-                scheme, use_listings_cache=False, skip_instance_cache=True, **options
-            )
+            self._files, self._root = self._open_files()
         except (ImportError, ValueError, TypeError) as error:
             raise SettingsError(
-                f"adapter_sources: {scheme}:// cannot be opened ({str(error).splitlines()[0]}): "
-                "install the package of this file system, or name another place"
+                f"adapter_sources: {scheme}:// cannot be opened ({_first_line(error)}): install "
+                "the package of this file system, or name another place"
             ) from error
+        except Exception as error:
+            raise SettingsError(
+                f"adapter_sources: {scheme}:// cannot be reached ({type(error).__name__}: "
+                f"{_first_line(error)}): start its host, correct its address or user, or name "
+                "another place"
+            ) from error
+
+    def _open_files(self) -> tuple[Any, str]:
+        from fsspec.core import url_to_fs
+
+        options = _OPTIONS.get(self.scheme, {})
+        files, root = url_to_fs(
+            self.url, use_listings_cache=False, skip_instance_cache=True, **options
+        )
+        return files, root.rstrip("/")
+
+    @property
+    def _mine(self) -> Any:
+        """The file system, for this thread: some have one connection, for one thread at a time."""
+        if self._files.async_impl:
+            return self._files
+        if not hasattr(self._own, "files"):
+            self._own.files, _ = self._open_files()
+        return self._own.files
 
     def find(self, name: str) -> Found | None:
         """Look an adapter up; see `Resolver.find`."""
         sizes, facts = {}, []
         for file in FILES:
-            try:
-                info = self._files.info(self._url(name, file))
-            except FileNotFoundError:
-                return None
+            with _denials():
+                try:
+                    info = self._mine.info(self._path(name, file))
+                except FileNotFoundError as error:
+                    self._check_absent(error)
+                    return None
             size = info.get("size")
             sizes[file] = size if type(size) is int else None
-            facts.append(sorted((key, str(value)) for key, value in info.items()))
+            facts.append(sorted((k, str(v)) for k, v in info.items() if _VERSION.search(k)))
         return Found(hashlib.sha256(repr(facts).encode()).hexdigest(), sizes)
 
-    def open(self, name: str, file: str, found: Found) -> AbstractContextManager[Stream]:
+    @contextlib.contextmanager
+    def open(self, name: str, file: str, found: Found) -> Iterator[Stream]:
         """Open a file; see `Resolver.open`."""
-        opened = self._files.open(self._url(name, file), "rb", cache_type="readahead")
-        return cast("AbstractContextManager[Stream]", opened)
+        # In pieces a file is asked for with ranges, which not all servers of HTTP have.
+        whole = {"block_size": 0} if self.scheme in ("http", "https") else {}
+        with _denials():
+            opened = self._mine.open(self._path(name, file), "rb", cache_type="readahead", **whole)
+        with opened:
+            yield opened
 
-    def _url(self, name: str, file: str) -> str:
-        return f"{self.scheme}://{self.place}/{name}/{file}"
+    def _check_absent(self, error: FileNotFoundError) -> None:
+        """Raise what a file system of HTTP hides: it calls every failure a file that is absent."""
+        cause = error.__cause__
+        if cause is None or isinstance(cause, FileNotFoundError):
+            return
+        status = _status_of(cause)
+        if status not in (None, 404, 410) or (status is None and self.scheme in ("http", "https")):
+            raise cause
+
+    def _path(self, name: str, file: str) -> str:
+        return f"{self._root}/{name}/{file}"
+
+
+@contextlib.contextmanager
+def _denials() -> Iterator[None]:
+    """Context in which a service's refusals are `PermissionError`s, as they are for S3."""
+    try:
+        yield
+    except PermissionError:
+        raise
+    except Exception as error:
+        refused = _status_of(error) in (401, 403) or "Credentials" in type(error).__name__
+        if refused or str(error).startswith("Forbidden"):
+            raise PermissionError(without_password(error)) from error
+        raise
+
+
+def _status_of(error: BaseException) -> int | None:
+    """The status of HTTP that an error of a client has, as their packages name it."""
+    for name in ("status", "status_code", "code"):
+        status = getattr(error, name, None)
+        if isinstance(status, int | str) and str(status).isdecimal():
+            return int(status)
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(without_password(error).splitlines()), "")

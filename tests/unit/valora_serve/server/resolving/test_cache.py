@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import json
+import shutil
 import threading
 
 import pytest
@@ -54,14 +55,18 @@ def test_the_least_recently_used_is_deleted_first(place):
     for name in "abc":
         fetch(held, shelf, name)
     assert held.bytes == 930
-    assert held.get("a", shelf.url, "1").bytes == 300
+    assert held.get("a", shelf, "1").bytes == 300
     used.append("b")
     fetch(held, shelf, "d")
     assert names(held) == ["b", "a", "d"]
-    assert held.get("c", shelf.url) is None
+    assert held.get("c", shelf) is None
     used += "ad"
     with pytest.raises(OverloadedError, match="beside those in use"):
         fetch(held, shelf, "c")
+    used.remove("b")
+    shelf.held["c"] = 500
+    with pytest.raises(OverloadedError, match="beside those in use"):
+        fetch(held, shelf, "c")  # also without `b`, which is thus kept
     assert len([item for item in place.iterdir() if item.is_dir()]) == 3
 
 
@@ -80,9 +85,11 @@ def test_a_new_version_replaces_the_old_one(place):
     held = cache(place)
     old = fetch(held, shelf, "a")
     shelf.version, shelf.held["a"] = "2", 200
-    assert held.get("a", shelf.url, "2") is None
-    assert held.get("a", shelf.url) == old
-    assert held.get("a", "shelf://elsewhere") is None
+    assert held.get("a", shelf, "2") is None
+    assert held.get("a", shelf) == old
+    elsewhere = Shelf()
+    elsewhere.place = "elsewhere"
+    assert held.get("a", elsewhere) is None
     new = fetch(held, shelf, "a")
     assert not old.folder.exists()
     assert (held.bytes, new.folder.name) == (200, "a")
@@ -95,13 +102,91 @@ def test_what_a_run_leaves_is_found_again_unless_it_is_damaged(place):
     held.close()
     (damaged.folder / WEIGHTS).write_bytes(b"x" * 307)
     (place / ".partial-1" / "a").mkdir(parents=True)
-    (place / "junk").mkdir()
-    (place / "junk" / "entry.json").write_text(json.dumps([1]))
+    junk = place / ("0" * 24)
+    junk.mkdir()
+    (junk / ".entry.json").write_text(json.dumps([1]))
     again = cache(place)
     assert again.entries() == [kept]
     assert [item for item in place.iterdir() if item.is_dir()] == [kept.folder.parent]
     again.close()
     assert names(cache(place, most=299, one=299)) == []
+
+
+def test_what_others_have_put_into_the_folder_stays(place, tmp_path):
+    """Also where it looks like the cache's own."""
+    for name in ("my-training", "0" * 24, ".git"):
+        (place / name / "weights").mkdir(parents=True)
+        (place / name / "weights" / "w.bin").write_bytes(b"years of work")
+    (tmp_path / "elsewhere").mkdir()
+    (place / ".partial-x").symlink_to(tmp_path / "elsewhere")
+    held = cache(place)
+    fetch(held, Shelf(a=300), "a")
+    held.close()
+    assert names(cache(place)) == ["a"]
+    assert len([*place.rglob("w.bin")]) == 3
+    assert (place / ".partial-x").is_symlink()
+
+
+@pytest.mark.parametrize("harm", ["changed", "one file gone", "all gone"])
+def test_what_is_damaged_while_the_server_runs_is_fetched_again(place, harm):
+    shelf, held = Shelf(a=300), cache(place)
+    entry = fetch(held, shelf, "a")
+    if harm == "changed":
+        (entry.folder / WEIGHTS).write_bytes(b"x" * 297)
+    elif harm == "one file gone":
+        (entry.folder / CONFIG).unlink()
+    else:
+        shutil.rmtree(entry.folder.parent)
+    assert held.get("a", shelf, "1") is None
+    assert held.bytes == 0
+    assert fetch(held, shelf, "a").is_whole()
+
+
+def test_an_attempt_that_was_given_up_harms_no_later_one(place):
+    """It wakes while the next one reads: nothing of either is mixed, and the later one is kept."""
+    shelf, held, given_up = Shelf(a=300), cache(place), threading.Event()
+    found, again = shelf.find("a"), threading.Event()
+
+    class Late(Shelf):
+        """Wakes at its last look, once the other has begun to write."""
+
+        def find(self, name):
+            given_up.set()
+            again.wait(20)
+            return found
+
+    class Slow(Shelf):
+        @contextlib.contextmanager
+        def open(self, name, file, found):
+            with super().open(name, file, found) as stream:
+                yield stream
+                if file == WEIGHTS:
+                    again.set()
+                    first.join(20)
+
+    late, slow, failed = Late(a=300), Slow(a=300), []
+
+    def attempt():
+        with pytest.raises(SourceError, match="ask again"):
+            held.fetch(late, "a", found, given_up)
+        failed.append(True)
+
+    first = threading.Thread(target=attempt)
+    first.start()
+    assert given_up.wait(20)
+    entry = held.fetch(slow, "a", found, threading.Event())
+    assert failed
+    assert entry.is_whole()
+    assert held.get("a", shelf, "1") == entry
+    assert [item for item in place.iterdir() if item.is_dir()] == [entry.folder.parent]
+
+
+def test_an_adapter_of_any_name_has_a_place_of_its_own(place):
+    shelf = Shelf(**{"entry.json": 300})
+    held = cache(place)
+    fetch(held, shelf, "entry.json")
+    held.close()
+    assert names(cache(place)) == ["entry.json"]
 
 
 def test_a_cancelled_download_leaves_nothing(place):

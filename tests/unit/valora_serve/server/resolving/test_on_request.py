@@ -14,6 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import serving, until
+from valora_data.contract.files import UnreadableError
 from valora_serve.errors import SettingsError
 from valora_serve.server.resolving import registry
 from valora_serve.server.resolving.base import CONFIG, FILES, WEIGHTS, Found, Resolver
@@ -259,6 +260,106 @@ def test_adapters_in_use_stay(place):
         server.app.state.context.on_request._failed.clear()
         assert ask(server, "cars-2").status_code == 200
         assert "cars-1" not in {m.name for m in engine.models()}
+
+
+def later(server, work):
+    """Begin a coroutine in the server's loop."""
+    return asyncio.run_coroutine_threadsafe(work, server.server.servers[0].get_loop())
+
+
+def test_an_adapter_that_comes_into_use_before_it_is_unloaded_stays(place):
+    """Unloading waits for another load; a request, or a context, may need it meanwhile."""
+    engine = FakeEngine()
+    with serving(engine, **settings(place, max_found_adapters=1)) as server:
+        assert ask(server, "cars-1").status_code == 200
+        loader, lock = server.app.state.context.on_request, server.app.state.context.served._lock
+        for use in ("request", "context"):
+            later(server, lock.acquire()).result(20)
+            with ThreadPoolExecutor() as pool:
+                asked = pool.submit(ask, server, "cars-2")
+                until(lambda: lock._waiters)
+                if use == "request":
+                    loader._users["cars-1"] += 1
+                else:
+                    engine._served["rules"] = ServedModel(
+                        "rules", "domain", "rules", adapter="cars-1"
+                    )
+                server.server.servers[0].get_loop().call_soon_threadsafe(lock.release)
+                refused(asked.result(20), 429, "are in use")
+            assert "cars-1" in {m.name for m in engine.models()}
+            del loader._users["cars-1"]
+            loader._failed.clear()
+        assert ask(server, "cars-1").status_code == 200
+
+
+def test_a_request_for_what_is_being_unloaded_loads_it_again(place):
+    began, goes_on = threading.Event(), threading.Event()
+
+    class Slow(FakeEngine):
+        async def unload_adapter(self, name):
+            await super().unload_adapter(name)
+            began.set()
+            while not goes_on.is_set():
+                await asyncio.sleep(0.01)
+
+    with serving(Slow(), **settings(place, max_found_adapters=1)) as server:
+        assert ask(server, "cars-1").status_code == 200
+        with ThreadPoolExecutor() as pool:
+            second = pool.submit(ask, server, "cars-2")
+            assert began.wait(20)
+            first = pool.submit(ask, server, "cars-1")
+            until(lambda: "cars-1" in server.app.state.context.on_request._loading)
+            goes_on.set()
+            assert second.result(20).status_code in (200, 404)
+            assert first.result(20).status_code in (200, 429)
+            assert ask(server, "cars-3").status_code == 200
+
+
+def test_only_what_a_request_can_load_is_listed(place):
+    adapter(place / "store" / "cars-bad", base="another")
+    with serving(**settings(place)) as server:
+        assert ask(server, "cars-1").status_code == 200
+        refused(ask(server, "cars-bad"), 400, "another, not for tiny")
+        assert "cars-bad" not in cards(server)
+    with serving(**settings(place)) as server:
+        assert {"cars-1", "cars-bad"} <= set(cards(server))  # nobody has tried it in this run
+    with serving(**settings(place, adapter_allow=("dogs-*",))) as server:
+        assert not {"cars-1", "cars-bad"} & set(cards(server))
+        assert (
+            metric(server, "valora_adapters{")['valora_adapters{resolver="file",state="disk"}'] == 0
+        )
+    (place / "other").mkdir()
+    with serving(**settings(place, adapter_sources=(str(place / "other"),))) as server:
+        assert "cars-1" not in cards(server)
+
+
+def test_files_that_the_server_may_not_read(place, monkeypatch):
+    def denied(*_, **__):
+        raise UnreadableError("cannot be read") from PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("valora_serve.server.resolving.folder.open_regular", denied)
+    with serving(**settings(place)) as server:
+        refused(ask(server, "cars-1"), 403, "may not read adapter cars-1")
+
+
+def test_a_damaged_or_deleted_cache_is_filled_again(place):
+    key = "an-admin-key-of-32-characters-ok"
+    more = {"allow_runtime_loading": True, "api_key": key, "adapter_folder": str(place)}
+    name = "cars-" + "x" * 150
+    adapter(place / "store" / name)
+    with serving(**settings(place, **more)) as server:
+        server.client.headers["authorization"] = f"Bearer {key}"
+        for harm in (None, "changed", "gone"):
+            if harm is not None:
+                body = {"lora_name": name}
+                gone = server.client.post("/v1/unload_lora_adapter", json=body)
+                assert gone.status_code == 200, gone.text
+                (entry,) = server.app.state.context.on_request.cache.entries()
+                if harm == "changed":
+                    (entry.folder / WEIGHTS).write_bytes(b"nope")
+                else:
+                    shutil.rmtree(entry.folder.parent)
+            assert ask(server, name).status_code == 200
 
 
 def test_adapters_that_contexts_need_stay(place):

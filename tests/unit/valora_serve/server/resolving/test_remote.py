@@ -1,0 +1,235 @@
+"""Adapters behind fsspec: a web server with its faults, and file systems of other kinds."""
+
+import contextlib
+import functools
+import http.server
+import itertools
+import json
+import logging
+import threading
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tests.support.http_helpers import serving
+from tests.unit.valora_serve.server.resolving.test_on_request import (
+    adapter,
+    ask,
+    cards,
+    refused,
+    settings,
+)
+from valora_serve.errors import SettingsError
+from valora_serve.server.resolving.base import CONFIG, WEIGHTS
+from valora_serve.server.resolving.remote import FsspecResolver
+
+LARGE = 6 << 20
+"""Bytes above fsspec's block, for which it asks for ranges."""
+
+
+class Web(http.server.ThreadingHTTPServer):
+    """Serves a folder, without ranges; `status` other than 200 is the answer to everything.
+
+    Attributes:
+        signed: Whether files are redirected to URLs that differ each time.
+    """
+
+    def __init__(self, folder):
+        super().__init__(("127.0.0.1", 0), functools.partial(Page, directory=str(folder)))
+        self.status, self.signed, self.count = 200, False, itertools.count()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class Page(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self._answer(super().do_GET)
+
+    def do_HEAD(self):
+        self._answer(super().do_HEAD)
+
+    def _answer(self, serve):
+        web = self.server
+        if web.status != 200:
+            self.send_error(web.status)
+        elif web.signed and "?" not in self.path:
+            self.send_response(302)
+            self.send_header("location", f"{self.path}?signature={next(web.count)}")
+            self.end_headers()
+        else:
+            serve()
+
+
+@pytest.fixture
+def web(tmp_path):
+    adapter(tmp_path / "web" / "cars-1")
+    adapter(tmp_path / "web" / "cars-2", size=LARGE)
+    adapter(tmp_path / "second" / "cars-1")
+    server = Web(tmp_path / "web")
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield server
+    with contextlib.suppress(OSError):
+        server.shutdown()
+        server.server_close()
+
+
+def chosen(place, *sources):
+    return settings(place, adapter_sources=sources, adapter_retry_seconds=0.0)
+
+
+def test_a_server_without_ranges_that_redirects(tmp_path, web):
+    web.signed = True
+    with serving(**chosen(tmp_path, web.url)) as server:
+        for name in ("cars-1", "cars-2"):
+            answer = ask(server, name)
+            assert answer.status_code == 200, answer.text
+        held = (tmp_path / "cache").rglob(f"cars-2/{WEIGHTS}")
+        assert [file.stat().st_size for file in held] == [LARGE]
+        refused(ask(server, "cars-9"), 404, "no source of adapters has it")
+
+
+@pytest.mark.parametrize(
+    ("status", "told", "words"),
+    [(401, 403, "may not read"), (403, 403, "may not read"), (500, 503, "cannot be read now"),
+     (410, 404, "no source of adapters has it")],
+)  # fmt: skip
+def test_what_a_server_answers(tmp_path, web, status, told, words):
+    web.status = status
+    with serving(**chosen(tmp_path, web.url)) as server:
+        refused(ask(server, "cars-1"), told, words)
+
+
+def test_no_other_source_answers_while_one_is_unreachable(tmp_path, web):
+    """Its adapter of that name may be another one; what was fetched before is served."""
+    with serving(**chosen(tmp_path, web.url)) as server:
+        assert ask(server, "cars-1").status_code == 200
+    web.shutdown()
+    web.server_close()
+    with serving(**chosen(tmp_path, web.url, str(tmp_path / "second"))) as server:
+        assert ask(server, "cars-1").status_code == 200
+        assert cards(server)["cars-1"]["resolver"] == "http"
+        refused(ask(server, "cars-2"), 503, "cannot be read now")
+        assert "cars-2" not in cards(server)
+
+
+def test_passwords_of_urls_are_written_nowhere(tmp_path, web, caplog):
+    url = web.url.replace("//", "//somebody:s3cr3t@")
+    with caplog.at_level(logging.DEBUG, "valora"), serving(**chosen(tmp_path, url)) as server:
+        assert ask(server, "cars-1").status_code == 200
+        web.status = 500
+        said = ask(server, "cars-2").text
+        assert "s3cr3t" not in said + json.dumps(cards(server))
+    written = [file.read_text() for file in (tmp_path / "cache").rglob("*.json")]
+    assert len(written) == 2
+    assert "s3cr3t" not in "".join(written) + caplog.text
+    assert (tmp_path / "cache").stat().st_mode & 0o077 == 0
+
+
+class Elsewhere(MemoryFileSystem):
+    """Files of the memory file system under other URLs."""
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.partition("://")[2] or path)
+
+
+class Read(Elsewhere):
+    """Says when a file was last read, as SFTP does, which each read changes."""
+
+    protocol = "read-times"
+    count = itertools.count()
+
+    def info(self, path, **more):
+        return super().info(path, **more) | {"time": next(self.count)}
+
+
+class Refusing(MemoryFileSystem):
+    """Denies as Google Cloud Storage does."""
+
+    protocol = "refusing"
+
+    def info(self, path, **_):
+        raise OSError(f"Forbidden: {path}")
+
+
+class Connected(Elsewhere):
+    """Has one connection, which is for one thread.
+
+    Attributes:
+        made: Threads that connected.
+    """
+
+    protocol = "connected"
+    made: list = []  # noqa: RUF012
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.owner = threading.get_ident()
+        self.made.append(self.owner)
+
+    def info(self, path, **more):
+        assert threading.get_ident() == self.owner
+        return super().info(path, **more)
+
+
+class Unreachable(MemoryFileSystem):
+    protocol = "unreachable"
+
+    def __init__(self, *_, **__):
+        raise ConnectionRefusedError(111, "Connection refused")
+
+
+@pytest.fixture
+def shelf():
+    for kind in (Read, Refusing, Connected, Unreachable):
+        fsspec.register_implementation(kind.protocol, kind, clobber=True)
+    memory = fsspec.filesystem("memory")
+    memory.pipe(f"/shelf/cars-1/{CONFIG}", b'{"base_model_name_or_path": "tiny", "r": 8}')
+    memory.pipe(f"/shelf/cars-1/{WEIGHTS}", b"\0" * 9)
+    return memory
+
+
+@pytest.mark.usefixtures("shelf")
+def test_facts_that_change_by_themselves_make_no_version(tmp_path):
+    with serving(**chosen(tmp_path, "read-times://shelf")) as server:
+        assert ask(server, "cars-1").status_code == 200
+
+
+def test_the_version_changes_with_a_file(shelf):
+    resolver = FsspecResolver("memory", "shelf")
+    first = resolver.find("cars-1")
+    assert resolver.find("cars-1") == first
+    shelf.pipe(f"/shelf/cars-1/{WEIGHTS}", b"\1" * 9)
+    second = resolver.find("cars-1")
+    assert second.sizes == first.sizes
+    assert second.version != first.version
+
+
+@pytest.mark.usefixtures("shelf")
+def test_denials_of_other_services(tmp_path):
+    with serving(**chosen(tmp_path, "refusing://shelf")) as server:
+        refused(ask(server, "cars-1"), 403, "give it the right to read")
+
+
+@pytest.mark.usefixtures("shelf")
+def test_each_thread_has_a_connection(tmp_path):
+    Connected.made.clear()
+    with serving(**chosen(tmp_path, "connected://shelf")) as server:
+        assert ask(server, "cars-1").status_code == 200
+    assert len(set(Connected.made)) == 2
+
+
+@pytest.mark.usefixtures("shelf")
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [("unreachable://u:s3cr3t@host/x", "cannot be reached .ConnectionRefusedError: .Errno 111"),
+     ("ftp://127.0.0.1:1/x", "ftp:// cannot be reached")],
+)  # fmt: skip
+def test_hosts_that_do_not_answer_at_the_start(url, words):
+    scheme, _, place = url.partition("://")
+    with pytest.raises(SettingsError, match=words) as raised:
+        FsspecResolver(scheme, place)
+    assert "s3cr3t" not in str(raised.value)

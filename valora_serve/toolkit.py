@@ -1,10 +1,38 @@
-"""CUDA's compiler, with which libraries compile their kernels."""
+"""What libraries compile their kernels with: CUDA's compiler, a C++ compiler and ninja."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
 from pathlib import Path
+
+
+def missing_tools() -> list[str]:
+    """Return the tools that FlashInfer would not find when it compiles its kernels."""
+    compiler = os.environ.get("CXX", "c++")
+    found = {
+        "nvcc": has_nvcc(),
+        compiler: shutil.which(compiler) is not None,
+        "ninja": shutil.which("ninja") is not None or (_scripts() / "ninja").exists(),
+    }
+    return [name for name, there in found.items() if not there]
+
+
+def find_own_programs() -> None:
+    """Let this process find the programs that pip has installed beside its Python, such as ninja.
+
+    They are on PATH only where the environment is activated; programs that are there already are
+    found first.
+    """
+    own = str(_scripts())
+    paths = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    if own not in paths:
+        os.environ["PATH"] = os.pathsep.join((*paths, own))
+
+
+def _scripts() -> Path:
+    return Path(sysconfig.get_path("scripts"))
 
 
 def has_nvcc() -> bool:

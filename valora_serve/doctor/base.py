@@ -57,6 +57,7 @@ class GpuFacts:
         total: Bytes of its memory.
         free: Bytes of its memory that are free.
         processes: Other processes on it.
+        problem: Why it cannot be used; empty if it can.
     """
 
     name: str
@@ -64,6 +65,7 @@ class GpuFacts:
     total: int
     free: int
     processes: tuple[Process, ...] = ()
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,11 @@ class Facts:
         cuda: Version of CUDA that PyTorch is built for; None if it is built for the CPU.
         driver: Version of the NVIDIA driver; None if there is none.
         gpus: The GPUs.
+        architectures: Those that PyTorch has code for, as it names them, e.g. ``sm_90``; empty if
+            that is not known.
+        visible: CUDA_VISIBLE_DEVICES; None if it is not set.
         compiler: Whether there is a C compiler.
-        nvcc: Whether there is CUDA's compiler.
+        missing: Tools that FlashInfer compiles its kernels with, and that are not found.
     """
 
     torch: str | None
@@ -85,8 +90,10 @@ class Facts:
     cuda: str | None = None
     driver: str | None = None
     gpus: tuple[GpuFacts, ...] = ()
+    architectures: tuple[str, ...] = ()
+    visible: str | None = None
     compiler: bool = True
-    nvcc: bool = True
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

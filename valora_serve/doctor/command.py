@@ -49,13 +49,15 @@ def main(arguments: Sequence[str] | None = None, facts: Callable[[], Facts] = re
     """
     parser = argparse.ArgumentParser("valora doctor", description=__doc__)
     parser.add_argument(
-        "checks", nargs="*", metavar="CHECK", choices=[[], *CHECKS], default=[],
+        "checks", nargs="*", metavar="CHECK", default=[],
         help=f"one or more of {', '.join(CHECKS)}; all by default",
     )  # fmt: skip
     parser.add_argument("--base", default="tiny", help="base model that is to be served")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share it")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     given = parser.parse_args(arguments)
+    if unknown := [name for name in given.checks if name not in CHECKS]:
+        parser.error(f"{unknown[0]} is no check: name some of {', '.join(CHECKS)}")
     if given.tensor_parallel < 1:
         parser.error(f"--tensor-parallel {given.tensor_parallel}: name at least 1")
     patient = Patient(given.base, given.tensor_parallel, facts)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-from pathlib import Path
+import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from valora_data.errors import ValoraError
 from valora_data.wording import plural
 from valora_serve.doctor.base import Finding, Level
+from valora_serve.doctor.sizes import read_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from valora_serve.doctor.base import Facts, GpuFacts, Patient
+    from valora_serve.doctor.sizes import Sizes
 
 LEAST_DRIVER = {11: 450, 12: 525, 13: 580}
 """First driver of each major version of CUDA; newer minor versions of CUDA work with it."""
@@ -26,8 +28,13 @@ LIBRARIES = ("torch", "torchvision", "triton", "transformers", "flashinfer-pytho
 """Packages whose versions are compared with what VaLoRA and PyTorch require."""
 BFLOAT16 = (8, 0)
 """Least compute capability that computes bfloat16."""
-BESIDE_WEIGHTS = 2 << 30
-"""Bytes for activations, graphs and some pages beside the weights."""
+COMPANIONS = ("flashinfer-jit-cache", "flashinfer-cubin")
+"""Packages that FlashInfer takes kernels from, and refuses if they are of another version."""
+PACKAGES = {
+    "nvcc": "the CUDA toolkit (nvcc; {jit_cache} brings what it compiles)",
+    "ninja": "ninja (pip install ninja)",
+}
+"""What brings the tools that FlashInfer compiles its kernels with; g++ all others."""
 GIB = 1 << 30
 
 
@@ -44,20 +51,50 @@ def check_torch(patient: Patient) -> Iterator[Finding]:
     if not facts.gpus:
         yield _no_gpu(facts)
         return
-    weights = weight_bytes(patient.base)
+    sizes = read_sizes(patient.base)
     for number, gpu in enumerate(facts.gpus):
-        what = f"GPU {number}"
-        memory = f"{gpu.free / GIB:.0f} of {gpu.total / GIB:.0f} GiB free"
-        yield Finding(Level.FINE, what, f"{gpu.name}, {memory}")
-        if gpu.capability < BFLOAT16:
-            yield Finding(
-                Level.NOTE, what, "computes no bfloat16",
-                "serve with --dtype float16, or use a GPU of compute capability 8.0 or higher",
-            )  # fmt: skip
-        yield from _memory(what, gpu, patient, weights)
+        for finding in _gpu(f"GPU {number}", gpu, patient, sizes, facts.architectures):
+            used = number < patient.tensor_parallel or finding.level is not Level.WRONG
+            yield finding if used else replace(finding, level=Level.NOTE)
     if patient.tensor_parallel > len(facts.gpus):
         found = f"{len(facts.gpus)} found, and --tensor-parallel {patient.tensor_parallel}"
         yield Finding(Level.WRONG, "GPUs", found, "name as many as there are")
+
+
+def _gpu(
+    what: str, gpu: GpuFacts, patient: Patient, sizes: Sizes | None, architectures: tuple[str, ...]
+) -> Iterator[Finding]:
+    """Whether a GPU can be used at all, and for the base model."""
+    if gpu.problem:
+        yield Finding(
+            Level.WRONG, what, f"{gpu.name} cannot be used ({gpu.problem})",
+            "end the processes that use it, or choose another GPU with CUDA_VISIBLE_DEVICES",
+        )  # fmt: skip
+    else:
+        memory = f"{gpu.free / GIB:.0f} of {gpu.total / GIB:.0f} GiB free"
+        yield Finding(Level.FINE, what, f"{gpu.name}, {memory}")
+    if not _has_code(architectures, gpu.capability):
+        yield Finding(
+            Level.WRONG, what,
+            f"this PyTorch has no code for compute capability {'.'.join(map(str, gpu.capability))}"
+            f" (it has {', '.join(architectures)})",
+            "install a PyTorch that has, or use another GPU",
+        )  # fmt: skip
+    elif gpu.capability < BFLOAT16:
+        yield Finding(
+            Level.NOTE, what, "computes no bfloat16",
+            "serve with --dtype float16, or use a GPU of compute capability 8.0 or higher",
+        )  # fmt: skip
+    yield from _memory(what, gpu, patient, sizes)
+
+
+def _has_code(architectures: tuple[str, ...], capability: tuple[int, int]) -> bool:
+    """Whether code for one of these runs on a GPU: of its major version, or as PTX."""
+    found = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name) for name in architectures]
+    known = [(one[1], (int(one[2]), int(one[3]))) for one in found if one is not None]
+    return not known or any(
+        of <= capability and (kind == "compute" or of[0] == capability[0]) for kind, of in known
+    )
 
 
 def _built_for(facts: Facts) -> str:
@@ -66,16 +103,23 @@ def _built_for(facts: Facts) -> str:
 
 def _driver(facts: Facts) -> Finding:
     """The driver, compared with the CUDA that PyTorch is built for."""
-    driver = facts.driver or ""
-    major = int((facts.cuda or "0").partition(".")[0])
-    least = LEAST_DRIVER.get(major)
-    if least is not None and int(driver.partition(".")[0]) < least:
+    driver, least = facts.driver or "", _least_driver(facts)
+    # With CUDA's package for forward compatibility, older ones find GPUs, too.
+    if least is not None and _is_older(driver, least) and not facts.gpus:
         return Finding(
             Level.WRONG, "driver",
             f"{driver}, too old for the CUDA {facts.cuda} of this PyTorch: it finds no GPU",
             f"install driver {least} or newer, or a PyTorch for an older CUDA",
         )  # fmt: skip
     return Finding(Level.FINE, "driver", driver)
+
+
+def _least_driver(facts: Facts) -> int | None:
+    return LEAST_DRIVER.get(int((facts.cuda or "0").partition(".")[0]))
+
+
+def _is_older(driver: str, least: int) -> bool:
+    return int(driver.partition(".")[0]) < least
 
 
 def _no_gpu(facts: Facts) -> Finding:
@@ -88,12 +132,23 @@ def _no_gpu(facts: Facts) -> Finding:
     text = "there is a driver, but PyTorch finds no GPU"
     if facts.problem:
         text += f" ({facts.problem})"
-    remedy = f"the driver must support CUDA {facts.cuda}: update it, or check CUDA_VISIBLE_DEVICES"
+    least = _least_driver(facts)
+    if facts.visible is not None:
+        remedy = f"CUDA_VISIBLE_DEVICES is {facts.visible!r}: name GPUs that there are, or unset it"
+    elif least is not None and _is_older(facts.driver, least):
+        remedy = f"the driver must support CUDA {facts.cuda}: update it"
+    else:
+        remedy = (
+            "see whether `nvidia-smi` lists one, start the container with --gpus all, or restart "
+            "the machine if the driver was updated"
+        )
     return Finding(Level.WRONG, "GPU", text, remedy)
 
 
-def _memory(what: str, gpu: GpuFacts, patient: Patient, weights: int | None) -> Iterator[Finding]:
-    """Whether the base model fits, and who else is on the GPU."""
+def _memory(what: str, gpu: GpuFacts, patient: Patient, sizes: Sizes | None) -> Iterator[Finding]:
+    """Whether the engine starts with the base model, and who else is on the GPU."""
+    from valora_serve.engine.settings import EngineSettings
+
     others = [p for p in gpu.processes if p.bytes is None or p.bytes > 0]
     held = gpu.total - gpu.free
     if others:
@@ -103,46 +158,33 @@ def _memory(what: str, gpu: GpuFacts, patient: Patient, weights: int | None) -> 
         text = f"{plural(len(others), 'other process|processes')} on it: {named}"
         remedy = "end them, or choose another GPU with CUDA_VISIBLE_DEVICES"
         yield Finding(Level.NOTE, what, f"{text}, which slow it down and take memory", remedy)
-    if weights is None:
+    if sizes is None or gpu.problem:
         return
-    need = weights // patient.tensor_parallel + BESIDE_WEIGHTS
+    share = EngineSettings().memory
+    need = sizes.weights // patient.tensor_parallel + sizes.beside
     text = f"{patient.base} needs {need / GIB:.1f} GiB of it in bfloat16"
-    if gpu.total < need:
-        share = max(2, math.ceil(weights / max(1, gpu.total - BESIDE_WEIGHTS)))
-        remedy = f"use a smaller base model, a larger GPU, or {share} GPUs with --tensor-parallel"
-        yield Finding(Level.WRONG, what, f"too small: {text}", remedy)
-    elif gpu.free < need:
+    if share * gpu.total < need:
+        room = share * gpu.total - sizes.beside
+        remedy = "use a smaller base model, or a larger GPU"
+        if room > 0:
+            count = max(patient.tensor_parallel + 1, math.ceil(sizes.weights / room))
+            remedy = (
+                f"use a smaller base model, a larger GPU, or {count} GPUs with --tensor-parallel"
+            )
+        text = f"too small: {text}, and the engine takes {share:.0%} of a GPU's"
+        yield Finding(Level.WRONG, what, text, remedy)
+    elif share * gpu.total - held < need:
         text = f"{text}, and {held / GIB:.1f} GiB are taken"
         remedy = "end the process that holds them, or choose another GPU with CUDA_VISIBLE_DEVICES"
         yield Finding(Level.WRONG, what, text, remedy)
-    elif gpu.free < need + weights // patient.tensor_parallel:
-        text += "; policies that merge adapters keep a second copy, for which there is no room"
+    elif share * gpu.total - held < need + sizes.merged // patient.tensor_parallel:
+        text += (
+            "; the default policy merges adapters into a second copy, for which there is no room"
+        )
         remedy = "serve with --policy unmerge_only, or on a larger GPU"
-        yield Finding(Level.NOTE, what, text, remedy)
+        yield Finding(Level.WRONG, what, text, remedy)
     else:
         yield Finding(Level.FINE, what, text)
-
-
-def weight_bytes(base: str) -> int | None:
-    """Return the bytes of a base model's weights in 16 bits; None if they are not on this machine.
-
-    Args:
-        base: ``tiny``, or a folder.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    from valora_data.contract.base_model import base_folder
-
-    try:
-        folder = Path(base) if Path(base).is_dir() else Path(base_folder(base))
-        count = 0
-        for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, "numpy") as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                    count += math.prod(opened.get_slice(name).get_shape())
-    except (ValoraError, OSError, SafetensorError):
-        return None
-    return 2 * count or None
 
 
 def check_kernels(patient: Patient) -> Iterator[Finding]:
@@ -169,15 +211,32 @@ def check_kernels(patient: Patient) -> Iterator[Finding]:
             "kernels replace it",
             "pip install 'valora[gpu]'",
         )  # fmt: skip
-    elif not facts.nvcc and installed("flashinfer-jit-cache") is None:
-        remedy = "install the CUDA toolkit, or flashinfer-jit-cache of the same version"
-        text = (
-            f"not found: FlashInfer {flash} compiles its kernels with it; Triton kernels replace it"
-        )
-        yield Finding(Level.NOTE, "nvcc", text, remedy)
     else:
-        yield Finding(Level.FINE, "attention", f"FlashInfer {flash}")
+        yield from _flashinfer(flash, facts)
     yield from _versions()
+
+
+def _flashinfer(version: str, facts: Facts) -> Iterator[Finding]:
+    """Whether FlashInfer has its kernels, or what it compiles them with."""
+    for name in COMPANIONS:
+        other = installed(name)
+        if other is not None and other.partition("+")[0] != version:
+            yield Finding(
+                Level.WRONG, name,
+                f"{other}, which FlashInfer {version} refuses; Triton kernels replace it",
+                f"pip uninstall {name}, or install {version} of it from FlashInfer's own index",
+            )  # fmt: skip
+            return
+    if not facts.missing or installed("flashinfer-jit-cache") is not None:
+        yield Finding(Level.FINE, "attention", f"FlashInfer {version}")
+        return
+    jit_cache = f"flashinfer-jit-cache {version} from FlashInfer's own index, it is not on PyPI,"
+    brings = [PACKAGES.get(name, "g++").format(jit_cache=jit_cache) for name in facts.missing]
+    text = (
+        f"not found: FlashInfer {version} compiles its kernels with it; Triton kernels replace it"
+    )
+    remedy = f"install {' and '.join(brings)}"
+    yield Finding(Level.NOTE, ", ".join(facts.missing), text, remedy)
 
 
 def _versions() -> Iterator[Finding]:

@@ -69,10 +69,13 @@ def check_disks(_: Patient) -> Iterator[Finding]:
         "models": Path(environment.get("HF_HOME") or cache / "huggingface"),
     }
     for what, folder in folders.items():
-        there = next(one for one in (folder, *folder.parents) if one.exists())
-        free = shutil.disk_usage(there).free
+        try:
+            there = next(one for one in (folder, *folder.parents) if one.exists())
+            free, may = shutil.disk_usage(there).free, os.access(there, os.W_OK)
+        except OSError:  # also of a folder above it, which may not be looked into
+            free, may = 0, False
         text = f"{free / 2**30:.0f} GiB free in {folder}"
-        if not os.access(there, os.W_OK):
+        if not may:
             text = f"{folder} cannot be written"
             yield Finding(Level.WRONG, what, text, "give permission, or set another folder")
         elif free < LEAST_DISK:
@@ -100,16 +103,22 @@ def check_extras(_: Patient) -> Iterator[Finding]:
 
 def check_files(patient: Patient) -> Iterator[Finding]:
     """The base model, and the bundles beside it."""
-    from valora_data.contract.base_model import base_folder, base_hash
+    from valora_data.contract.base_model import base_hash
+    from valora_serve.doctor.sizes import local_folder
 
     base = patient.base
     try:
-        found = f"{base_folder(base)} (sha256 {base_hash(base)[:12]})"
+        folder = local_folder(base)
+        found = folder and f"{folder} (sha256 {base_hash(str(folder))[:12]})"
     except (ValoraError, OSError) as error:
         remedy = "install the package again" if base == "tiny" else "name a folder that holds one"
         yield Finding(Level.WRONG, "base model", str(error), remedy)
     else:
-        yield Finding(Level.FINE, "base model", found)
+        if found:
+            yield Finding(Level.FINE, "base model", found)
+        else:
+            text = f"{base} is not on this machine: whether it fits was not looked at"
+            yield Finding(Level.NOTE, "base model", text, "the first start downloads it")
     bundles = Path("bundles")
     names = sorted(file.parent.name for file in bundles.glob("*/bundle.json"))
     if names:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from valora_serve.doctor.base import Facts, GpuFacts, Process
-from valora_serve.toolkit import has_nvcc
+from valora_serve.toolkit import missing_tools
 
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -21,34 +21,44 @@ DRIVER = Path("/proc/driver/nvidia/version")
 def read_facts() -> Facts:
     """Read what is known of the GPUs, once."""
     compiler = any(map(shutil.which, ("cc", "gcc", "clang")))
-    nvcc = has_nvcc()
+    missing, visible = tuple(missing_tools()), os.environ.get("CUDA_VISIBLE_DEVICES")
     driver = _driver()
     try:
         import torch
     except (ImportError, OSError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        return Facts(None, reason, driver=driver, compiler=compiler, nvcc=nvcc)
+        return Facts(None, reason, driver=driver, compiler=compiler, missing=missing)
     gpus: list[GpuFacts] = []
-    problem = ""
+    problem, architectures = "", list[str]()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
             if torch.cuda.is_available():
                 gpus = [_gpu(torch, number) for number in range(torch.cuda.device_count())]
-        except RuntimeError as error:
-            problem = str(error).splitlines()[0]
+                architectures = torch.cuda.get_arch_list()
+        except Exception as error:  # noqa: BLE001 - torch's are of many kinds, and it is said
+            problem = _first_line(error)
     if not gpus and not problem and said:
         problem = str(said[0].message).splitlines()[0]
     return Facts(
-        str(torch.__version__), problem, torch.version.cuda, driver, tuple(gpus), compiler, nvcc
-    )
+        str(torch.__version__), problem, torch.version.cuda, driver, tuple(gpus),
+        tuple(architectures), visible, compiler, missing,
+    )  # fmt: skip
 
 
 def _gpu(torch: Any, number: int) -> GpuFacts:
     facts = torch.cuda.get_device_properties(number)
-    free, total = torch.cuda.mem_get_info(number)
-    capability = facts.major, facts.minor
-    return GpuFacts(str(facts.name), capability, total, free, _processes(str(facts.uuid)))
+    name, capability = str(facts.name), (facts.major, facts.minor)
+    others = _processes(str(facts.uuid))
+    try:
+        free, total = torch.cuda.mem_get_info(number)
+    except Exception as error:  # noqa: BLE001 - it is full, or another process has it for itself
+        return GpuFacts(name, capability, facts.total_memory, 0, others, _first_line(error))
+    return GpuFacts(name, capability, total, free, others)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _processes(uuid: str) -> tuple[Process, ...]:

@@ -132,6 +132,18 @@ def lora_terms(modes: Collection[Mode]) -> list[int]:
     return list(range(max(most[mode] for mode in modes) + 1))
 
 
+def beside_weights(settings: EngineSettings, width: int, vocabulary: int) -> int:
+    """Return the bytes of a GPU that steps and graphs take beside weights and pages, at most.
+
+    Args:
+        settings: Settings of the engine.
+        width: Width of the language model.
+        vocabulary: Tokens of its vocabulary.
+    """
+    step = settings.max_tokens * width * ACTIVATIONS
+    return step + settings.max_requests * vocabulary * LOGITS + GRAPHS
+
+
 def pages_that_fit(settings: EngineSettings, lmm: Lmm, page: PageShape, *, mergeable: bool) -> int:
     """Return the number of pages that the device has memory for, beside the loaded model.
 
@@ -160,9 +172,8 @@ def pages_that_fit(settings: EngineSettings, lmm: Lmm, page: PageShape, *, merge
         )
         there = sum(len(memory.pristine) for memory in lmm.linears.merged)  # of an earlier engine
         pristine = item * (weights - there)
-    step = settings.max_tokens * lmm.width * ACTIVATIONS
-    step += settings.max_requests * lmm.vocabulary * LOGITS
-    left = total * settings.memory - (total - free) - pristine - step - GRAPHS
+    beside = beside_weights(settings, lmm.width, lmm.vocabulary)
+    left = total * settings.memory - (total - free) - pristine - beside
     pages = int(left // (page.elements * item))
     if pages < LEAST_PAGES:
         copy, other = "", ""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from valora_kernels.launching import compiling_together
 from valora_kernels.metadata import NONE, LoraBatch, Scratch
+from valora_serve.errors import SettingsError
 from valora_serve.model.attention.base import Rows, to_device
 from valora_serve.model.attention.compiling import Compiling
 from valora_serve.model.attention.registry import AUTO, make_backend
@@ -358,6 +359,12 @@ class ModelRunner:
         """Wait for attention's kernels, or let another backend stand in for it."""
         stand_in = compiling.backend.stand_in if self._may_stand_in else None
         compiling.wait(None if stand_in is None else patience)
+        if stand_in is None and compiling.error is not None:
+            said = next(iter(str(compiling.error).splitlines()), type(compiling.error).__name__)
+            raise SettingsError(
+                f"the kernels of the attention backend cannot be compiled ({said}): see the log "
+                "and `valora doctor kernels`, or choose attention=auto or triton"
+            ) from compiling.error
         if stand_in is not None and (compiling.running or compiling.failed):
             self._use(make_backend(stand_in, self._resources.cache))
             why = "cannot be compiled" if compiling.failed else "are being compiled"

@@ -134,7 +134,8 @@ def main(given=None):
                 row += measure(plan, rows, parts, arguments.layers, arguments.repeats)
             found.append(row)
         columns = [text for name in makers for text in (f"{name}, us a layer", "host, us")]
-        title = f"Captured steps with prompts, {arguments.heads} heads, {kv_heads} of keys and values"
+        heads = f"{arguments.heads} heads, {kv_heads} of keys and values"
+        title = f"Captured steps with prompts, {heads}"
         table(title, ["rows", "decoding", "prompts", *columns], found)
 
 

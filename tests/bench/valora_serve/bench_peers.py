@@ -17,14 +17,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import importlib.metadata
 import json
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from dataclasses import dataclass
@@ -47,6 +50,10 @@ DISTINCT = 16
 """Adapters with matrices of their own; further ones have other scalings."""
 CANNOT_IMPORT = ("ModuleNotFoundError", "ImportError")
 """How the reason begins why a peer's package is of no use here."""
+HEAD = 128
+"""Width of a head; the widths of models are multiples of it."""
+NEWEST = datetime.timedelta(days=7)
+"""How long a release that was installed counts as the newest."""
 CLOSING = 10.0
 """Seconds that a peer may take to end after it has answered."""
 STEPS = (1, 128)
@@ -209,11 +216,18 @@ def install(name: str, folder: Path, seconds: float) -> str | None:
     Returns:
         Why that was not possible, in one line; None if it was.
     """
-    if (folder / "installed").exists():
-        return None
     kind = find(name)
     torch = importlib.metadata.version("torch").partition("+")[0]
-    folder.mkdir(parents=True, exist_ok=True)
+    marker, today = folder / "installed", datetime.date.today()
+    wanted = [f"{kind.requirement} beside torch {torch}", *kind.pins]
+    with contextlib.suppress(OSError, ValueError):
+        *made, day = marker.read_text().splitlines()
+        age = today - datetime.date.fromisoformat(day)
+        if made == wanted and age <= NEWEST:
+            print(f"[{name} was installed on {day}; delete {folder} to install the newest]")
+            return None
+    shutil.rmtree(folder, ignore_errors=True)  # of another torch, or not installed to its end
+    folder.mkdir(parents=True)
     pins = folder / "constraints.txt"
     pins.write_text("\n".join((f"torch=={torch}", *kind.pins)) + "\n")
     command = [
@@ -228,7 +242,7 @@ def install(name: str, folder: Path, seconds: float) -> str | None:
         return f"not installed: pip took more than {seconds:.0f} s"
     if done.returncode:
         return f"not installed: {reason_of(done.stderr, str(kind.requirement), torch)}"
-    (folder / "installed").touch()
+    marker.write_text("\n".join((*wanted, today.isoformat())) + "\n")
     return None
 
 
@@ -240,6 +254,12 @@ def reason_of(errors: str, requirement: str, torch: str) -> str:
         return "pip reaches no package registry"
     said = [line.removeprefix("ERROR: ") for line in errors.splitlines() if line[:6] == "ERROR:"]
     return (said or errors.splitlines() or ["pip says nothing"])[-1]
+
+
+def programs_of(packages: Path | None) -> str:
+    """PATH with the programs of a folder of packages, and of this Python, such as ninja."""
+    own = [str(packages / "bin")] if packages else []
+    return os.pathsep.join([*own, os.environ.get("PATH", ""), sysconfig.get_path("scripts")])
 
 
 def run(job: Job, packages: Path | None, log: Path, seconds: float) -> Answer:
@@ -257,20 +277,25 @@ def run(job: Job, packages: Path | None, log: Path, seconds: float) -> Answer:
         with log.open("w") as output:
             process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
+                env=os.environ | {
+                    "PYTHONPATH": os.pathsep.join(filter(None, path)),
+                    "PATH": programs_of(packages),
+                },
             )  # fmt: skip
             end = time.monotonic() + seconds
             place = folder / "answer.json"
-            while process.poll() is None and not place.exists() and time.monotonic() < end:
-                time.sleep(0.1)
-            if place.exists():
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(CLOSING)
-            code = process.poll()
-            # Also ends what the peer has left: engines that run in processes of their own.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            try:
+                while process.poll() is None and not place.exists() and time.monotonic() < end:
+                    time.sleep(0.1)
+                if place.exists():
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(CLOSING)
+                code = process.poll()
+            finally:
+                # Also ends what the peer has left: engines that run in processes of their own.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         if place.exists():
             return Answer(**json.loads(place.read_text()))
         ended = f"took more than {seconds:.0f} s" if code is None else f"ended with status {code}"
@@ -377,6 +402,24 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def check(given: argparse.Namespace) -> None:
+    """End with a sentence if nothing can be measured so, before anything is installed."""
+    unknown = [name for name in given.cases if name not in CASES]
+    if unknown:
+        sys.exit(f"expected cases of {', '.join(CASES)}, got {unknown[0]}")
+    for name in ("layers", "width", "rank", "requests", "repeats", "variants"):
+        value = getattr(given, name)
+        if value is not None and value < 1:
+            sys.exit(f"--{name} {value}: expected 1 or more")
+    if given.width % HEAD:
+        sys.exit(f"--width {given.width}: expected a multiple of {HEAD}, the width of a head")
+    if given.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            sys.exit("no GPU that PyTorch can use: `valora doctor torch` says why, or --device cpu")
+
+
 def chosen_peers(given: argparse.Namespace) -> dict[str, Path | None]:
     """Peers and their folders of packages, ours first."""
     named: dict[str, Path | None] = {}
@@ -393,11 +436,9 @@ def chosen_peers(given: argparse.Namespace) -> dict[str, Path | None]:
 def main() -> None:
     """Measure the cases, and write the table and all times."""
     given = parser().parse_args()
-    unknown = [name for name in given.cases if name not in CASES]
-    if unknown:
-        sys.exit(f"expected cases of {', '.join(CASES)}, got {unknown[0]}")
-    cases = [CASES[name] for name in given.cases or CASES]
     peers = chosen_peers(given)
+    check(given)
+    cases = [CASES[name] for name in given.cases or CASES]
     missing: dict[str, str] = {}
     for name, folder in peers.items():
         if folder is None and find(name).requirement:

@@ -1,5 +1,7 @@
-"""nvcc is looked for where FlashInfer does."""
+"""Tools are looked for where FlashInfer looks for them."""
 
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -43,3 +45,25 @@ def test_nvcc(
     for name, place in variables.items():
         monkeypatch.setenv(name, str(tmp_path / place))
     assert toolkit.has_nvcc() is found
+
+
+def test_tools_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs beside this Python are found, also where its environment is not activated."""
+    empty, own = tmp_path / "empty", tmp_path / "own"
+    for folder in (empty, own):
+        folder.mkdir()
+    monkeypatch.setattr(toolkit.sysconfig, "get_path", lambda _: str(own))
+    monkeypatch.setenv("PATH", str(empty))
+    monkeypatch.setenv("FLASHINFER_NVCC", str(empty / "nvcc"))
+    monkeypatch.delenv("CXX", raising=False)
+    assert toolkit.missing_tools() == ["nvcc", "c++", "ninja"]
+    for program in (own / "ninja", empty / "g++-14"):
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("CXX", "g++-14")
+    assert toolkit.missing_tools() == ["nvcc"]
+    assert shutil.which("ninja") is None
+    for _ in range(2):
+        toolkit.find_own_programs()
+        assert os.environ["PATH"].split(os.pathsep) == [str(empty), str(own)]
+    assert shutil.which("ninja") == str(own / "ninja")

@@ -29,14 +29,19 @@ class Compiling:
 
     Attributes:
         backend: The backend that is compiled.
-        failed: Whether it has ended with an error, which is in the log.
+        error: The error that it has ended with, which is in the log; None if there is none.
     """
 
     def __init__(self, backend: AttentionBackend, on_end: Callable[[], None]) -> None:
         self.backend, self._on_end = backend, on_end
-        self.failed = False
+        self.error: Exception | None = None
         self._ended = threading.Event()
         threading.Thread(target=self._run, name="compile-attention", daemon=True).start()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended with an error."""
+        return self.error is not None
 
     @property
     def running(self) -> bool:
@@ -53,8 +58,8 @@ class Compiling:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             self.backend.compile()
-        except Exception:
-            self.failed = True
+        except Exception as error:
+            self.error = error
             log.warning("the kernels of attention are not compiled", exc_info=True)
         self._ended.set()
         self._on_end()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from valora_serve.model.attention.base import AttentionBackend, KVCache, Rows, pinned, to_device
 from valora_serve.model.attention.compiling import side_by_side
-from valora_serve.toolkit import has_nvcc
+from valora_serve.toolkit import find_own_programs, missing_tools
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,6 +62,7 @@ class FlashInferBackend(AttentionBackend):
         super().__init__(cache)
         self._library = flashinfer
         find_largest_at_once()
+        find_own_programs()  # it asks ninja, also where its kernels are compiled already
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=cache.device)
         self._mixed_workspace = self._workspace
         self._hopper = torch.cuda.get_device_capability(cache.device) == (9, 0)
@@ -78,10 +79,11 @@ class FlashInferBackend(AttentionBackend):
             return "FlashInfer needs a CUDA GPU"
         if not find_spec("flashinfer"):
             return "flashinfer is not installed"
-        if not has_nvcc() and not find_spec("flashinfer_jit_cache"):
+        missing = missing_tools()
+        if missing and not find_spec("flashinfer_jit_cache"):
             return (
-                "nvcc, with which flashinfer compiles its kernels, is not found: install the CUDA "
-                "toolkit, or flashinfer-jit-cache"
+                f"flashinfer compiles its kernels with {', '.join(missing)}, not found here: "
+                "`valora doctor kernels` says what to install"
             )
         return None
 

@@ -49,6 +49,12 @@ def make_backend(name: str, cache: KVCache) -> AttentionBackend:
             f"attention backend {name!r} is not installed ({error}): install its library or choose "
             "another backend"
         ) from error
+    except RuntimeError as error:
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        raise SettingsError(
+            f"attention backend {name!r} cannot be used ({said}): `valora doctor kernels` looks at "
+            "its library, or choose another backend"
+        ) from error
 
 
 def _best_backend(cache: KVCache) -> AttentionBackend:

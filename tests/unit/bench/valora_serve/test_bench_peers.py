@@ -1,6 +1,7 @@
 """The comparison with other servers, on stubs of their packages that check how they are called."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -271,9 +272,40 @@ def test_pip_says_in_one_line_why_a_peer_is_not_installed(tmp_path, monkeypatch)
     assert "+" not in pins
     assert pins.endswith("\ntransformers<5.17\n")
     pip.write_text("#!/bin/sh\nexit 0\n")
-    assert bench_peers.install("vllm", tmp_path / "vllm", 10) is None
-    assert bench_peers.install("vllm", tmp_path / "vllm", 10) is None
+    for _ in range(2):
+        assert bench_peers.install("vllm", tmp_path / "vllm", 10) is None
     assert len(seen) == 2
+    left = tmp_path / "vllm" / "of-the-old-torch"
+    left.touch()
+    monkeypatch.setattr(bench_peers.importlib.metadata, "version", lambda _: "9.1.0+cu140")
+    for _ in range(2):
+        assert bench_peers.install("vllm", tmp_path / "vllm", 10) is None
+    assert len(seen) == 3
+    assert not left.exists()
+    marker = tmp_path / "vllm" / "installed"
+    *made, _ = marker.read_text().splitlines()
+    marker.write_text("\n".join((*made, "2026-01-01")))  # newer releases may have come
+    assert bench_peers.install("vllm", tmp_path / "vllm", 10) is None
+    assert len(seen) == 4
+
+
+def test_an_interrupt_ends_the_peer(tmp_path, monkeypatch):
+    started = []
+    popen = subprocess.Popen
+
+    def noted(*given, **options):
+        started.append(popen([sys.executable, "-c", "import time; time.sleep(60)"], **options))
+        return started[-1]
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_peers.subprocess, "Popen", noted)
+    monkeypatch.setattr(bench_peers.time, "sleep", interrupt)
+    job = Job("vllm", "m", {}, 8, [], {}, {}, "cpu")
+    with pytest.raises(KeyboardInterrupt):
+        bench_peers.run(job, tmp_path, tmp_path / "log", 60)
+    assert started[0].poll() is not None
 
 
 def test_further_adapters_share_matrices_but_not_scalings(tmp_path):
@@ -327,6 +359,17 @@ def test_unknown_names_are_refused(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench_peers", "base", "--peer", "tgi"])
     with pytest.raises(SystemExit, match="--peer: expected one of valora, vllm, sglang, got tgi"):
         bench_peers.main()
+    monkeypatch.setattr(bench_peers, "install", None)  # which is not reached
+    for given, said in (
+        ("--repeats 0", "--repeats 0: expected 1 or more"),
+        ("--variants 0", "--variants 0: expected"), ("--requests -3", "--requests -3: expected"),
+        ("--width 64", "--width 64: expected a multiple of 128"),
+        ("--device cuda", "no GPU that PyTorch can use"),
+    ):  # fmt: skip
+        monkeypatch.setattr(sys, "argv", ["bench_peers", "base", "--device", "cpu", *given.split()])
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        with pytest.raises(SystemExit, match=said):
+            bench_peers.main()
     monkeypatch.setattr(sys, "argv", ["bench_peers", "sparse"])
     with pytest.raises(SystemExit, match=r"expected cases of base, .* got sparse"):
         bench_peers.main()

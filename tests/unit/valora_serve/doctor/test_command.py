@@ -44,6 +44,13 @@ def test_a_base_model_that_is_not_there(capsys):
     assert "✗ base model" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         command.main(["--tensor-parallel", "0"])
+    with pytest.raises(SystemExit):
+        command.main(["python", "disk"])
+    assert "disk is no check: name some of python, machine, disks," in capsys.readouterr().err
+
+
+def denied(path):
+    raise PermissionError(13, "Permission denied", path)
 
 
 def test_limits_and_disks(monkeypatch, tmp_path):
@@ -56,6 +63,11 @@ def test_limits_and_disks(monkeypatch, tmp_path):
     wrong = [f for f in machine.check_disks(NOBODY) if f.level is Level.WRONG]
     assert [f.what for f in wrong] == ["kernels"]
     monkeypatch.setattr(machine.os, "access", lambda *_: True)
+    monkeypatch.setattr(machine.shutil, "disk_usage", denied)
+    wrong = [f for f in machine.check_disks(NOBODY) if f.level is Level.WRONG]
+    assert len(wrong) == 4
+    assert all("cannot be written" in f.found for f in wrong)
+    monkeypatch.undo()
     monkeypatch.setattr(machine, "LEAST_DISK", 1 << 60)
     assert {f.level for f in machine.check_disks(NOBODY)} == {Level.WRONG}
 

@@ -1,9 +1,13 @@
 """What `valora doctor` says of GPUs that are not there: made-up facts, and their findings."""
 
+import json
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.numpy import save_file
 
 from valora_kernels.gpus.detect import generic
@@ -13,8 +17,10 @@ from valora_kernels.tiling import Shape, Tiling
 from valora_serve.doctor import gpu as checks
 from valora_serve.doctor import probe
 from valora_serve.doctor.base import Facts, GpuFacts, Level, Patient, Process
+from valora_serve.doctor.machine import check_files
+from valora_serve.doctor.sizes import Sizes, read_sizes
 from valora_serve.engine.settings import EngineSettings
-from valora_serve.engine.sizing import tiling_file
+from valora_serve.engine.sizing import LEAST_PAGES, beside_weights, tiling_file
 
 GIB = 1 << 30
 H200 = GpuFacts("NVIDIA H200", (9, 0), 140 * GIB, 138 * GIB)
@@ -23,10 +29,11 @@ FACTS = Facts("2.15.0", cuda="13.2", driver="580.65.06", gpus=(H200,))
 
 @pytest.fixture
 def weights(monkeypatch):
-    """A base model whose weights take so many GiB in 16 bits."""
+    """A base model of so many GiB in 16 bits, half of which adapters are merged into."""
 
     def of(gib):
-        monkeypatch.setattr(checks, "weight_bytes", lambda _: None if gib is None else gib * GIB)
+        found = gib and Sizes(gib * GIB, gib * GIB // 2, 2 * GIB)
+        monkeypatch.setattr(checks, "read_sizes", lambda _: found)
 
     of(13)
     return of
@@ -65,7 +72,11 @@ def test_pytorch_cannot_be_imported():
     [
         (replace(FACTS, driver="570.86.10", gpus=()), "too old for the CUDA 13.2", "580 or newer"),
         (replace(FACTS, cuda=None, gpus=()), "cannot use it", "built for the CPU"),
-        (replace(FACTS, gpus=(), problem="no CUDA-capable device"), "no CUDA-capable", "CUDA_VIS"),
+        (
+            replace(FACTS, gpus=(), problem="no CUDA-capable device"),
+            "no CUDA-capable",
+            "nvidia-smi",
+        ),
     ],
 )
 def test_drivers(weights, facts, said, remedy):
@@ -88,7 +99,7 @@ def test_a_gpu_that_is_too_small(weights):
     wrong = one(list(checks.check_torch(patient(replace(FACTS, gpus=(small,))))), Level.WRONG)
     assert "too small: llava needs 15.0 GiB" in wrong.found
     assert "3 GPUs with --tensor-parallel" in wrong.remedy
-    both = replace(FACTS, gpus=(replace(small, total=9 * GIB, free=9 * GIB),) * 2)
+    both = replace(FACTS, gpus=(replace(small, total=14 * GIB, free=14 * GIB),) * 2)
     shared = list(checks.check_torch(patient(both, tensor_parallel=2)))
     assert not [item for item in shared if item.level is Level.WRONG]
     wrong = one(list(checks.check_torch(patient(FACTS, tensor_parallel=2))), Level.WRONG)
@@ -105,26 +116,159 @@ def test_another_process_on_the_gpu(weights):
 
 
 def test_no_room_for_a_second_copy_and_no_bfloat16(weights):
-    tight = replace(H200, total=24 * GIB, free=24 * GIB, capability=(7, 5))
+    tight = replace(H200, total=23 * GIB, free=23 * GIB, capability=(7, 5))
     found = list(checks.check_torch(patient(replace(FACTS, gpus=(tight,)))))
-    notes = [item.found + item.remedy for item in found if item.level is Level.NOTE]
-    assert len(notes) == 2
-    assert "no bfloat16" in notes[0]
-    assert "--policy unmerge_only" in notes[1]
+    assert "no bfloat16" in one(found, Level.NOTE).found
+    assert "--policy unmerge_only" in one(found, Level.WRONG).remedy
+    roomy = replace(tight, total=25 * GIB, free=25 * GIB)
+    found = list(checks.check_torch(patient(replace(FACTS, gpus=(roomy,)))))
+    assert not [item for item in found if item.level is Level.WRONG]
     weights(None)  # a model that is not on this machine yet
     found = list(checks.check_torch(patient(replace(FACTS, gpus=(tight,)))))
     assert "no bfloat16" in one(found, Level.NOTE).found
 
 
-def test_bytes_of_weights(tmp_path):
-    save_file({"a": np.zeros((3, 5), np.float32), "b": np.zeros(7, np.float16)},
-              tmp_path / "model-1.safetensors")  # fmt: skip
-    save_file({"c": np.zeros((2, 2), np.float32)}, tmp_path / "model-2.safetensors")
-    assert checks.weight_bytes(str(tmp_path)) == 2 * (15 + 7 + 4)
+def test_one_gpu_that_cannot_be_used_hides_no_other(weights):
+    full = replace(H200, free=0, processes=(Process(4711),), problem="CUDA error: out of memory")
+    found = list(checks.check_torch(patient(replace(FACTS, gpus=(full, H200)))))
+    wrong = one(found, Level.WRONG)
+    assert (wrong.what, "out of memory" in wrong.found) == ("GPU 0", True)
+    assert "CUDA_VISIBLE_DEVICES" in wrong.remedy
+    assert levels(found, "GPU 1") == [Level.FINE, Level.FINE]
+    # The server takes the first one.
+    found = list(checks.check_torch(patient(replace(FACTS, gpus=(H200, full)))))
+    assert not [item for item in found if item.level is Level.WRONG]
+    found = list(checks.check_torch(patient(replace(FACTS, gpus=(H200, full)), tensor_parallel=2)))
+    assert "out of memory" in one(found, Level.WRONG).found
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "has"),
+    [
+        ((7, 0), ("sm_75", "sm_90", "compute_120"), False), ((7, 0), (), True),
+        ((9, 0), ("sm_75", "sm_90a"), True), ((8, 9), ("sm_80",), True),
+        ((8, 0), ("sm_89",), False),
+        ((12, 1), ("sm_90", "compute_90"), True), ((12, 0), ("sm_120f",), True),
+        ((10, 0), ("sm_90",), False),
+    ],
+)  # fmt: skip
+def test_code_for_a_gpu(weights, capability, architectures, has):
+    facts = replace(FACTS, gpus=(replace(H200, capability=capability),))
+    facts = replace(facts, architectures=architectures)
+    wrong = [f for f in checks.check_torch(patient(facts)) if f.level is Level.WRONG]
+    assert not wrong if has else "no code for compute capability" in wrong[0].found
+
+
+def test_a_driver_with_the_package_for_forward_compatibility(weights):
+    found = checks.check_torch(patient(replace(FACTS, driver="570.86.10")))
+    assert levels(found, "driver") == [Level.FINE]
+
+
+@pytest.mark.parametrize(
+    ("more", "remedy"),
+    [({"visible": ""}, "CUDA_VISIBLE_DEVICES is ''"), ({"visible": "7"}, "DEVICES is '7'"),
+     ({}, "--gpus all")],
+)  # fmt: skip
+def test_a_driver_without_gpus(weights, more, remedy):
+    found = one(list(checks.check_torch(patient(replace(FACTS, gpus=(), **more)))), Level.WRONG)
+    assert remedy in found.remedy
+    assert "update it" not in found.remedy
+
+
+class Torch:
+    """PyTorch with two GPUs, the second of which is full."""
+
+    __version__ = "2.15.0"
+    version = SimpleNamespace(cuda="13.2")
+
+    class cuda:
+        listed = ("sm_90",)
+
+        @staticmethod
+        def is_available():
+            return True
+
+        @staticmethod
+        def device_count():
+            return 2
+
+        @staticmethod
+        def get_device_properties(number):
+            return SimpleNamespace(name=f"GPU of number {number}", major=9, minor=0, uuid="x",
+                                   total_memory=80 * GIB)  # fmt: skip
+
+        @staticmethod
+        def mem_get_info(number):
+            if number == 1:
+                raise RuntimeError("CUDA error: out of memory\nmore of it")
+            return 70 * GIB, 80 * GIB
+
+        @classmethod
+        def get_arch_list(cls):
+            return list(cls.listed)
+
+
+def test_what_is_read_of_gpus(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", Torch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    facts = probe.read_facts.__wrapped__()
+    assert [(gpu.free // GIB, gpu.total // GIB, gpu.problem) for gpu in facts.gpus] == [
+        (70, 80, ""), (0, 80, "CUDA error: out of memory"),
+    ]  # fmt: skip
+    assert (facts.architectures, facts.visible) == (("sm_90",), "0,1")
+
+    class DeferredCudaCallError(Exception):
+        pass
+
+    def differ(_):
+        raise DeferredCudaCallError("device_count differs")
+
+    monkeypatch.setattr(Torch.cuda, "get_device_properties", differ)
+    facts = probe.read_facts.__wrapped__()
+    assert (facts.gpus, facts.problem) == ((), "device_count differs")
+
+
+def test_sizes_of_a_base_model(tmp_path):
+    numbers = np.zeros
+    save_file({"model.layers.0.self_attn.q_proj.weight": numbers((3, 5), np.float32),
+               "model.vision_tower.layers.0.q_proj.weight": numbers((2, 3), np.float32),
+               "b": numbers(7, np.float16)}, tmp_path / "model-1.safetensors")  # fmt: skip
+    save_file({"c": numbers((2, 2), np.float32)}, tmp_path / "model-2.safetensors")
+    text = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "vocab_size": 1000}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
+    found = read_sizes(str(tmp_path))
+    assert (found.weights, found.merged) == (2 * (15 + 6 + 7 + 4), 2 * 15)
+    settings = EngineSettings()
+    pages = LEAST_PAGES * 2 * 3 * settings.block_size * 2 * 16 * 2
+    assert found.beside == beside_weights(settings, 64, 1000) + pages
+    (tmp_path / "config.json").unlink()
+    assert read_sizes(str(tmp_path)) is None
+    (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model-2.safetensors").write_bytes(b"damaged")
-    assert checks.weight_bytes(str(tmp_path)) is None
-    assert checks.weight_bytes("nobody/nothing") is None
-    assert 6e6 < checks.weight_bytes("tiny") < 12e6
+    assert read_sizes(str(tmp_path)) is None
+    assert 6e6 < read_sizes("tiny").weights < 12e6
+
+
+def test_a_hub_name_is_looked_for_on_this_machine_only(tmp_path, monkeypatch):
+    asked = []
+
+    def snapshot(name, **options):
+        asked.append((name, options))
+        if name == "acme/absent":
+            raise LocalEntryNotFoundError("not there")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    save_file({"a": np.zeros((3, 5), np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    assert read_sizes("acme/here").weights == 30
+    assert read_sizes("acme/absent") is None
+    found = list(check_files(Patient("acme/absent", 1, lambda: FACTS)))
+    assert (found[0].level, "not on this machine" in found[0].found) == (Level.NOTE, True)
+    assert check_files(Patient("acme/here", 1, lambda: FACTS)).__next__().level is Level.FINE
+    assert asked
+    assert all(options == {"local_files_only": True} for _, options in asked)
 
 
 @pytest.fixture
@@ -168,11 +312,18 @@ def test_libraries_that_are_missing(packages):
     assert one(found, Level.NOTE).remedy == "pip install 'valora[gpu]'"
     packages.update(triton="3.9.0", torch="2.15.0")
     packages["flashinfer-python"] = "0.6.4"
-    found = list(checks.check_kernels(patient(replace(FACTS, nvcc=False))))
-    assert one(found, Level.NOTE).what == "nvcc"
-    packages["flashinfer-jit-cache"] = "0.6.4"
-    found = list(checks.check_kernels(patient(replace(FACTS, nvcc=False))))
-    assert {item.level for item in found} == {Level.FINE}
+    bare = patient(replace(FACTS, missing=("nvcc", "ninja")))
+    note = one(list(checks.check_kernels(bare)), Level.NOTE)
+    assert note.what == "nvcc, ninja"
+    assert "pip install ninja" in note.remedy
+    assert "flashinfer-jit-cache 0.6.4 from FlashInfer's own index" in note.remedy
+    note = one(list(checks.check_kernels(patient(replace(FACTS, missing=("c++",))))), Level.NOTE)
+    assert note.remedy == "install g++"
+    packages["flashinfer-jit-cache"] = "0.6.4+cu130"
+    assert {item.level for item in checks.check_kernels(bare)} == {Level.FINE}
+    packages["flashinfer-jit-cache"] = "0.6.9+cu130"
+    wrong = one(list(checks.check_kernels(bare)), Level.WRONG)
+    assert "0.6.9+cu130, which FlashInfer 0.6.4 refuses" in wrong.found
 
 
 def test_what_was_measured_on_the_gpu(monkeypatch, tmp_path):

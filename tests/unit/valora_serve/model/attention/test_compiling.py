@@ -17,6 +17,7 @@ from tests.support.serve_helpers import make_adapter
 from valora_serve.engine import profile
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.engine import Engine
+from valora_serve.errors import SettingsError
 from valora_serve.model.attention.compiling import side_by_side
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
 
@@ -179,6 +180,15 @@ def test_one_that_cannot_be_compiled_never_takes_over(
     assert own not in compiler.attended
     assert not engine.runner.provisional
     assert "nvcc has failed" in caplog.text
+
+
+def test_one_that_was_named_and_cannot_be_compiled_ends_the_start(
+    base: str, adapter: Path, compiler: Compiler
+) -> None:
+    compiler.error = RuntimeError("nvcc has failed\nwith many lines")
+    compiler.release.set()
+    with pytest.raises(SettingsError, match=r"compiled \(nvcc has failed\): see .* attention=auto"):
+        started(base, adapter, attention="torch")
 
 
 def test_graphs_that_find_no_memory_are_kept_as_they_were(

@@ -118,21 +118,32 @@ def test_auto_asks_the_backends_in_the_order_of_their_rank(kv_cache, installed, 
     assert type(make_backend("auto", kv_cache)).__module__ == module
 
 
+def test_a_library_that_refuses_to_be_used_is_named(kv_cache, monkeypatch):
+    """FlashInfer raises this where its kernels are of another version."""
+
+    def refuse(*_):
+        raise RuntimeError("jit-cache version (0.6.9) does not match\nand more")
+
+    monkeypatch.setattr(TorchBackend, "__init__", refuse)
+    with pytest.raises(SettingsError, match=r"'torch' cannot be used \(jit-cache version .0.6.9."):
+        make_backend("torch", kv_cache)
+
+
 @pytest.mark.parametrize("nvcc", [False, True])
 @pytest.mark.parametrize("packages", [(), ("flashinfer",), ("flashinfer", "flashinfer_jit_cache")])
 def test_flashinfer_is_taken_where_its_kernels_can_be_had(monkeypatch, nvcc, packages):
     """Without a CUDA toolkit it can be installed, but its first step would fail."""
     place = "valora_serve.model.attention.flashinfer_backend"
     monkeypatch.setattr(f"{place}.find_spec", lambda name: name in packages or None)
-    monkeypatch.setattr(f"{place}.has_nvcc", lambda: nvcc)
+    monkeypatch.setattr(f"{place}.missing_tools", lambda: [] if nvcc else ["nvcc"])
     told = FlashInferBackend.unsuitable(SimpleNamespace(device=torch.device("cuda")))
     if not packages:
         assert told == "flashinfer is not installed"
     elif nvcc or "flashinfer_jit_cache" in packages:
         assert told is None
     else:
-        assert told.startswith("nvcc, with which flashinfer compiles its kernels, is not found")
-        assert "flashinfer-jit-cache" in told
+        assert told.startswith("flashinfer compiles its kernels with nvcc, not found here")
+        assert "valora doctor kernels" in told
 
 
 def test_auto_says_why_no_backend_works(kv_cache, monkeypatch):

@@ -195,7 +195,7 @@ class Engine:
         mergeable = self._modes != {Mode.UNMERGED} and lmm.mergeable
         with self.start_up.phase("memory"):
             self.memory = self._make_memory(seat, mergeable=mergeable)
-        kept = math.ceil(settings.adapter_share * self.memory.pages)
+        kept = self._kept_for_adapters()
         self.pool = own = PagePool(self.memory.pages - kept)
         if kept:
             own = PagePool(kept, first=self.memory.pages - kept)
@@ -314,6 +314,17 @@ class Engine:
         if isinstance(lmm.linears, SplitLinears):
             lmm.linears.relay = None if crew is None else crew.tell
         return made
+
+    def _kept_for_adapters(self) -> int:
+        """Return the number of pages that hold adapters alone."""
+        share, pages = self.settings.adapter_share, self.memory.pages
+        kept = math.ceil(share * pages)
+        if pages - kept < 2:  # one of them is for rows that fill a step up
+            raise SettingsError(
+                f"adapter_share {share:g} of {pages} pages leaves too few for keys and values: "
+                "lower it"
+            )
+        return kept
 
     def _make_runner(self, seat: Seat | None) -> ModelRunner:
         """Make the runner: one of a tensor-parallel group also talks with the others."""
@@ -563,6 +574,8 @@ class Engine:
             The decision, whose batch is still to be launched; None if there is nothing to decide.
         """
         self._idle = False
+        if self._is_full():
+            return None
         view = self._view(now)
         if view is None:
             self._idle = True
@@ -589,6 +602,13 @@ class Engine:
         if self._idle and not view.running and not self.adapters.loading:
             self._release_merged()
         return decision
+
+    def _is_full(self) -> bool:
+        """Whether all places are held by requests that only wait for the host to read them."""
+        running = self.requests.running.values()
+        return len(running) >= self.settings.max_requests and not any(
+            map(self._schedulable, running)
+        )
 
     def _release_merged(self) -> None:
         """Unmerge the adapter, which is pinned while it is merged, so that others have room."""

@@ -149,6 +149,7 @@ class ImageEncoder:
         size = features.bytes
         if size > self._most:
             return
+        features = features.alone()
         if (old := self._kept.pop(key, None)) is not None:
             self.held_bytes -= old.bytes
         self._kept[key] = features

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from valora_serve.memory.prefix_memory import PrefixMemory
     from valora_serve.model.lmm import Lmm
     from valora_serve.model.prompt import Prompt
-    from valora_serve.types import Request
+    from valora_serve.types import Request, ServedModel
 
 
 class Intake:
@@ -139,7 +139,7 @@ class Intake:
             deadline=None if request.deadline is None else now + request.deadline,
             domain=request.model if target.model.kind == "domain" else None,
             latency_limit=request.deadline,
-            client=self._client(request, key),
+            client=self._client(request, target.model, key),
         )
         due = self._settings.policy_settings.due(view)
         if due is not None:
@@ -226,12 +226,15 @@ class Intake:
             raise RequestError(f"context {context.name} was deleted: make it again")
         return key
 
-    def _client(self, request: Request, adapter: str | None) -> str | None:
+    def _client(self, request: Request, model: ServedModel, adapter: str | None) -> str | None:
         """Return who is charged for a request, None if no shares are kept."""
         if self._settings.share_by == "key":
             return request.client
         if self._settings.share_by == "adapter":
-            return "base" if adapter is None else self._named.name(adapter)
+            if adapter is None:
+                return "base"
+            # Names of the same content have accounts of their own.
+            return model.name if model.kind == "adapter" else self._named.name(adapter)
         return None
 
 

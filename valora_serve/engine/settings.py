@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from valora_data.contract.bundle import NF4
 from valora_kernels.operators.registry import ATMM, OPERATORS
 from valora_serve.orchestrator.decision import PolicySettings
-from valora_serve.orchestrator.registry import modes_of
+from valora_serve.orchestrator.registry import keeps_shares, modes_of
 from valora_serve.parallel.choice import AUTO, CHOICES
 
 FP8, NF4_PACKED = "fp8", "nf4_packed"
@@ -18,6 +18,9 @@ LAZY, EAGER = CAPTURES = ("lazy", "eager")
 SWIFT, BY_MATRIX = SWITCHES = ("swift", "by_matrix")
 
 
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+MOST_RANK = 1024
+"""Largest rank that room may be kept for: buffers grow with it."""
 SHARED = ("none", "key", "adapter")
 """What shares of the machine can be kept for."""
 
@@ -123,11 +126,17 @@ class EngineSettings:
     def __post_init__(self) -> None:
         least = {
             "block_size": 1, "max_requests": 1, "max_tokens": 1, "chunk": 1, "max_adapters": 1,
-            "slots": 1, "max_rank": 1, "tensor_parallel": 1,
+            "slots": 1, "max_rank": 1, "tensor_parallel": 1, "pages": 2, "context_length": 1,
+            "host_bytes": 0, "image_cache_bytes": 0,
         }  # fmt: skip
         for name, low in least.items():
-            if getattr(self, name) < low:
-                raise ValueError(f"{name}: expected at least {low}, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ValueError(f"{name}: expected at least {low}, got {value}")
+        if self.max_rank > MOST_RANK:
+            raise ValueError(f"max_rank: expected at most {MOST_RANK}, got {self.max_rank}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {self.dtype}")
         if not 0 < self.memory <= 1:
             raise ValueError(f"memory: expected a share in (0, 1], got {self.memory}")
         if self.quantize not in ROUNDINGS:
@@ -145,13 +154,24 @@ class EngineSettings:
             raise ValueError(
                 f"lora_parallel: expected one of {', '.join(CHOICES)}, got {self.lora_parallel}"
             )
+        self._check_shares()
+        self._check_comparisons()
+        modes_of(self.policy)  # refuses an unknown policy
+
+    def _check_shares(self) -> None:
+        """Check what requests are charged for, and to whom."""
         if self.share_by not in SHARED:
             raise ValueError(f"share_by: expected one of {', '.join(SHARED)}, got {self.share_by}")
         if self.shares and self.share_by == "none":
             raise ValueError("shares goes with share_by: name key or adapter")
-        self._check_comparisons()
+        if self.policy_settings.fair or self.policy_settings.shares:
+            raise ValueError("policy_settings: shares and fair are set with share_by and shares")
         _ = self.deciding  # refuses shares that are none
-        modes_of(self.policy)  # refuses an unknown policy
+        if self.share_by != "none" and not keeps_shares(self.policy):
+            raise ValueError(
+                f"share_by: the policy {self.policy} keeps no shares: choose cost, valora, slora "
+                "or unmerge_only"
+            )
 
     def _check_comparisons(self) -> None:
         """Check the settings that replace a part of the engine to compare it with others."""

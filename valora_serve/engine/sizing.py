@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from valora_serve.errors import ServeError
+from valora_serve.errors import ServeError, SettingsError
 from valora_serve.orchestrator.cost_model import PROMPT_SIZES
 from valora_serve.types import Mode
 
@@ -48,7 +48,14 @@ def find_device(name: str) -> torch.device:
     """Return the device of this name, with its index; ``auto`` is the GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.empty(0, device=name).device
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        raise SettingsError(
+            f"device {name} cannot be used ({said}): name cpu, cuda or auto; `valora doctor torch` "
+            "looks at the GPUs"
+        ) from error
 
 
 def find_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -102,6 +102,15 @@ class VisualFeatures:
         parts = (self.embeddings, *self.deep)
         return sum(part.numel() * part.element_size() for part in parts)
 
+    def alone(self) -> VisualFeatures:
+        """Return the same in memory that nothing else lies in, such as others encoded with it."""
+        return VisualFeatures(_alone(self.embeddings), tuple(map(_alone, self.deep)))
+
+
+def _alone(part: Tensor) -> Tensor:
+    whole = part.untyped_storage().nbytes() == part.numel() * part.element_size()
+    return part if whole else part.clone()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryTokens:
@@ -270,6 +279,10 @@ def _process(
     try:
         inputs = model.process(text, images, videos, special=special)
     except (ValueError, TypeError, StopIteration, IndexError) as error:
+        if "temporal" in str(error) and any(len(video) == 1 for video in videos):
+            raise ImageError(
+                "a video has one frame, and this model needs more: send the frame as an image"
+            ) from error
         raise ImageError(f"images and prompt do not fit each other: {error}") from error
     ids = inputs["input_ids"][0]
     visuals = _visuals(model, inputs, ids, images, videos)

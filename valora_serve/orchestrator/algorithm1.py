@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from valora_serve.orchestrator.base import BasePolicy, can_merge
 from valora_serve.orchestrator.batching import BatchPlan, by_age, waiting_since
@@ -26,6 +26,8 @@ class Algorithm1Policy(BasePolicy):
     not on the device cannot be merged yet, so the mode is unmerged; the base model has no adapter
     to merge; if more requests starve than fit, the oldest go first.
     """
+
+    shares: ClassVar[bool] = False
 
     def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
         """Plan a step; comments are the lines of the listing."""

@@ -51,6 +51,7 @@ class MergeOnlyPolicy(BasePolicy):
     """
 
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.MERGED, Mode.UNMERGED})
+    shares: ClassVar[bool] = False
 
     def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
         """Plan a step for the adapter of the oldest request."""
@@ -83,6 +84,7 @@ class DLoraPolicy(BasePolicy):
     """
 
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.MERGED, Mode.UNMERGED})
+    shares: ClassVar[bool] = False
     CREDIT = 10_000.0
     ADD, MULTIPLY = 0.05, 1.1
 

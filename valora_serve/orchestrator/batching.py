@@ -318,7 +318,10 @@ class BatchBuilder:
         return pinned
 
     def _reserve(self) -> bool:
-        """Reserve pages for the oldest starved request whose adapter is not resident.
+        """Reserve pages for the oldest starved request, if its adapter is not resident.
+
+        One whose adapter is goes first: loading that of a younger one could evict it, and so on in
+        turns, for ever.
 
         Returns:
             Whether there are enough pages; if not, no request is admitted until there are.
@@ -329,7 +332,7 @@ class BatchBuilder:
             if request.arrival >= self.starved:
                 return True
             if adapter is None or adapter in view.resident:
-                continue
+                return True
             self.pages -= request.pages
             if adapter not in view.loading:
                 self.pages -= request.adapter_pages

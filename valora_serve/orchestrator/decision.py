@@ -262,6 +262,15 @@ class PolicySettings:
     mixture: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("theta", "max_pause", "patience", "hysteresis", "slo", "clusters"):
+            value = getattr(self, name)
+            if not value >= 0:  # neither is NaN
+                raise SettingsError(f"{name}: expected 0 or more, got {value}")
+        for domain, limit in self.latency_limits.items():
+            if not limit > 0:
+                raise SettingsError(
+                    f"latency_limits: expected more than 0 s for {domain}, got {limit}"
+                )
         for client, share in self.shares.items():
             if not 0 < share < math.inf:
                 raise SettingsError(f"shares: expected more than 0 for {client}, got {share}")

@@ -19,6 +19,7 @@ class PolicyClass(Protocol):
 
     Attributes:
         modes: Inference modes that the decisions of its policies can have.
+        shares: Whether its policies keep shares (`PolicySettings.fair`); True if there is none.
     """
 
     modes: frozenset[Mode]
@@ -68,3 +69,15 @@ def modes_of(name: str) -> frozenset[Mode]:
         SettingsError: No policy has this name.
     """
     return POLICIES[name].modes
+
+
+def keeps_shares(name: str) -> bool:
+    """Return whether a policy keeps shares.
+
+    Args:
+        name: One of `POLICIES`.
+
+    Raises:
+        SettingsError: No policy has this name.
+    """
+    return bool(getattr(POLICIES[name], "shares", True))

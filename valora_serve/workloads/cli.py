@@ -24,7 +24,7 @@ from valora_serve.workloads.cluster import simulate_cluster
 from valora_serve.workloads.cluster_table import NOTE, cluster_row, tables
 from valora_serve.workloads.dispatch import RouterDispatch
 from valora_serve.workloads.migration import DLoraDispatch
-from valora_serve.workloads.simulator import SimSettings, simulate
+from valora_serve.workloads.simulator import SimSettings, SimulationError, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
+        _check(options)
         if _has_replicas(options):
             rows = list(_cluster_runs(options))
             _print_cluster(rows, options)
@@ -74,6 +75,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"valora-sim: {needs} needs {name}: pip install {name}", file=sys.stderr)
         return 1
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse numbers that no workload or machine has.
+
+    Raises:
+        SimulationError: There are some.
+    """
+    for name in ("rank", "requests", "duration", "slo", "latency_limit", "rates", "cv"):
+        given = getattr(options, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and not 0 < value < math.inf:
+                raise SimulationError(f"{name}: expected more than 0, got {value}.")
+    for name in ("lora_cost", "adapters", "theta"):
+        value = getattr(options, name, None)
+        if value is not None and not 0 <= value < math.inf:
+            raise SimulationError(f"{name}: expected 0 or more, got {value}.")
 
 
 def _parser() -> argparse.ArgumentParser:

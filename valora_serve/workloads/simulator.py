@@ -223,6 +223,14 @@ class Machine:
         self.idle_rounds = 0
 
     def _check(self) -> None:
+        if self.settings.max_requests < 1:
+            raise SimulationError(
+                f"A machine runs at least 1 request at a time, not {self.settings.max_requests}."
+            )
+        if self.settings.answer_limit is not None and self.settings.answer_limit < 1:
+            raise SimulationError(
+                f"answer_limit: expected at least 1 token, got {self.settings.answer_limit}."
+            )
         if self.settings.slots < 2:  # one of them may be merged
             raise SimulationError(f"A machine needs at least 2 slots, not {self.settings.slots}.")
         tokens = self.workload.prompt.astype(np.int64) + self.workload.output

@@ -1,8 +1,10 @@
 """Requests that are refused, cancelled or late leave nothing behind."""
 
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,13 +23,17 @@ from tests.support.engine_reference import (
     run,
 )
 from valora_serve.engine import engine as engine_module
+from valora_serve.engine.engine import Engine
+from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import (
     CancelledRequestError,
     DeadlineError,
     RequestError,
+    SettingsError,
     TooLongError,
 )
 from valora_serve.orchestrator.decision import Decision, PolicySettings, View
+from valora_serve.orchestrator.registry import POLICIES
 from valora_serve.types import Finish, Request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -204,3 +210,101 @@ def test_deadlines_of_requests_that_have_ended_are_forgotten(base: str) -> None:
     assert len(engine.requests._deadlines) <= 65
     assert len(finish(engine)) == 400
     assert_empty(engine)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("places", [1, 3])
+def test_requests_that_hold_all_places_and_wait_to_be_read(
+    base: str, adapters: dict[str, Path], policy: str, places: int
+) -> None:
+    """All end in the same step, while others wait, some of them with a deadline."""
+    engine = make_engine(
+        base, {"a": adapters["a"]}, policy=policy, overlap=True, max_requests=places
+    )
+    more = [{}, {"deadline": 500.0}]
+    asked = [question(f"q{n}", "a", tokens=5, **more[n % 2]) for n in range(4 * places)]
+    switches = engine.merge_state.switches
+    found = run(engine, asked)
+    assert [found[one.id].error for one in asked] == [None] * len(asked)
+    assert {len(found[one.id].tokens) for one in asked} == {5}
+    if policy != "algorithm1":  # which may wait unmerged
+        assert engine.merge_state.switches - switches <= 1
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("policy", ["cost", "slora", "valora"])
+@pytest.mark.parametrize("room", [2, 14])
+def test_requests_that_have_waited_too_long_take_turns(
+    base: str, adapters: dict[str, Path], policy: str, room: int
+) -> None:
+    """No two adapters fit together with their requests, and each evicts another."""
+    engine = make_engine(base, adapters, block_size=1)
+    asked = [question(f"size {name}", name) for name in "abc"]
+    views = [engine._intake.sequence(engine.prepare(one)).view for one in asked]
+    pages = max(view.pages + 6 + view.adapter_pages for view in views) + room
+    engine = make_engine(
+        base, {name: adapters[name] for name in "abc"}, policy=policy, pages=pages, block_size=1,
+        slots=2, max_requests=4, policy_settings=PolicySettings(patience=0.0),
+    )  # fmt: skip
+    asked = [question(f"q{n}", "abc"[n % 3]) for n in range(6)]
+    add_requests(engine, *asked)
+    found: dict[str, Got] = {}
+    for _ in range(300):
+        collect(engine.step(), found)
+    assert not engine.busy
+    assert all(found[one.id].finish is not None for one in asked)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"device": "banana"}, "device banana cannot be used"),
+        ({"adapter_share": 0.99, "pages": 10}, "leaves too few for keys and values"),
+    ],
+)
+def test_settings_that_no_machine_has(base: str, wrong: dict[str, Any], words: str) -> None:
+    settings: dict[str, Any] = {"base": base, "device": "cpu", "pages": 64, "profile": False}
+    with pytest.raises(SettingsError, match=words):
+        Engine(EngineSettings(**(settings | wrong)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"dtype": "banana"}, "dtype: expected one of auto"),
+        ({"pages": 0}, "pages: expected at least 2"), ({"pages": -3}, "pages: expected at least 2"),
+        ({"context_length": -1}, "context_length: expected at least 1"),
+        ({"host_bytes": -1}, "host_bytes: expected at least 0"),
+        ({"image_cache_bytes": -1}, "image_cache_bytes: expected at least 0"),
+        ({"max_rank": 100_000}, "max_rank: expected at most 1024"),
+        ({"share_by": "key", "policy": "algorithm1"}, "algorithm1 keeps no shares"),
+        ({"share_by": "key", "policy": "dlora"}, "dlora keeps no shares"),
+        ({"policy_settings": PolicySettings(fair=True)}, "set with share_by"),
+        ({"policy_settings": PolicySettings(shares={"a": 2.0})}, "set with share_by"),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_themselves(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        EngineSettings(**wrong)
+
+
+@pytest.mark.parametrize(
+    "name", ["theta", "max_pause", "patience", "hysteresis", "slo", "clusters"]
+)
+def test_numbers_that_no_policy_can_use(name: str) -> None:
+    for wrong in (-1, math.nan):
+        with pytest.raises(SettingsError, match=f"{name}: expected 0 or more"):
+            PolicySettings(**{name: wrong})
+    for limit in (-1.0, 0.0, math.nan):
+        with pytest.raises(SettingsError, match="latency_limits: expected more than 0 s for x"):
+            PolicySettings(latency_limits={"x": limit})
+
+
+def test_each_name_of_an_adapter_has_an_account_of_its_own(
+    base: str, adapters: dict[str, Path]
+) -> None:
+    names = {"one": adapters["a"], "two": adapters["a"]}
+    engine = make_engine(base, names, share_by="adapter", shares={"two": 5.0})
+    asked = [question("x", name) for name in ("one", "two", None)]
+    clients = [engine._intake.sequence(engine.prepare(one)).view.client for one in asked]
+    assert clients == ["one", "two", "base"]

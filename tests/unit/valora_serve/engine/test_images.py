@@ -21,6 +21,7 @@ from tests.support.engine_reference import (
 from valora_serve.errors import (
     ImageError,
 )
+from valora_serve.model.prompt import VisualFeatures
 from valora_serve.types import Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -116,3 +117,28 @@ def test_a_group_that_is_too_large_is_logged_and_answered(
     [said] = [record for record in caplog.records if record.exc_info]
     assert "3 images together failed" in said.getMessage()
     assert "too many" in str(said.exc_info)
+
+
+def test_cached_images_keep_no_others_in_memory(base: str) -> None:
+    """Images that are encoded together lie in one tensor."""
+    engine = make_engine(base, policy="unmerge_only", image_cache_bytes=1 << 30)
+    asked = [
+        replace(question(f"{n}"), token_ids=None, messages=ask("Look", images=1),
+                images=[noise(20, 20, n)])
+        for n in range(4)
+    ]  # fmt: skip
+    run(engine, asked)
+    kept = list(engine.images._kept.values())
+    assert len(kept) == 4
+    held = {one.embeddings.untyped_storage().data_ptr(): one.embeddings for one in kept}
+    stored = sum(part.untyped_storage().nbytes() for part in held.values())
+    assert stored == engine.images.held_bytes
+
+
+def test_features_leave_the_tensor_that_they_are_part_of() -> None:
+    whole = torch.arange(24.0).reshape(6, 4)
+    own = VisualFeatures(torch.ones(2, 4), (whole[:3],))
+    found = own.alone()
+    assert found.embeddings is own.embeddings
+    torch.testing.assert_close(found.deep[0], whole[:3])
+    assert found.deep[0].untyped_storage().nbytes() == found.deep[0].numel() * 4

@@ -110,3 +110,23 @@ def test_what_is_wrong_with_replicas(wrong, sentence, tmp_path, monkeypatch, cap
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("valora-sim: ") and sentence in said
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--max-requests 0", "at least 1 request at a time, not 0"),
+        ("--answer-limit 0", "answer_limit: expected at least 1 token"),
+        ("--rates nan", "rates: expected more than 0"), ("--rates inf", "rates: expected"),
+        ("--workload at_once --requests -4", "requests: expected more than 0"),
+        ("--lora-cost nan", "lora_cost: expected 0 or more"), ("--slo -1", "slo: expected"),
+        ("--latency-limit -1", "latency_limit: expected more than 0"),
+        ("--rank 0", "rank: expected more than 0"),
+        ("--theta nan", "theta: expected 0 or more"), ("--clusters -3", "clusters: expected 0"),
+    ],
+)  # fmt: skip
+def test_numbers_that_no_machine_has(given, said, capsys):
+    assert main([*given.split(), "--policies", "cost", "valora", "--duration", "2"]) == 1
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1

@@ -132,10 +132,14 @@ async def _serve(
     from valora_serve.server.loading.served_set import check_state
     from valora_serve.server.loading.state_lock import own_state
     from valora_serve.server.resolving.registry import make_resolvers
+    from valora_serve.server.telemetry import logs
 
     began = time.monotonic()
     # Wrong settings are reported before models are loaded.
-    KeyRing.from_settings(settings)
+    keys = KeyRing.from_settings(settings)
+    if engine_settings.share_by == "key":
+        for name in sorted(engine_settings.shares.keys() - keys.names):  # it may be added later
+            logs.LOG.warning("shares: there is no key %s, so its share goes to nobody", name)
     check_certificate(settings)
     make_resolvers(settings.adapter_sources)
     with contextlib.ExitStack() as held:

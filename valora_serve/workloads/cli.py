@@ -336,6 +336,12 @@ def _cases(
 
 
 def _limited(workload: Workload, options: argparse.Namespace) -> Workload:
+    unknown = sorted(_shares(options.shares or ()).keys() - set(workload.adapters))
+    if unknown:
+        few = ", ".join(workload.adapters[:3])
+        raise traces.TraceError(
+            f"--shares: the workload has no adapter {unknown[0]!r}, but {few} …"
+        )
     if options.latency_limit is None:
         return workload
     return traces.with_latency_limit(workload, options.latency_limit)

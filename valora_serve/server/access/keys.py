@@ -100,6 +100,11 @@ class KeyRing:
             return cls(fixed)
         return WatchedKeyRing(Path(settings.keys_file), fixed)
 
+    @property
+    def names(self) -> set[str]:
+        """Names of the keys."""
+        return {key.name for key in self._keys}
+
     def __bool__(self) -> bool:
         return bool(self._keys)
 

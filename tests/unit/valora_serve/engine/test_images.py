@@ -1,6 +1,7 @@
 """Images that cannot be encoded, and the limit of the image cache."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +19,8 @@ from tests.support.engine_reference import (
     question,
     run,
 )
-from valora_serve.errors import (
-    ImageError,
-)
+from tests.support.lmm_checkpoints import save_qwen3_vl
+from valora_serve.errors import ImageError
 from valora_serve.model.prompt import VisualFeatures
 from valora_serve.types import Request, SamplingParams
 
@@ -142,3 +142,11 @@ def test_features_leave_the_tensor_that_they_are_part_of() -> None:
     assert found.embeddings is own.embeddings
     torch.testing.assert_close(found.deep[0], whole[:3])
     assert found.deep[0].untyped_storage().nbytes() == found.deep[0].numel() * 4
+
+
+def test_a_video_of_one_frame_is_refused_where_a_model_needs_more(tmp_path: Path) -> None:
+    """Qwen3-VL's processor says so in its own words."""
+    video = [[noise(24, 24, 1)]]
+    engine = make_engine(str(save_qwen3_vl(tmp_path / "base", seed=2)))
+    with pytest.raises(ImageError, match="one frame, and this model needs more: send the frame"):
+        engine.prepare(Request("x", messages=ask("What?", videos=1), videos=video))

@@ -122,6 +122,8 @@ def test_what_is_wrong_with_replicas(wrong, sentence, tmp_path, monkeypatch, cap
         ("--lora-cost nan", "lora_cost: expected 0 or more"), ("--slo -1", "slo: expected"),
         ("--latency-limit -1", "latency_limit: expected more than 0"),
         ("--rank 0", "rank: expected more than 0"),
+        ("--shares typo=3", "the workload has no adapter 'typo', but"),
+        ("--shares =3", "the workload has no adapter '', but"),
         ("--theta nan", "theta: expected 0 or more"), ("--clusters -3", "clusters: expected 0"),
     ],
 )  # fmt: skip

@@ -436,6 +436,7 @@ class AsyncEngine:
         while self._queues and time.monotonic() < end and self.healthy:
             await asyncio.sleep(0.02)
         self._stopping = True
+        self._engine.interrupt_start()
         self._wake.set()
         seconds = None if self.lost is None else STUCK_SECONDS
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join, seconds)

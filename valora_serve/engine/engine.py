@@ -356,6 +356,11 @@ class Engine:
         with self.start_up.phase("adapters"):
             return self.named.load(folder, name, decode_only=decode_only)
 
+    def interrupt_start(self) -> None:
+        """End `warm_up` after what it prepares now; may be called from any thread."""
+        self.start_up.interrupted = True
+        self.runner.interrupt()
+
     def warm_up(self) -> None:
         """Prepare for requests: capture CUDA graphs and compile kernels.
 

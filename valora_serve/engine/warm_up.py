@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from valora_serve.errors import StoppedError
 from valora_serve.model.preparation import KERNELS
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class WarmUp:
         seconds: Seconds that each phase of the start took, by its name.
         done: Number of preparations that are done.
         left: Preparations that are left, the next one first.
+        interrupted: Whether `start` is to end after what it prepares now.
     """
 
     def __init__(self, terms: Sequence[int], *, lazy: bool) -> None:
@@ -48,6 +50,7 @@ class WarmUp:
         self.done = 0
         self.left: list[Preparation] = []
         self._terms, self._lazy = terms, lazy
+        self.interrupted = False
         self._next = 0.0  # when the next preparation beside requests may begin
 
     @contextlib.contextmanager
@@ -69,6 +72,8 @@ class WarmUp:
         with self.phase("kernels"):
             runner.compile_together(waited, PATIENCE if self._lazy else None)
         for one in waited:
+            if self.interrupted:
+                raise StoppedError("the start was interrupted")
             if one not in self.left:
                 continue
             self._prepare(runner, one)

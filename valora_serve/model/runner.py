@@ -113,6 +113,7 @@ class ModelRunner:
         self._crowded_graphs = self._make_crowded(prompt_graphs)
         self._may_stand_in = backend == AUTO
         self._compiling: Compiling | None = None
+        self._interrupted = False
         self.on_compiled: Callable[[], None] = lambda: None
         self._vision_graphs: VisionGraphs | WindowGraphs
         encoder = lmm.architecture.window_encoder(lmm.model)
@@ -345,6 +346,8 @@ class ModelRunner:
         """
         if self._compiling is None:
             self._compiling = Compiling(self._resources.backend, lambda: self.on_compiled())  # noqa: PLW0108 - it may be set later
+        if self._interrupted:
+            self._compiling.stop_waiting()
         threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         if self._device.type == "cuda" and threads > 1:
             try:
@@ -354,6 +357,12 @@ class ModelRunner:
                 log.warning("kernels are compiled one after the other", exc_info=True)
         if self._resources.backend is self._compiling.backend:
             self._await_attention(self._compiling, patience)
+
+    def interrupt(self) -> None:
+        """Let `compile_together` wait for attention's kernels no more; for any thread."""
+        self._interrupted = True
+        if self._compiling is not None:
+            self._compiling.stop_waiting()
 
     def _await_attention(self, compiling: Compiling, patience: float | None) -> None:
         """Wait for attention's kernels, or let another backend stand in for it."""

@@ -35,7 +35,7 @@ class Compiling:
     def __init__(self, backend: AttentionBackend, on_end: Callable[[], None]) -> None:
         self.backend, self._on_end = backend, on_end
         self.error: Exception | None = None
-        self._ended = threading.Event()
+        self._ended, self._wait_on = False, threading.Event()
         threading.Thread(target=self._run, name="compile-attention", daemon=True).start()
 
     @property
@@ -46,11 +46,15 @@ class Compiling:
     @property
     def running(self) -> bool:
         """Whether it has not ended."""
-        return not self._ended.is_set()
+        return not self._ended
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until it has ended, at most so many seconds if given."""
-        self._ended.wait(seconds)
+        """Wait until it has ended, or nobody waits any more; at most so many seconds if given."""
+        self._wait_on.wait(seconds)
+
+    def stop_waiting(self) -> None:
+        """Let nobody wait for it: the process is to end."""
+        self._wait_on.set()
 
     def _run(self) -> None:
         if sys.platform == "linux":  # elsewhere priorities are those of processes
@@ -61,7 +65,8 @@ class Compiling:
         except Exception as error:
             self.error = error
             log.warning("the kernels of attention are not compiled", exc_info=True)
-        self._ended.set()
+        self._ended = True
+        self._wait_on.set()
         self._on_end()
 
 

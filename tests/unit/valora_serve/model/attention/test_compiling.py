@@ -17,7 +17,7 @@ from tests.support.serve_helpers import make_adapter
 from valora_serve.engine import profile
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.engine import Engine
-from valora_serve.errors import SettingsError
+from valora_serve.errors import SettingsError, StoppedError
 from valora_serve.model.attention.compiling import side_by_side
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
 
@@ -189,6 +189,31 @@ def test_one_that_was_named_and_cannot_be_compiled_ends_the_start(
     compiler.release.set()
     with pytest.raises(SettingsError, match=r"compiled \(nvcc has failed\): see .* attention=auto"):
         started(base, adapter, attention="torch")
+
+
+@pytest.mark.parametrize("options", [{"capture": "eager"}, {"attention": "torch"}, {}])
+def test_a_start_that_is_interrupted_waits_for_no_compiler(
+    base: str, adapter: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    """The compiler is never done, and would be waited for."""
+    monkeypatch.setattr("valora_serve.engine.warm_up.PATIENCE", LONG)
+    made = make_engine(
+        base, {"a": adapter}, prompt_graphs=True, max_requests=4, max_tokens=128, **options
+    )
+
+    async def main() -> None:
+        engine = AsyncEngine(made)
+        start = asyncio.create_task(engine.warm_up())
+        while made.runner._compiling is None:
+            await asyncio.sleep(0.01)
+        await engine.close()
+        with pytest.raises(StoppedError, match="the start was interrupted"):
+            await start
+
+    asyncio.run(main())
+    assert not compiler.release.is_set()
+    compiler.release.set()
 
 
 def test_graphs_that_find_no_memory_are_kept_as_they_were(

@@ -1,4 +1,4 @@
-"""Numbers with their words: ``1 class has no samples``, ``2 classes have no samples``."""
+"""Words of messages: those that agree with a number, and the first ones of an error."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ def plural(number: int, words: str) -> str:
     if "|" not in words:
         words += f"|{words.rsplit(maxsplit=1)[-1]}s"
     return f"{number} {agreeing(number, words)}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; the name of its class if it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip() if lines else type(error).__name__
 
 
 def agreeing(number: float, words: str) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from valora_data.schema import Answer, Box, Task
 from valora_data.sources.formats.videos import frame_places
+from valora_data.wording import first_line
 from valora_teachers.base import BATCH, BatchTeacher, TeacherError, choice_answer, map_classes
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def _place(source: str | Path) -> str:
 
 
 def _unreadable(source: str | Path, error: Exception) -> TeacherError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    reason = first_line(error)
     return TeacherError(
         f"teacher {source} cannot be loaded ({reason}): give a folder with a saved transformers "
         "model, or a name on the hub"

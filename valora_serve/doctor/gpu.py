@@ -133,10 +133,10 @@ def _no_gpu(facts: Facts) -> Finding:
     if facts.problem:
         text += f" ({facts.problem})"
     least = _least_driver(facts)
-    if facts.visible is not None:
-        remedy = f"CUDA_VISIBLE_DEVICES is {facts.visible!r}: name GPUs that there are, or unset it"
-    elif least is not None and _is_older(facts.driver, least):
+    if least is not None and _is_older(facts.driver, least):
         remedy = f"the driver must support CUDA {facts.cuda}: update it"
+    elif facts.visible is not None:
+        remedy = f"CUDA_VISIBLE_DEVICES is {facts.visible!r}: name GPUs that there are, or unset it"
     else:
         remedy = (
             "see whether `nvidia-smi` lists one, start the container with --gpus all, or restart "

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from valora_data.wording import first_line
 from valora_serve.doctor.base import Facts, GpuFacts, Process
 from valora_serve.toolkit import missing_tools
 
@@ -26,8 +27,7 @@ def read_facts() -> Facts:
     try:
         import torch
     except (ImportError, OSError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        return Facts(None, reason, driver=driver, compiler=compiler, missing=missing)
+        return Facts(None, first_line(error), driver=driver, compiler=compiler, missing=missing)
     gpus: list[GpuFacts] = []
     problem, architectures = "", list[str]()
     with warnings.catch_warnings(record=True) as said:
@@ -37,7 +37,7 @@ def read_facts() -> Facts:
                 gpus = [_gpu(torch, number) for number in range(torch.cuda.device_count())]
                 architectures = torch.cuda.get_arch_list()
         except Exception as error:  # noqa: BLE001 - torch's are of many kinds, and it is said
-            problem = _first_line(error)
+            problem = first_line(error)
     if not gpus and not problem and said:
         problem = str(said[0].message).splitlines()[0]
     return Facts(
@@ -53,12 +53,8 @@ def _gpu(torch: Any, number: int) -> GpuFacts:
     try:
         free, total = torch.cuda.mem_get_info(number)
     except Exception as error:  # noqa: BLE001 - it is full, or another process has it for itself
-        return GpuFacts(name, capability, facts.total_memory, 0, others, _first_line(error))
+        return GpuFacts(name, capability, facts.total_memory, 0, others, first_line(error))
     return GpuFacts(name, capability, total, free, others)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _processes(uuid: str) -> tuple[Process, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from valora_data.wording import first_line
 from valora_serve.errors import ServeError, SettingsError
 from valora_serve.orchestrator.cost_model import PROMPT_SIZES
 from valora_serve.types import Mode
@@ -51,10 +52,9 @@ def find_device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        said = next(iter(str(error).splitlines()), type(error).__name__)
         raise SettingsError(
-            f"device {name} cannot be used ({said}): name cpu, cuda or auto; `valora doctor torch` "
-            "looks at the GPUs"
+            f"device {name} cannot be used ({first_line(error)}): name cpu, cuda or auto; "
+            "`valora doctor torch` looks at the GPUs"
         ) from error
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from valora_data.wording import first_line
 from valora_kernels.launching import compiling_together
 from valora_kernels.metadata import NONE, LoraBatch, Scratch
 from valora_serve.errors import SettingsError
@@ -369,10 +370,10 @@ class ModelRunner:
         stand_in = compiling.backend.stand_in if self._may_stand_in else None
         compiling.wait(None if stand_in is None else patience)
         if stand_in is None and compiling.error is not None:
-            said = next(iter(str(compiling.error).splitlines()), type(compiling.error).__name__)
             raise SettingsError(
-                f"the kernels of the attention backend cannot be compiled ({said}): see the log "
-                "and `valora doctor kernels`, or choose attention=auto or triton"
+                "the kernels of the attention backend cannot be compiled "
+                f"({first_line(compiling.error)}): see the log and `valora doctor kernels`, or "
+                "choose attention=auto or triton"
             ) from compiling.error
         if stand_in is not None and (compiling.running or compiling.failed):
             self._use(make_backend(stand_in, self._resources.cache))

@@ -12,6 +12,7 @@ from valora_data.contract.architectures.registry import ARCHITECTURES, architect
 from valora_data.contract.bundle import file_hash
 from valora_data.errors import BundleError
 from valora_data.hashing import hash_files
+from valora_data.wording import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -190,7 +191,7 @@ def load_model(
         read = read or AutoModelForImageTextToText.from_pretrained
         model: Any = read(source, dtype=dtype, **options)
     except (OSError, ValueError, ImportError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise BundleError(f"cannot load base model {base}: {reason}") from error
     check_image_token(base, model.config, processor)
     if quantize is not None:

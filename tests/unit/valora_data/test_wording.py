@@ -1,9 +1,9 @@
-"""Numbers with their words."""
+"""Numbers with their words, and the first words of errors."""
 
 import pytest
 
 from valora_data.faults import FaultKind, Faults
-from valora_data.wording import agreeing, plural
+from valora_data.wording import agreeing, first_line, plural
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,10 @@ def test_a_single_fault_is_told_in_the_singular() -> None:
     said = faults.summary()
     assert said is not None
     assert "1 of 1 image skipped in whole or in part: 1 box lies outside its image" in said
+
+
+@pytest.mark.parametrize(
+    ("said", "first"), [("one\ntwo", "one"), ("\n  late \nmore", "late"), ("", "ValueError")]
+)
+def test_the_first_line_of_an_error(said: str, first: str) -> None:
+    assert first_line(ValueError(said)) == first

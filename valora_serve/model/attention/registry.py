@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from valora_data.registry import Registry
+from valora_data.wording import first_line
 from valora_serve.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -50,10 +51,9 @@ def make_backend(name: str, cache: KVCache) -> AttentionBackend:
             "another backend"
         ) from error
     except RuntimeError as error:
-        said = next(iter(str(error).splitlines()), type(error).__name__)
         raise SettingsError(
-            f"attention backend {name!r} cannot be used ({said}): `valora doctor kernels` looks at "
-            "its library, or choose another backend"
+            f"attention backend {name!r} cannot be used ({first_line(error)}): "
+            "`valora doctor kernels` looks at its library, or choose another backend"
         ) from error
 
 
@@ -67,7 +67,7 @@ def _best_backend(cache: KVCache) -> AttentionBackend:
             try:
                 backend = BACKENDS[name](cache)
             except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                reason = first_line(error)
             else:
                 log.info("attention backend: %s", name)
                 return backend

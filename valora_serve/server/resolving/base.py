@@ -32,9 +32,9 @@ class Found:
     sizes: Mapping[str, int | None]
 
 
-def without_password(error: object) -> str:
+def without_password(said: object) -> str:
     """What an error says, without user and password of the URLs in it."""
-    return re.sub(r"(?<=//)[^/@\s]*@", "", str(error))
+    return re.sub(r"(?<=//)[^/@\s]*@", "", str(said))
 
 
 class Stream(Protocol):

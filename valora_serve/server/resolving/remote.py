@@ -8,6 +8,7 @@ import re
 import threading
 from typing import TYPE_CHECKING, Any
 
+from valora_data.wording import first_line
 from valora_serve.errors import SettingsError
 from valora_serve.server.resolving.base import (
     CONNECT_SECONDS,
@@ -45,14 +46,15 @@ class FsspecResolver(Resolver):
             self._files, self._root = self._open_files()
         except (ImportError, ValueError, TypeError) as error:
             raise SettingsError(
-                f"adapter_sources: {scheme}:// cannot be opened ({_first_line(error)}): install "
-                "the package of this file system, or name another place"
+                f"adapter_sources: {scheme}:// cannot be opened "
+                f"({without_password(first_line(error))}): install the package of this file "
+                "system, or name another place"
             ) from error
         except Exception as error:
             raise SettingsError(
                 f"adapter_sources: {scheme}:// cannot be reached ({type(error).__name__}: "
-                f"{_first_line(error)}): start its host, correct its address or user, or name "
-                "another place"
+                f"{without_password(first_line(error))}): start its host, correct its address or "
+                "user, or name another place"
             ) from error
 
     def _open_files(self) -> tuple[Any, str]:
@@ -132,7 +134,3 @@ def _status_of(error: BaseException) -> int | None:
         if isinstance(status, int | str) and str(status).isdecimal():
             return int(status)
     return None
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(without_password(error).splitlines()), "")

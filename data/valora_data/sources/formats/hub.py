@@ -26,6 +26,7 @@ from valora_data.sources.formats import videos
 from valora_data.sources.formats.folders import SPLIT_NAMES
 from valora_data.sources.formats.labelled import ImageReader, Reading, check_labels
 from valora_data.sources.formats.records import RowReader, task_of_columns
+from valora_data.wording import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -187,7 +188,7 @@ def _load(name: str) -> dict[str, Any]:
         streams = datasets.load_dataset(source, configuration or None, streaming=True)
         return {str(split): rows for split, rows in streams.items()}
     except (OSError, ValueError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise DataError(
             f"data set {name} cannot be loaded ({reason}): check the name, the network, and that "
             "HF_HUB_OFFLINE is not set"

@@ -12,7 +12,7 @@ from valora_kernels.arrangements.registry import arrangement
 from valora_kernels.launching import ALIGNMENT, padded_ranks, use_triton
 from valora_kernels.lookup import choose, default_tiling
 from valora_kernels.reference import atmm_reference
-from valora_kernels.tiling import Shape, Tiling
+from valora_kernels.tiling import Shape, Tiling, apparent_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -142,21 +142,23 @@ def direct_choice(weights: LoraWeights, batch: LoraBatch, *, add: bool = True) -
     return None
 
 
-def shape_of(weights: LoraWeights, batch: LoraBatch) -> Shape:
-    """The look-up key of a call."""
+def shape_of(weights: LoraWeights, batch: LoraBatch, *, first: bool = False) -> Shape:
+    """The look-up key of a call; `first` as in `Shape`."""
+    rows = batch.grouping.active
     return Shape(
         in_features=weights.in_features,
         out_features=sum(weights.out_features),
         projections=len(weights.out_features),
         rank=padded_ranks(weights),
-        rows=batch.grouping.active,
-        adapters=batch.effective_adapters,
+        rows=rows,
+        adapters=apparent_adapters(rows, batch.effective_adapters, first=first),
+        first=first,
     )
 
 
-def table_choice(weights: LoraWeights, batch: LoraBatch) -> Tiling:
-    """The tiling that the table of the batch's GPU has for a call."""
-    return choose(batch.gpu, shape_of(weights, batch)).tiling
+def table_choice(weights: LoraWeights, batch: LoraBatch, *, first: bool = False) -> Tiling:
+    """The tiling that the table of the batch's GPU has for a call; `first` as in `Shape`."""
+    return choose(batch.gpu, shape_of(weights, batch, first=first)).tiling
 
 
 def check(

@@ -191,19 +191,20 @@ def _more_ranks(
 
 @triton.jit(do_not_specialize=["places", "slots", "max_rank"])
 def shrink_kernel(
-    x, x_stride, a, a_table, records, rows, scale, part, h_out, counters,
+    x, x_stride, a, a_table, records, rows, scale, ends, part, h_out, counters,
     places, slots, max_rank, k8,
     P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
     K_SPLIT: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr, EVEN_K: tl.constexpr,
     PAGED: tl.constexpr, GATHER: tl.constexpr, CHUNK: tl.constexpr, BY_ROW: tl.constexpr,
-    BESIDE: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    BESIDE: tl.constexpr, TURNS: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute h = scale · x Aᵀ. Grid: tiles × P × TERMS × rank blocks × SPLITS, the last fastest.
 
     With BY_ROW h is in the order of the rows, and the next kernel, which reads x too, may start
     only when everything before this kernel is done. With BESIDE the kernel before is `base_kernel`,
     which lets this one start once x is ready. Then only the last program waits for it, so that the
-    end of this grid still implies the end of that one.
+    end of this grid still implies the end of that one. With TURNS the grid has fewer tiles than
+    there may be, and each program takes those that are there in turns.
     """
     if PDL:
         if BY_ROW:
@@ -214,13 +215,27 @@ def shrink_kernel(
     item = item // SPLITS
     rank_block = item % (RANKS // BR)
     item = item // (RANKS // BR)
-    _shrink_tile(
-        x, x_stride * 8, a, a_table, records, rows, scale, part, h_out, counters,
-        places, slots, max_rank, k8 * 8,
-        item // (P * TERMS), item // TERMS % P, item % TERMS, rank_block, split,
-        P, TERMS, BM, BR, BK, K_SPLIT, SPLITS, RANKS, EVEN_K, PAGED, GATHER, CHUNK, BY_ROW,
-        PDL and not BESIDE, PRECISION,
-    )  # fmt: skip
+    tile = item // (P * TERMS)
+    if TURNS:
+        each = P * TERMS * (RANKS // BR) * SPLITS
+        for mine in tl.range(tile, tl.load(ends), tl.num_programs(0) // each, num_stages=1):
+            _shrink_tile(
+                x, x_stride * 8, a, a_table, records, rows, scale, part, h_out, counters,
+                places, slots, max_rank, k8 * 8,
+                mine, item // TERMS % P, item % TERMS, rank_block, split,
+                P, TERMS, BM, BR, BK, K_SPLIT, SPLITS, RANKS, EVEN_K, PAGED, GATHER, CHUNK, BY_ROW,
+                PDL and not BESIDE, PRECISION,
+            )  # fmt: skip
+        if PDL and not BESIDE:
+            gdc_wait()  # also where there is no tile
+    else:
+        _shrink_tile(
+            x, x_stride * 8, a, a_table, records, rows, scale, part, h_out, counters,
+            places, slots, max_rank, k8 * 8,
+            tile, item // TERMS % P, item % TERMS, rank_block, split,
+            P, TERMS, BM, BR, BK, K_SPLIT, SPLITS, RANKS, EVEN_K, PAGED, GATHER, CHUNK, BY_ROW,
+            PDL and not BESIDE, PRECISION,
+        )  # fmt: skip
     if PDL and BESIDE:
         if tl.program_id(0) == tl.num_programs(0) - 1:
             gdc_wait()
@@ -320,15 +335,15 @@ def expand_kernel(
     n2 = n2 * 8
     if TURNS:
         end = tl.load(ends) if ADD else tl.load(ends + 1)
-        if PDL:
-            gdc_wait()  # also where there is no tile
         for mine in tl.range(tile, end, tl.num_programs(0) // groups, num_stages=1):
             _expand_tile(
                 y0, y1, y2, s0, s1, s2, n0, n1, n2, b, b_table, records, rows, part,
                 places, slots, max_rank, mine, group,
-                P, TERMS, BM, BN, ER, SPLITS, RANKS, PAGED, False, ADD, LOOP, STAGES, CHUNK,
+                P, TERMS, BM, BN, ER, SPLITS, RANKS, PAGED, PDL, ADD, LOOP, STAGES, CHUNK,
                 PRECISION,
             )  # fmt: skip
+        if PDL:
+            gdc_wait()  # also where there is no tile
     else:
         _expand_tile(
             y0, y1, y2, s0, s1, s2, n0, n1, n2, b, b_table, records, rows, part,

@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from valora_kernels.search import run_once
+from valora_kernels.search import Job, run_once
 from valora_kernels.tiling import ProjectionGroup, Tiling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
-
-    from valora_kernels.search import Job
 
 log = logging.getLogger(__name__)
 
@@ -123,8 +121,7 @@ def _nothing() -> None:
 
 
 def _line(job: Job) -> str:
-    group, step, tiling = job
-    return json.dumps([asdict(group), step, asdict(tiling)]) + "\n"
+    return json.dumps([asdict(job.group), job.step, asdict(job.tiling), job.first]) + "\n"
 
 
 def main() -> None:
@@ -136,9 +133,10 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     for line in sys.stdin:
-        group, step, tiling = json.loads(line)
+        group, step, tiling, first = json.loads(line)
         group["out_features"] = tuple(group["out_features"])
-        error = run_once((ProjectionGroup(**group), step, Tiling(**tiling)), str(device))
+        job = Job(ProjectionGroup(**group), step, Tiling(**tiling), first)
+        error = run_once(job, str(device))
         answers.write(json.dumps(error) + "\n")
         answers.flush()
 

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 VERSION = 2
 
-FEATURE_WEIGHTS = np.array([0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0])
+FEATURE_WEIGHTS = np.array([0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0])
 """How far apart shapes are that differ by a factor of two in inputs, outputs, projections, rank,
-rows, adapters or rows per adapter."""
+rows, adapters or rows per adapter, or in whether LoRA comes first."""
 
 
 class LookupMode(StrEnum):
@@ -69,6 +69,7 @@ def _features(shape: Shape) -> np.ndarray:
             max(shape.rows, 1),
             max(shape.adapters, 1),
             max(shape.rows / max(shape.adapters, 1), 1),
+            2 if shape.first else 1,
         ]
     )
 
@@ -85,7 +86,9 @@ class TilingTable:
         self.gpu = gpu
         self.entries = dict(entries)
         self._shapes = list(self.entries)
-        self._places = np.array([_features(shape) for shape in self._shapes]).reshape(-1, 7)
+        self._places = np.array([_features(shape) for shape in self._shapes]).reshape(
+            -1, len(FEATURE_WEIGHTS)
+        )
 
     def look_up(self, shape: Shape) -> TilingChoice:
         """The tiling of this shape, of the nearest measured shape that fits, or of the rules."""

@@ -125,7 +125,7 @@ def _apart(
     if first:
         choice = direct_choice(weights, batch, add=False)
         if choice is None:
-            choice = table_choice(weights, batch)
+            choice = table_choice(weights, batch, first=True)
             first = tiles_to_launch(batch.tiles(choice.rows), batch, x) > 0
         if first:  # the base product adds to y, which hides the time to read it
             launch(choice, ys, x, weights, batch, add=False)

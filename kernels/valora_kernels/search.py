@@ -21,10 +21,10 @@ import multiprocessing
 import sys
 import time
 from dataclasses import asdict
-from functools import cache
-from itertools import product
+from functools import cache, partial
+from itertools import product, starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from valora_kernels.arrangements.base import ALL
 from valora_kernels.arrangements.registry import ARRANGEMENTS, arrangement
 from valora_kernels.gpus.detect import gpu_of
 from valora_kernels.lookup import TilingTable
-from valora_kernels.tiling import ProjectionGroup, Shape, Tiling
+from valora_kernels.tiling import ROWS_TOGETHER, Case, ProjectionGroup, Shape, Tiling
 from valora_kernels.timing import KernelWorkload, replay_times, spread
 
 if TYPE_CHECKING:
@@ -44,8 +44,10 @@ if TYPE_CHECKING:
     from valora_kernels.timing import Inputs
 
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-FEWER = ((1, 1), (16, 16), (64, 16), (256, 64), (256, 256), (512, 4), (4096, 16))
-"""(rows, adapters) for which the further projections of a model are measured."""
+FEWER = tuple(
+    starmap(Case, ((1, 1), (16, 16), (64, 16), (256, 64), (256, 256), (512, 4), (4096, 16)))
+)
+"""Cases for which the further projections of a model are measured."""
 ADAPTERS = (1, 4, 16, 64, 256)
 ROWS_BETWEEN = (48, 96, 192, 384, 768, 1536, 3072, 6144)
 ADAPTERS_BETWEEN = (2, 8, 32)
@@ -94,20 +96,34 @@ def groups_of_model(config: dict[str, Any]) -> list[tuple[int, tuple[int, ...]]]
 
 
 def call_of(step: str, tiling: Tiling, work: KernelWorkload, one: Inputs) -> Callable[[], object]:
-    """The call that is timed: one step of the tiling's arrangement, or all of it."""
+    """The call that is timed: one step of the tiling's arrangement, or all of it.
+
+    Where LoRA comes first, the base product that follows is timed, too.
+    """
     way = arrangement(tiling.arrangement)
-    return way.call(step, tiling, one.ys, one.x, one.weights, work.batch)
+    given = (tiling, one.ys, one.x, one.weights, work.batch)
+    if one.base is None:
+        return way.call(step, *given)
+    call = partial(way.launch, *given, add=False) if step == ALL else way.call(step, *given)
+
+    def with_base() -> None:
+        call()
+        one.add_base()
+
+    return with_base
 
 
-Job = tuple[ProjectionGroup, str, Tiling]
-"""What is compiled: one step of a tiling for the widths and the rank of a group."""
+class Job(NamedTuple):
+    """What is compiled: one step of a tiling for the widths and the rank of a group."""
 
-Case = tuple[int, int]
-"""(rows, adapters) of a batch."""
+    group: ProjectionGroup
+    step: str
+    tiling: Tiling
+    first: bool = False
 
 
 @cache
-def _small_workload(group: ProjectionGroup, device: str) -> KernelWorkload:
+def _small_workload(group: ProjectionGroup, device: str, first: bool) -> KernelWorkload:
     return KernelWorkload(
         spread(128, 1),
         [group.rank],
@@ -116,15 +132,15 @@ def _small_workload(group: ProjectionGroup, device: str) -> KernelWorkload:
         device=device,
         cold=1,
         most=1,
+        first=first,
     )
 
 
 def run_once(job: Job, device: str = "cuda") -> str | None:
     """Run a job once, so that its kernels are in Triton's cache; return the error if that fails."""
-    group, step, tiling = job
-    work = _small_workload(group, device)
+    work = _small_workload(job.group, device, job.first)
     try:
-        call_of(step, tiling, work, work.sets[0])()
+        call_of(job.step, job.tiling, work, work.sets[0])()
         if work.batch.device.type == "cuda":
             torch.cuda.synchronize()
     except Exception as error:  # noqa: BLE001  # a tiling that Triton refuses is no candidate
@@ -210,11 +226,13 @@ class Search:
         step: str,
         tilings: Sequence[Tiling],
         repeats: int = 3,
+        *,
+        first: bool,
     ) -> Times:
         """Time one step of each tiling; tilings that did not compile are left out."""
         found = []
         for tiling in tilings:
-            if (group, step, tiling) in self.failed:
+            if Job(group, step, tiling, first) in self.failed:
                 continue
             calls = [call_of(step, tiling, work, one) for one in work.sets]
             us = replay_times(calls, repeats=repeats, at_least=12)
@@ -237,7 +255,7 @@ class Search:
         works = {case: workload(group, *case) for case in cases}
         names = list(ARRANGEMENTS)
         searches = {
-            (case, name): arrangement(name).search(group, *case, self.gpu)
+            (case, name): arrangement(name).search(group, case.rows, case.adapters, self.gpu)
             for case in cases
             for name in names
         }
@@ -260,11 +278,17 @@ class Search:
         """
         trials = {key: next(search) for key, search in searches.items()}
         while trials:
-            new = [trial for trial in trials.values() if not trial.compiled]
-            self.compile((group, trial.step, t) for trial in new for t in trial.tilings)
+            self.compile(
+                Job(group, trial.step, tiling, case.first)
+                for (case, _), trial in trials.items()
+                # Only with `add`, which LoRA that comes first does not.
+                if case.first or not trial.compiled
+                for tiling in trial.tilings
+            )
             following = {}
             for key, trial in trials.items():
-                times = self.times(group, works[key[0]], trial.step, trial.tilings, trial.repeats)
+                given = (trial.step, trial.tilings, trial.repeats)
+                times = self.times(group, works[key[0]], *given, first=key[0].first)
                 try:
                     following[key] = searches[key].send(times)
                 except StopIteration as end:
@@ -281,10 +305,10 @@ class Search:
     ) -> None:
         """Time the best four again, longer, and store them in their new order."""
         few = [tiling for _, tiling in sorted(finalists, key=lambda pair: pair[0])[:4]]
-        again = self.times(group, work, ALL, few, repeats=7)
+        again = self.times(group, work, ALL, few, repeats=7, first=case.first)
         self.keep(group.shape(*case), again)
-        rows, adapters = case
-        bar.step(f"{group.in_features}→{sum(group.out_features)} r{group.rank} {rows}×{adapters}")
+        size = f"{case.rows}×{case.adapters}{' first' if case.first else ''}"
+        bar.step(f"{group.in_features}→{sum(group.out_features)} r{group.rank} {size}")
 
     def derived(
         self, group: ProjectionGroup, like: ProjectionGroup, cases: list[Case], bar: Progress
@@ -299,7 +323,7 @@ class Search:
             near = table.neighbours(like.shape(*case), 8)
             tilings = dict.fromkeys(self.found[shape][0][1] for shape in near)
             plans[case] = self.refitted(tilings, like.in_features, group, case)
-        self.compile((group, ALL, t) for case in cases for t in plans[case])
+        self.compile(Job(group, ALL, t, case.first) for case in cases for t in plans[case])
         for case in cases:
             work = workload(group, *case)
             self.finish(group, case, work, [(0.0, t) for t in plans[case]], bar)
@@ -317,17 +341,26 @@ class Search:
         return found
 
 
-def workload(group: ProjectionGroup, rows: int, adapters: int) -> KernelWorkload:
+def workload(
+    group: ProjectionGroup, rows: int, adapters: int, first: bool = False
+) -> KernelWorkload:
     """Inputs for `rows` rows that share `adapters` adapters evenly."""
     return KernelWorkload(
         spread(rows, adapters), [group.rank] * adapters, group.in_features, group.out_features,
-        most=192,
+        most=192, first=first,
     )  # fmt: skip
 
 
 def cases_of(rows: Iterable[int], adapters: Iterable[int]) -> list[Case]:
     """All pairs of (rows, adapters) with at least one row for every adapter."""
-    return [(m, n) for m, n in product(rows, adapters) if n <= m]
+    return [Case(m, n) for m, n in product(rows, adapters) if n <= m]
+
+
+def first_cases(rows: Iterable[int], gpu: Gpu) -> list[Case]:
+    """The cases in which LoRA comes first, one for each number of rows from the GPU's first on."""
+    return [
+        Case(m, max(1, m // ROWS_TOGETHER), first=True) for m in rows if m >= gpu.lora_first_rows
+    ]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -372,7 +405,8 @@ def _widths(models: Iterable[str], shapes: Iterable[str]) -> list[tuple[int, tup
 
 def _run(search: Search, widths: list[tuple[int, tuple[int, ...]]], ranks: list[int]) -> Progress:
     """Measure the first widths with all candidates, and the others with what did best there."""
-    every, some = cases_of(ROWS, ADAPTERS), list(FEWER)
+    firsts = first_cases(ROWS, search.gpu)
+    every, some = cases_of(ROWS, ADAPTERS) + firsts, list(FEWER) + firsts
     between = cases_of(ROWS_BETWEEN, ADAPTERS + ADAPTERS_BETWEEN) + cases_of(ROWS, ADAPTERS_BETWEEN)
     plan = [
         (ProjectionGroup(*width, rank), every + between if width == widths[0] else some)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+ROWS_TOGETHER = 128
+"""Rows of an adapter from which on it makes no difference to tiles whether others have more rows of
+the same one (where LoRA comes first)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,8 @@ class Shape:
         rows: Batch rows that have an adapter.
         adapters: Adapters that the rows share; `Grouping.effective_adapters` where the rows are
             shared unevenly.
+        first: Whether LoRA writes y, to which the base product then adds. Such shapes have an
+            adapter for every `ROWS_TOGETHER` rows or more.
     """
 
     in_features: int
@@ -63,6 +70,15 @@ class Shape:
     rank: int
     rows: int
     adapters: float
+    first: bool = False
+
+
+class Case(NamedTuple):
+    """A batch to measure tilings for: rows that adapters share evenly, and `Shape.first`."""
+
+    rows: int
+    adapters: int
+    first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +95,7 @@ class ProjectionGroup:
     out_features: tuple[int, ...]
     rank: int
 
-    def shape(self, rows: int, adapters: int) -> Shape:
+    def shape(self, rows: int, adapters: int, first: bool = False) -> Shape:
         """The look-up key of a batch of `rows` rows that share `adapters` adapters evenly."""
         return Shape(
             self.in_features,
@@ -87,8 +103,14 @@ class ProjectionGroup:
             len(self.out_features),
             self.rank,
             rows,
-            float(adapters),
+            apparent_adapters(rows, adapters, first=first),
+            first,
         )
+
+
+def apparent_adapters(rows: int, adapters: float, *, first: bool) -> float:
+    """The adapters of a shape: where LoRA comes first, enough that none has too many rows."""
+    return max(float(adapters), rows / ROWS_TOGETHER) if first else float(adapters)
 
 
 @dataclass(frozen=True, slots=True)

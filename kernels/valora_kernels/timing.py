@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 COLD_BYTES = 160 << 20
 """Bytes of other inputs between two uses of the same ones: more than twice an H200's L2 cache."""
 
+ROOM = 128
+"""Adapters that batches have room for where LoRA comes first, as the captured steps of engines."""
+
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
@@ -28,11 +31,22 @@ class Inputs:
         ys: [P] tensors [rows, out_features[p]].
         x: [rows, in_features].
         weights: A and B of every adapter.
+        base: [sum of out_features, in_features] base weight, for which the ys are slices of `y`;
+            None without.
+        y: [rows, sum of out_features] or None.
     """
 
-    ys: list[torch.Tensor]
+    ys: Sequence[torch.Tensor]
     x: torch.Tensor
     weights: LoraWeights
+    base: torch.Tensor | None = None
+    y: torch.Tensor | None = None
+
+    def add_base(self) -> None:
+        """Add the base product to y, as a step does where LoRA comes first."""
+        assert self.y is not None
+        assert self.base is not None
+        self.y.addmm_(self.x, self.base.T)
 
 
 def spread(
@@ -73,6 +87,7 @@ class KernelWorkload:
         device: A CUDA device.
         cold: Bytes of other inputs between two uses of the same ones.
         most: Most copies.
+        first: Whether the inputs have a base weight, and the batch room for many adapters.
 
     Attributes:
         rows_of: [rows] adapter of each row.
@@ -95,6 +110,7 @@ class KernelWorkload:
         device: str = "cuda",
         cold: int = COLD_BYTES,
         most: int = 320,
+        first: bool = False,
     ) -> None:
         rows, slots = len(rows_of), len(ranks)
         self.rows_of, self.ranks = rows_of, tuple(ranks)
@@ -104,12 +120,14 @@ class KernelWorkload:
         self.bytes = size * (
             sum(self.ranks[slot] for slot in np.unique(rows_of)) * width
             + rows * (in_features + 2 * sum(out_features))
+            + (in_features * sum(out_features) if first else 0)
         )
         resident = size * (slots * max(ranks) * width + rows * width)
         copies = int(min(most, max(2, -(-cold // max(self.bytes, 1)), -(-cold // resident))))
         self.flops = 2 * int(np.asarray(ranks)[rows_of].sum()) * width
-        self.sets = self._make_sets(copies, rows, in_features, out_features, dtype, device)
-        self.batch = LoraBatch(rows, len(np.unique(rows_of)), device, fixed=True)
+        self.sets = self._make_sets(copies, rows, in_features, out_features, dtype, device, first)
+        segments = len(np.unique(rows_of))
+        self.batch = LoraBatch(rows, max(segments, ROOM if first else 0), device, fixed=True)
         self.batch.update(rows_of, self.ranks, self.scalings)
 
     def _make_sets(
@@ -120,6 +138,7 @@ class KernelWorkload:
         out_features: Sequence[int],
         dtype: torch.dtype,
         device: str,
+        first: bool,
     ) -> list[Inputs]:
         """Random inputs, all in one allocation.
 
@@ -129,7 +148,8 @@ class KernelWorkload:
         slots, max_rank = len(self.ranks), max(self.ranks)
         slot_rows = slots * max_rank
         sizes = [slot_rows * len(out_features) * in_features, slot_rows * sum(out_features)]
-        sizes += [rows * in_features, *(rows * n for n in out_features)]
+        outputs = sum(out_features)
+        sizes += [rows * in_features, rows * outputs, in_features * outputs if first else 0]
         sizes = [-(-size // 128) * 128 for size in sizes]
         memory = torch.empty(copies, sum(sizes), dtype=dtype, device=device)
         memory.normal_(generator=random)
@@ -137,7 +157,7 @@ class KernelWorkload:
         memory[:, sizes[0] : sizes[0] + sizes[1]] *= 0.1
         sets = []
         for copy in memory:
-            a, b, x, *ys = copy.split(sizes)
+            a, b, x, y, base = copy.split(sizes)
             weights = LoraWeights(
                 in_features,
                 tuple(out_features),
@@ -148,8 +168,16 @@ class KernelWorkload:
                 ),
                 b[: slot_rows * sum(out_features)],
             )
-            outs = [y[: rows * n].view(rows, n) for y, n in zip(ys, out_features, strict=True)]
-            sets.append(Inputs(outs, x[: rows * in_features].view(rows, in_features), weights))
+            x = x[: rows * in_features].view(rows, in_features)
+            y = y[: rows * outputs]
+            if first:
+                y, base = y.view(rows, outputs), base[: in_features * outputs]
+                whole = y, base.view(outputs, in_features).mul_(in_features**-0.5)
+                sets.append(Inputs(y.split(list(out_features), 1), x, weights, whole[1], y))
+                continue
+            parts = y.split([rows * n for n in out_features])
+            outs = [part.view(rows, n) for part, n in zip(parts, out_features, strict=True)]
+            sets.append(Inputs(outs, x, weights))
         return sets
 
 

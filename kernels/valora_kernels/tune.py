@@ -18,7 +18,7 @@ import torch
 from valora_kernels.arrangements.base import ALL
 from valora_kernels.arrangements.registry import arrangement
 from valora_kernels.lookup import TilingTable, default_tiling
-from valora_kernels.search import call_of
+from valora_kernels.search import Job, call_of, cases_of, first_cases
 from valora_kernels.timing import KernelWorkload, spread, times_in_turn
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from valora_kernels.compiler import Compiler
     from valora_kernels.gpus.base import Gpu
-    from valora_kernels.search import Case
-    from valora_kernels.tiling import ProjectionGroup, Shape, Tiling
+    from valora_kernels.tiling import Case, ProjectionGroup, Shape, Tiling
 
     Clock = Callable[..., Mapping[str, NDArray[np.float64]]]
 
@@ -139,7 +138,7 @@ class Tuner:
         """Measure a shape, and enter its fastest tiling into the table."""
         shape = group.shape(*case)
         tilings = candidates(self.table.gpu, self._like, shape)
-        jobs = [(group, ALL, tiling) for tiling in tilings]
+        jobs = [Job(group, ALL, tiling, case.first) for tiling in tilings]
         while not self.compiler.compile(jobs):
             if self.compiler.lost:
                 self.skipped.add(shape)
@@ -175,15 +174,15 @@ class Tuner:
         return {tiling: float(np.median(times[str(tiling)])) for tiling in tilings}
 
     def _workload(self, group: ProjectionGroup, case: Case) -> KernelWorkload:
-        rows, adapters = case
         return KernelWorkload(
-            spread(rows, adapters),
-            [group.rank] * adapters,
+            spread(case.rows, case.adapters),
+            [group.rank] * case.adapters,
             group.in_features,
             group.out_features,
             device=str(self._device),
             cold=COLD_BYTES,
             most=MOST_SETS,
+            first=case.first,
         )
 
 
@@ -226,11 +225,14 @@ def _fitted(tiling: Tiling, shape: Shape, gpu: Gpu) -> Tiling | None:
     return tiling
 
 
-def cases(most_rows: int, most_adapters: int) -> list[Case]:
-    """Sizes of batches to measure, as (rows, adapters).
+def cases(most_rows: int, most_adapters: int, gpu: Gpu) -> list[Case]:
+    """Batches to measure.
 
     Args:
         most_rows: Most rows of a batch.
         most_adapters: Most adapters of a batch.
+        gpu: The GPU.
     """
-    return [(m, n) for m in ROWS if m <= most_rows for n in ADAPTERS if n <= min(m, most_adapters)]
+    rows = [count for count in ROWS if count <= most_rows]
+    found = cases_of(rows, ADAPTERS) + first_cases(rows, gpu)
+    return [case for case in found if case.adapters <= most_adapters]

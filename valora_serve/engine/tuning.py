@@ -19,7 +19,7 @@ from valora_kernels.gpus.nvidia_h200 import gpu as reference
 from valora_kernels.launching import ALIGNMENT, kernels, padded_ranks
 from valora_kernels.lookup import TilingTable, is_measured, table_of, use_table, using
 from valora_kernels.operators.registry import ATMM
-from valora_kernels.tiling import ProjectionGroup
+from valora_kernels.tiling import Case, ProjectionGroup
 from valora_kernels.tune import Piece, Tuner, cases
 from valora_serve.engine.sizing import tiling_file
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from valora_kernels.gpus.base import Gpu
-    from valora_kernels.search import Case
     from valora_serve.engine.settings import EngineSettings
     from valora_serve.model.linears import Linears
     from valora_serve.model.preparation import Preparation
@@ -78,7 +77,7 @@ class Tuning:
         self.progress = (0, 0)
         self._tuner, self._file, self._linears, self._runner = tuner, file, linears, runner
         self._terms = [count for count in terms if count]
-        self._cases = cases(most_rows, most_adapters)
+        self._cases = cases(most_rows, most_adapters, tuner.table.gpu)
         self._used = tuner.table  # by steps
         self._renewed: set[Preparation] = set()
         self._writable = True

@@ -40,8 +40,11 @@ if TYPE_CHECKING:
 EXPAND_RANKS = 128
 """Rank rows that an expanding program holds at once."""
 
-TURNS_FROM = 32
+TURNS_FROM = 8
 """Expanding programs for each processor that are enough to occupy it, whatever the batch."""
+
+SHRINK_TURNS_FROM = 4
+"""The same of shrinking programs, which have more shared memory."""
 
 SHRINK, EXPAND = "shrink", "expand"
 
@@ -241,9 +244,11 @@ def shrink(
     counters = batch.scratch.take("counters", counts if gather else 1, torch.int32)
     tiles = tiles_to_launch(table, batch, x)
     if tiles:
+        each = projections * terms * (ranks // block) * splits
+        launched = _tiles_at_once(tiles, x.shape[0], each, tiling, batch, SHRINK_TURNS_FROM)
         start(
             kernels().shrink_kernel,
-            tiles * projections * terms * (ranks // block) * splits,
+            launched * each,
             x,
             x.stride(0) // ALIGNMENT,
             weights.a,
@@ -251,6 +256,7 @@ def shrink(
             table.records,
             table.rows,
             table.scale,
+            table.ends,
             parts,
             h,
             counters,
@@ -265,6 +271,7 @@ def shrink(
             CHUNK=_chunk(splits, tiling.rows * block, tiling.warps, batch.gpu),
             BY_ROW=by_row,
             BESIDE=beside,
+            TURNS=launched < tiles,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
             **common_arguments(tiling, x, weights, batch),
@@ -299,7 +306,7 @@ def expand(
         return
     block = min(padded_ranks(weights), EXPAND_RANKS)
     groups = sum(-(-y.shape[1] // (tiling.outputs * tiling.loop)) for y in ys)
-    launched = _tiles_at_once(tiles, ys[0].shape[0], groups, tiling, batch)
+    launched = _tiles_at_once(tiles, ys[0].shape[0], groups, tiling, batch, TURNS_FROM)
     start(
         kernels().expand_kernel,
         launched * groups,
@@ -326,8 +333,10 @@ def expand(
     )
 
 
-def _tiles_at_once(tiles: int, rows: int, groups: int, tiling: Tiling, batch: LoraBatch) -> int:
-    """Tiles that the expanding grid has; with fewer than all, its programs take turns.
+def _tiles_at_once(
+    tiles: int, rows: int, each: int, tiling: Tiling, batch: LoraBatch, programs: int
+) -> int:
+    """Tiles that a grid has; with fewer than all, its programs take turns.
 
     A batch for CUDA graphs has room for the tiles of any mix of adapters, and most of them are
     empty in most steps: beside 1,024 rows, tiles for 128 more adapters made an expansion to 22,016
@@ -336,7 +345,7 @@ def _tiles_at_once(tiles: int, rows: int, groups: int, tiling: Tiling, batch: Lo
     """
     if not batch.fixed:
         return tiles
-    enough = max(-(-rows // tiling.rows) + 1, -(-TURNS_FROM * batch.gpu.processors // groups))
+    enough = max(-(-rows // tiling.rows) + 1, -(-programs * batch.gpu.processors // each))
     return enough if tiles >= 2 * enough else tiles
 
 

@@ -198,23 +198,25 @@ def test_next_batch_reuses_the_same_buffers() -> None:
     assert len(places) == 1
 
 
-@pytest.mark.parametrize(("terms", "loop"), [(1, 1), (2, 2)])
-def test_few_programs_expand_the_tiles_of_many_adapters_in_turns(
-    monkeypatch: pytest.MonkeyPatch, terms: int, loop: int
+@pytest.mark.parametrize(
+    ("terms", "loop", "gather", "split"), [(1, 1, False, 32), (2, 2, True, 16), (1, 1, False, 16)]
+)
+def test_few_programs_take_the_tiles_of_many_adapters_in_turns(
+    monkeypatch: pytest.MonkeyPatch, terms: int, loop: int, gather: bool, split: int
 ) -> None:
     """Two tiles at once; the mixes have 7 tiles, 2, none, and 1 beside rows without an adapter."""
     monkeypatch.setattr(shrink_expand, "TURNS_FROM", 0)
+    monkeypatch.setattr(shrink_expand, "SHRINK_TURNS_FROM", 0)
     started = []
 
     def noted(kernel: Any, programs: int, *given: object, **options: Any) -> None:
-        if "TURNS" in options:
-            started.append((programs, options["TURNS"]))
+        started.append(("BR" in options, programs, options["TURNS"]))
         start(kernel, programs, *given, **options)
 
     monkeypatch.setattr(shrink_expand, "start", noted)
     case = make_case(12, [8] * 7, 32, (32, 64), dtype=torch.float32, terms=terms)
     case.batch = LoraBatch(12, 12, DEVICE, fixed=True)
-    tiling = Tiling("shrink_expand", 16, 32, 32, 32, 16, loop=loop)
+    tiling = Tiling("shrink_expand", 16, 32, 16, split, 16, loop=loop, gather=gather)
     mixes = [[*range(7), *[-1] * 5], [3] * 7 + [5] * 5, [-1] * 12, [6, -1] * 6]
     for mix in mixes:
         own = np.array(mix)[:, None]
@@ -222,7 +224,8 @@ def test_few_programs_expand_the_tiles_of_many_adapters_in_turns(
         case.batch.update(case.adapters, case.ranks, case.scalings, case.coefficients)
         check(case, tiling)
     groups = -(-32 // (32 * loop)) + -(-64 // (32 * loop))
-    assert set(started) == {(2 * groups, True)}
+    shrinks = 2 * len(case.ys) * terms * (32 // split)
+    assert set(started) == {(True, shrinks, True), (False, 2 * groups, True)}
 
 
 def test_without_a_gpu_the_reference_runs(caplog: pytest.LogCaptureFixture) -> None:

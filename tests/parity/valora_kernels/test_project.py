@@ -1,12 +1,24 @@
 """Base projection and LoRA together, against row-by-row arithmetic."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
 from tests.support.lora_cases import DEVICE, assert_near, make_case, needs_triton
+from valora_kernels import atmm as atmm_module
+from valora_kernels import project
+from valora_kernels.arrangements.base import ALL
+from valora_kernels.atmm import launch, shape_of
+from valora_kernels.gpus.detect import generic
+from valora_kernels.lookup import TilingTable, using
 from valora_kernels.metadata import LoraBatch
 from valora_kernels.project import add_projection, linear
-from valora_kernels.tiling import ProjectTiling
+from valora_kernels.reference import atmm_reference
+from valora_kernels.search import call_of
+from valora_kernels.tiling import ProjectTiling, Tiling
+from valora_kernels.timing import KernelWorkload, spread
 
 pytest.importorskip("triton")
 pytestmark = needs_triton
@@ -53,6 +65,51 @@ def test_stacked_projections_are_one_product(apart: str) -> None:
     add_projection(ys, case.x, bases, case.weights, case.batch)
     for one, change, w in zip(ys, case.expected(add=False), bases, strict=True):
         assert_near(one, change + case.x.double() @ w.double().T)
+
+
+@pytest.mark.parametrize(("popularity", "times"), [("uniform", 1), ("none", 0)])
+def test_lora_comes_first_with_tilings_measured_for_that(
+    monkeypatch: pytest.MonkeyPatch, popularity: str, times: int
+) -> None:
+    case = make_case(37, [8, 16, 24], 72, WIDTHS, dtype=torch.float16, popularity=popularity)
+    known = generic("of this test", processors=20, shared_memory=88 << 10, capability=(8, 0))
+    case.batch.gpu = gpu = replace(known, lora_first_rows=37)
+    monkeypatch.setattr(project, "use_triton", lambda _: True)
+    monkeypatch.setattr(atmm_module, "use_triton", lambda _: True)
+    launched = []
+
+    def noted(tiling: Tiling, *given: Any, **options: Any) -> None:
+        launched.append((tiling, options))
+        launch(tiling, *given, **options)
+
+    monkeypatch.setattr(project, "launch", noted)
+    first, other = (Tiling("shrink_expand", 16, 16, 32, 32, ranks) for ranks in (16, 32))
+    shapes = [shape_of(case.weights, case.batch, first=way) for way in (True, False)]
+    bases = [torch.randn(n, 72, device=DEVICE).half() / 8 for n in WIDTHS]
+    out = [torch.full_like(y, float("nan")) for y in case.ys]
+    with using(TilingTable(gpu, zip(shapes, (first, other), strict=True))):
+        add_projection(out, case.x, bases, case.weights, case.batch)
+    changes = case.expected(add=False)
+    for one, change, base in zip(out, changes, bases, strict=True):
+        assert_near(one, change + case.x.double() @ base.double().T)
+    assert launched == [(first, {"add": False})] * times
+
+
+def test_the_search_times_lora_first_with_the_base_product() -> None:
+    work = KernelWorkload(
+        spread(24, 3), [16] * 3, 64, WIDTHS, dtype=torch.float32, device=DEVICE,
+        cold=1, most=2, first=True,
+    )  # fmt: skip
+    one, other = work.sets
+    assert one.base is not None
+    assert one.y is not None
+    want = [torch.zeros_like(y) for y in one.ys]
+    atmm_reference(want, one.x, one.weights, work.batch)
+    before = other.ys[1].clone()
+    call_of(ALL, Tiling("shrink_expand", 16, 16, 32, 32, 16), work, one)()
+    assert_near(one.y, torch.cat(want, 1).double() + one.x.double() @ one.base.double().T)
+    assert torch.equal(one.y, torch.cat(list(one.ys), 1))
+    assert torch.equal(other.ys[1], before)
 
 
 @pytest.mark.parametrize("tiling", TILINGS[1:3])

@@ -19,6 +19,7 @@ shapes = st.builds(
     rank=st.sampled_from([16, 32, 64, 128, 256]),
     rows=st.integers(0, 20000),
     adapters=st.floats(1, 500),
+    first=st.booleans(),
 )
 
 
@@ -75,6 +76,7 @@ def test_a_little_more_of_anything_changes_little(shape: Shape, seed: int) -> No
         shape.rank,
         shape.rows + int(rng.integers(0, 1 + shape.rows // 50)),
         shape.adapters,
+        shape.first,
     )
     one, other = table.look_up(shape).tiling, table.look_up(more).tiling
     assert one.rows <= 8 * other.rows

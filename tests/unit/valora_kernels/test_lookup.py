@@ -37,6 +37,19 @@ def test_modes() -> None:
     assert choose(unmeasured, SHAPE).mode is LookupMode.DEFAULT
 
 
+def test_where_lora_comes_first_tilings_are_measured_apart() -> None:
+    """Other tilings are taken only where none of the same kind is anywhere near."""
+    first = replace(LARGE, rows=1024, adapters=8.0, first=True)
+    table = TilingTable(H200, [(replace(first, first=False), FEW), (first, MANY)])
+    assert table.look_up(first).tiling == MANY
+    assert table.look_up(replace(first, rows=900, adapters=7.0)).tiling == MANY
+    assert table.look_up(replace(first, first=False)).tiling == FEW
+    assert table.look_up(replace(first, rows=900, adapters=7.0, first=False)).tiling == FEW
+    short = replace(first, adapters=128.0)  # 8 rows each
+    table = TilingTable(H200, [(replace(short, first=False), FEW), (first, MANY)])
+    assert table.look_up(short).tiling == FEW
+
+
 def test_other_input_widths_are_cut_into_as_many_parts() -> None:
     way = arrangement("shrink_expand")
     assert way.refit(FEW, 4096, 4096) is FEW

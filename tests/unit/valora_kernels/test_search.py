@@ -8,8 +8,16 @@ from valora_kernels.arrangements.fused import Fused
 from valora_kernels.arrangements.registry import arrangement
 from valora_kernels.arrangements.shrink_expand import ShrinkExpand
 from valora_kernels.gpus.registry import GPUS
-from valora_kernels.search import ADAPTERS, FEWER, ROWS, Search, cases_of, groups_of_model
-from valora_kernels.tiling import ProjectionGroup, Shape, Tiling
+from valora_kernels.search import (
+    ADAPTERS,
+    FEWER,
+    ROWS,
+    Search,
+    cases_of,
+    first_cases,
+    groups_of_model,
+)
+from valora_kernels.tiling import Case, ProjectionGroup, Shape, Tiling
 
 H200 = GPUS["nvidia_h200"]
 SHAPE = Shape(4096, 4096, 1, 64, 64, 16.0)
@@ -22,7 +30,7 @@ MANY = Tiling("fused", 64, 128, 64, 0, parts=2)
 def test_search_has_candidates_for_every_shape(rank: int) -> None:
     group = ProjectionGroup(4096, (4096,), rank)
     steps, single = ShrinkExpand(), Fused()
-    for rows, adapters in cases_of(ROWS, ADAPTERS):
+    for rows, adapters, _ in cases_of(ROWS, ADAPTERS) + first_cases(ROWS, H200):
         first = steps.shrinks(group, rows, adapters, H200)
         assert first
         assert len(set(first)) == len(first)
@@ -63,7 +71,7 @@ def test_search_finds_the_fastest_and_passes_it_on(
     monkeypatch.setattr(module, "workload", lambda *_: type("Work", (), {"sets": [None]}))
     search = Search(H200, tmp_path / "journal", compilers=1)
     first, other = ProjectionGroup(4096, (4096,), 64), ProjectionGroup(11008, (4096,), 64)
-    cases = [(64, 1), (1024, 16), (4096, 4)]
+    cases = [Case(64, 1), Case(1024, 16), Case(4096, 4), Case(1024, 8, first=True)]
     bar = module.Progress(2 * len(cases))
     search.full(first, cases, bar)
     search.derived(other, first, cases, bar)
@@ -74,6 +82,13 @@ def test_search_finds_the_fastest_and_passes_it_on(
         assert search.found[other.shape(*case)][0][1] == way.refit(best, 4096, 11008)
     assert Search(H200, tmp_path / "journal", compilers=1).found == search.found
     assert bar.done == bar.total
+
+
+def test_where_lora_comes_first_no_adapter_has_too_many_rows() -> None:
+    group = ProjectionGroup(64, (48, 16), 16)
+    assert group.shape(*Case(1024, 2, first=True)) == Shape(64, 64, 2, 16, 1024, 8.0, first=True)
+    assert group.shape(*Case(1024, 16, first=True)).adapters == 16
+    assert [case.adapters for case in first_cases((128, 256, 4096), H200)] == [2, 32]
 
 
 def test_search_continues_where_it_stopped(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from valora_kernels.gpus.detect import generic
 from valora_kernels.gpus.nvidia_h200 import gpu as H200
 from valora_kernels.lookup import TilingTable, choose, default_tiling, table_of, use_table, using
 from valora_kernels.search import Job
-from valora_kernels.tiling import ProjectionGroup, Shape, Tiling
+from valora_kernels.tiling import Case, ProjectionGroup, Shape, Tiling
 from valora_kernels.tune import ADAPTERS, ROWS, Piece, Tuner, candidates, cases
 
 pytestmark = pytest.mark.usefixtures("few_inputs")
@@ -47,7 +48,7 @@ class Compiled:
         self.ready, self.lost, self.closed = True, False, 0
 
     def compile(self, jobs: Collection[Job]) -> bool:
-        self.failed |= {job for job in jobs if job[2] in self.refuses}
+        self.failed |= {job for job in jobs if job.tiling in self.refuses}
         return self.ready
 
     def close(self) -> None:
@@ -68,7 +69,7 @@ def tuner(compiler: Compiled, time: Any, like: TilingTable = LIKE) -> Tuner:
 
 
 def test_the_fastest_candidate_of_every_shape_is_entered() -> None:
-    compiler, wanted = Compiled(), [(GROUP, case) for case in cases(64, 4)]
+    compiler, wanted = Compiled(), [(GROUP, case) for case in cases(64, 4, SMALL)]
     best = Tiling("shrink_expand", outputs=128)
     made = tuner(compiler, clock(best))
     assert made.left(wanted) == [group.shape(*case) for group, case in wanted]
@@ -86,7 +87,10 @@ def test_the_fastest_candidate_of_every_shape_is_entered() -> None:
 
 
 def test_what_cannot_be_compiled_or_has_no_room_is_left_out() -> None:
-    best, wanted = Tiling("shrink_expand", outputs=128), [(GROUP, (16, 4)), (GROUP, (64, 4))]
+    best, wanted = (
+        Tiling("shrink_expand", outputs=128),
+        [(GROUP, Case(16, 4)), (GROUP, Case(64, 4))],
+    )
     made = tuner(Compiled(refuses=[best]), clock(best))
     while made.go_on(wanted) is Piece.MEASURED:
         pass
@@ -104,7 +108,7 @@ def test_what_cannot_be_compiled_or_has_no_room_is_left_out() -> None:
 
 
 def test_nothing_is_timed_before_it_is_compiled() -> None:
-    compiler, wanted = Compiled(), [(GROUP, (16, 4))]
+    compiler, wanted = Compiled(), [(GROUP, Case(16, 4))]
     compiler.ready = False
     made = tuner(compiler, clock(Tiling("fused")))
     assert [made.go_on(wanted) for _ in range(3)] == [Piece.WAITS] * 3
@@ -118,7 +122,7 @@ def test_candidates_are_few_and_fit(rank: int) -> None:
     like = table_of(H200)
     for outputs in ((4096,), (4096, 4096, 4096), (11008, 11008)):
         group = ProjectionGroup(4096, outputs, rank)
-        for case in cases(max(ROWS), max(ADAPTERS)):
+        for case in cases(max(ROWS), max(ADAPTERS), SMALL):
             shape = group.shape(*case)
             found = candidates(SMALL, like, shape)
             assert 1 <= len(found) == len(set(found)) <= 13
@@ -129,8 +133,9 @@ def test_candidates_are_few_and_fit(rank: int) -> None:
 
 
 def test_cases_are_those_that_steps_can_have() -> None:
-    found = cases(300, 8)
-    assert found == [(1, 1), (4, 1), (4, 4), (16, 1), (16, 4), (64, 1), (64, 4), (256, 1), (256, 4)]
+    found = cases(300, 8, replace(SMALL, lora_first_rows=200))
+    pairs = [(1, 1), (4, 1), (4, 4), (16, 1), (16, 4), (64, 1), (64, 4), (256, 1), (256, 4)]
+    assert found == [*starmap(Case, pairs), Case(256, 2, first=True)]
 
 
 def test_another_table_from_now_on() -> None:
@@ -150,7 +155,7 @@ def test_another_process_compiles() -> None:
     compiler = Compiler(CPU)
     compiler.on_news = told.set
     small = Tiling("shrink_expand", outputs=16, inputs=16, split=64, ranks=16)
-    good, bad = (GROUP, ALL, small), (GROUP, ALL, replace(small, rows=3))  # no power of two
+    good, bad = Job(GROUP, ALL, small), Job(GROUP, ALL, replace(small, rows=3))  # no power of two
     try:
         assert not compiler.compile([good, bad])
         while not compiler.compile([good, bad]):
@@ -161,6 +166,6 @@ def test_another_process_compiles() -> None:
         compiler._process.kill()
         assert told.wait(60)
         assert compiler.lost
-        assert not compiler.compile([(GROUP, ALL, replace(small, outputs=32))])
+        assert not compiler.compile([Job(GROUP, ALL, replace(small, outputs=32))])
     finally:
         compiler.close()

@@ -14,7 +14,7 @@ from valora_kernels.gpus.registry import GPUS
 from valora_kernels.lookup import LookupMode, TilingTable, choose
 from valora_kernels.registry import UnknownNameError
 from valora_kernels.search import Search
-from valora_kernels.tiling import ProjectionGroup, Tiling
+from valora_kernels.tiling import Case, ProjectionGroup, Tiling
 
 Install = Callable[[str, str, str], str]
 
@@ -63,7 +63,7 @@ def test_the_search_tries_it_and_a_table_may_choose_it(
     gpu = replace(GPUS["nvidia_h200"], table=tmp_path / "table.json")
     group = ProjectionGroup(4096, (4096,), 64)
     search = Search(gpu, tmp_path / "journal", compilers=1)
-    search.full(group, [(64, 4)], module.Progress(1))
+    search.full(group, [Case(64, 4)], module.Progress(1))
     shape = group.shape(64, 4)
     TilingTable(gpu, [(shape, search.found[shape][0][1])]).save(tmp_path / "table.json")
     assert choose(gpu, shape).tiling == Tiling("in_torch")

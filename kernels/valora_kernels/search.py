@@ -21,7 +21,7 @@ import multiprocessing
 import sys
 import time
 from dataclasses import asdict
-from functools import cache, partial
+from functools import lru_cache, partial
 from itertools import product, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -122,7 +122,7 @@ class Job(NamedTuple):
     first: bool = False
 
 
-@cache
+@lru_cache(maxsize=2)  # a base weight of a large model has 0.2 GB
 def _small_workload(group: ProjectionGroup, device: str, first: bool) -> KernelWorkload:
     return KernelWorkload(
         spread(128, 1),

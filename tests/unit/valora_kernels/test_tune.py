@@ -69,7 +69,8 @@ def tuner(compiler: Compiled, time: Any, like: TilingTable = LIKE) -> Tuner:
 
 
 def test_the_fastest_candidate_of_every_shape_is_entered() -> None:
-    compiler, wanted = Compiled(), [(GROUP, case) for case in cases(64, 4, SMALL)]
+    compiler, wanted = Compiled(), [(GROUP, case) for case in cases(256, 4, SMALL)]
+    assert (GROUP, Case(256, 2, first=True)) in wanted
     best = Tiling("shrink_expand", outputs=128)
     made = tuner(compiler, clock(best))
     assert made.left(wanted) == [group.shape(*case) for group, case in wanted]

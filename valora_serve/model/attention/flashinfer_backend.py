@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 WORKSPACE_BYTES = 256 << 20
 """Size of the buffer that FlashInfer's kernels share."""
 
-CROWD = 96
-"""Decoding rows from which on a decode kernel of 512 sequences should cost less than their tiles of
-128 rows in FlashAttention 3: 64 of them take 54 us a layer more in the latter, on an H200.
+CROWD = 64
+"""Decoding rows from which on a decode kernel of 512 sequences costs less than their tiles of 128
+rows in FlashAttention 3: 64 of them take 34 to 52 us a layer more in the latter, on an H200.
 
 FlashAttention 3 has such a tile for each query head, and the decode kernel one program for each
 head of keys and values. With 32 and 8 heads, 64 sequences of 700 tokens take 219 us a layer in the

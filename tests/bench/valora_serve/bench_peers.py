@@ -436,6 +436,8 @@ def chosen_peers(given: argparse.Namespace) -> dict[str, Path | None]:
 def main() -> None:
     """Measure the cases, and write the table and all times."""
     given = parser().parse_args()
+    # As Ctrl-C, which ends the peer, too: it would go on, with most of the GPU's memory.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     peers = chosen_peers(given)
     check(given)
     cases = [CASES[name] for name in given.cases or CASES]

@@ -321,6 +321,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--clients", type=int, default=64, help="requests in progress")
     found = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the server, too
     if not found.tiny and not found.base:
         parser.error("name --base, or use --tiny")
     few = many = TINY

@@ -1,6 +1,8 @@
 """The comparison with other servers, on stubs of their packages that check how they are called."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -306,6 +308,19 @@ def test_an_interrupt_ends_the_peer(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         bench_peers.run(job, tmp_path, tmp_path / "log", 60)
     assert started[0].poll() is not None
+
+
+def test_a_termination_is_an_interrupt(tmp_path, monkeypatch):
+    """So that `timeout` and CI's runners leave no engine on the GPU."""
+    given = ["bench_peers", "base", "--device", "cpu", "--peer", f"vllm={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", given)
+    monkeypatch.setattr(bench_peers, "measure", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            bench_peers.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_further_adapters_share_matrices_but_not_scalings(tmp_path):

@@ -346,7 +346,12 @@ class ModelRunner:
                 can stand in for it until `adopt`; None to wait for them.
         """
         if self._compiling is None:
-            self._compiling = Compiling(self._resources.backend, lambda: self.on_compiled())  # noqa: PLW0108 - it may be set later
+            backend = self._resources.backend
+            self._compiling = Compiling(
+                backend,
+                lambda: self.on_compiled(),  # noqa: PLW0108 - it may be set later
+                awaited=patience is None or self._stand_in(backend) is None,
+            )
         if self._interrupted:
             self._compiling.stop_waiting()
         threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
@@ -367,7 +372,7 @@ class ModelRunner:
 
     def _await_attention(self, compiling: Compiling, patience: float | None) -> None:
         """Wait for attention's kernels, or let another backend stand in for it."""
-        stand_in = compiling.backend.stand_in if self._may_stand_in else None
+        stand_in = self._stand_in(compiling.backend)
         compiling.wait(None if stand_in is None else patience)
         if stand_in is None and compiling.error is not None:
             raise SettingsError(
@@ -379,6 +384,10 @@ class ModelRunner:
             self._use(make_backend(stand_in, self._resources.cache))
             why = "cannot be compiled" if compiling.failed else "are being compiled"
             log.info("attention backend: %s, as kernels of the chosen one %s", stand_in, why)
+
+    def _stand_in(self, backend: AttentionBackend) -> str | None:
+        """Name of the backend that may stand in for another one while that is compiled."""
+        return backend.stand_in if self._may_stand_in else None
 
     def _use(self, backend: AttentionBackend) -> None:
         """Attend with another backend; graphs are replayed until they are captured with it."""

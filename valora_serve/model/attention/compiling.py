@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NICENESS = 10
-"""Priority of the compiler: below the kernels that the start waits for, and requests."""
+"""Priority of a compiler that nothing waits for: below other kernels' ones, and requests."""
 
 
 class Compiling:
@@ -26,14 +26,18 @@ class Compiling:
     Args:
         backend: The backend; nothing else uses it until the end.
         on_end: Called in that thread at the end.
+        awaited: Whether something will wait for the end however long it takes. Compilers of other
+            engines that start on the machine would leave a lower priority next to no time.
 
     Attributes:
         backend: The backend that is compiled.
         error: The error that it has ended with, which is in the log; None if there is none.
     """
 
-    def __init__(self, backend: AttentionBackend, on_end: Callable[[], None]) -> None:
-        self.backend, self._on_end = backend, on_end
+    def __init__(
+        self, backend: AttentionBackend, on_end: Callable[[], None], *, awaited: bool
+    ) -> None:
+        self.backend, self._on_end, self._awaited = backend, on_end, awaited
         self.error: Exception | None = None
         self._ended, self._wait_on = False, threading.Event()
         threading.Thread(target=self._run, name="compile-attention", daemon=True).start()
@@ -57,7 +61,8 @@ class Compiling:
         self._wait_on.set()
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # elsewhere priorities are those of processes
+        # Elsewhere priorities are those of processes.
+        if sys.platform == "linux" and not self._awaited:
             with contextlib.suppress(OSError):  # the process has a lower one already
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:

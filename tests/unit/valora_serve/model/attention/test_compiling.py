@@ -1,6 +1,7 @@
 """A backend whose kernels are still being compiled has another one stand in for it."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from valora_serve.engine import profile
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.engine import Engine
 from valora_serve.errors import SettingsError, StoppedError
-from valora_serve.model.attention.compiling import side_by_side
+from valora_serve.model.attention.compiling import Compiling, side_by_side
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -284,10 +285,26 @@ def test_a_process_does_not_wait_for_its_compiler() -> None:
                 side_by_side([began.set, threading.Event().wait])
 
         began = threading.Event()
-        Compiling(Backend(), lambda: None)
+        Compiling(Backend(), lambda: None, awaited=True)
         assert began.wait(60)
     """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=LONG)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere priorities are those of processes")
+@pytest.mark.parametrize("awaited", [True, False])
+def test_a_compiler_that_is_awaited_has_the_priority_of_its_process(awaited: bool) -> None:
+    """The compilers that it starts have its own; other engines' starts left a lower one no time."""
+    found = []
+
+    class Backend:
+        def compile(self) -> None:
+            command = [sys.executable, "-c", "import os; print(os.nice(0))"]
+            side_by_side([lambda: found.append(int(subprocess.check_output(command)))])
+
+    compiling = Compiling(Backend(), lambda: None, awaited=awaited)  # type: ignore[arg-type]
+    compiling.wait(LONG)
+    assert found == [os.nice(0) if awaited else min(19, os.nice(0) + 10)]
 
 
 def test_jobs_side_by_side_end_with_their_first_error() -> None:

@@ -43,7 +43,7 @@ def logprobs(engine, names):
 def test_an_idle_engine_measures_and_adopts(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "is_measured", lambda _: False)
     monkeypatch.setattr(module, "reference", gpu_of(torch.device("cuda", 0)))
-    monkeypatch.setattr("valora_kernels.tune.ROWS", (4, 64))
+    monkeypatch.setattr("valora_kernels.tune.ROWS", (4, 64, 256))  # also where LoRA is first
     monkeypatch.setattr("valora_kernels.tune.ADAPTERS", (1, 4))
     monkeypatch.setattr(lookup, "_tables", {})
     lmm = Lmm("llava-7b", llava_7b("cuda", layers=2, width=512), PROCESSOR, torch.device("cuda", 0))

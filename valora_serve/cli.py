@@ -201,7 +201,14 @@ async def _serve_at(
         found = await startup.load_all(
             engine, folders, served, warm_up=engine.warm_up, replay=settings.golden
         )
-        server = make_server(create_app(engine, settings, served), settings, sockets)
+        app = create_app(
+            engine,
+            settings,
+            served,
+            share_by=engine_settings.share_by,
+            shares=engine_settings.shares,
+        )
+        server = make_server(app, settings, sockets)
     except BaseException:
         await engine.close()
         raise

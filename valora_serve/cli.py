@@ -23,11 +23,12 @@ from valora_serve.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from valora_serve.engine.async_engine import AsyncEngine
     from valora_serve.replicas.client import ReplicatedEngine
     from valora_serve.server.app import Server
+    from valora_serve.types import ServedModel
 
 _ABOUT = """\
 Serve bundles over HTTP: OpenAI's chat and completions endpoints, /v1/vision/DOMAIN, and a web
@@ -152,6 +153,15 @@ async def _serve(
         )
 
 
+def _tell_of_shares(settings: EngineSettings, models: Iterable[ServedModel]) -> None:
+    """Log the shares of adapters that are not loaded."""
+    from valora_serve.server.telemetry import logs
+
+    known = {model.adapter or "base" for model in models}
+    for name in sorted(settings.shares.keys() - known):  # it may be loaded later
+        logs.LOG.warning("shares: there is no adapter %s, so its share goes to nobody", name)
+
+
 async def _serve_at(
     sockets: list[socket.socket],
     bundles: Sequence[str],
@@ -201,7 +211,16 @@ async def _serve_at(
         found = await startup.load_all(
             engine, folders, served, warm_up=engine.warm_up, replay=settings.golden
         )
-        server = make_server(create_app(engine, settings, served), settings, sockets)
+        if engine_settings.share_by == "adapter":
+            _tell_of_shares(engine_settings, engine.models())
+        app = create_app(
+            engine,
+            settings,
+            served,
+            share_by=engine_settings.share_by,
+            shares=engine_settings.shares,
+        )
+        server = make_server(app, settings, sockets)
     except BaseException:
         await engine.close()
         raise

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from valora_kernels.gpus.base import Gpu
 
 VERSION = 2
+AGAIN = "delete it, and measure it again with valora-tile"
+"""What to do with a table that cannot be used."""
 
 FEATURE_WEIGHTS = np.array([0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0])
 """How far apart shapes are that differ by a factor of two in inputs, outputs, projections, rank,
@@ -130,24 +132,22 @@ class TilingTable:
         """Read a table that `save` wrote.
 
         Raises:
-            ValueError: Another version of the format, or a table of another GPU.
+            ValueError: Another version of the format, a table of another GPU, or no table at all.
             UnknownNameError: An arrangement that is not registered, or that no table may choose.
         """
-        data: Mapping[str, Any] = json.loads(path.read_text())
-        if data.get("version") != VERSION:
-            raise ValueError(f"{path}: expected version {VERSION}, got {data.get('version')}")
-        if data["gpu"] != gpu.name:
-            raise ValueError(f"{path}: expected the table of {gpu.name}, got one of {data['gpu']}")
-        tilings, shapes = [Tiling(**tiling) for tiling in data["tilings"]], data["shapes"]
-        for name in sorted({tiling.arrangement for tiling in tilings}):
-            _check_arrangement(name, path)
-        return cls(
-            gpu,
-            (
-                (Shape(**dict(zip(shapes["columns"], row[:-1], strict=True))), tilings[row[-1]])
-                for row in shapes["rows"]
-            ),
-        )
+        text = path.read_text()
+        try:
+            data: Mapping[str, Any] = json.loads(text)
+            version, name = data.get("version"), data.get("gpu")
+            if version == VERSION and name == gpu.name:
+                return cls(gpu, _entries(data, path))
+        except UnknownNameError:
+            raise
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ValueError(f"{path}: no tiling table ({error}): {AGAIN}") from error
+        if version != VERSION:
+            raise ValueError(f"{path}: expected version {VERSION}, got {version}: {AGAIN}")
+        raise ValueError(f"{path}: expected the table of {gpu.name}, got one of {name}: {AGAIN}")
 
     def save(self, path: Path, **about: object) -> None:
         """Write the table as JSON, one shape per line; `about` says how it was measured."""
@@ -167,6 +167,17 @@ class TilingTable:
             temporary.replace(path)  # other processes never read half of it
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _entries(data: Mapping[str, Any], path: Path) -> list[tuple[Shape, Tiling]]:
+    """The entries of a table."""
+    tilings, shapes = [Tiling(**tiling) for tiling in data["tilings"]], data["shapes"]
+    for name in sorted({tiling.arrangement for tiling in tilings}):
+        _check_arrangement(name, path)
+    return [
+        (Shape(**dict(zip(shapes["columns"], row[:-1], strict=True))), tilings[row[-1]])
+        for row in shapes["rows"]
+    ]
 
 
 def _check_arrangement(name: str, path: Path) -> None:

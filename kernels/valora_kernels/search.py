@@ -32,6 +32,7 @@ import torch
 from valora_kernels.arrangements.base import ALL
 from valora_kernels.arrangements.registry import ARRANGEMENTS, arrangement
 from valora_kernels.gpus.detect import gpu_of
+from valora_kernels.launching import ALIGNMENT
 from valora_kernels.lookup import TilingTable
 from valora_kernels.tiling import ROWS_TOGETHER, Case, ProjectionGroup, Shape, Tiling
 from valora_kernels.timing import KernelWorkload, replay_times, spread
@@ -53,6 +54,10 @@ ROWS_BETWEEN = (48, 96, 192, 384, 768, 1536, 3072, 6144)
 ADAPTERS_BETWEEN = (2, 8, 32)
 """Sizes between those of the full search; only their neighbours' fastest tilings are tried."""
 RANKS = (16, 32, 64, 128)
+MOST_RANK = 256
+"""Largest rank that adapters are served with."""
+MOST_PROJECTIONS = 3
+"""Most projections that share an input, as kernels take so many outputs."""
 
 PRESETS = {
     "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32},
@@ -77,12 +82,16 @@ def groups_of_model(config: dict[str, Any]) -> list[tuple[int, tuple[int, ...]]]
 
     Args:
         config: A model's `config.json`; that of a multimodal model has a `text_config`.
+
+    Raises:
+        InputError: A size is missing, or no number.
     """
-    config = {**config, **config.get("text_config", {})}
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    size = config.get("head_dim") or hidden // heads
-    query, key = heads * size, config.get("num_key_value_heads", heads) * size
-    inner = config["intermediate_size"]
+    text = config.get("text_config")
+    config = {**config, **text} if isinstance(text, dict) else config
+    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    size = _size(config, "head_dim", hidden // heads)
+    query, key = heads * size, _size(config, "num_key_value_heads", heads) * size
+    inner = _size(config, "intermediate_size")
     found = [
         (hidden, (query,)),
         (query, (hidden,)),
@@ -93,6 +102,17 @@ def groups_of_model(config: dict[str, Any]) -> list[tuple[int, tuple[int, ...]]]
         (inner, (hidden,)),
     ]
     return list(dict.fromkeys(found))
+
+
+def _size(config: dict[str, Any], name: str, default: int | None = None) -> int:
+    """A size that a configuration names, or the default where it names none."""
+    size = config.get(name)
+    if size is None:
+        size = default
+    if type(size) is not int or size < 1:
+        found = f"{name} is {size!r}" if name in config else f"it has no {name}"
+        raise InputError(f"{found}, where a model's config.json has a size: use --shape instead")
+    return size
 
 
 def call_of(step: str, tiling: Tiling, work: KernelWorkload, one: Inputs) -> Callable[[], object]:
@@ -111,6 +131,10 @@ def call_of(step: str, tiling: Tiling, work: KernelWorkload, one: Inputs) -> Cal
         one.add_base()
 
     return with_base
+
+
+class InputError(ValueError):
+    """What `valora-tile` was given is of no use; the message says why, and the remedy."""
 
 
 class Job(NamedTuple):
@@ -200,13 +224,29 @@ class Search:
         self.found = {shape: [(0.0, tiling)] for shape, tiling in (known or {}).items()}
         self.failed: set[Job] = set()
         self.compiled: set[Job] = set()
-        if journal.exists():
-            for line in journal.read_text().splitlines():
-                entry = json.loads(line)
-                self.found[Shape(**entry["shape"])] = [
-                    (us, Tiling(**t)) for us, t in entry["finalists"]
-                ]
+        self._continue()
         self.pool = multiprocessing.get_context("spawn").Pool(compilers) if compilers > 1 else None
+
+    def _continue(self) -> None:
+        """Read the journal; a last line that is cut off is dropped, and its shape measured again.
+
+        Raises:
+            InputError: It is no journal of this version.
+        """
+        if not self.journal.exists():
+            return
+        text = self.journal.read_text()
+        whole = text[: text.rfind("\n") + 1]
+        try:
+            for line in whole.splitlines():
+                shape, finalists = _entry(line, self.gpu)
+                self.found[shape] = finalists
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise InputError(
+                f"{self.journal} cannot be continued ({error}): delete it to begin anew"
+            ) from error
+        if whole != text:
+            self.journal.write_text(whole)
 
     def compile(self, jobs: Iterable[Job]) -> None:
         """Compile the jobs that have not been compiled yet, on all cores."""
@@ -243,6 +283,7 @@ class Search:
         """Store a shape's finalists, and write them to the journal."""
         self.found[shape] = finalists
         entry = {
+            "gpu": self.gpu.name,
             "shape": asdict(shape),
             "finalists": [(round(us, 3), asdict(tiling)) for us, tiling in finalists],
         }
@@ -341,6 +382,14 @@ class Search:
         return found
 
 
+def _entry(line: str, gpu: Gpu) -> tuple[Shape, Times]:
+    """The shape and the finalists of a line of the journal."""
+    entry = json.loads(line)
+    if entry.get("gpu", gpu.name) != gpu.name:
+        raise ValueError(f"it is of {entry['gpu']}, not of {gpu.name}")
+    return Shape(**entry["shape"]), [(us, Tiling(**t)) for us, t in entry["finalists"]]
+
+
 def workload(
     group: ProjectionGroup, rows: int, adapters: int, first: bool = False
 ) -> KernelWorkload:
@@ -392,15 +441,105 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _widths(models: Iterable[str], shapes: Iterable[str]) -> list[tuple[int, tuple[int, ...]]]:
-    """Input and output widths that the command line names, each once."""
-    found: list[tuple[int, tuple[int, ...]]] = []
+    """Input and output widths that the command line names, each once.
+
+    Raises:
+        InputError: It names none, or some that no kernel computes.
+    """
+    named: list[tuple[str, int, tuple[int, ...]]] = []
     for name in models:
-        config = PRESETS[name] if name in PRESETS else json.loads(Path(name).read_text())
-        found += groups_of_model(config)
+        try:
+            named += [(f"--model {name}", *group) for group in groups_of_model(_config(name))]
+        except InputError as error:
+            raise InputError(f"--model {name}: {error}") from error
     for text in shapes:
-        before, after = text.split(":")
-        found.append((int(before), tuple(int(n) for n in after.split(","))))
-    return list(dict.fromkeys(found))
+        before, _, after = text.partition(":")
+        try:
+            named.append((f"--shape {text}", int(before), tuple(map(int, after.split(",")))))
+        except ValueError as error:
+            raise InputError(f"--shape {text}: write in:out[,out…], such as 4096:4096") from error
+    for what, width, outputs in named:
+        for size in (width, *outputs):
+            if size < ALIGNMENT or size % ALIGNMENT:
+                raise InputError(f"{what}: expected widths that {ALIGNMENT} divides, got {size}")
+        if len(outputs) > MOST_PROJECTIONS:
+            raise InputError(
+                f"{what}: expected at most {MOST_PROJECTIONS} outputs, got {len(outputs)}"
+            )
+    if not named:
+        raise InputError("name a --model or a --shape")
+    return list(dict.fromkeys((width, outputs) for _, width, outputs in named))
+
+
+def _config(name: str) -> dict[str, Any]:
+    """A preset, or what a model's `config.json` says."""
+    if name in PRESETS:
+        return dict(PRESETS[name])
+    try:
+        config = json.loads(Path(name).read_text())
+    except OSError as error:
+        raise InputError(
+            f"{error.strerror}: name a config.json, or one of {', '.join(PRESETS)}"
+        ) from error
+    except ValueError as error:
+        raise InputError("this is no JSON: name a model's config.json") from error
+    if not isinstance(config, dict):
+        raise InputError("this is no JSON object: name a model's config.json")
+    return config
+
+
+def _check_numbers(ranks: Iterable[int], compilers: int) -> None:
+    """Check what the command line counts."""
+    for rank in ranks:
+        if not 16 <= rank <= MOST_RANK or rank & (rank - 1):
+            raise InputError(
+                f"--ranks: expected powers of two from 16 to {MOST_RANK}, to which kernels round "
+                f"ranks up, got {rank}"
+            )
+    if compilers < 1:
+        raise InputError(f"--compilers: expected at least 1, got {compilers}")
+
+
+def _output(given: Path | None, gpu: Gpu) -> Path:
+    """The table to write.
+
+    Raises:
+        InputError: There is none, or it is a folder.
+    """
+    output = given or gpu.table
+    if output is None:
+        raise InputError(
+            f"the record of {gpu.name} names no table: say with --output where to write"
+        )
+    if output.is_dir():
+        raise InputError(f"{output} is a folder: name a file with --output")
+    return output
+
+
+def _open(output: Path, gpu: Gpu) -> tuple[dict[Shape, Tiling], dict[Shape, float | None], Path]:
+    """The tilings that a table has already, their microseconds, and the journal beside it.
+
+    Raises:
+        InputError: The table cannot be read, or cannot be written.
+    """
+    journal = output.with_suffix(".partial.jsonl")
+    known: dict[Shape, Tiling] = {}
+    measured: dict[Shape, float | None] = {}
+    try:
+        if output.exists():
+            known = TilingTable.load(output, gpu).entries
+            times = json.loads(output.read_text()).get("microseconds") or [None] * len(known)
+            measured = dict(zip(known, times, strict=True))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        journal.open("a").close()  # now, not after the first minutes
+    except OSError as error:
+        raise InputError(
+            f"{error.filename or output}: {error.strerror}: name a file that can be written with "
+            "--output"
+        ) from error
+    except ValueError as error:
+        raise InputError(f"{error}, or name another file with --output") from error
+    return known, measured, journal
 
 
 def _run(search: Search, widths: list[tuple[int, tuple[int, ...]]], ranks: list[int]) -> Progress:
@@ -428,26 +567,22 @@ def main() -> None:
     """Run the command `valora-tile`."""
     parser = _parser()
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("valora-tile measures on the CUDA GPU that the table is for, and found none")
-    widths = _widths(args.model, args.shape)
-    if not widths:
-        parser.error("name a --model or a --shape")
-    gpu = gpu_of(torch.device("cuda"))
-    output = args.output or gpu.table
-    if output is None:
-        parser.error(f"the record of {gpu.name} names no table: say with --output where to write")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    known = TilingTable.load(output, gpu).entries if output.exists() else {}
-    columns = json.loads(output.read_text()) if known else {"microseconds": []}
-    measured = dict(zip(known, columns["microseconds"], strict=True))
-    journal = output.with_suffix(".partial.jsonl")
-    search = Search(gpu, journal, args.compilers, None if args.again else known)
+    try:
+        widths = _widths(args.model, args.shape)
+        _check_numbers(args.ranks, args.compilers)
+        if not torch.cuda.is_available():
+            sys.exit("valora-tile measures on the CUDA GPU that the table is for, and found none")
+        gpu = gpu_of(torch.device("cuda"))
+        output = _output(args.output, gpu)
+        known, measured, journal = _open(output, gpu)
+        search = Search(gpu, journal, args.compilers, None if args.again else known)
+    except InputError as error:
+        parser.error(str(error))
     started = time.time()
     bar = _run(search, widths, args.ranks)
     best = {shape: finalists[0][1] for shape, finalists in search.found.items() if finalists}
     entries = {**known, **best}
-    measured |= {s: round(found[0][0], 2) for s, found in search.found.items() if found[0][0]}
+    measured |= {s: round(f[0][0], 2) for s, f in search.found.items() if f and f[0][0]}
     times = [measured.get(shape) for shape in entries]
     TilingTable(gpu, entries.items()).save(
         output, torch=torch.__version__, seconds=round(time.time() - started), microseconds=times

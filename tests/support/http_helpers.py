@@ -54,11 +54,11 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(engine=None, tracer=None, served=None, **settings):
+def serving(engine=None, tracer=None, served=None, *, share_by="none", **settings):
     """A server with these settings."""
     engine = engine or FakeEngine()
     chosen = ServerSettings(**({"port": 0, "drain_seconds": 1.0} | settings))
-    app = create_app(engine, chosen, served, tracer=tracer)
+    app = create_app(engine, chosen, served, tracer=tracer, share_by=share_by)
     server = make_server(app, chosen)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

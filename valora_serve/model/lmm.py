@@ -9,12 +9,13 @@ import torch
 
 from valora_data.contract.architectures.base import ModelPart
 from valora_data.contract.base_model import BaseModel, load_model
-from valora_data.contract.quantized import check_library, unpack
+from valora_data.contract.quantized import BLOCK, check_library, unpack
 from valora_data.errors import BundleError
 from valora_kernels.launching import has_dependent_launch
 from valora_serve.catalogue.adapters import ModelTargets
+from valora_serve.errors import SettingsError
 from valora_serve.model.attention.base import register_attention
-from valora_serve.model.fp8_linears import check_device, make_fp8
+from valora_serve.model.fp8_linears import ALIGNMENT, check_device, make_fp8
 from valora_serve.model.linears import Linears
 from valora_serve.model.nf4_linears import make_nf4
 from valora_serve.model.prompt import VisualFeatures
@@ -126,6 +127,8 @@ class Lmm(BaseModel):
                 check_library(device.type)
                 make = make_nf4(self.dtype)
             self.linears = Linears.of(model, within, make)
+            if make is not None:
+                self._refuse_unrounded(fp8)
             return
         assert split.targets is not None
         assert lora is not None
@@ -165,7 +168,7 @@ class Lmm(BaseModel):
             SettingsError: It cannot be split over the processes.
         """
         reader = SplitReader(base, group, quantize)
-        model, processor = load_model(base, dtype, read=reader)
+        model, processor = load_model(base, dtype, read=reader, plain=True)
         return cls(base, model, processor, group.device, quantize, reader, lora)
 
     @classmethod
@@ -196,7 +199,7 @@ class Lmm(BaseModel):
             BundleError: If there is no such model, or it cannot be served or rounded.
             SettingsError: The device does not compute with 8 bits.
         """
-        model, processor = load_model(base, dtype, quantize=quantize, device=device)
+        model, processor = load_model(base, dtype, quantize=quantize, device=device, plain=True)
         if quantize is not None and not packed:
             model = unpack(model, dtype)
         return cls(base, model, processor, device, quantize, fp8=fp8, packed=packed)
@@ -209,6 +212,24 @@ class Lmm(BaseModel):
                 f"base model {self.base} attends in windows of {window} tokens, which paged "
                 "attention here does not do: use a model with full attention"
             )
+
+    def _refuse_unrounded(self, fp8: bool) -> None:
+        """Refuse weights that all stay as they are, though nothing could be merged into them.
+
+        Raises:
+            SettingsError: No layer of the language model is rounded.
+        """
+        if any(group.rounded for group in self.linears.groups.values()):
+            return
+        name, why, instead = (
+            ("fp8", f"widths are multiples of {ALIGNMENT}", "none")
+            if fp8
+            else ("nf4_packed", f"weights fill blocks of {BLOCK}", "nf4")
+        )
+        raise SettingsError(
+            f"quantize={name} is for layers whose {why}, and base model {self.base} has none in "
+            f"its language model: use quantize={instead}"
+        )
 
     def encode(self, visuals: Sequence[Visual]) -> list[VisualFeatures]:
         """Encode images of several requests together.

@@ -23,8 +23,9 @@ class Algorithm1Policy(BasePolicy):
     pause. MaxBS is the most requests that may run at a time. A credit is the time since the request
     was last computed (or arrived), plus the step and the switch to the mode that the algorithm
     considers. What the listing does not say is settled as little as possible: an adapter that is
-    not on the device cannot be merged yet, so the mode is unmerged; the base model has no adapter
-    to merge; if more requests starve than fit, the oldest go first.
+    not on the device cannot be merged yet, so l_i are those that are; the base model has no adapter
+    to merge; if more requests starve than fit, the oldest go first. The step is one in unmerged
+    mode, where §4.4.3 has one in the current mode: up to a few milliseconds less while merged.
     """
 
     shares: ClassVar[bool] = False

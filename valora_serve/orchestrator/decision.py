@@ -220,6 +220,11 @@ class Policy(Protocol):
         """Be notified that a request has ended, for any reason."""
 
 
+MOST_SHARE = 1e6
+"""Largest share of a client, and the inverse of the smallest. Others are lifted to the tokens of
+one with a small share, divided by it: beside very many, their own would not count."""
+
+
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
     """Settings of the policies; each policy reads those that concern it.
@@ -274,6 +279,11 @@ class PolicySettings:
         for client, share in self.shares.items():
             if not 0 < share < math.inf:
                 raise SettingsError(f"shares: expected more than 0 for {client}, got {share}")
+            if not 1 / MOST_SHARE <= share <= MOST_SHARE:
+                raise SettingsError(
+                    f"shares: expected at least {1 / MOST_SHARE:g} and at most {MOST_SHARE:g} for "
+                    f"{client}, got {share:g}"
+                )
 
     def due(self, request: RequestView) -> float | None:
         """Return the time by which a request should be answered, None for no limit.

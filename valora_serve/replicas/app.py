@@ -44,6 +44,8 @@ class Front:
         bundles: Bundles, as on the command line.
         settings: Settings of the server; its address and limits on connections are the proxies'.
         application: Name of the application.
+        share_by: By what the replicas keep shares.
+        shares: The shares.
 
     Raises:
         ServeError: A bundle cannot be served.
@@ -55,6 +57,8 @@ class Front:
         bundles: Sequence[str],
         settings: ServerSettings,
         application: str,
+        share_by: str = "none",
+        shares: Mapping[str, float] | None = None,
     ) -> None:
         logs.set_up(settings.log_level, settings.log_format)
         shared_pool().start()
@@ -71,7 +75,7 @@ class Front:
         await startup.load_all(
             engine, folders, served, warm_up=engine.warm_up, replay=settings.golden
         )
-        self._app = create_app(engine, settings, served)
+        self._app = create_app(engine, settings, served, share_by=share_by, shares=shares)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the ASGI application; Ray Serve calls it after the constructor."""
@@ -113,4 +117,6 @@ def build(options: Mapping[str, Any]) -> Any:
         max_ongoing_requests=cluster.MOST_ONGOING,
         graceful_shutdown_timeout_s=server.drain_seconds + cluster.DRAIN_EXTRA,
     )
-    return front(Front).bind(replicas, bundles, server, settings.application)
+    return front(Front).bind(
+        replicas, bundles, server, settings.application, engine.share_by, engine.shares
+    )

@@ -55,7 +55,7 @@ from valora_serve.server.telemetry.spans import Tracer
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
     from types import FrameType
 
     from valora_serve.server.settings import ServerSettings
@@ -84,6 +84,9 @@ def create_app(
     settings: ServerSettings,
     served: ServedSet | None = None,
     tracer: Tracer | None = None,
+    *,
+    share_by: str = "none",
+    shares: Mapping[str, float] | None = None,
 ) -> FastAPI:
     """Make the ASGI application.
 
@@ -92,6 +95,8 @@ def create_app(
         settings: Settings of the server.
         served: Loads and unloads at run time; made from the settings if None.
         tracer: Makes OpenTelemetry spans; made from the settings if None.
+        share_by: By what the engine keeps shares: ``key``, ``adapter`` or ``none``.
+        shares: The shares.
     """
     tracer = tracer or Tracer.to(settings.otlp_endpoint)
     admission = Admission(
@@ -99,12 +104,13 @@ def create_app(
         deadline_admission=settings.deadline_admission,
         deadline=settings.deadline,
         deadlines=settings.deadlines,
+        shares=None if share_by == "none" else shares or {},
     )
     metrics = Metrics(engine)
     if served is None:
         folder = Path(settings.adapter_folder) if settings.adapter_folder else None
         served = ServedSet(engine, folder, Path(settings.state_file))
-    service = Service(engine, admission, metrics, tracer)
+    service = Service(engine, admission, metrics, tracer, share_by)
     on_request = OnRequest.of(service, served, settings)
     follow_adapters(metrics, service, on_request)
     context = ServerContext(

@@ -41,15 +41,22 @@ class Service:
         admission: Admission control.
         metrics: Metrics of requests.
         tracer: Makes a span for each request.
+        share_by: By what the engine keeps shares: ``key``, ``adapter`` or ``none``.
     """
 
     def __init__(
-        self, engine: EngineClient, admission: Admission, metrics: Metrics, tracer: Tracer
+        self,
+        engine: EngineClient,
+        admission: Admission,
+        metrics: Metrics,
+        tracer: Tracer,
+        share_by: str = "none",
     ) -> None:
         self.engine = engine
         self._admission = admission
         self._metrics = metrics
         self._tracer = tracer
+        self._share_by = share_by
         self._models: dict[str, ServedModel] = {}
         self._hidden: set[str] = set()
         self.refresh()
@@ -110,12 +117,19 @@ class Service:
         """
         if not self.engine.healthy:
             raise StoppedError("The engine has stopped: see the server's log")
-        self._admission.enter(model.name, self.engine.stats().running, deadline, count)
-        ticket = Ticket(self._admission, model, count)
+        client = self._client(model)
+        self._admission.enter(model.name, self.engine.stats().running, deadline, count, client)
+        ticket = Ticket(self._admission, model, count, client)
         try:
             yield ticket
         finally:
             ticket.give_back()
+
+    def _client(self, model: ServedModel) -> str:
+        """Who has a share of the machine for a request, as in `Intake`; "" where nobody has."""
+        if self._share_by == "adapter":
+            return model.adapter or "base"
+        return (caller.get() or "") if self._share_by == "key" else ""
 
     async def ask(
         self,
@@ -231,8 +245,9 @@ def last_part(name: str) -> str:
 class Ticket:
     """Requests that were admitted together."""
 
-    def __init__(self, admission: Admission, model: ServedModel, count: int) -> None:
+    def __init__(self, admission: Admission, model: ServedModel, count: int, client: str) -> None:
         self.model = model
+        self._client = client
         self._admission = admission
         self._left = count
 
@@ -240,7 +255,7 @@ class Ticket:
         """Count one request as finished; `times` is None if it failed."""
         if self._left:
             self._left -= 1
-            self._admission.leave(self.model.name, times, time.monotonic())
+            self._admission.leave(self.model.name, times, time.monotonic(), self._client)
 
     def give_back(self) -> None:
         """Count all requests that are left as failed."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from valora_data.errors import ValoraError
 from valora_serve.orchestrator.cost_model import H200_7B, CostModel
 from valora_serve.orchestrator.decision import PolicySettings
-from valora_serve.orchestrator.registry import POLICIES, make_policy
+from valora_serve.orchestrator.registry import POLICIES, keeps_shares, make_policy
 from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.routing.base import RouterSettings
 from valora_serve.routing.registry import ROUTERS, make_router
@@ -235,10 +235,22 @@ def _shares(given: Sequence[str]) -> dict[str, float]:
     return shares
 
 
+def _policies(options: argparse.Namespace, default: Sequence[str]) -> Sequence[str]:
+    """Return the names of the policies to simulate; with shares, those that keep them."""
+    if options.shares is None:
+        return options.policies or default
+    for name in options.policies or ():
+        if not keeps_shares(name):
+            raise traces.TraceError(
+                f"--shares: the policy {name} keeps no shares: leave one of the two out."
+            )
+    return options.policies or [name for name in default if keeps_shares(name)]
+
+
 def _runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Simulate each workload under each policy; yields the rows of the table."""
     costs, settings, machine = _machine(options)
-    policies = options.policies or list(POLICIES)
+    policies = _policies(options, list(POLICIES))
     cases = list(_cases(options))
     if options.decision_trace and len(cases) * len(policies) > 1:
         raise traces.TraceError("--decision-trace needs one policy, one rate and one skewness.")
@@ -261,6 +273,7 @@ def _routed(name: str, settings: RouterSettings) -> Dispatch:
 def _cluster_runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Simulate each workload on each number of replicas with each router."""
     costs, settings, machine = _machine(options)
+    policies = _policies(options, ["cost"])
     asked = RouterSettings(bound=options.load_bound, slack=options.slack, seed=options.seed)
     ways: dict[str, Callable[[], Dispatch]] = {}
     for name in options.router or ["affinity"]:
@@ -270,7 +283,7 @@ def _cluster_runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         ways["dLoRA"] = partial(DLoraDispatch, options.seed)
     for replicas in options.replicas:
         for rate, skew, workload in _cases(options, replicas if options.per_replica else 1):
-            for policy in options.policies or ["cost"]:
+            for policy in policies:
                 for name, make in ways.items():
                     began = time.perf_counter()
                     report = simulate_cluster(

@@ -79,6 +79,7 @@ class Lmm(BaseModel):
             getattr(torch, settings.dtype),
             quantize=settings.quantize,
             device=settings.device,
+            plain=True,
             **options,
         )
         super().__init__(settings.id, model, processor)

@@ -156,6 +156,7 @@ def load_model(
     quantize: str | None = None,
     device: torch.device | str = "cpu",
     read: Callable[..., Any] | None = None,
+    plain: bool = False,
     **options: Any,
 ) -> tuple[Any, Any]:
     """Load a base model and its processor onto the CPU, or a rounded one onto its device.
@@ -168,6 +169,7 @@ def load_model(
         device: Device that a rounded model is loaded onto.
         read: Reads the weights; transformers' ``from_pretrained`` if None, whose arguments it
             takes.
+        plain: Whether a model that is saved in a quantised form is refused.
         options: Further arguments of transformers' ``from_pretrained``.
 
     Returns:
@@ -185,6 +187,8 @@ def load_model(
         if kind in ARCHITECTURES:
             # Imports the package that registers it, which may bring the transformers model along.
             _ = ARCHITECTURES[kind]
+        if plain:
+            quantized.check_plain(base, described)
         processor: Any = AutoProcessor.from_pretrained(source)
         if quantize is not None:
             options |= quantized.loading_options(base, source, dtype, device)

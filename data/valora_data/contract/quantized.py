@@ -17,7 +17,7 @@ from valora_data.contract.bundle import NF4
 from valora_data.errors import BundleError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -57,11 +57,7 @@ def loading_options(
 
     check_library(torch.device(device).type)
     config: Any = AutoConfig.from_pretrained(source)
-    if getattr(config, "quantization_config", None) is not None:
-        raise BundleError(
-            f"base model {base} is saved in a quantised form already: set quantize to null, or "
-            "name the model that it was made from"
-        )
+    check_plain(base, vars(config))
     with torch.device("meta"):
         model: Any = AutoModelForImageTextToText.from_config(config)
     rounded = _rounded(base, model)
@@ -78,6 +74,29 @@ def loading_options(
         llm_int8_skip_modules=kept,
     )
     return {"quantization_config": quantization, "device_map": {"": device}}
+
+
+def check_plain(base: str, described: Mapping[str, Any]) -> None:
+    """Check that a base model's weights are saved as numbers.
+
+    Adapters are served on weights that are read or rounded here. transformers would load others
+    all the same, and each request would then fail, or multiply by numbers without their scales.
+
+    Args:
+        base: Id of the base model, for messages.
+        described: Its ``config.json``.
+
+    Raises:
+        BundleError: They are saved in a quantised form.
+    """
+    form = described.get("quantization_config")
+    if form is not None:
+        method = form.get("quant_method") if isinstance(form, dict) else None
+        raise BundleError(
+            f"base model {base} is saved in a quantised form already"
+            f"{f' ({method})' if method else ''}, which adapters are neither trained nor served "
+            f"on: name the model that it was made from, with quantize={NF4} to round it to 4 bits"
+        )
 
 
 def check_library(device: str) -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,7 +92,25 @@ def test_tables_survive_the_disk(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected the table of another GPU, got one of NVIDIA"):
         TilingTable.load(path, other)
     path.write_text('{"version": 99}')
-    with pytest.raises(ValueError, match="expected version 2, got 99"):
+    with pytest.raises(ValueError, match=r"expected version 2, got 99: delete it, and measure"):
+        TilingTable.load(path, H200)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text[:-20],
+        lambda text: text.replace('"adapters"', '"tenants"'),
+        lambda text: text.replace('"warps"', '"waves"'),
+        lambda text: text.replace('"tilings"', '"tiles"'),
+        lambda _: "[1]",
+    ],
+)
+def test_what_is_no_table_is_said(tmp_path: Path, change: Callable[[str], str]) -> None:
+    path = tmp_path / "gpu.json"
+    TilingTable(H200, [(SHAPE, FEW)]).save(path)
+    path.write_text(change(path.read_text()))
+    with pytest.raises(ValueError, match=r"gpu\.json: no tiling table \(.*measure it again with"):
         TilingTable.load(path, H200)
 
 

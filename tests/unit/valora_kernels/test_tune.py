@@ -139,6 +139,14 @@ def test_cases_are_those_that_steps_can_have() -> None:
     assert found == [*starmap(Case, pairs), Case(256, 2, first=True)]
 
 
+@pytest.mark.parametrize("most_adapters", [1, 2])
+def test_few_adapters_have_tilings_of_their_own_where_lora_comes_first(most_adapters: int) -> None:
+    """Look-up then asks for as many adapters as have `ROWS_TOGETHER` rows each."""
+    measured = {GROUP.shape(*case) for case in cases(4096, most_adapters, SMALL)}
+    for rows in (256, 1024, 4096):
+        assert GROUP.shape(rows, most_adapters, True) in measured
+
+
 def test_another_table_from_now_on() -> None:
     gpu = replace(SMALL, table=None)
     shape, tiling = GROUP.shape(16, 4), Tiling("fused", 64)

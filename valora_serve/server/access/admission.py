@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,11 +79,16 @@ class Admission:
     completions, plus the recent mean service time of its domain. No request is refused before both
     have been measured.
 
+    Where shares are kept, whoever fills the queue does not keep the others out: a client that has
+    less than its share of the queue is admitted to a full one, which may then be twice as long, and
+    what others have sent beyond their shares is not counted before its requests.
+
     Args:
         most: Number of requests that may wait.
         deadline_admission: Refuse requests whose predicted latency exceeds their deadline.
         deadline: Default deadline in seconds from arrival; 0 for no limit.
         deadlines: Deadline in seconds by domain; overrides `deadline`.
+        shares: Share of each client, 1 for those that it does not name; None if none are kept.
     """
 
     def __init__(
@@ -93,6 +98,7 @@ class Admission:
         deadline_admission: bool,
         deadline: float,
         deadlines: Mapping[str, float],
+        shares: Mapping[str, float] | None = None,
     ) -> None:
         self._most = most
         self._deadline_admission = deadline_admission
@@ -101,6 +107,8 @@ class Admission:
         self._service: dict[str, _Average] = {}
         self._gap = _Average()
         self._last_end: float | None = None
+        self._shares = shares
+        self._clients: Counter[str] = Counter()
         self.inside = 0
 
     def deadline(self, model: str | None, wanted: float | None) -> float | None:
@@ -118,15 +126,37 @@ class Admission:
         """
         return max(0, self.inside - running)
 
-    def predicted(self, model: str | None, running: int) -> float | None:
+    def predicted(self, model: str | None, running: int, client: str = "") -> float | None:
         """Predicted latency in seconds of a request that arrives now; None if not measured yet."""
         service = self._service.get(model or "")
         if service is None:
             return None
-        return self.waiting(running) * self._gap.value + service.value
+        before: float = self.waiting(running)
+        if self._shares is not None:
+            before = min(before, self._clients[client] / self._part(client))
+        return before * self._gap.value + service.value
+
+    def _part(self, client: str) -> float:
+        """What part of the machine a client has among those that have requests inside."""
+        shares = self._shares or {}
+        inside = self._clients.keys() | {client}
+        return shares.get(client, 1.0) / sum(shares.get(one, 1.0) for one in inside)
+
+    def _has_place(self, client: str, waiting: int, count: int) -> bool:
+        """Whether so many more requests of a client may wait."""
+        if waiting + count <= self._most:
+            return True
+        if self._shares is None or waiting + count > 2 * self._most:
+            return False
+        return self._clients[client] + count <= self._most * self._part(client)
 
     def enter(
-        self, model: str | None, running: int, deadline: float | None, count: int = 1
+        self,
+        model: str | None,
+        running: int,
+        deadline: float | None,
+        count: int = 1,
+        client: str = "",
     ) -> None:
         """Admit requests.
 
@@ -135,12 +165,13 @@ class Admission:
             running: Number of requests that the engine runs.
             deadline: Deadline of the requests in seconds, None for none.
             count: Number of requests.
+            client: Who has a share of the machine for them.
 
         Raises:
             OverloadedError: The queue is full, or the deadline would be missed.
         """
         waiting = self.waiting(running)
-        if waiting + count > self._most:
+        if not self._has_place(client, waiting, count):
             wait = min(LONGEST_RETRY, max(1.0, waiting * self._gap.value / 2))
             raise OverloadedError(
                 f"{plural(waiting, 'request|requests is|are')} waiting, and no more than "
@@ -148,7 +179,7 @@ class Admission:
                 f"{math.ceil(wait)} s",
                 wait,
             )
-        expected = self.predicted(model, running)
+        expected = self.predicted(model, running, client)
         if self._deadline_admission and deadline is not None and waiting and expected is not None:
             late = expected - deadline
             if late > 0:
@@ -158,16 +189,21 @@ class Admission:
                     min(LONGEST_RETRY, max(1.0, late)),
                 )
         self.inside += count
+        self._clients[client] += count
 
-    def leave(self, model: str | None, times: Times | None, now: float) -> None:
+    def leave(self, model: str | None, times: Times | None, now: float, client: str = "") -> None:
         """Count a request as finished.
 
         Args:
             model: Domain, adapter or base model of the request.
             times: When it started and finished; None if it failed.
             now: Current time, in seconds of a monotonic clock.
+            client: As in `enter`.
         """
         self.inside -= 1
+        self._clients[client] -= 1
+        if not self._clients[client]:
+            del self._clients[client]
         if times is not None and times.started is not None and times.finished is not None:
             self._service.setdefault(model or "", _Average()).add(times.finished - times.started)
             if len(self._service) > REMEMBERED:

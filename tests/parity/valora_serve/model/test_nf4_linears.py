@@ -1,18 +1,26 @@
 """A base model that stays packed in 4 bits against PEFT on the same numbers unpacked."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from transformers import (
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
 from tests.parity.valora_serve.engine.test_engine import EVERYBODY, mixed
 from tests.support.engine_reference import Reference, assert_empty, make_engine, run
-from tests.support.lmm_checkpoints import CHECKPOINTS
+from tests.support.lmm_checkpoints import CHECKPOINTS, save_llava
 from tests.support.serve_helpers import EVERYTHING, LANGUAGE, make_adapter
 from valora_data.contract.quantized import rounded_matrix
 from valora_data.errors import BundleError
 from valora_serve.engine.settings import EngineSettings
+from valora_serve.errors import SettingsError
 from valora_serve.memory.unified import GroupSpec
 from valora_serve.model.linears import LastOutputs, LinearGroup, LoraScope
 from valora_serve.model.nf4_linears import Nf4Group, make_nf4
@@ -88,3 +96,47 @@ def test_what_cannot_be_served_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("valora_data.contract.quantized.is_installed", lambda: False)
     with pytest.raises(BundleError, match=r"needs the package bitsandbytes: pip install 'valora"):
         make_engine("tiny", {}, fresh=True, quantize="nf4_packed")
+
+
+def without_whole_blocks(folder: Path) -> str:
+    """Return a base model with no layer that fits into FP8's products or NF4's blocks."""
+    config = json.loads((save_llava(folder, seed=7) / "config.json").read_text())
+    text = config["text_config"] | {
+        "hidden_size": 36, "intermediate_size": 50, "num_attention_heads": 3,
+        "num_key_value_heads": 1, "head_dim": 12,
+    }  # fmt: skip
+    described = LlavaConfig(**config | {"text_config": text})
+    LlavaForConditionalGeneration(described).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "said"),
+    [
+        ("fp8", r"fp8 is for layers whose widths are multiples of 16, .*: use quantize=none$"),
+        ("nf4_packed", r"layers whose weights fill blocks of 64, and .*: use quantize=nf4$"),
+    ],
+)
+def test_weights_that_would_all_stay_as_they_are_are_refused(
+    tmp_path: Path, quantize: str, said: str
+) -> None:
+    """Nothing could be merged into them, for nothing."""
+    base = without_whole_blocks(tmp_path)
+    with pytest.raises(SettingsError, match=said):
+        make_engine(base, {}, fresh=True, quantize=quantize)
+
+
+@pytest.mark.parametrize("quantize", ["none", "fp8", "nf4", "nf4_packed"])
+def test_a_model_that_is_saved_in_a_quantised_form_is_refused(
+    tmp_path: Path, quantize: str
+) -> None:
+    """transformers reads it, and every request failed."""
+    base = str(save_llava(tmp_path / "base", seed=7))
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["lm_head"]
+    )
+    model = AutoModelForImageTextToText.from_pretrained(base, quantization_config=quantization)
+    model.save_pretrained(base)
+    said = r"in a quantised form already \(bitsandbytes\).*name the model that it was made from"
+    with pytest.raises(BundleError, match=said):
+        make_engine(base, {}, fresh=True, quantize=quantize)

@@ -157,3 +157,32 @@ def test_shares_are_positive():
     for share in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(SettingsError, match="expected more than 0 for gold"):
             PolicySettings(shares={"gold": share})
+
+
+def test_shares_that_leave_others_no_digits_are_refused():
+    """Whoever waited beside one of 1e-16 was lifted to 1e18 tokens, where its own did not count."""
+    for share in (1e-16, 9e-7, 1.1e6, 1e300):
+        with pytest.raises(SettingsError, match=r"at least 1e-06 and at most 1e\+06 for gold"):
+            PolicySettings(shares={"gold": share})
+
+
+def test_others_take_turns_after_one_with_the_smallest_share():
+    shares = FairShares(PolicySettings(shares={"small": 1e-6}).shares)
+    small = view("small", "small", prompt=10**6)
+    shares.order([], [small], 10)
+    compute(shares, small, prompt=10**6, answer=10**6)
+    queues = {
+        client: [view(f"{client}{i}", client, prompt=5) for i in range(60)] for client in "ab"
+    }
+    waiting = [request for queue in queues.values() for request in queue]
+    shares.order([small], waiting, 1)
+    shares.finished("small")
+    served = []
+    for _ in range(50):
+        request = shares.order([], waiting, 1)[0]
+        waiting.remove(request)
+        shares.admitted([request])
+        request.prompt_left, request.kv_tokens = 0, 6
+        shares.finished(request.id)
+        served.append(request.client)
+    assert served == ["a", "b"] * 25

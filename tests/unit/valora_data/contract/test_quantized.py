@@ -76,7 +76,7 @@ def test_what_cannot_be_rounded_is_refused(base, tmp_path, monkeypatch):
     described = json.loads((base / "config.json").read_text())
     described["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "config.json").write_text(json.dumps(described))
-    assert "saved in a quantised form already" in refused(folder=tmp_path)
+    assert "saved in a quantised form already (bitsandbytes)" in refused(folder=tmp_path)
     monkeypatch.setattr(quantized, "is_installed", lambda: False)
     assert "needs the package bitsandbytes: pip install 'valora[quantize]'" in refused()
 

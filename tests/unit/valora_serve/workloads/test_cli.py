@@ -132,3 +132,16 @@ def test_numbers_that_no_machine_has(given, said, capsys):
     told = capsys.readouterr().err
     assert said in told
     assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("more", [[], ["--replicas", "2"]])
+def test_shares_are_simulated_with_policies_that_keep_them(more, tmp_path, capsys):
+    """The table of the others looked as if they had not been kept."""
+    few = ["--duration", "1", "--rates", "4", "--adapters", "2", "--shares", "adapter-1=2", *more]
+    assert main([*few, "--policies", "cost", "dlora"]) == 1
+    said = "valora-sim: --shares: the policy dlora keeps no shares: leave one of the two out.\n"
+    assert capsys.readouterr().err == said
+    out = tmp_path / "out.json"
+    assert main([*few, "--json", str(out)]) == 0
+    found = {row["policy"] for row in json.loads(out.read_text())}
+    assert found == ({"cost"} if more else set(POLICIES) - {"merge_only", "dlora", "algorithm1"})

@@ -164,3 +164,66 @@ def test_deadlines():
     free = admission()
     assert free.deadline("scene", None) is None
     assert free.deadline("scene", 3) == 3
+
+
+def flooded(**more):
+    """Eleven requests of `flood`, one of which runs; ten may wait."""
+    gate = Admission(10, deadline_admission=True, deadline=0.0, deadlines={}, **more)
+    run(gate, 1.0, 0.5)
+    gate.enter("m", 0, None, 1, "flood")
+    gate.enter("m", 1, None, 10, "flood")
+    return gate
+
+
+def test_who_fills_the_queue_does_not_keep_others_out_where_shares_are_kept():
+    with pytest.raises(OverloadedError, match="no more than 10 may"):
+        flooded().enter("m", 1, None, 1, "quiet")
+    gate = flooded(shares={})
+    with pytest.raises(OverloadedError, match="10 requests are waiting, and no more than 10 may"):
+        gate.enter("m", 1, None, 1, "flood")
+    for _ in range(5):  # half of the queue
+        gate.enter("m", 1, None, 1, "quiet")
+    for client in ("flood", "quiet"):
+        with pytest.raises(OverloadedError, match="no more than 10 may"):
+            gate.enter("m", 1, None, 1, client)
+    gate.leave("m", None, 0.0, "quiet")
+    gate.enter("m", 1, None, 1, "quiet")
+    gate = flooded(shares={"gold": 4.0})
+    gate.enter("m", 1, None, 8, "gold")  # four fifths
+    with pytest.raises(OverloadedError, match="no more than 10 may"):
+        gate.enter("m", 1, None, 1, "gold")
+
+
+def test_who_fills_the_queue_does_not_make_others_late_where_shares_are_kept():
+    gate = flooded(shares={"gold": 3.0})
+    assert gate.predicted("m", 1, "flood") == pytest.approx(1.0 + 10 * 0.5)
+    assert gate.predicted("m", 1, "quiet") == pytest.approx(1.0)
+    gate.enter("m", 1, 1.5, 1, "quiet")
+    assert gate.predicted("m", 1, "quiet") == pytest.approx(1.0 + 2 * 0.5)
+    gate.enter("m", 1, 1.5, 3, "gold")
+    assert gate.predicted("m", 1, "gold") == pytest.approx(1.0 + 5 * 0.5)
+    with pytest.raises(OverloadedError, match="later than the deadline of 3"):
+        gate.enter("m", 1, 3.0, 1, "gold")
+
+
+@examples(100)
+@given(
+    most=st.integers(1, 8),
+    events=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 3)), max_size=120),
+)
+def test_a_queue_with_shares_is_bounded_too(most, events):
+    """However many clients there are; and it is empty when all have left."""
+    gate = Admission(most, deadline_admission=False, deadline=0.0, deadlines={}, shares={})
+    inside = []
+    for client, count in events:
+        try:
+            gate.enter("m", 0, None, count, str(client))
+        except OverloadedError:
+            assert len(inside) + count > most
+        else:
+            inside += [str(client)] * count
+        assert gate.inside == len(inside) <= 2 * most
+    for client in inside:
+        gate.leave("m", None, 0.0, client)
+    assert not gate.inside
+    assert not gate._clients

@@ -69,3 +69,22 @@ def test_what_would_miss_its_deadline_is_refused_at_once():
         assert len(engine.asked) == before
         for thread in threads:
             thread.join()
+
+
+def test_a_model_whose_requests_fill_the_queue_leaves_places_to_others_where_shares_are_kept():
+    for share_by, expected in (("none", 429), ("adapter", 200)):
+        engine = FakeEngine(slots=1, step=0.05)
+        with serving(engine, max_waiting=2, share_by=share_by) as server:
+            flood = [
+                threading.Thread(target=lambda: ask(server, max_tokens=4, ignore_eos=True))
+                for _ in range(3)
+            ]
+            for thread in flood:
+                thread.start()
+            until(lambda: len(engine.waiting) == 2)  # noqa: B023
+            assert ask(server).status_code == 429
+            other = ask(server, model="adapter-1")
+            assert other.status_code == expected
+            for thread in flood:
+                thread.join()
+            assert server.inside == 0

@@ -123,7 +123,7 @@ def test_the_application_that_the_configuration_names(monkeypatch):
     made = build(options)
     front = made._bound_deployment
     assert front.name == FRONT
-    engines, bundles, server, application = front.init_args
+    engines, bundles, server, application, share_by, shares = front.init_args
     assert engines._bound_deployment.name == DEPLOYMENT
     assert engines._bound_deployment.ray_actor_options["num_gpus"] == 1
     assert bundles == ["/models/bundles/detection"]

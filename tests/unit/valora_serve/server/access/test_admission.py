@@ -35,12 +35,13 @@ def test_a_full_queue_is_a_429_with_retry_after():
 def test_deadlines_of_request_and_domain():
     engine = FakeEngine(slots=1, step=0.02)
     with serving(
-        engine, deadline=20, deadlines={"person": 0.5}, deadline_admission=False
+        engine, deadline=20, deadlines={"person": 12}, deadline_admission=False
     ) as server:
         ask(server)
         assert 19 < engine.asked[-1].deadline <= 20
-        ask(server, model="person", valora={"deadline": 5}, url=data_url(encoded(picture())))
-        assert engine.asked[-1].deadline <= 0.5
+        # On a busy machine it can take seconds until the first image is read.
+        ask(server, model="person", valora={"deadline": 16}, url=data_url(encoded(picture())))
+        assert 2 < engine.asked[-1].deadline <= 12
         ask(server, valora={"deadline": 3})
         assert 2 < engine.asked[-1].deadline <= 3
         thread = threading.Thread(target=lambda: ask(server, max_tokens=20, ignore_eos=True))

@@ -34,9 +34,7 @@ def test_a_full_queue_is_a_429_with_retry_after():
 
 def test_deadlines_of_request_and_domain():
     engine = FakeEngine(slots=1, step=0.02)
-    with serving(
-        engine, deadline=20, deadlines={"person": 12}, deadline_admission=False
-    ) as server:
+    with serving(engine, deadline=20, deadlines={"person": 12}, deadline_admission=False) as server:
         ask(server)
         assert 19 < engine.asked[-1].deadline <= 20
         # On a busy machine it can take seconds until the first image is read.

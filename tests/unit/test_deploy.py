@@ -129,6 +129,7 @@ def test_the_application_that_the_configuration_names(monkeypatch):
     assert bundles == ["/models/bundles/detection"]
     assert server.keys_file == "/etc/valora/keys"
     assert application == "valora"
+    assert (share_by, shares) == ("none", {})
     for wrong, words in (
         ({"replicas": 3}, "3 replicas need 3 GPUs"),
         ({"replica": 3}, "did you mean replicas"),

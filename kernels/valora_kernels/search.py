@@ -36,6 +36,7 @@ from valora_kernels.launching import ALIGNMENT
 from valora_kernels.lookup import TilingTable
 from valora_kernels.tiling import ROWS_TOGETHER, Case, ProjectionGroup, Shape, Tiling
 from valora_kernels.timing import KernelWorkload, replay_times, spread
+from valora_kernels.weights import MAX_PROJECTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -56,8 +57,6 @@ ADAPTERS_BETWEEN = (2, 8, 32)
 RANKS = (16, 32, 64, 128)
 MOST_RANK = 256
 """Largest rank that adapters are served with."""
-MOST_PROJECTIONS = 3
-"""Most projections that share an input, as kernels take so many outputs."""
 
 PRESETS = {
     "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32},
@@ -462,9 +461,9 @@ def _widths(models: Iterable[str], shapes: Iterable[str]) -> list[tuple[int, tup
         for size in (width, *outputs):
             if size < ALIGNMENT or size % ALIGNMENT:
                 raise InputError(f"{what}: expected widths that {ALIGNMENT} divides, got {size}")
-        if len(outputs) > MOST_PROJECTIONS:
+        if len(outputs) > MAX_PROJECTIONS:
             raise InputError(
-                f"{what}: expected at most {MOST_PROJECTIONS} outputs, got {len(outputs)}"
+                f"{what}: expected at most {MAX_PROJECTIONS} outputs, got {len(outputs)}"
             )
     if not named:
         raise InputError("name a --model or a --shape")

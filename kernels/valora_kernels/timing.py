@@ -117,12 +117,13 @@ class KernelWorkload:
         self.scalings = [0.5 + 0.25 * (slot % 5) for slot in range(slots)]
         width = in_features + sum(out_features)
         size = dtype.itemsize
+        base = in_features * sum(out_features) if first else 0
         self.bytes = size * (
             sum(self.ranks[slot] for slot in np.unique(rows_of)) * width
             + rows * (in_features + 2 * sum(out_features))
-            + (in_features * sum(out_features) if first else 0)
+            + base
         )
-        resident = size * (slots * max(ranks) * width + rows * width)
+        resident = size * (slots * max(ranks) * width + rows * width + base)
         copies = int(min(most, max(2, -(-cold // max(self.bytes, 1)), -(-cold // resident))))
         self.flops = 2 * int(np.asarray(ranks)[rows_of].sum()) * width
         self.sets = self._make_sets(copies, rows, in_features, out_features, dtype, device, first)
@@ -171,9 +172,10 @@ class KernelWorkload:
             x = x[: rows * in_features].view(rows, in_features)
             y = y[: rows * outputs]
             if first:
-                y, base = y.view(rows, outputs), base[: in_features * outputs]
-                whole = y, base.view(outputs, in_features).mul_(in_features**-0.5)
-                sets.append(Inputs(y.split(list(out_features), 1), x, weights, whole[1], y))
+                y = y.view(rows, outputs)
+                base = base[: in_features * outputs].view(outputs, in_features)
+                base *= in_features**-0.5
+                sets.append(Inputs(y.split(list(out_features), 1), x, weights, base, y))
                 continue
             parts = y.split([rows * n for n in out_features])
             outs = [part.view(rows, n) for part, n in zip(parts, out_features, strict=True)]

@@ -161,6 +161,7 @@ class Engine:
             seat = self.crew.seat
         try:
             self._open(lmm, cost_model, seat)
+            sizing.limit_host_threads(self.device)
             if self.crew is not None:
                 self.crew.wait_ready()
         except BaseException as error:

@@ -129,7 +129,7 @@ class ModelRunner:
     def _make_crowded(self, sizes: Sequence[int]) -> PromptGraphs:
         """Graphs for steps in which many rows decode; of no size where the backend has none."""
         crowd = self._resources.backend.crowd
-        fitting = [size for size in sizes if crowd is not None and size > crowd]
+        fitting = [size for size in sizes if crowd(size) is not None]
         return PromptGraphs(self._resources, self._recorder, fitting, crowded=True)
 
     # ------------------------------------------------------------------ steps
@@ -221,9 +221,11 @@ class ModelRunner:
     ) -> Tensor:
         """Hidden states of a step, from a graph if one fits; `terms` has one entry per row."""
         found = [self._prompt_graphs.find(rows, terms, visual)]
-        crowd = self._resources.backend.crowd
-        if crowd is not None and rows.decoding >= crowd:
-            found.insert(0, self._crowded_graphs.find(rows, terms, visual))
+        crowded = self._crowded_graphs.find(rows, terms, visual)
+        if crowded is not None:
+            crowd = self._resources.backend.crowd(crowded.sequences)
+            if crowd is not None and rows.decoding >= crowd:
+                found.insert(0, crowded)
         # Until all are captured, the one for crowds may have many times the rows of the other.
         fitting = [graph for graph in found if graph is not None]
         graph = min(fitting, key=lambda graph: len(graph.embedded), default=None)

@@ -56,8 +56,8 @@ class Mix:
 
 MIXES = (
     Mix(0, 0, 1), Mix(0, 0, 4), Mix(0, 0, 1, 1024), Mix(0, 0, 1, 4000),
-    Mix(8, 1000, 1), Mix(16, 1000, 1), Mix(32, 700, 1), Mix(64, 700, 1), Mix(64, 700, 2, 600),
-    Mix(130, 500, 1),
+    Mix(4, 700, 1), Mix(8, 700, 1), Mix(16, 700, 1), Mix(24, 700, 1), Mix(32, 700, 1),
+    Mix(64, 700, 1), Mix(64, 700, 2, 600), Mix(130, 500, 1),
 )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def main(given=None):
         for name in arguments.backends:
             backend = make_backend(name, cache)
             makers[name] = backend.mixed_plan
-            if backend.crowd is not None:
+            if backend.crowd(SEQUENCES) is not None:
                 makers[f"{name}, crowded"] = backend.crowded_plan
         found = []
         for size, mix in product(arguments.sizes, MIXES):

@@ -166,8 +166,6 @@ class AttentionBackend(ABC):
         auto_rank: Order in which ``auto`` tries the backends, the lowest first; None for a backend
             that is used only by its name.
         most_mixed: Most sequences for which `mixed_plan` is asked.
-        crowd: Rows that decode beside prompts, from which on a step is captured with
-            `crowded_plan`; None if there is no such plan.
         stand_in: Name of the backend that attends while this one is compiled, with the same pages
             and with CUDA graphs; None if requests wait for this one.
     """
@@ -175,7 +173,6 @@ class AttentionBackend(ABC):
     auto_rank: ClassVar[int | None] = None
     stand_in: ClassVar[str | None] = None
     most_mixed: int = 256
-    crowd: int | None = None
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -225,6 +222,15 @@ class AttentionBackend(ABC):
             rows: Number of rows, including those that only pad the step.
         """
         del sequences, rows
+        return None
+
+    def crowd(self, sequences: int) -> int | None:
+        """Rows that decode from which on `crowded_plan` is faster; None if there is no such plan.
+
+        Args:
+            sequences: Largest number of sequences of the plan.
+        """
+        del sequences
         return None
 
     def crowded_plan(self, sequences: int, rows: int) -> FixedAttentionPlan | None:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from valora_serve.model.attention.base import AttentionBackend, KVCache, Rows, pinned, to_device
 from valora_serve.model.attention.compiling import side_by_side
+from valora_serve.model.attention.triton_backend import TritonBackend
 from valora_serve.toolkit import find_own_programs, missing_tools
 
 if TYPE_CHECKING:
@@ -32,17 +33,23 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from valora_serve.model.attention.triton_backend import TritonMixedPlan
+
 WORKSPACE_BYTES = 256 << 20
 """Size of the buffer that FlashInfer's kernels share."""
 
-CROWD = 64
-"""Decoding rows from which on a decode kernel of 512 sequences costs less than their tiles of 128
-rows in FlashAttention 3: 64 of them take 34 to 52 us a layer more in the latter, on an H200.
+CROWD = 12
+"""Decoding rows from which on a captured step of few sequences has `crowded_plan`.
 
-FlashAttention 3 has such a tile for each query head, and the decode kernel one program for each
-head of keys and values. With 32 and 8 heads, 64 sequences of 700 tokens take 219 us a layer in the
-former, and 130 of 500 tokens 128 us with the latter, on an H100.
+FlashAttention 3 computes tiles of 128 rows, also for a sequence that decodes one. The decode kernel
+computes as many sequences as the plan may have, so that its time grows with these. Where heads
+share keys and values, it is slower than our own kernel, whose tiles hold a head's group. On an H200
+the other plan is faster from 13, 22 and 45 decoding rows on, with 64, 256 and 512 sequences; where
+four heads share keys and values, from 10, 10 and 22 on (`bench_attention`).
 """
+
+SEQUENCES_PER_CROWD_ROW = 16
+"""Sequences of a plan for which a crowd has another row."""
 
 
 class FlashInferBackend(AttentionBackend):
@@ -69,8 +76,9 @@ class FlashInferBackend(AttentionBackend):
         self._prompts = self._prefill_wrapper("fa3" if self._hopper else "auto")
         self._decode = self._decode_wrapper()
         self._mixed_decodes: dict[int, FixedDecode] = {}
+        self._grouped: TritonBackend | None = None
         if self._hopper:
-            self.most_mixed, self.crowd = 512, max(1, CROWD * cache.kv_heads // cache.heads)
+            self.most_mixed = 512
 
     @classmethod
     def unsuitable(cls, cache: KVCache) -> str | None:
@@ -87,6 +95,11 @@ class FlashInferBackend(AttentionBackend):
             )
         return None
 
+    @property
+    def _shares_keys(self) -> bool:
+        """Whether several query heads share a head of keys and values."""
+        return self._cache.heads > self._cache.kv_heads
+
     def _prefill_wrapper(self, kernel: str, **options: Any) -> Wrapper:
         """FlashInfer's wrapper for sequences of any number of rows."""
         made = self._library.BatchPrefillWithPagedKVCacheWrapper(
@@ -96,9 +109,8 @@ class FlashInferBackend(AttentionBackend):
 
     def _decode_wrapper(self, **options: Any) -> Wrapper:
         """FlashInfer's wrapper for sequences of one row."""
-        grouped = self._cache.heads // self._cache.kv_heads > 1
         made = self._library.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "NHD", use_tensor_cores=grouped, **options
+            self._workspace, "NHD", use_tensor_cores=self._shares_keys, **options
         )
         return Wrapper(made, self._cache)
 
@@ -163,10 +175,23 @@ class FlashInferBackend(AttentionBackend):
         """A plan for CUDA graphs of any mix of at most `rows` rows in `sequences` sequences."""
         return self._mixed_plan(sequences, rows, None)
 
-    def crowded_plan(self, sequences: int, rows: int) -> FlashInferMixedPlan | None:
-        """A plan like `mixed_plan` with a kernel of its own for sequences that decode."""
+    def crowd(self, sequences: int) -> int | None:
+        """Rows that decode from which on `crowded_plan` is faster; None except on Hopper GPUs."""
         if not self._hopper:
             return None
+        most = CROWD + sequences // SEQUENCES_PER_CROWD_ROW
+        return most // 2 if self._shares_keys else most
+
+    def crowded_plan(
+        self, sequences: int, rows: int
+    ) -> FlashInferMixedPlan | TritonMixedPlan | None:
+        """A plan with the decode kernel, or our own kernels where heads share keys and values."""
+        if not self._hopper:
+            return None
+        if self._shares_keys:
+            if self._grouped is None:
+                self._grouped = TritonBackend(self._cache)
+            return self._grouped.mixed_plan(sequences, rows)
         # Plans of all numbers of rows take turns with it: a wrapper has 8 MB of its own.
         decode = self._mixed_decodes.get(sequences)
         if decode is None:

@@ -14,26 +14,27 @@ pytest.importorskip("flashinfer")
 BEHIND = 400_000_000
 """Clock cycles that the GPU is busy with before the steps: about 0.2 s."""
 
-HEADS, KV_HEADS, WIDTH, PAGE = 8, 2, 128, 16
+HEADS, WIDTH, PAGE = 8, 128, 16
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes", "chunks"),
+    ("kind", "kv_heads", "sizes", "chunks"),
     [
-        ("plan", (), [64, 64, 64, 8, 1, 300, 2]),
-        ("mixed_plan", (3, 64), [64, 64, 64, 8, 1, 40, 64]),
-        ("crowded_plan", (3, 64), [64, 64, 64, 8, 1, 40, 64]),
-        ("decode_plan", (1,), [1] * 40),
+        ("plan", 2, (), [64, 64, 64, 8, 1, 300, 2]),
+        ("mixed_plan", 2, (3, 64), [64, 64, 64, 8, 1, 40, 64]),
+        ("crowded_plan", 2, (3, 64), [64, 64, 64, 8, 1, 40, 64]),
+        ("crowded_plan", 8, (3, 64), [64, 64, 64, 8, 1, 40, 64]),
+        ("decode_plan", 2, (1,), [1] * 40),
     ],
 )
-def test_chunks_of_a_sequence(kind, sizes, chunks):
+def test_chunks_of_a_sequence(kind, kv_heads, sizes, chunks):
     """All steps of a sequence are enqueued while the GPU is busy with something else."""
     length = sum(chunks)
     query = torch.randn(length, HEADS, WIDTH, dtype=torch.bfloat16, device="cuda")
-    key, value = torch.randn(2, length, KV_HEADS, WIDTH, dtype=torch.bfloat16, device="cuda")
+    key, value = torch.randn(2, length, kv_heads, WIDTH, dtype=torch.bfloat16, device="cuda")
     pages = 1 + -(-length // PAGE)
     # What no sequence has written is multiplied by 0; page 0 is for rows that pad a step.
-    keys, values = torch.zeros(2, pages, PAGE, KV_HEADS, WIDTH, dtype=torch.bfloat16, device="cuda")
+    keys, values = torch.zeros(2, pages, PAGE, kv_heads, WIDTH, dtype=torch.bfloat16, device="cuda")
     backend = make_backend("flashinfer", KVCache([(keys, values)], PAGE, HEADS))
     fixed = getattr(backend, kind)(*sizes) if sizes else None
     if sizes and fixed is None:

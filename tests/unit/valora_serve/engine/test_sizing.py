@@ -95,3 +95,20 @@ def test_pages_take_what_the_gpu_has_left(
     left = total * 0.75 - 600_000 - 2 * copies - step - 2**30
     found = sizing.pages_that_fit(settings, lmm, page, mergeable=mergeable)
     assert found == int(left // (2 * page.elements))
+
+
+@pytest.mark.parametrize(
+    ("device", "variable", "before", "after"),
+    [
+        ("cuda", "", 64, 6), ("cuda", "", 4, 4), ("cuda", "12", 12, 12), ("cpu", "", 64, 64),
+    ],
+)  # fmt: skip
+def test_operators_on_the_host_use_few_threads_beside_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: str, variable: str, before: int, after: int
+) -> None:
+    threads = [before]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.__setitem__(0, count))
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    sizing.limit_host_threads(torch.device(device))
+    assert threads == [after]

@@ -71,7 +71,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
 
     monkeypatch.setattr("valora_serve.engine.warm_up.PATIENCE", 0.01)
     monkeypatch.setattr(TorchBackend, "stand_in", "torch")
-    monkeypatch.setattr(TorchBackend, "crowd", 80)
+    monkeypatch.setattr(TorchBackend, "crowd", lambda *_: 80)
     monkeypatch.setattr(TorchBackend, "compile", lambda _: made.run())
     monkeypatch.setattr(TorchBackend, "plan", eager)
     for kind in ("decode_plan", "mixed_plan", "crowded_plan"):

@@ -70,7 +70,8 @@ class Device:
         def plan(*parts: Any, **_: object) -> None:
             parts = parts if kind != "decode" else (torch.arange(len(parts[0])), *parts)
             starts, indptr, indices, last, heads, kv_heads, width, page, *_ = parts
-            assert (heads, kv_heads, width, page) == (HEADS, KV_HEADS, WIDTH, PAGE)
+            assert heads in (KV_HEADS, HEADS)
+            assert (kv_heads, width, page) == (KV_HEADS, WIDTH, PAGE)
             assert len(starts) == len(indptr) == len(last) + 1
             assert indptr[0] == 0
             assert indptr[-1] == len(indices)
@@ -148,9 +149,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return replaced(monkeypatch)
 
 
-def empty_cache(pages: int) -> KVCache:
+def empty_cache(pages: int, heads: int = HEADS) -> KVCache:
     shape = (pages, PAGE, KV_HEADS, WIDTH)
-    return KVCache([(torch.zeros(shape), torch.zeros(shape))], PAGE, HEADS)
+    return KVCache([(torch.zeros(shape), torch.zeros(shape))], PAGE, heads)
 
 
 @pytest.mark.parametrize("kind", ["plan", "mixed_plan", "decode_plan"])
@@ -247,21 +248,23 @@ SEQUENCES = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(SEQUENCES, min_size=1, max_size=3),
-    st.sampled_from([("plan", True), ("plan", False), ("mixed_plan", True), ("mixed_plan", False),
-                     ("crowded_plan", True)]),
+    st.sampled_from([("plan", True, HEADS), ("plan", False, HEADS), ("mixed_plan", True, HEADS),
+                     ("mixed_plan", False, HEADS), ("crowded_plan", True, KV_HEADS)]),
 )  # fmt: skip
-@example([[(9, 1), (4, 1), (0, 6), (3, 2)]], ("crowded_plan", True))
-@example([[(9, 1)], [(4, 3), (2, 1)], [(5, 1), (1, 1)]], ("crowded_plan", True))
-@example([[(9, 1)], [(4, 3), (2, 1)], [(5, 1), (1, 1)]], ("mixed_plan", True))
-@example([[(3, 2), (9, 1)]], ("mixed_plan", False))
+@example([[(9, 1), (4, 1), (0, 6), (3, 2)]], ("crowded_plan", True, KV_HEADS))
+@example([[(9, 1)], [(4, 3), (2, 1)], [(5, 1), (1, 1)]], ("crowded_plan", True, KV_HEADS))
+@example([[(9, 1), (4, 1), (0, 6), (3, 2)]], ("crowded_plan", True, HEADS))
+@example([[(9, 1)], [(4, 3), (2, 1)], [(5, 1), (1, 1)]], ("crowded_plan", True, HEADS))
+@example([[(9, 1)], [(4, 3), (2, 1)], [(5, 1), (1, 1)]], ("mixed_plan", True, HEADS))
+@example([[(3, 2), (9, 1)]], ("mixed_plan", False, HEADS))
 def test_attention_is_that_of_plain_torch(
-    steps: list[list[tuple[int, int]]], kind: tuple[str, bool]
+    steps: list[list[tuple[int, int]]], kind: tuple[str, bool, int]
 ) -> None:
     """For any mix of rows: each step's outputs, and the cache behind it."""
     with pytest.MonkeyPatch.context() as patch:
-        made, hopper = kind
+        made, hopper, heads = kind
         device = replaced(patch, (9, 0) if hopper else (8, 0))
-        mine, other = empty_cache(96), empty_cache(96)
+        mine, other = empty_cache(96, heads), empty_cache(96, heads)
         backend, reference = FlashInferBackend(mine), TorchBackend(other)
         most = 80
         captured = None if made == "plan" else getattr(backend, made)(8, most)
@@ -275,7 +278,7 @@ def test_attention_is_that_of_plain_torch(
             tables = [[*range(1 + 11 * i, 12 + 11 * i)] for i in range(len(sequences))]
             rows = Rows(starts, lengths, tables)
             used = int(starts[-1])
-            query = torch.randn(used, HEADS, WIDTH, generator=g)
+            query = torch.randn(used, heads, WIDTH, generator=g)
             key, value = torch.randn(2, used, KV_HEADS, WIDTH, generator=g)
             expected = reference.plan(rows).run(0, query, key, value, WIDTH**-0.5)
             if captured is None:
@@ -305,14 +308,15 @@ def test_decoding_rows_have_a_kernel_of_their_own(device: Device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "crowd"), [(32, 32, 64), (32, 8, 16), (28, 4, 9), (200, 1, 1)]
+    ("heads", "sequences", "crowd"),
+    [(1, 64, 16), (1, 256, 28), (1, 512, 44), (4, 64, 8), (4, 256, 14), (7, 512, 22)],
 )
 @pytest.mark.usefixtures("device")
-def test_fewer_rows_are_a_crowd_where_heads_share_keys(
-    heads: int, kv_heads: int, crowd: int
+def test_more_sequences_of_a_plan_need_a_larger_crowd(
+    heads: int, sequences: int, crowd: int
 ) -> None:
-    pages = torch.zeros(2, PAGE, kv_heads, WIDTH)
-    assert FlashInferBackend(KVCache([(pages, pages)], PAGE, heads)).crowd == crowd
+    """With one head for each of keys and values, and with several that share it."""
+    assert FlashInferBackend(empty_cache(8, heads)).crowd(sequences) == crowd
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
@@ -320,12 +324,12 @@ def test_captured_steps_have_a_decode_kernel_where_many_rows_decode(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
 ) -> None:
     device, hopper = replaced(monkeypatch, capability), capability == (9, 0)
-    backend = FlashInferBackend(empty_cache(32))
-    assert (backend.crowd is not None) == hopper
+    backend = FlashInferBackend(empty_cache(32, KV_HEADS))
+    assert (backend.crowd(4) is not None) == hopper
     assert (backend.crowded_plan(4, 16) is not None) == hopper
     kernels = ["prefill fa3"] if hopper else ["prefill fa2"]
     rows = Rows(np.array([0, 1, 4], np.int32), np.array([9, 3], np.int32), [[1, 2, 3], [4]])
-    x = torch.zeros(16, HEADS, WIDTH)
+    x = torch.zeros(16, KV_HEADS, WIDTH)
     for plan, expected in (
         (backend.mixed_plan(4, 16), kernels),
         (backend.crowded_plan(4, 16), ["decode", *kernels]),
@@ -333,7 +337,7 @@ def test_captured_steps_have_a_decode_kernel_where_many_rows_decode(
         if plan is None:
             continue
         plan.update(rows)
-        plan.run(0, x, x[:, :KV_HEADS], x[:, :KV_HEADS], 1.0)
+        plan.run(0, x, x, x, 1.0)
         device.finish()
         assert [name for name, _ in device.computed] == expected
         device.computed.clear()

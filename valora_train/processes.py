@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from valora_data.cpu import usable_cores
 from valora_train.errors import StageError
 
 if TYPE_CHECKING:
@@ -35,18 +36,18 @@ def preparing_processes(asked: int, device: str, waiting: int) -> int:
         waiting: Domains whose stages before fusion are not up to date.
     """
     if not asked:
-        asked = 1 if device != "cpu" else min(os.cpu_count() or 1, MOST_PROCESSES)
+        asked = 1 if device != "cpu" else min(usable_cores(), MOST_PROCESSES)
     return max(1, min(asked, waiting))
 
 
 def trial_processes(asked: int) -> int:
     """Processes that train side by side, each on one core; 0 for as many as there are cores."""
-    return asked or len(os.sched_getaffinity(0))
+    return asked or usable_cores()
 
 
 def threads_beside(processes: int) -> int:
     """CPU threads of each of several processes that prepare domains."""
-    return max(1, (os.cpu_count() or 1) // processes)
+    return max(1, usable_cores() // processes)
 
 
 @contextmanager

@@ -8,9 +8,11 @@ import platform
 import resource
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from valora_data.cpu import CGROUP, usable_cores
 from valora_data.errors import ValoraError
 from valora_serve.doctor.base import Finding, Level
 from valora_serve.doctor.gpu import installed
@@ -46,9 +48,12 @@ def check_python(_: Patient) -> Iterator[Finding]:
 
 def check_machine(_: Patient) -> Iterator[Finding]:
     """Cores, memory and limits."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    yield Finding(Level.FINE, "machine", f"{cores} CPU cores, {memory:.0f} GiB memory")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container
+        with suppress(OSError, ValueError):
+            memory = min(memory, int((CGROUP / limit).read_text()))
+    cores = usable_cores()
+    yield Finding(Level.FINE, "machine", f"{cores} CPU cores, {memory / 2**30:.0f} GiB memory")
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and hard < FILES:
         text = f"{hard} at most, which is {hard - 256} connections at a time"

@@ -161,7 +161,6 @@ class Engine:
             seat = self.crew.seat
         try:
             self._open(lmm, cost_model, seat)
-            sizing.limit_host_threads(self.device)
             if self.crew is not None:
                 self.crew.wait_ready()
         except BaseException as error:
@@ -185,8 +184,8 @@ class Engine:
         if lmm is None:
             with self.start_up.phase("base model"):
                 lmm = self._load(seat)
-        self.device = lmm.device
-        self.lmm = lmm
+        self.lmm, self.device = lmm, lmm.device
+        sizing.limit_host_threads(self.device)
         lmm.linears.scope.operator = operator(settings.operator)
         lmm.linears.by_matrix = settings.switch == BY_MATRIX
         cuda = self.device.type == "cuda"

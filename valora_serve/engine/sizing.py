@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from valora_data.cpu import usable_cores
 from valora_data.wording import first_line
 from valora_serve.errors import ServeError, SettingsError
 from valora_serve.orchestrator.cost_model import PROMPT_SIZES
@@ -71,14 +72,16 @@ def find_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def limit_host_threads(device: torch.device) -> None:
-    """Let torch's operators on the host use few threads of this process if the device is a GPU.
+    """Let torch's operators on the host use cores that this process has, and few beside a GPU.
 
-    torch takes a thread for each core, and every operator waits for all of its threads. On a host
-    whose cores are busy one always comes late: four engines that started on one host of 64 cores
-    had not laid out their first adapters after 420 s. Where OMP_NUM_THREADS is set it decides.
+    torch takes a thread for each core of the host, also in a container that may use some of them,
+    and every operator waits for all of its threads. Where cores are busy one always comes late:
+    four engines that started on one host of 64 cores had not laid out their first adapters after
+    420 s. Where OMP_NUM_THREADS is set it decides.
     """
-    if device.type == "cuda" and not os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(min(torch.get_num_threads(), HOST_THREADS))
+    if not os.environ.get("OMP_NUM_THREADS"):
+        most = HOST_THREADS if device.type == "cuda" else usable_cores()
+        torch.set_num_threads(min(torch.get_num_threads(), most, usable_cores()))
 
 
 def machine_name(device: torch.device) -> str:

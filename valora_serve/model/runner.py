@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from valora_data.cpu import usable_cores
 from valora_data.wording import first_line
 from valora_kernels.launching import compiling_together
 from valora_kernels.metadata import NONE, LoraBatch, Scratch
@@ -356,7 +356,7 @@ class ModelRunner:
             )
         if self._interrupted:
             self._compiling.stop_waiting()
-        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        threads = usable_cores()
         if self._device.type == "cuda" and threads > 1:
             try:
                 with compiling_together(min(threads, MOST_THREADS)):

@@ -21,7 +21,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import queue
 import sys
 import tempfile
@@ -42,6 +41,7 @@ from torch.nn import functional as F
 from torchvision.ops import generalized_box_iou_loss
 
 from valora_data.contract.boxes import cell_centres, decode, encode
+from valora_data.cpu import usable_cores
 from valora_data.sources.generic.scenes import COLORS, PATTERNS, SIZE
 from valora_data.sources.generic.shapes import SHAPES
 from valora_train.base_model.data import (
@@ -716,7 +716,7 @@ def main() -> None:
     )
     parser.add_argument("--batch", type=int, default=768)
     parser.add_argument("--rate", type=float, default=1.5e-3)
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--workers", type=int, default=max(1, usable_cores() - 2))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=Path, help="checkpoint to start from")
     parser.add_argument(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from valora_data.contract.base_model import base_folder
+from valora_data.cpu import usable_cores
 from valora_data.schema import Split
 from valora_train.fusion.samples import DomainData
 from valora_train.tasks.registry import make_task
@@ -96,7 +96,7 @@ def make_deterministic(threads: int) -> None:
     Args:
         threads: Number of CPU threads; 0 for all cores.
     """
-    torch.set_num_threads(threads or os.cpu_count() or 1)
+    torch.set_num_threads(threads or usable_cores())
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Nothing reads what it did not write; filling every new tensor takes a twentieth of a step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from valora_data.cpu import usable_cores
 from valora_data.schema import Sample, Split
 from valora_train.fusion.batches import pieces, shares, side_by_side
 from valora_train.fusion.samples import evenly
@@ -119,7 +119,7 @@ class Trainer:
         self._pass_tokens = pass_tokens(lmm)
         # Sharded layers and adapters that act at decoding only keep a state of the batch.
         apart = lmm.device.type == "cpu" and not (lmm.sharded or settings.lora.decode_only)
-        self._lanes = Lanes((settings.threads or os.cpu_count() or 1) if apart else 1)
+        self._lanes = Lanes((settings.threads or usable_cores()) if apart else 1)
 
     # --- adapters -----------------------------------------------------------------------------
 

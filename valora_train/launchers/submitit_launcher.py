@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from valora_data.cpu import usable_cores
 from valora_train.errors import SettingsError
 from valora_train.launchers.base import Job, JobLauncher, failed
 
@@ -73,7 +74,7 @@ class SubmititLauncher(JobLauncher):
                 f"hydra.launcher.n_jobs is {self._at_once}: choose at least 1, or -1 for all cores"
             )
         submitit = _submitit()
-        most = self._at_once if self._at_once > 0 else os.cpu_count() or 1
+        most = self._at_once if self._at_once > 0 else usable_cores()
         pool = ThreadPoolExecutor(min(most, len(job_overrides)))
         try:
             task = partial(_run, os.environ.get("CUDA_VISIBLE_DEVICES"), self._task)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from pathlib import Path
@@ -10,6 +9,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from valora_data.cpu import usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -117,9 +118,4 @@ def machine(device: str = "cpu") -> str:
         if key.strip() == "model name" and value.strip():
             name = value.strip()
             break
-    return f"{name}, {_cores()} cores"
-
-
-def _cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"{name}, {usable_cores()} cores"

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from valora_data.cpu import usable_cores
 from valora_data.errors import ValoraError
 from valora_train.trials.comparison import run_comparison
 from valora_train.trials.inputs import INPUTS, complete_inputs, read_inputs
@@ -50,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--compare", action="store_true", help="a comparison, with its settings")
     parser.add_argument("--largest", type=int, default=0, help="largest subsets; 0 for all")
     parser.add_argument("--only", nargs="+", metavar="DOMAIN", help="domains (default: all)")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--processes", type=int, default=usable_cores())
     parser.add_argument("--device", help="device in torch's terms, e.g. cuda")
     given = parser.parse_args(arguments)
     for option in ("seeds", "largest", "only"):

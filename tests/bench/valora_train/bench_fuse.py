@@ -37,6 +37,7 @@ from tests.support.lmm_checkpoints import (
     _tokenizer,
     save_qwen2_5_vl,
 )
+from valora_data.cpu import usable_cores
 from valora_data.schema import Task
 from valora_data.sources.scenes.builtin import builtin_labels, builtin_prompt
 from valora_train.reporting.progress import Display
@@ -344,7 +345,7 @@ def several(given: argparse.Namespace) -> dict[str, Any]:
         return {"tokens": item.length, "samples": count, **least}
 
     settings = settings_of(given, given.base, given.folder)
-    torch.set_num_threads(settings.train.threads or os.cpu_count() or 1)
+    torch.set_num_threads(settings.train.threads or usable_cores())
     shipped = ModelSettings(device=settings.model.device)
     return {
         f"{given.shape}, {settings.train.micro_batch} each": measure(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from valora_data.cpu import usable_cores
 from valora_data.errors import DataError
 from valora_data.faults import MAX_FAULTY, FaultError, FaultKind, Faults
 from valora_data.images import TRANSPOSED, decode_image, encoded_file
@@ -87,8 +87,7 @@ class ImageReader:
         Raises:
             DataError: If more than `tolerance` of the images have faults.
         """
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        threads = max(1, cores or 1)
+        threads = usable_cores()
         coming = iter(paths)
         waiting: deque[tuple[Path, Future[Image.Image | FaultError]]] = deque()
         pool = ThreadPoolExecutor(threads, "decode")

@@ -99,7 +99,7 @@ def test_without_it_kernels_are_compiled_one_after_the_other(
     engine = make_engine(str(save_llava(tmp_path / "base", seed=2)), {}, fresh=True)
     runner = engine.runner
     monkeypatch.setattr(runner, "_device", SimpleNamespace(type="cuda"))
-    monkeypatch.setattr("valora_serve.model.runner.os.sched_getaffinity", lambda _: range(4))
+    monkeypatch.setattr("valora_serve.model.runner.usable_cores", lambda: 4)
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
     runner.compile_together([])
     assert "kernels are compiled one after the other" in caplog.text

@@ -98,17 +98,22 @@ def test_pages_take_what_the_gpu_has_left(
 
 
 @pytest.mark.parametrize(
-    ("device", "variable", "before", "after"),
+    ("device", "variable", "cores", "before", "after"),
     [
-        ("cuda", "", 64, 6), ("cuda", "", 4, 4), ("cuda", "12", 12, 12), ("cpu", "", 64, 64),
+        ("cuda", "", 64, 64, 6), ("cuda", "", 64, 4, 4), ("cuda", "", 2, 64, 2),
+        ("cuda", "12", 2, 12, 12), ("cpu", "", 64, 64, 64), ("cpu", "", 8, 64, 8),
+        ("cpu", "", 8, 4, 4), ("cpu", "3", 1, 3, 3),
     ],
 )  # fmt: skip
-def test_operators_on_the_host_use_few_threads_beside_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, device: str, variable: str, before: int, after: int
-) -> None:
+def test_threads_of_operators_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str, variable: str, cores: int, before: int, after: int,
+) -> None:  # fmt: skip
+    """Few beside a GPU, and no more than the process has cores; the variable decides if set."""
     threads = [before]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.__setitem__(0, count))
+    monkeypatch.setattr(sizing, "usable_cores", lambda: cores)
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
     sizing.limit_host_threads(torch.device(device))
     assert threads == [after]

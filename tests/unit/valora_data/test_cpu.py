@@ -1,0 +1,46 @@
+"""How many cores a process may use, by its affinity and by its container's limit."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from valora_data import cpu
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "300000 100000\n"}, 3),
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "20000 100000\n"}, 1),
+        ({"cpu.max": "6400000 100000\n"}, 8),
+        ({"cpu.max": ""}, 8),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "500000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 5),
+        ({"cpu/cpu.cfs_quota_us": "500000\n", "cpu/cpu.cfs_period_us": "0\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "500000\n"}, 8),
+    ],
+)
+def test_cores_of_a_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], expected: int
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(cpu, "CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert cpu.usable_cores() == expected
+
+
+def test_all_cores_where_the_system_knows_no_affinity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "CGROUP", tmp_path)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    assert cpu.usable_cores() == 5
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert cpu.usable_cores() == 1

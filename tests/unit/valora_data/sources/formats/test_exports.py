@@ -23,6 +23,7 @@ from tests.support.detection_sets import (
 from valora_data.errors import DataError
 from valora_data.schema import Sample, Split, Task
 from valora_data.sources.base import Source
+from valora_data.sources.formats import labelled
 from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.registry import FORMATS, detect_kind, files_of, open_source
 
@@ -80,6 +81,7 @@ def test_boxes_and_splits(kind: str, tmp_path: Path) -> None:
 def test_every_file_that_is_read_is_hashed(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(labelled, "usable_cores", lambda: 2)  # it reads files of the machine
     path = EXPORTS[kind](tmp_path / "set")
     listed = {file.resolve() for file in files_of(source_of(kind, path))}
     opened: set[Path] = set()

@@ -142,10 +142,11 @@ class AsyncEngine:
             return True
         if engine.runner.provisional:  # what is measured now would not hold later
             return False
-        if self._profiler is None:
+        if self._profiler is None or self._profiler.failed:
             if engine.tune():
                 return True
-            if not (engine.tuning and engine.tuning.adopted and lacks_costs(engine)):
+            new = engine.tuning is not None and engine.tuning.adopted and self._profiler is None
+            if not (new and lacks_costs(engine)):
                 return False
             self._profiler = Profiler(engine)
         self._profiler.go_on()

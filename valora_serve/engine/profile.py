@@ -14,6 +14,7 @@ import torch
 
 from valora_kernels.metadata import NONE
 from valora_serve.engine.sizing import cost_folder, machine_of
+from valora_serve.errors import ServeError, StoppedError
 from valora_serve.memory.block_manager import Owner
 from valora_serve.memory.residency import Place
 from valora_serve.model.sampler import TokenChoice
@@ -63,7 +64,9 @@ def ensure_costs(engine: Engine) -> None:
     Nothing is measured if the settings say so, or while the engine has requests.
     """
     if lacks_costs(engine) and not engine.busy:
-        adopt(engine, measure(engine))
+        costs = measure(engine)
+        if costs is not None:
+            adopt(engine, costs)
 
 
 def lacks_costs(engine: Engine) -> bool:
@@ -73,11 +76,14 @@ def lacks_costs(engine: Engine) -> bool:
 
 def adopt(engine: Engine, costs: CostModel) -> None:
     """Save costs, and decide with them from now on."""
-    costs.save(cost_folder(engine.settings))
+    try:
+        costs.save(cost_folder(engine.settings))
+    except OSError as error:  # the next start measures them again
+        log.warning("the costs of this machine are not kept: %s", error)
     engine.use(costs)
 
 
-def measure(engine: Engine, seconds: float = SECONDS) -> CostModel:
+def measure(engine: Engine, seconds: float = SECONDS) -> CostModel | None:
     """Measure steps, switches and loads of an engine without requests, and fit a cost model.
 
     Steps are measured without adapters and, in all modes, with up to 16 of the adapters that the
@@ -87,11 +93,14 @@ def measure(engine: Engine, seconds: float = SECONDS) -> CostModel:
         engine: The engine; its weights are pristine afterwards.
         seconds: Most seconds to spend on steps.
 
+    Returns:
+        The cost model; None if something could not be measured, which is in the log.
+
     Raises:
         RuntimeError: The engine has requests.
     """
     profiler = Profiler(engine, seconds)
-    while profiler.found is None:
+    while profiler.found is None and not profiler.failed:
         profiler.go_on()
     return profiler.found
 
@@ -105,10 +114,12 @@ class Profiler:
 
     Attributes:
         found: The cost model, once everything is measured.
+        failed: Whether something could not be measured, so that `found` stays None.
     """
 
     def __init__(self, engine: Engine, seconds: float = SECONDS) -> None:
         self.found: CostModel | None = None
+        self.failed = False
         self._engine, self._seconds = engine, seconds
         self._spent = 0.0
         self._points: dict[StepShape, float] = {}
@@ -120,13 +131,21 @@ class Profiler:
 
         Raises:
             RuntimeError: The engine has requests.
+            StoppedError: A process of the tensor-parallel group has ended.
         """
         engine, start = self._engine, time.monotonic()
         if engine.busy:
             raise RuntimeError("profile: expected an engine without requests")
         switches = engine.merge_state.switches
         self._work = self._work or self._measure()
-        self.found = next(self._work)
+        try:
+            self.found = next(self._work)
+        except StoppedError:
+            raise
+        except Exception:  # requests can be answered without it
+            log.exception("costs are not measured: estimates stay in use")
+            self.failed = True
+            self.pause()
         engine.merge_state.switches = switches  # no request needed those of the measurement
         self._spent += time.monotonic() - start
         if self.found is not None:
@@ -196,10 +215,14 @@ def _load(engine: Engine) -> list[tuple[int, float]]:
         if adapters.state(key) is Place.RESIDENT:
             continue
         start = time.perf_counter()
-        if not adapters.load(key):
-            break
-        while not adapters.ready(key) and time.perf_counter() - start < LOAD_WAIT:
-            time.sleep(1e-4)
+        try:
+            if not adapters.load(key):
+                break
+            while not adapters.ready(key) and time.perf_counter() - start < LOAD_WAIT:
+                time.sleep(1e-4)
+        except ServeError as error:  # its requests get the same answer
+            log.warning("costs are measured without an adapter: %s", error)
+            continue
         seconds = time.perf_counter() - start
         if key in adapters.resident:
             times.append((int(adapters.ranks[adapters.slot(key)]), seconds))
@@ -208,17 +231,18 @@ def _load(engine: Engine) -> list[tuple[int, float]]:
 
 def _steps(engine: Engine) -> Iterator[tuple[StepShape, list[Work], str | None]]:
     """Yield the steps to measure: shape, works, and key of the adapter merged into the weights."""
-    resident = sorted(engine.adapters.resident)
+    most = _most_distinct(engine)
     mixes: list[tuple[Mode, str | None, int]] = [(Mode.UNMERGED, None, 0)]
-    if resident:
-        mixes += [(Mode.UNMERGED, None, 1), (Mode.UNMERGED, None, len(resident))]
+    if most:
+        mixes += [(Mode.UNMERGED, None, 1), (Mode.UNMERGED, None, most)]
         if engine.lmm.linears.merged and (mergeable := _mergeable(engine)):
-            mixes.append((Mode.MIXTURE, mergeable[0], len(resident)))
+            mixes.append((Mode.MIXTURE, mergeable[0], most))
     settings, cuda = engine.settings, engine.device.type == "cuda"
+    most_rows = min(settings.max_requests, settings.max_tokens)
     for mode, merged, distinct in mixes:
         for context in CONTEXTS if cuda else FEW_CONTEXTS:
             for rows in DECODE_ROWS if cuda else FEW_ROWS:
-                if rows <= settings.max_requests and context + 1 < engine.context_length:
+                if rows <= most_rows and context + 1 < engine.context_length:
                     yield from _shape(engine, mode, merged, distinct, [(context, 1)] * rows)
         for tokens in PREFILL_TOKENS if cuda else FEW_TOKENS:
             if tokens <= min(settings.max_tokens, settings.chunk, engine.context_length - 1):
@@ -234,11 +258,17 @@ def _uncaptured(
 ) -> Iterator[tuple[StepShape, list[Work], str | None]]:
     """Yield the smallest step that no graph holds: a few prompts beside many decoding requests."""
     few = min(4, engine.settings.max_requests)
-    rows = [(CONTEXTS[0], 1)] * min(64, engine.settings.max_requests - few)
-    prompts = [(0, -(-(captured + 1 - len(rows)) // few))] * few
+    rows = [(CONTEXTS[0], 1)] * min(64, engine.settings.max_requests - few, captured // 2)
+    each, more = divmod(captured + 1 - len(rows), few)
+    prompts = [(0, each + (number < more)) for number in range(few)]
     if all(context + tokens < engine.context_length for context, tokens in (*prompts, *rows)):
-        distinct = len(engine.adapters.resident)
+        distinct = _most_distinct(engine)
         yield from _shape(engine, Mode.UNMERGED, None, distinct, [*prompts, *rows])
+
+
+def _most_distinct(engine: Engine) -> int:
+    """Return the number of resident adapters that one step may have."""
+    return min(len(engine.adapters.resident), engine.settings.max_adapters)
 
 
 def _shape(

@@ -351,8 +351,11 @@ class CostModel:
             "uncaptured_seconds": self.uncaptured_seconds,
         }
         draft = path.with_suffix(f".{os.getpid()}.tmp")
-        draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        draft.replace(path)
+        try:
+            draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
         return path
 
     @staticmethod
@@ -408,7 +411,8 @@ def load_or_estimate(folder: Path, machine: str, model: str) -> CostModel:
     """Read the cached costs of a model on a machine.
 
     Returns:
-        The costs; the estimate for an H200 if the cache has none of this version.
+        The costs; the estimate for an H200 if the cache has none of this version, or this user may
+        not look into it.
 
     Raises:
         CostModelError: The cached file is damaged.
@@ -416,7 +420,7 @@ def load_or_estimate(folder: Path, machine: str, model: str) -> CostModel:
     path = cache_path(folder, machine, model)
     try:
         return CostModel.read(path) if path.exists() else H200_7B
-    except CostVersionError:
+    except (CostVersionError, PermissionError):  # of the folder
         return H200_7B
 
 

@@ -1,13 +1,23 @@
 """Costs are measured once, saved, and used by the policy."""
 
+import asyncio
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from shutil import copytree, rmtree
+from typing import Any
 
 import pytest
+import torch
 
 from tests.support.engine_reference import add_requests, finish, make_engine, question
+from valora_kernels.metadata import NONE
 from valora_serve.engine import profile
+from valora_serve.engine.async_engine import AsyncEngine
+from valora_serve.engine.engine import Engine
 from valora_serve.engine.sizing import machine_name
+from valora_serve.model.preparation import PROMPT, Preparation
+from valora_serve.model.work import StepResult, Work
 from valora_serve.orchestrator.cost_model import load_or_estimate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,3 +50,87 @@ def test_nothing_is_measured_without_the_setting(base: str) -> None:
     engine = make_engine(base)
     profile.ensure_costs(engine)
     assert not engine.cost.measured
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_adapters": 1},
+        {"max_tokens": 16, "chunk": 16, "max_requests": 64},
+        {"max_tokens": 66, "chunk": 16, "prompt_graphs": True, "max_adapters": 2},
+    ],
+)
+def test_measured_steps_keep_the_limits(
+    base: str, adapters: dict[str, Path], limits: dict[str, Any]
+) -> None:
+    engine = make_engine(base, adapters, policy="valora", **limits)
+    runner, settings = engine.runner, engine.settings
+    if settings.prompt_graphs:  # there was no memory for the larger one
+        runner.give_up(Preparation(PROMPT, runner.captured_prompts[-1], 0))
+    ran, step = [], runner.step
+
+    def noting(works: Sequence[Work], merged: int) -> StepResult:
+        ran.append(works)
+        return step(works, merged)
+
+    runner.step = noting  # type: ignore[method-assign]
+    assert profile.measure(engine) is not None
+    assert max(len(works) for works in ran) <= settings.max_requests
+    assert max(sum(work.count for work in works) for works in ran) <= settings.max_tokens
+    distinct = [len({work.adapter for work in works} - {NONE}) for works in ran]
+    assert max(distinct) == min(len(adapters), settings.max_adapters)
+
+
+def test_costs_that_cannot_be_kept(
+    base: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "measure", partial(profile.measure, seconds=0.0))
+    folder = tmp_path / "costs"
+    folder.write_text("no folder")
+    engine = make_engine(base, profile=True, cost_folder=str(folder))
+    profile.ensure_costs(engine)
+    assert engine.cost.measured
+    assert "the costs of this machine are not kept" in caplog.text
+
+
+def test_an_adapter_whose_file_is_gone_is_left_out(
+    base: str, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    folders = {name: tmp_path / name for name in "ab"}
+    for name, folder in folders.items():
+        copytree(adapters[name], folder)
+    engine = make_engine(base, folders, host_bytes=0)
+    rmtree(folders["a"])
+    found = profile.measure(engine, seconds=0.0)
+    assert found is not None and found.measured
+    assert engine.stats().on_device == ("b",)
+
+
+def test_an_engine_serves_without_costs(
+    base: str, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_engine(base, {"a": adapters["a"]}, profile=True, policy="valora")
+    before, times = made.cost, []
+
+    def fail(engine: Engine, works: Sequence[Work]) -> float:
+        times.append(engine.merge_state.adapter)
+        if times[-1] is None:
+            return 1.0
+        raise torch.OutOfMemoryError("too little")
+
+    monkeypatch.setattr(profile, "_time", fail)
+
+    async def serve() -> None:
+        engine = AsyncEngine(made)
+        try:
+            await engine.warm_up()
+            async for output in engine.generate(question("one", "a", tokens=3)):
+                assert output.error is None
+            assert engine.healthy
+        finally:
+            await engine.close()
+
+    asyncio.run(serve())
+    assert times[-1] is not None and made.cost is before
+    stats = made.stats()
+    assert (stats.merged_adapter, stats.pages_kv, stats.switches) == (None, 0, 0)

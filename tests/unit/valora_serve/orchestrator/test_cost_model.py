@@ -232,6 +232,30 @@ def test_damaged_files_say_what_to_do(tmp_path):
         CostModel.read(tmp_path / "none.json")
 
 
+def test_a_folder_that_this_user_may_not_look_into(tmp_path, monkeypatch):
+    def refused(path, **_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("pathlib.Path.stat", refused)
+    assert load_or_estimate(tmp_path, "GPU 1", "x/y 7B") is H200_7B
+
+
+def test_a_full_disk_keeps_no_half_of_a_file(tmp_path, monkeypatch):
+    path = H200_7B.save(tmp_path)
+    kept = path.read_text()
+
+    def full(self, text, **_):
+        with self.open("w") as file:
+            file.write(text[:20])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        replace(H200_7B, unmerge_seconds=1.0).save(tmp_path)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert path.read_text() == kept
+
+
 def test_lora_scales_and_the_rest_does_not():
     shape = StepShape(decode=8, kv_tokens=100, terms=8, work=512, ranks=64)
     mixed = replace(shape, prefill=300, terms=308, work=308 * 64)

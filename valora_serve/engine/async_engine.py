@@ -230,6 +230,24 @@ class AsyncEngine:
         future.set_exception(StoppedError(self._failed or "the engine is stopped"))
         return future
 
+    async def _in(self, pool: ThreadPoolExecutor, function: Callable[[], T]) -> T:
+        """Run a function in another thread.
+
+        Raises:
+            StoppedError: The engine has stopped before its turn came.
+        """
+
+        def run() -> T:
+            self._check_running()
+            return function()
+
+        self._check_running()
+        return await asyncio.get_running_loop().run_in_executor(pool, run)
+
+    def _check_running(self) -> None:
+        if self._failed is not None:
+            raise StoppedError(self._failed)
+
     # ------------------------------------------------------------------ requests
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
@@ -254,7 +272,7 @@ class AsyncEngine:
         done = False
         try:
             self._check_open()
-            prepared = await loop.run_in_executor(self._preparing, prepare)
+            prepared = await self._in(self._preparing, prepare)
             await asyncio.wrap_future(self._call(lambda: self._engine.add(prepared)))
             while not done:
                 output = await queue.get()
@@ -338,8 +356,7 @@ class AsyncEngine:
         self, folder: Path, name: str | None, *, decode_only: bool = False
     ) -> list[str]:
         named = self._engine.named
-        loop = asyncio.get_running_loop()
-        read = await loop.run_in_executor(
+        read = await self._in(
             self._loading, lambda: named.read(folder, name, decode_only=decode_only)
         )
         return await asyncio.wrap_future(self._call(lambda: named.register(*read)))
@@ -366,10 +383,9 @@ class AsyncEngine:
             RequestError: The document cannot be compressed.
             OSError: The folder cannot be written.
         """
-        loop = asyncio.get_running_loop()
         name = f"context-{secrets.token_hex(8)}"
-        job = await loop.run_in_executor(
-            self._preparing, self._engine.prepare_compression, wanted, name
+        job = await self._in(
+            self._preparing, lambda: self._engine.prepare_compression(wanted, name)
         )
         last: Output | None = None
         answering = self._answer(job.prepared.request, lambda: job.prepared)
@@ -384,13 +400,12 @@ class AsyncEngine:
             memory = job.memory(done)
             write_context(folder, memory, job.entry(memory), wanted.adapter)
 
-        await loop.run_in_executor(self._loading, write)
+        await self._in(self._loading, write)
 
     async def load_context(self, name: str, folder: Path) -> ServedModel:
         """Serve a context that was made before; see `types.EngineClient`."""
         named = self._engine.named
-        loop = asyncio.get_running_loop()
-        read = await loop.run_in_executor(self._loading, named.read_context, name, folder)
+        read = await self._in(self._loading, lambda: named.read_context(name, folder))
         await asyncio.wrap_future(self._call(lambda: named.register(*read)))
         return next(model for model in self.models() if model.name == name)
 
@@ -441,8 +456,8 @@ class AsyncEngine:
         self._wake.set()
         seconds = None if self.lost is None else STUCK_SECONDS
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join, seconds)
-        self._preparing.shutdown(wait=False, cancel_futures=True)
-        self._loading.shutdown(wait=False, cancel_futures=True)
+        self._preparing.shutdown(wait=False)  # what waits there is told that the engine is stopped
+        self._loading.shutdown(wait=False)
 
 
 def _put(news: list[tuple[asyncio.Queue[Output], Output]]) -> None:

@@ -1,6 +1,7 @@
 """The engine behind an event loop: errors are outputs, cancelling, failing, closing, loading."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -265,3 +266,32 @@ def test_loading_and_unloading_behind_the_event_loop(
         assert_empty(inner)
 
     served(base, {"a": adapters["a"]}, body, overlap=True)
+
+
+def test_closing_tells_what_waits_to_be_prepared(
+    base: str, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_engine(base)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait(*_: object, **__: object) -> None:
+        begun.set()
+        go_on.wait()
+
+    monkeypatch.setattr(made, "prepare", wait)
+    monkeypatch.setattr(made.named, "read", wait)
+
+    async def serve() -> None:
+        engine = AsyncEngine(made)
+        asked = [asyncio.create_task(outputs_of(engine, question(name))) for name in "xyz"]
+        loads = [asyncio.create_task(engine.load_adapter(name, adapters[name])) for name in "ab"]
+        await asyncio.to_thread(begun.wait)
+        await engine.close()
+        go_on.set()
+        for task in asked:
+            assert isinstance((await task).error, StoppedError)
+        for load in (*loads, engine.load_adapter("c", adapters["c"])):
+            with pytest.raises(StoppedError, match="the engine is stopped"):
+                await load
+
+    asyncio.run(serve())

@@ -438,11 +438,14 @@ class Store:
         if name in (self.base, self.base_name):
             raise AdapterError(f"{name} is the base model's name: choose another one")
 
-    def commit(self, staged: Staged) -> list[ServedModel]:
-        """Make what was staged nameable; a bundle or adapter of the same name is replaced.
+    def check(self, staged: Staged) -> frozenset[str]:
+        """Check that what was staged can be made nameable.
+
+        Returns:
+            The names of the bundle or adapter of the same name, which it replaces.
 
         Raises:
-            AdapterError: Another bundle or adapter has one of the names; nothing has changed then.
+            AdapterError: Another bundle or adapter has one of the names.
         """
         names = [target.model.name for target in staged.targets]
         replaced: frozenset[str] = frozenset()
@@ -458,6 +461,16 @@ class Store:
                 f"{staged.folder} brings {name}, a name that something else has: unload that "
                 "first, or rename it"
             )
+        return replaced
+
+    def commit(self, staged: Staged) -> list[ServedModel]:
+        """Make what was staged nameable; a bundle or adapter of the same name is replaced.
+
+        Raises:
+            AdapterError: As for `check`; nothing has changed then.
+        """
+        names = [target.model.name for target in staged.targets]
+        replaced = self.check(staged)
         kept = {name: target for name, target in self._named.items() if name not in replaced}
         self._named = kept | dict(zip(names, staged.targets, strict=True))
         if staged.bundle is not None:

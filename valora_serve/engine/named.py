@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+import torch
+
 from valora_data.errors import BundleError
 from valora_serve.catalogue.adapters import read_adapter
 from valora_serve.catalogue.contexts import reread_context
@@ -235,8 +237,10 @@ class Named:
             The names.
 
         Raises:
-            AdapterError: Something else has one of the names.
+            AdapterError: Something else has one of the names, or the GPU has too little memory.
         """
+        self._store.check(staged)
+        self._activate({name for one in packed.values() for name in one.groups})
         models = self._store.commit(staged)
         for content, adapter in staged.adapters.items():
             folder = adapter.folder
@@ -251,7 +255,6 @@ class Named:
         for target in staged.targets:
             if target.context is not None and target.context.has_prefix:
                 self._add_prefix(target.context, (prefixes or {})[target.context.content])
-        self._activate({name for one in packed.values() for name in one.groups})
         self._refresh()
         return [model.name for model in models]
 
@@ -345,5 +348,12 @@ class Named:
             return
         if self._merge_state.adapter is not None:
             self._merge_state.switch(Mode.UNMERGED, None)
-        linears.activate(new, self._memory.lora, mergeable=self._mergeable)
-        self._on_change(any(linears.groups[name].spec.part == "text" for name in new))
+        try:
+            linears.activate(new, self._memory.lora, mergeable=self._mergeable)
+        except torch.OutOfMemoryError as error:
+            raise AdapterError(
+                "the GPU has too little memory for a copy of the weights that adapters are merged "
+                "into: lower memory, or choose policy=unmerge_only"
+            ) from error
+        finally:  # some weights may have moved all the same
+            self._on_change(any(linears.groups[name].spec.part == "text" for name in new))

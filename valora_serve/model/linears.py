@@ -421,13 +421,14 @@ class Linears:
             lora: LoRA weights of all groups by name.
             mergeable: Whether adapters can be merged into groups of the language model.
         """
-        for name in names:
-            self.groups[name].lora = lora[name]
-        if mergeable:
+        if mergeable:  # first, as there may be no memory for it
             self._make_mergeable(
                 [name for name, group in self.groups.items()
                  if name in names and group.spec.part == "text"]
             )  # fmt: skip
+        for name in names:
+            self.groups[name].lora = lora[name]
+        if mergeable:
             self._bind()
 
     def merge(self, slot: int, rank: int, scaling: float) -> None:

@@ -24,11 +24,13 @@ from tests.support.engine_reference import (
 )
 from tests.support.lmm_checkpoints import save_qwen2_vl
 from tests.support.serve_helpers import LANGUAGE, make_adapter, make_bundle
+from valora_kernels.merge import MergeableWeights
 from valora_serve.errors import (
     AdapterError,
     RequestError,
     UnknownModelError,
 )
+from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
 from valora_serve.types import Finish
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -248,3 +250,38 @@ def test_the_same_name_with_other_content(
     with pytest.raises(RequestError, match="ask again"):
         engine.add(later)
     assert_empty(engine)
+
+
+def test_no_memory_for_the_copy_that_merging_needs(
+    base: str,
+    adapters: dict[str, Path],
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = lambda self, sequences: TorchMixedPlan(self._cache)  # noqa: E731
+    monkeypatch.setattr(TorchBackend, "decode_plan", plan)
+    engine = make_engine(base, policy="merge_only", prompt_graphs=True, max_tokens=64, chunk=64)
+    engine.warm_up()
+    groups = engine.lmm.linears.groups
+    before = {name: group.weights for name, group in groups.items()}
+
+    def keep(self: MergeableWeights) -> None:
+        raise torch.OutOfMemoryError("too little")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(MergeableWeights, "keep", keep)
+        for _ in range(2):
+            with pytest.raises(AdapterError, match="too little memory for a copy of the weights"):
+                engine.load(adapters["a"], "a")
+    moved = [name for name, weights in before.items() if groups[name].weights is not weights]
+    assert moved
+    for weight in (weight for name in moved for weight in before[name]):
+        weight.fill_(torch.nan)  # graphs that were captured before would read it
+    assert [model.kind for model in engine.store.models()] == ["base"]
+    assert (engine.stats().adapters_known, len(engine.adapters)) == (0, 0)
+    asked = [question(f"base {n}", None, tokens=4) for n in range(2)]
+    check_answers(run(engine, asked), reference, *asked)
+    engine.load(adapters["a"], "a")
+    asked = [question(f"a {n}", "a", tokens=4) for n in range(2)]
+    check_answers(run(engine, asked), reference, *asked)
+    assert engine.stats().merged_adapter == "a"

@@ -148,6 +148,7 @@ class Graphs(ABC, Generic[G]):
         self._graphs: dict[tuple[int, int], G] = {}
         self._plans: dict[int, FixedAttentionPlan] = {}
         self._stale: set[tuple[int, int]] = set()  # are replayed until they are captured again
+        self._given_up: set[int] = set()  # sizes of which no more graphs are captured
         self.missed: dict[tuple[int, int], None] = {}
 
     def __len__(self) -> int:
@@ -163,6 +164,7 @@ class Graphs(ABC, Generic[G]):
         """Drop all graphs."""
         self._graphs.clear()
         self._stale.clear()
+        self._given_up.clear()
         self.missed.clear()
 
     def renew_plans(self) -> None:
@@ -175,14 +177,15 @@ class Graphs(ABC, Generic[G]):
         return [size for size in reversed(self._sizes) if self._is_missing(size, terms)]
 
     def _is_missing(self, size: int, terms: int) -> bool:
+        if size in self._given_up:
+            return False
         return (size, terms) not in self._graphs or (size, terms) in self._stale
 
     def give_up(self, size: int) -> None:
-        """Capture a size no more; what is out of date, larger graphs or eager steps compute it."""
-        stale = {key for key in self._stale if key[0] == size}
-        if stale:
-            self._stale -= stale
-        else:
+        """Capture a size no more; graphs that are there, larger ones or eager steps compute it."""
+        self._given_up.add(size)
+        self._stale = {key for key in self._stale if key[0] != size}
+        if all(captured != size for captured, _ in self._graphs):
             self._sizes = [other for other in self._sizes if other != size]
         self._plans.pop(size, None)
         self.missed.clear()

@@ -23,7 +23,6 @@ from valora_data.contract.architectures.windows import WindowEncoder
 from valora_data.contract.base_model import load_model
 from valora_kernels.metadata import NONE
 from valora_serve.engine.engine import Engine
-from valora_serve.model.preparation import VISION, Preparation
 from valora_serve.types import Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,10 +75,11 @@ def test_images_of_several_requests_in_one_graph(base: str, calls: dict[str, lis
     assert calls == {"all": [5], "eager": []}
 
 
-def test_more_images_than_the_largest_graph(base: str, calls: dict[str, list[int]]) -> None:
+def test_more_images_than_the_largest_graph(
+    base: str, calls: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("valora_serve.engine.sizing.IMAGE_COUNTS", (1, 2, 4))
     engine = captured(base, max_tokens=1024, chunk=1024)
-    for size in (8, 16):
-        engine.runner.give_up(Preparation(VISION, size, 0))
     requests = [about(number, 3) for number in range(3)]
     check_answers(run(engine, requests), Reference(base, {}), *requests)
     assert calls == {"all": [9], "eager": []}

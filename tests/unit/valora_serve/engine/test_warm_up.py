@@ -17,6 +17,7 @@ from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.engine.warm_up import PATIENCE, PAUSE, WarmUp
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
+from valora_serve.model.graphs import GraphRecorder
 from valora_serve.model.preparation import (
     DECODE,
     KERNELS,
@@ -288,3 +289,37 @@ def test_a_measurement_that_is_interrupted_goes_on(base: str, adapters: dict[str
 def test_unknown_way_to_capture() -> None:
     with pytest.raises(ValueError, match="capture: expected one of lazy, eager, got never"):
         EngineSettings(capture="never")
+
+
+@pytest.mark.usefixtures("decode_graphs")
+def test_graphs_that_are_there_serve_where_there_is_no_memory_for_mixtures(
+    base: str, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(
+        base, {"a": adapters["a"]}, prompt_graphs=True, max_requests=4, max_tokens=128, chunk=24,
+        policy="valora",
+    )  # fmt: skip
+    record = GraphRecorder.record
+
+    def refuse(self: GraphRecorder, run: Any, result: Any) -> Any:
+        if next_one[-1].terms == MIXTURE:
+            raise torch.OutOfMemoryError("too little")
+        return record(self, run, result)
+
+    next_one: list[Preparation] = []
+    prepare = engine.runner.prepare
+    monkeypatch.setattr(GraphRecorder, "record", refuse)
+    monkeypatch.setattr(
+        engine.runner, "prepare", lambda wanted: next_one.append(wanted) or prepare(wanted)
+    )
+    engine.warm_up()
+    while engine.settle():
+        pass
+    assert {one.terms for one in graphs(engine)} == {0, 1}
+    tried = [one for one in next_one if one.terms == MIXTURE]
+    assert tried and len(set(next_one)) == len(next_one)
+    for held in engine.runner._graphs.values():
+        for (size, terms), graph in held._graphs.items():
+            assert held._best(size, terms) is graph
+        assert not held.missed and not held.missing(MIXTURE)
+    assert engine.stats().prepared == engine.stats().preparations

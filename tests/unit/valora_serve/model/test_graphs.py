@@ -58,7 +58,7 @@ def test_steps_beside_which_many_rows_decode_have_graphs_of_their_own(
     class Crowded(Noted):
         kind = "crowded"
 
-    monkeypatch.setattr(TorchBackend, "crowd", 3)
+    monkeypatch.setattr(TorchBackend, "crowd", lambda self, sequences: 3)
     monkeypatch.setattr(TorchBackend, "mixed_plan", lambda self, *_: Noted(self._cache))
     monkeypatch.setattr(TorchBackend, "crowded_plan", lambda self, *_: Crowded(self._cache))
     engine = make_engine(

@@ -68,16 +68,7 @@ def atmm(
     if direct is not None:
         launch(direct, ys, x, weights, batch)
         return
-    shape = shape_of(weights, batch)
-    chosen = choose(batch.gpu, shape).tiling
-    if _instead:
-        chosen = _instead.get((shape, chosen), chosen)
-    try:
-        launch(chosen, ys, x, weights, batch)
-    except _out_of_resources() as error:  # raised before anything is added to y
-        _instead[shape, chosen] = smaller = default_tiling(batch.gpu, shape)
-        log.warning("%s does not fit (%s): taking %s for %s", chosen, error, smaller, shape)
-        launch(smaller, ys, x, weights, batch)
+    launch_fitting(table_choice(weights, batch), ys, x, weights, batch)
 
 
 _instead: dict[tuple[Shape, Tiling], Tiling] = {}
@@ -128,6 +119,34 @@ def launch(
     _launches[tiling.arrangement](tiling, ys, x, weights, batch, add=add)
 
 
+def launch_fitting(
+    chosen: Tiling,
+    ys: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    weights: LoraWeights,
+    batch: LoraBatch,
+    *,
+    first: bool = False,
+) -> None:
+    """Run what `table_choice` has chosen, or what the rules say if that does not fit this GPU.
+
+    Args:
+        chosen: The tiling.
+        ys: As in `atmm`.
+        x: As in `atmm`.
+        weights: As in `atmm`.
+        batch: As in `atmm`.
+        first: As in `Shape`; y is then overwritten.
+    """
+    try:
+        launch(chosen, ys, x, weights, batch, add=not first)
+    except _out_of_resources() as error:  # raised before anything is added to y
+        shape = shape_of(weights, batch, first=first)
+        _instead[shape, chosen] = smaller = default_tiling(batch.gpu, shape)
+        log.warning("%s does not fit (%s): taking %s for %s", chosen, error, smaller, shape)
+        launch(smaller, ys, x, weights, batch, add=not first)
+
+
 @cache
 def _direct(gpu: Gpu) -> tuple[tuple[Arrangement, Tiling], ...]:
     """The arrangements that are asked before the GPU's table."""
@@ -158,7 +177,9 @@ def shape_of(weights: LoraWeights, batch: LoraBatch, *, first: bool = False) -> 
 
 def table_choice(weights: LoraWeights, batch: LoraBatch, *, first: bool = False) -> Tiling:
     """The tiling that the table of the batch's GPU has for a call; `first` as in `Shape`."""
-    return choose(batch.gpu, shape_of(weights, batch, first=first)).tiling
+    shape = shape_of(weights, batch, first=first)
+    chosen = choose(batch.gpu, shape).tiling
+    return _instead.get((shape, chosen), chosen) if _instead else chosen
 
 
 def check(

@@ -21,7 +21,14 @@ from valora_kernels.arrangements.shrink_expand import (
     shrink,
     whole_shrink,
 )
-from valora_kernels.atmm import atmm, check, direct_choice, launch, table_choice
+from valora_kernels.atmm import (
+    atmm,
+    check,
+    direct_choice,
+    launch,
+    launch_fitting,
+    table_choice,
+)
 from valora_kernels.gpus.detect import gpu_of
 from valora_kernels.launching import (
     ALIGNMENT,
@@ -123,12 +130,15 @@ def _apart(
     first = plain and len(x) >= batch.gpu.lora_first_rows and use_triton(x)
     first = first and _aligned(x, ys, bases)
     if first:
-        choice = direct_choice(weights, batch, add=False)
-        if choice is None:
+        # The base product adds to y, which hides the time to read it.
+        direct = direct_choice(weights, batch, add=False)
+        if direct is not None:
+            launch(direct, ys, x, weights, batch, add=False)
+        else:
             choice = table_choice(weights, batch, first=True)
             first = tiles_to_launch(batch.tiles(choice.rows), batch, x) > 0
-        if first:  # the base product adds to y, which hides the time to read it
-            launch(choice, ys, x, weights, batch, add=False)
+            if first:
+                launch_fitting(choice, ys, x, weights, batch, first=True)
     one_base, one_y = _as_one(bases, 0), _as_one(ys, 1)
     if plain and one_base is not None and one_y is not None:
         ys_, bases, biases = [one_y], [one_base], [None]

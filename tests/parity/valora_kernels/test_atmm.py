@@ -156,11 +156,11 @@ def test_a_tiling_that_does_not_fit_is_replaced(
     tried: list[Tiling] = []
     small = module.default_tiling(case.batch.gpu, module.shape_of(case.weights, case.batch))
 
-    def fits_only_small(tiling: Tiling, *args: object) -> None:
+    def fits_only_small(tiling: Tiling, *args: Any, **options: Any) -> None:
         tried.append(tiling)
         if tiling != small:
             raise OutOfResources(300_000, 232_448, "shared memory")
-        launch(tiling, *args)
+        launch(tiling, *args, **options)
 
     monkeypatch.setattr(module, "use_triton", lambda _: True)
     monkeypatch.setattr(module, "launch", fits_only_small)

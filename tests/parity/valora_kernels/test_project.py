@@ -12,7 +12,7 @@ from valora_kernels import project
 from valora_kernels.arrangements.base import ALL
 from valora_kernels.atmm import launch, shape_of
 from valora_kernels.gpus.detect import generic
-from valora_kernels.lookup import TilingTable, using
+from valora_kernels.lookup import TilingTable, default_tiling, using
 from valora_kernels.metadata import LoraBatch
 from valora_kernels.project import add_projection, linear
 from valora_kernels.reference import atmm_reference
@@ -67,6 +67,37 @@ def test_stacked_projections_are_one_product(apart: str) -> None:
         assert_near(one, change + case.x.double() @ w.double().T)
 
 
+def test_a_tiling_of_lora_that_comes_first_is_replaced_if_it_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    case = make_case(37, [8, 16, 24], 72, WIDTHS, dtype=torch.float16)
+    known = generic("of this test", processors=20, shared_memory=88 << 10, capability=(8, 0))
+    case.batch.gpu = gpu = replace(known, lora_first_rows=37)
+    monkeypatch.setattr(project, "use_triton", lambda _: True)
+    monkeypatch.setattr(atmm_module, "_instead", {})
+    large, tried = Tiling("shrink_expand", 16, 16, 32, 32, 16), []
+
+    def fits_only_small(tiling: Tiling, *given: Any, **options: Any) -> None:
+        tried.append(tiling)
+        if tiling == large:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        launch(tiling, *given, **options)
+
+    monkeypatch.setattr(atmm_module, "launch", fits_only_small)
+    shape = shape_of(case.weights, case.batch, first=True)
+    bases = [torch.randn(n, 72, device=DEVICE).half() / 8 for n in WIDTHS]
+    for _ in range(2):
+        out = [torch.full_like(y, float("nan")) for y in case.ys]
+        with using(TilingTable(gpu, [(shape, large)])):
+            add_projection(out, case.x, bases, case.weights, case.batch)
+        for one, change, base in zip(out, case.expected(add=False), bases, strict=True):
+            assert_near(one, change + case.x.double() @ base.double().T)
+    small = default_tiling(gpu, shape)
+    assert tried == [large, small, small]
+
+
 @pytest.mark.parametrize(("popularity", "times"), [("uniform", 1), ("none", 0)])
 def test_lora_comes_first_with_tilings_measured_for_that(
     monkeypatch: pytest.MonkeyPatch, popularity: str, times: int
@@ -79,10 +110,11 @@ def test_lora_comes_first_with_tilings_measured_for_that(
     launched = []
 
     def noted(tiling: Tiling, *given: Any, **options: Any) -> None:
-        launched.append((tiling, options))
+        if not options["add"]:
+            launched.append(tiling)
         launch(tiling, *given, **options)
 
-    monkeypatch.setattr(project, "launch", noted)
+    monkeypatch.setattr(atmm_module, "launch", noted)
     first, other = (Tiling("shrink_expand", 16, 16, 32, 32, ranks) for ranks in (16, 32))
     shapes = [shape_of(case.weights, case.batch, first=way) for way in (True, False)]
     bases = [torch.randn(n, 72, device=DEVICE).half() / 8 for n in WIDTHS]
@@ -92,7 +124,7 @@ def test_lora_comes_first_with_tilings_measured_for_that(
     changes = case.expected(add=False)
     for one, change, base in zip(out, changes, bases, strict=True):
         assert_near(one, change + case.x.double() @ base.double().T)
-    assert launched == [(first, {"add": False})] * times
+    assert launched == [first] * times
 
 
 def test_the_search_times_lora_first_with_the_base_product() -> None:

@@ -92,7 +92,8 @@ class Tuning:
         known, wanted = tuner.table, self._wanted()
         with torch.inference_mode():
             piece = tuner.go_on(wanted)
-        self.progress = len(wanted) - len(tuner.left(wanted)), len(wanted)
+        measured = sum(group.shape(*case) in tuner.table.entries for group, case in wanted)
+        self.progress = measured, measured + len(tuner.left(wanted))
         if tuner.table is not known:
             self._keep()
         if piece is not Piece.NONE_LEFT:

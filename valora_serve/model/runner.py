@@ -471,13 +471,13 @@ class ModelRunner:
 
     def renew(self, wanted: Preparation) -> None:
         """Prepare something again, with the tilings that are chosen now, between two steps."""
-        if wanted.kind == KERNELS:
-            self._compile(wanted)
-            return
         try:
-            self._graphs[wanted.kind].recapture(wanted.size, wanted.terms)
+            if wanted.kind == KERNELS:
+                self._compile(wanted)
+            else:
+                self._graphs[wanted.kind].recapture(wanted.size, wanted.terms)
         except torch.OutOfMemoryError:
-            log.info("no memory to capture %s again: it keeps its tilings", wanted)
+            log.info("no memory to prepare %s with new tilings", wanted)
 
     def missed(self) -> Preparation | None:
         """Return the graph that a step has missed, the longest ago; None if none was missed."""

@@ -22,6 +22,7 @@ from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.tuning import Tuning, make_tuning, read_table
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
+from valora_serve.model.preparation import Preparation
 
 CPU = torch.device("cpu")
 BEST = Tiling("shrink_expand", outputs=32)
@@ -184,6 +185,43 @@ def test_a_measurement_that_fails_ends_nothing_else(
     assert engine.tuning is None
     assert "tilings are not measured any more" in caplog.text
     assert run(engine, [question("one", "a")])["one"].error is None
+
+
+def test_what_is_left_when_the_compiler_dies(
+    base: str, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    engine = tunable(base, {"a": adapters["a"]}, tmp_path / "cpu.json")
+    tuning = engine.tuning
+    assert tuning is not None
+    engine.warm_up()
+    while engine.settle():
+        pass
+    while tuning.progress[0] < 3:
+        assert engine.tune()
+    compiler = tuning._tuner.compiler
+    compiler.lost, compiler.compile = True, lambda jobs: False  # type: ignore[method-assign]
+    while engine.tune():
+        pass
+    stats = engine.stats()
+    assert (stats.tilings_measured, stats.tilings_wanted) == (3, 3)
+    assert tuning.adopted == 1
+
+
+def test_no_memory_to_compile_kernels_with_new_tilings(
+    base: str, adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tunable(base, {"a": adapters["a"]}, tmp_path / "cpu.json")
+    engine.warm_up()
+    while engine.settle():
+        pass
+
+    def fail(wanted: Preparation) -> None:
+        raise torch.OutOfMemoryError("too little")
+
+    monkeypatch.setattr(engine.runner, "_compile", fail)
+    while engine.tune():
+        pass
+    assert engine.tuning is not None and engine.tuning.adopted == 1
 
 
 def test_nothing_is_measured_on_a_cpu_or_with_tilings(base: str) -> None:

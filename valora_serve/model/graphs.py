@@ -403,10 +403,15 @@ class PromptGraphs(Graphs[PromptGraph]):
         distinct = size // TYPICAL_ROWS_PER_ADAPTER
         return self._resources.typical_batch(size, terms, distinct) if terms else None
 
+    def sequences_of(self, rows: int) -> int:
+        """Most sequences of a graph of so many rows."""
+        backend = self._resources.backend
+        return min(rows, self._resources.max_requests, backend.most_mixed)
+
     def _capture(self, size: int, terms: int) -> PromptGraph | None:
         resources, backend, lmm = self._resources, self._resources.backend, self._resources.lmm
         make = backend.crowded_plan if self._crowded else backend.mixed_plan
-        sequences = min(size, resources.max_requests, backend.most_mixed)
+        sequences = self.sequences_of(size)
         plan = self._plan_of(size, lambda: make(sequences, size))
         if plan is None:
             return None

@@ -221,10 +221,10 @@ class ModelRunner:
     ) -> Tensor:
         """Hidden states of a step, from a graph if one fits; `terms` has one entry per row."""
         found = [self._prompt_graphs.find(rows, terms, visual)]
-        crowded = self._crowded_graphs.find(rows, terms, visual)
-        if crowded is not None:
-            crowd = self._resources.backend.crowd(crowded.sequences)
-            if crowd is not None and rows.decoding >= crowd:
+        # Asked first with those of the rows alone: `find` notes what is not captured yet.
+        if self._is_crowd(rows, self._crowded_graphs.sequences_of(int(rows.starts[-1]))):
+            crowded = self._crowded_graphs.find(rows, terms, visual)
+            if crowded is not None and self._is_crowd(rows, crowded.sequences):
                 found.insert(0, crowded)
         # Until all are captured, the one for crowds may have many times the rows of the other.
         fitting = [graph for graph in found if graph is not None]
@@ -239,6 +239,11 @@ class ModelRunner:
         with self._lmm.linears.scope.text(lora):
             plan = self._resources.backend.plan(rows)
             return self._lmm.hidden(tokens, positions, plan, visual)
+
+    def _is_crowd(self, rows: Rows, sequences: int) -> bool:
+        """Whether so many rows decode that a plan for crowds of so many sequences is faster."""
+        crowd = self._resources.backend.crowd(sequences)
+        return crowd is not None and rows.decoding >= crowd
 
     def _visual_rows(self, works: Sequence[Work], starts: NDArray[np.int32]) -> VisualRows | None:
         """The visual tokens among the rows, with their features."""

@@ -101,6 +101,13 @@ def test_steps_beside_which_many_rows_decode_have_graphs_of_their_own(
     while engine.busy:
         step()
     assert ("mixed", 4) in plans and {kind for kind, _ in plans} == {"mixed"}
+    # Steps in which few rows decode do not ask for a graph for crowds.
+    largest.forget()
+    for number, request in enumerate(small[:4]):
+        again = Request(f"again {number}", token_ids=request.token_ids, sampling=sampling)
+        engine.add(engine.prepare(again))
+        step()
+        assert bool(largest.missed) == (number >= 3)
 
 
 def test_graphs_share_what_one_step_needs_at_a_time(

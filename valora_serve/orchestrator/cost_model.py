@@ -8,6 +8,7 @@ prediction never falls as the batch grows. The engine is profiled at its first s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from bisect import bisect_left
@@ -333,7 +334,11 @@ class CostModel:
         return replace(fitted, error=float(np.median(errors)) if errors else None)
 
     def save(self, folder: Path) -> Path:
-        """Write the costs to their path in a cache folder, atomically; return the path."""
+        """Write the costs to their path in a cache folder, atomically; return the path.
+
+        Raises:
+            OSError: They cannot be written.
+        """
         path = cache_path(folder, self.machine, self.model)
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {
@@ -351,8 +356,13 @@ class CostModel:
             "uncaptured_seconds": self.uncaptured_seconds,
         }
         draft = path.with_suffix(f".{os.getpid()}.tmp")
-        draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        draft.replace(path)
+        try:
+            draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            draft.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise
         return path
 
     @staticmethod
@@ -408,7 +418,8 @@ def load_or_estimate(folder: Path, machine: str, model: str) -> CostModel:
     """Read the cached costs of a model on a machine.
 
     Returns:
-        The costs; the estimate for an H200 if the cache has none of this version.
+        The costs; the estimate for an H200 if the cache has none of this version, or is in a
+        folder that may not be looked into.
 
     Raises:
         CostModelError: The cached file is damaged.
@@ -416,7 +427,7 @@ def load_or_estimate(folder: Path, machine: str, model: str) -> CostModel:
     path = cache_path(folder, machine, model)
     try:
         return CostModel.read(path) if path.exists() else H200_7B
-    except CostVersionError:
+    except (CostVersionError, PermissionError):
         return H200_7B
 
 

@@ -23,7 +23,7 @@ from valora_serve.errors import (
     StorageError,
     UnknownModelError,
 )
-from valora_serve.server.resolving.base import without_password
+from valora_serve.server.resolving.base import CONFIG, WEIGHTS, without_password
 from valora_serve.server.resolving.cache import AdapterCache
 from valora_serve.server.resolving.registry import make_resolvers
 from valora_serve.server.telemetry import logs
@@ -281,8 +281,8 @@ class OnRequest:
                 ) from error
         remedies = ", ".join(dict.fromkeys(resolver.remedy for resolver in self._resolvers))
         raise UnknownModelError(
-            f"There is no model {name!r}, and no source of adapters has it: {remedies}, or name "
-            "one of /v1/models"
+            f"There is no model {name!r}, and no source of adapters has it ({CONFIG} and "
+            f"{WEIGHTS}): {remedies}, or name one of /v1/models"
         )
 
     async def _make_place(self) -> None:

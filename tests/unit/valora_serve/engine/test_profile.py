@@ -36,6 +36,19 @@ def test_costs_are_measured_once(
     assert engine.cost is measured
 
 
+def test_costs_that_cannot_be_saved_are_used_all_the_same(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(profile, "measure", partial(profile.measure, seconds=0.0))
+    (tmp_path / "costs").touch()  # nobody, not even root, makes folders in it
+    engine = make_engine(base, profile=True, cost_folder=str(tmp_path))
+    profile.ensure_costs(engine)
+    assert engine.cost.measured
+    (said,) = [record.getMessage() for record in caplog.records if "costs" in record.getMessage()]
+    assert str(tmp_path) in said
+    assert "--cost-folder" in said
+
+
 def test_nothing_is_measured_without_the_setting(base: str) -> None:
     engine = make_engine(base)
     profile.ensure_costs(engine)

@@ -215,6 +215,21 @@ def test_saved_and_read_again(tmp_path):
     assert not H200_7B.measured
 
 
+def test_what_cannot_be_written_or_looked_into(tmp_path, monkeypatch):
+    path = H200_7B.save(tmp_path)
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(path), "replace", refuse)
+        with pytest.raises(PermissionError):
+            H200_7B.save(tmp_path)
+    assert list(path.parent.iterdir()) == [path]
+    monkeypatch.setattr(type(path), "exists", refuse)  # as in the home of another user
+    assert load_or_estimate(tmp_path, "GPU 1", "x/y 7B") is H200_7B
+
+
 def test_damaged_files_say_what_to_do(tmp_path):
     path = H200_7B.save(tmp_path)
     good = json.loads(path.read_text())

@@ -54,7 +54,7 @@ def check_machine(_: Patient) -> Iterator[Finding]:
         with suppress(OSError, ValueError):
             memory = min(memory, int((CGROUP / limit).read_text()))
     cores = usable_cores()
-    yield Finding(Level.FINE, "machine", f"{cores} CPU cores, {memory / 2**30:.0f} GiB memory")
+    yield Finding(Level.FINE, "machine", f"{cores} CPU cores, {memory / 2**30:.1f} GiB memory")
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and hard < FILES:
         text = f"{hard} at most, which is {max(0, hard - 256)} connections at a time"

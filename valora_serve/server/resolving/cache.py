@@ -74,6 +74,13 @@ class Entry:
         """Return whether it came from a resolver's place."""
         return (self.source, self.place) == (resolver.scheme, _hash_of(resolver.url))
 
+    def is_there(self) -> bool:
+        """Return whether its files are there, as long as they were fetched."""
+        try:
+            return sum((self.folder / file).stat().st_size for file in FILES) == self.bytes
+        except OSError:
+            return False
+
     def is_whole(self) -> bool:
         """Return whether its files are as they were fetched."""
         try:

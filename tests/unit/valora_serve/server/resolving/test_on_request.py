@@ -7,6 +7,8 @@ import json
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -361,6 +363,27 @@ def test_a_damaged_or_deleted_cache_is_filled_again(place):
                 else:
                     shutil.rmtree(entry.folder.parent)
             assert ask(server, name).status_code == 200
+
+
+@pytest.mark.parametrize("version", ["same", "new"])
+def test_a_loaded_adapter_whose_files_are_lost_is_fetched_again(place, monkeypatch, version):
+    """The engine has dropped it from host memory, and would read it from the cache."""
+    engine = FakeEngine()
+    stats = engine.stats
+    monkeypatch.setattr(engine, "stats", lambda: replace(stats(), on_disk=["cars-1", "cars-2"]))
+    with serving(engine, **settings(place, max_found_adapters=2)) as server:
+        for name in ("cars-1", "cars-2"):
+            assert ask(server, name).status_code == 200
+        if version == "new":
+            adapter(place / "store" / "cars-1", size=16)
+        shutil.rmtree(place / "cache")
+        (place / "cache").mkdir()
+        assert ask(server, "cars-1").status_code == 200
+        served = {model.name: model.root for model in engine.models()}
+        assert {item.name for item in Path(served["cars-1"]).iterdir()} == set(FILES)
+        assert "cars-2" in served
+        shutil.rmtree(place / "store" / "cars-2")
+        refused(ask(server, "cars-2"), 404, "no source of adapters has it")
 
 
 def test_adapters_that_contexts_need_stay(place):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import ValoraError
-from valora_data.wording import plural
+from valora_data.wording import encode_all_output, plural
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import StorageError
 from valora_serve.replicas.settings import ReplicaSettings
@@ -132,6 +132,7 @@ async def _serve(
     from valora_serve.server.listen import bind, check_certificate
     from valora_serve.server.loading.served_set import check_state
     from valora_serve.server.loading.state_lock import own_state
+    from valora_serve.server.resolving.cache import lock_folder
     from valora_serve.server.resolving.registry import make_resolvers
     from valora_serve.server.telemetry import logs
 
@@ -142,7 +143,8 @@ async def _serve(
         for name in sorted(engine_settings.shares.keys() - keys.names):  # it may be added later
             logs.LOG.warning("shares: there is no key %s, so its share goes to nobody", name)
     check_certificate(settings)
-    make_resolvers(settings.adapter_sources)
+    if make_resolvers(settings.adapter_sources):
+        lock_folder(Path(settings.adapter_cache)).release()
     with contextlib.ExitStack() as held:
         if settings.allow_runtime_loading:
             held.enter_context(own_state(Path(settings.state_file)))
@@ -322,6 +324,7 @@ def main(
         arguments: Arguments of the command; those of the process if None.
         on_started: Called with the server's address once it answers.
     """
+    encode_all_output()
     given: list[Any] = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if given[:1] == ["key"]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from valora_data.errors import UnknownNameError, ValoraError
 from valora_data.registry import Registry
+from valora_data.wording import encode_all_output
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit status of the command; 2 if there is none of this name.
     """
+    encode_all_output()
     name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or ["help"]
     if name in _HELP:
         print(_overview())

@@ -9,6 +9,7 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from valora_data.contract.files import expanded
 from valora_data.hashing import hash_files, hash_path
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def place_hash(place: str | Path, cache: Path | None = None) -> str:
     Raises:
         OSError: A file cannot be read.
     """
-    path = Path(place).expanduser()
+    path = expanded(place)
     return hash_path(path, cache) if path.exists() else hub_commit(str(place))
 
 
@@ -165,7 +166,7 @@ def _named_files(tree: ast.Module, folder: Path) -> Iterator[str]:
         text = node.value
         if not 0 < len(text) < 4096 or "\n" in text or "\0" in text:
             continue
-        for path in (Path(text).expanduser(), folder / text):
+        for path in (expanded(text), folder / text):
             try:
                 if path.is_file():
                     yield str(path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 
 _CHOICE = re.compile(r"([^\s|]+)\|([^\s|]+)")
 
@@ -25,6 +27,13 @@ def first_line(error: BaseException) -> str:
     """The first line of what an error says; the name of its class if it says nothing."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip() if lines else type(error).__name__
+
+
+def encode_all_output() -> None:
+    """Let this process print what its terminal's encoding lacks, as escapes, instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def agreeing(number: float, words: str) -> str:

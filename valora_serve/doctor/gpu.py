@@ -17,6 +17,7 @@ from valora_serve.doctor.sizes import read_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from valora_serve.doctor.base import Facts, GpuFacts, Patient
     from valora_serve.doctor.sizes import Sizes
@@ -43,7 +44,8 @@ def check_torch(patient: Patient) -> Iterator[Finding]:
     facts = patient.facts()
     if facts.torch is None:
         found = f"cannot be imported ({facts.problem})"
-        yield Finding(Level.WRONG, "PyTorch", found, "pip install torch")
+        again = "--force-reinstall " if installed("torch") else ""
+        yield Finding(Level.WRONG, "PyTorch", found, f"pip install {again}torch")
         return
     yield Finding(Level.FINE, "PyTorch", f"{facts.torch}, for {_built_for(facts)}")
     if facts.driver is not None:
@@ -282,12 +284,19 @@ def check_tuning(patient: Patient) -> Iterator[Finding]:
         yield _tilings(gpu, patient)
         machine = name if patient.tensor_parallel == 1 else f"{name} x{patient.tensor_parallel}"
         file = cache_path(cost_folder(EngineSettings()), machine, patient.base)
-        if file.exists():
+        if _is_there(file):
             yield Finding(Level.FINE, "costs", f"measured for {patient.base} on {machine}")
         else:
             text = f"not measured for {patient.base} on {machine}"
             remedy = "the first start measures them, which takes some seconds more"
             yield Finding(Level.NOTE, "costs", text, remedy)
+
+
+def _is_there(file: Path) -> bool:
+    try:
+        return file.exists()
+    except PermissionError:  # a folder above it may not be looked into
+        return False
 
 
 def _tilings(gpu: GpuFacts, patient: Patient) -> Finding:

@@ -16,6 +16,7 @@ from valora_data.cpu import CGROUP, usable_cores
 from valora_data.errors import ValoraError
 from valora_serve.doctor.base import Finding, Level
 from valora_serve.doctor.gpu import installed
+from valora_serve.engine.settings import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,10 +54,10 @@ def check_machine(_: Patient) -> Iterator[Finding]:
         with suppress(OSError, ValueError):
             memory = min(memory, int((CGROUP / limit).read_text()))
     cores = usable_cores()
-    yield Finding(Level.FINE, "machine", f"{cores} CPU cores, {memory / 2**30:.0f} GiB memory")
+    yield Finding(Level.FINE, "machine", f"{cores} CPU cores, {memory / 2**30:.1f} GiB memory")
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and hard < FILES:
-        text = f"{hard} at most, which is {hard - 256} connections at a time"
+        text = f"{hard} at most, which is {max(0, hard - 256)} connections at a time"
         remedy = f"`ulimit -Hn {FILES}`, or serve with a lower --max-connections"
         yield Finding(Level.NOTE, "open files", text, remedy)
     else:
@@ -65,24 +66,37 @@ def check_machine(_: Patient) -> Iterator[Finding]:
 
 def check_disks(_: Patient) -> Iterator[Finding]:
     """Room and permission in this folder and in the folders of caches."""
-    home, environment = Path.home(), os.environ
+    environment = os.environ
+    try:
+        home = Path.home()
+    except RuntimeError:  # of a user whom the system does not know, as in some containers
+        home = Path.cwd()
+        text = "this user has none, so that caches are kept in this folder"
+        yield Finding(Level.NOTE, "home folder", text, "set HOME to a folder that stays")
     cache = Path(environment.get("XDG_CACHE_HOME") or home / ".cache")
     folders = {
-        "disk": Path.cwd(),
-        "costs": home / ".cache" / "valora",
-        "kernels": Path(environment.get("TRITON_CACHE_DIR") or home / ".triton"),
-        "models": Path(environment.get("HF_HOME") or cache / "huggingface"),
-    }
-    for what, folder in folders.items():
+        "disk": (Path.cwd(), ""),
+        "costs": (
+            Path(environment.get("VALORA_COST_FOLDER") or cache_folder()).absolute(),
+            "VALORA_COST_FOLDER",
+        ),
+        "kernels": (
+            Path(environment.get("TRITON_CACHE_DIR") or home / ".triton"), "TRITON_CACHE_DIR",
+        ),
+        "models": (Path(environment.get("HF_HOME") or cache / "huggingface"), "HF_HOME"),
+    }  # fmt: skip
+    for what, (folder, variable) in folders.items():
         try:
             there = next(one for one in (folder, *folder.parents) if one.exists())
-            free, may = shutil.disk_usage(there).free, os.access(there, os.W_OK)
+            free = shutil.disk_usage(there).free
+            may = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
         except OSError:  # also of a folder above it, which may not be looked into
             free, may = 0, False
         text = f"{free / 2**30:.0f} GiB free in {folder}"
         if not may:
             text = f"{folder} cannot be written"
-            yield Finding(Level.WRONG, what, text, "give permission, or set another folder")
+            other = f"name another folder with {variable}" if variable else "go to another folder"
+            yield Finding(Level.WRONG, what, text, f"give permission, or {other}")
         elif free < LEAST_DISK:
             yield Finding(Level.WRONG, what, text, "make room, or use another folder")
         else:
@@ -109,7 +123,7 @@ def check_extras(_: Patient) -> Iterator[Finding]:
 def check_files(patient: Patient) -> Iterator[Finding]:
     """The base model, and the bundles beside it."""
     from valora_data.contract.base_model import base_hash
-    from valora_serve.doctor.sizes import local_folder
+    from valora_serve.doctor.sizes import is_offline, local_folder
 
     base = patient.base
     try:
@@ -117,10 +131,16 @@ def check_files(patient: Patient) -> Iterator[Finding]:
         found = folder and f"{folder} (sha256 {base_hash(str(folder))[:12]})"
     except (ValoraError, OSError) as error:
         remedy = "install the package again" if base == "tiny" else "name a folder that holds one"
-        yield Finding(Level.WRONG, "base model", str(error), remedy)
+        found = str(error)
+        if isinstance(error, ValoraError):  # it says what to do
+            found = found.partition(": ")[0]
+        yield Finding(Level.WRONG, "base model", found, remedy)
     else:
         if found:
             yield Finding(Level.FINE, "base model", found)
+        elif is_offline():
+            text = f"{base} is not on this machine, and HF_HUB_OFFLINE keeps it from the hub"
+            yield Finding(Level.WRONG, "base model", text, "unset that, or name a folder")
         else:
             text = f"{base} is not on this machine: whether it fits was not looked at"
             yield Finding(Level.NOTE, "base model", text, "the first start downloads it")

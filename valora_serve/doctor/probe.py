@@ -26,7 +26,7 @@ def read_facts() -> Facts:
     driver = _driver()
     try:
         import torch
-    except (ImportError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - a broken installation fails in many ways
         return Facts(None, first_line(error), driver=driver, compiler=compiler, missing=missing)
     gpus: list[GpuFacts] = []
     problem, architectures = "", list[str]()

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from valora_data.contract.base_model import base_folder
 from valora_data.contract.files import UnreadableError, read_json
-from valora_data.errors import ValoraError
+from valora_data.errors import BundleError, ValoraError
 from valora_serve.engine.settings import EngineSettings
-from valora_serve.engine.sizing import LEAST_PAGES, beside_weights
 
 VISION = ("vision", "visual", "multi_modal", "mm_projector")
 """Parts of the names of weights that adapters are not merged into."""
@@ -37,7 +36,7 @@ def local_folder(base: str) -> Path | None:
     """Return the folder of a base model; None for a hub name that is not on this machine.
 
     Raises:
-        ValoraError: It is a folder that holds no model, or a path to nothing.
+        ValoraError: It is a folder that holds no model, a path to nothing, or no name on the hub.
     """
     found = base_folder(base)
     if Path(found).is_dir():
@@ -47,8 +46,19 @@ def local_folder(base: str) -> Path | None:
 
     try:
         return Path(snapshot_download(found, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError, OSError):
+    except HFValidationError as error:
+        raise BundleError(
+            f"{base!r} is neither a folder nor a name on the hub: name one of these"
+        ) from error
+    except (LocalEntryNotFoundError, OSError):
         return None
+
+
+def is_offline() -> bool:
+    """Return whether nothing is downloaded from the hub."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
 
 
 def read_sizes(base: str) -> Sizes | None:
@@ -78,6 +88,8 @@ def read_sizes(base: str) -> Sizes | None:
 
 def _beside(folder: Path) -> int:
     """Bytes beside the weights, as far as the configuration says."""
+    from valora_serve.engine.sizing import LEAST_PAGES, beside_weights  # imports torch
+
     try:
         config = read_json(folder / "config.json")
     except UnreadableError:

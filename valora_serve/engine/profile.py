@@ -75,11 +75,16 @@ def lacks_costs(engine: Engine) -> bool:
 
 
 def adopt(engine: Engine, costs: CostModel) -> None:
-    """Save costs, and decide with them from now on."""
+    """Decide with costs from now on, and save them for later starts if the disk allows it."""
+    folder = cost_folder(engine.settings)
     try:
-        costs.save(cost_folder(engine.settings))
-    except OSError as error:  # the next start measures them again
-        log.warning("the costs of this machine are not kept: %s", error)
+        costs.save(folder)
+    except OSError as error:
+        log.warning(
+            "the costs of this machine are measured again at the next start, as %s cannot be "
+            "written (%s): let the server write there, or name another folder with --cost-folder",
+            folder, error.strerror,
+        )  # fmt: skip
     engine.use(costs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from valora_data.contract.bundle import NF4
 from valora_kernels.operators.registry import ATMM, OPERATORS
@@ -23,6 +24,18 @@ MOST_RANK = 1024
 """Largest rank that room may be kept for: buffers grow with it."""
 SHARED = ("none", "key", "adapter")
 """What shares of the machine can be kept for."""
+
+
+def cache_folder() -> Path:
+    """Return the user's folder of what is measured on this machine.
+
+    A user without a home, as in some containers, has it in the working folder.
+    """
+    try:
+        home = Path.home()
+    except RuntimeError:
+        home = Path()
+    return home / ".cache" / "valora"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import torch
 
 from valora_data.cpu import usable_cores
 from valora_data.wording import first_line
+from valora_serve.engine.settings import cache_folder
 from valora_serve.errors import ServeError, SettingsError
 from valora_serve.orchestrator.cost_model import PROMPT_SIZES
 from valora_serve.types import Mode
@@ -102,22 +103,17 @@ def machine_of(settings: EngineSettings, device: torch.device) -> str:
     return name if size == 1 else f"{name} x{size}"
 
 
-def _cache() -> Path:
-    """Return the user's folder of what was measured on this machine."""
-    return Path.home() / ".cache" / "valora"
-
-
 def cost_folder(settings: EngineSettings) -> Path:
     """Return the folder of measured costs."""
     folder = settings.cost_folder
-    return Path(folder) if folder else _cache() / "costs"
+    return Path(folder) if folder else cache_folder() / "costs"
 
 
 def tiling_file(settings: EngineSettings, gpu: str) -> Path:
     """Return the file of the tilings measured on GPUs of a name."""
     folder = settings.tiling_folder
     name = gpu.lower().replace(" ", "_").replace("/", "_")
-    return (Path(folder) if folder else _cache() / "tilings") / f"{name}.json"
+    return (Path(folder) if folder else cache_folder() / "tilings") / f"{name}.json"
 
 
 def decode_sizes(settings: EngineSettings) -> list[int]:

@@ -333,7 +333,11 @@ class CostModel:
         return replace(fitted, error=float(np.median(errors)) if errors else None)
 
     def save(self, folder: Path) -> Path:
-        """Write the costs to their path in a cache folder, atomically; return the path."""
+        """Write the costs to their path in a cache folder, atomically; return the path.
+
+        Raises:
+            OSError: They cannot be written.
+        """
         path = cache_path(folder, self.machine, self.model)
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {
@@ -411,8 +415,8 @@ def load_or_estimate(folder: Path, machine: str, model: str) -> CostModel:
     """Read the cached costs of a model on a machine.
 
     Returns:
-        The costs; the estimate for an H200 if the cache has none of this version, or this user may
-        not look into it.
+        The costs; the estimate for an H200 if the cache has none of this version, or is in a
+        folder that may not be looked into.
 
     Raises:
         CostModelError: The cached file is damaged.
@@ -420,7 +424,7 @@ def load_or_estimate(folder: Path, machine: str, model: str) -> CostModel:
     path = cache_path(folder, machine, model)
     try:
         return CostModel.read(path) if path.exists() else H200_7B
-    except (CostVersionError, PermissionError):  # of the folder
+    except (CostVersionError, PermissionError):
         return H200_7B
 
 

@@ -8,7 +8,6 @@ import os
 import re
 import socket
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # Read when Ray is imported. Ray reports its use to its makers otherwise, and starts by itself when
@@ -23,6 +22,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
+from valora_data.contract.files import expanded
 from valora_data.wording import agreeing, plural
 from valora_serve.errors import SettingsError
 from valora_serve.replicas.board import Board
@@ -243,11 +243,11 @@ def replicas(
 
 def _everywhere(engine: EngineSettings) -> EngineSettings:
     """Return settings whose folders mean the same in every process of the machine."""
-    base = Path(engine.base).expanduser()
+    base = expanded(engine.base)
     changed: dict[str, Any] = {"base": str(base.resolve()) if base.is_dir() else engine.base}
     for name in ("cost_folder", "tiling_folder", "decision_trace"):
         if (path := getattr(engine, name)) is not None:
-            changed[name] = str(Path(path).expanduser().absolute())
+            changed[name] = str(expanded(path).absolute())
     return dataclasses.replace(engine, **changed)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from valora_data.contract import quantized
 from valora_data.contract.architectures.registry import ARCHITECTURES, architecture_of
 from valora_data.contract.bundle import file_hash
+from valora_data.contract.files import expanded
 from valora_data.errors import BundleError
 from valora_data.hashing import hash_files
 from valora_data.wording import first_line
@@ -43,7 +44,7 @@ def base_folder(base: str) -> str:
     """
     if base == TINY:
         return str(Path(__file__).parents[1] / "tiny")
-    path = Path(base).expanduser()
+    path = expanded(base)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise BundleError(f"{base} holds no config.json: name a folder with a saved model")

@@ -7,13 +7,13 @@ import os
 import re
 import reprlib
 import stat
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from valora_data.errors import BundleError
 
 if TYPE_CHECKING:
     from io import BufferedReader
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -41,6 +41,11 @@ _short.maxlevel = 3
 def shown(value: object) -> str:
     """Return a value as Python writes it, cut to what a message may hold."""
     return _short.repr(value)
+
+
+def expanded(path: str | Path) -> Path:
+    """Return a path with the home folder in place of ``~``; unchanged if there is no such home."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - `Path.expanduser` raises then
 
 
 class UnreadableError(BundleError):

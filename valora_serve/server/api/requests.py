@@ -153,7 +153,7 @@ async def find_model(
     service, loader = context.service, context.on_request
     if loader is not None and name is not None and loader.allows(name):
         request.state.stack.enter_context(loader.using(name))
-        if not service.serves(name):
+        if not service.serves(name) or loader.is_lost(name):
             seconds = service.deadline(name, wanted)
             try:
                 async with asyncio.timeout(seconds):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valora_data.contract.bundle import MANIFEST, read_manifest
+from valora_data.contract.files import expanded
 from valora_data.errors import BundleError
 from valora_serve.errors import AdapterError, SettingsError
 from valora_serve.server.loading import golden
@@ -60,7 +61,7 @@ def find_bundles(names: Sequence[str], downloads: Path) -> list[Path]:
         if name.startswith(_REGISTRY):
             found.append(_download(name, downloads))
             continue
-        folder = Path(name).expanduser()
+        folder = expanded(name)
         inside = (
             sorted(item.parent for item in folder.glob(f"*/{MANIFEST}")) if folder.is_dir() else []
         )

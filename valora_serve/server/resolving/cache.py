@@ -74,12 +74,39 @@ class Entry:
         """Return whether it came from a resolver's place."""
         return (self.source, self.place) == (resolver.scheme, _hash_of(resolver.url))
 
+    def is_there(self) -> bool:
+        """Return whether its files are there, as long as they were fetched."""
+        try:
+            return sum((self.folder / file).stat().st_size for file in FILES) == self.bytes
+        except OSError:
+            return False
+
     def is_whole(self) -> bool:
         """Return whether its files are as they were fetched."""
         try:
             return _hashes_of(self.folder) == (self.hashes, self.bytes)
         except OSError:
             return False
+
+
+def lock_folder(folder: Path) -> FileLock:
+    """Make the folder of a cache, and lock it for this process.
+
+    Raises:
+        SettingsError: The folder cannot be written, or another server uses it.
+    """
+    lock = FileLock(str(folder.absolute() / ".lock"), timeout=0, thread_local=False)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise SettingsError(
+            f"adapter_cache {folder} is in use by another server: give this one a folder of its "
+            "own with --adapter-cache"
+        ) from None
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    return lock
 
 
 class AdapterCache:
@@ -103,21 +130,12 @@ class AdapterCache:
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, Entry] = OrderedDict()  # least recently used first
         self._reserved = 0  # bytes of what is being fetched
-        self._process = FileLock(str(self._folder / ".lock"), timeout=0, thread_local=False)
+        self._process = lock_folder(folder)
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._process.acquire()
             self._read_again()
-        except Timeout:
-            raise SettingsError(
-                f"adapter_cache {folder} is in use by another server: give this one a folder of "
-                "its own with --adapter-cache"
-            ) from None
         except OSError as error:
-            raise SettingsError(
-                f"adapter_cache {folder} cannot be used ({error.strerror}): let the server write "
-                "there, or name another folder"
-            ) from error
+            self._process.release()
+            raise _unusable(folder, error) from error
 
     def close(self) -> None:
         """Let another server use the folder."""
@@ -247,7 +265,14 @@ class AdapterCache:
                 if size is not None and read > size:
                     raise _changed(name)
                 if read > most:
-                    raise self._too_large(name, f"more than {most}")
+                    raise (
+                        self._too_large(name, f"more than {self._adapter_bytes}")
+                        if most == left
+                        else AdapterError(
+                            f"{CONFIG} of adapter {name} has more than {CONFIG_BYTES} bytes, which "
+                            "none that PEFT writes has: save it again"
+                        )
+                    )
                 digest.update(piece)
                 left_of_it = memoryview(piece)
                 with self._writing(name):
@@ -261,8 +286,8 @@ class AdapterCache:
 
     def _too_large(self, name: str, size: str) -> AdapterError:
         return AdapterError(
-            f"Adapter {name} has {size} bytes, and may have {self._adapter_bytes} (its "
-            f"{CONFIG} {CONFIG_BYTES}): name a smaller one, or have --adapter-bytes raised"
+            f"Adapter {name} has {size} bytes, and may have {self._adapter_bytes}: name a smaller "
+            "one, or have --adapter-bytes raised"
         )
 
     @contextlib.contextmanager
@@ -280,9 +305,13 @@ class AdapterCache:
             ) from error
 
     def _reserve(self, room: int, name: str) -> None:
-        """Delete adapters that are not in use until there is room for another one."""
+        """Delete adapters that are not in use until there is room for another one.
+
+        An older version of the same one is deleted last: it is served if this one cannot be read.
+        """
         with self._lock:
             idle = [one for one in self._entries if one != name and not self._keep(one)]
+            idle += [name] if name in self._entries else []
             freed = sum(self._entries[one].bytes for one in idle)
             if self._held() + room - freed > self._most:
                 raise OverloadedError(
@@ -319,6 +348,13 @@ class AdapterCache:
         for name in tuple(self._entries):
             if self._held() > self._most:
                 self._delete(name)
+
+
+def _unusable(folder: Path, error: OSError) -> SettingsError:
+    return SettingsError(
+        f"adapter_cache {folder} cannot be used ({error.strerror}): let the server write there, or "
+        "name another folder"
+    )
 
 
 def _is_own(folder: Path) -> bool:

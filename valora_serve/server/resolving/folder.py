@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from valora_data.contract.files import UnreadableError, open_regular
+from valora_data.contract.files import UnreadableError, expanded, open_regular
 from valora_serve.errors import AdapterError, SettingsError
 from valora_serve.server.resolving.base import FILES, Found, Resolver
 
@@ -24,7 +24,7 @@ class FolderResolver(Resolver):
 
     def __init__(self, scheme: str, place: str) -> None:
         super().__init__(scheme, place)
-        self._root = Path(place).expanduser().absolute()
+        self._root = expanded(place).absolute()
         if not self._root.is_dir():
             raise SettingsError(f"adapter_sources: {place} is no folder: make it, or name another")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from valora_serve.errors import SettingsError
 from valora_serve.server.resolving.base import CONNECT_SECONDS, FILES, Found, Resolver
 
 if TYPE_CHECKING:
@@ -18,6 +19,15 @@ class HubResolver(Resolver):
 
     Files are read from the commit that was found; a token comes from HF_TOKEN, or from the login.
     """
+
+    def __init__(self, scheme: str, place: str) -> None:
+        super().__init__(scheme, place.strip("/"))
+        if "/" in self.place:
+            raise SettingsError(
+                f"adapter_sources: {scheme}://{place} names more than an owner: name "
+                f"{scheme}://OWNER, whose repositories are adapters, or {scheme}:// for names with "
+                "their owner"
+            )
 
     remedy = "put it there, or give the server a token (HF_TOKEN) if its repository is private"
 

@@ -23,7 +23,7 @@ from valora_serve.errors import (
     StorageError,
     UnknownModelError,
 )
-from valora_serve.server.resolving.base import without_password
+from valora_serve.server.resolving.base import CONFIG, WEIGHTS, without_password
 from valora_serve.server.resolving.cache import AdapterCache
 from valora_serve.server.resolving.registry import make_resolvers
 from valora_serve.server.telemetry import logs
@@ -123,6 +123,16 @@ class OnRequest:
         entry = self._loaded.get(name)
         return None if entry is None else entry.source
 
+    def is_lost(self, name: str) -> bool:
+        """Return whether a loaded adapter is on disk alone, and the cache has lost its files."""
+        entry = self._loaded.get(name)
+        return (
+            entry is not None
+            and name in self._service.engine.stats().on_disk
+            and not entry.is_there()
+            and self._served.has(name, entry.folder)
+        )
+
     @property
     def schemes(self) -> list[str]:
         """Schemes of all places."""
@@ -201,7 +211,8 @@ class OnRequest:
         try:
             entry = await self._fetched(attempt)
             async with self._serving:
-                await self._make_place()
+                if name not in self._loaded:
+                    await self._make_place()
                 await self._serve(entry)
             logs.LOG.info("loaded %s", name, extra={"facts": {"source": entry.source}})
         except ServeError as error:
@@ -224,13 +235,20 @@ class OnRequest:
     async def _serve(self, entry: Entry) -> None:
         name = entry.name
         self._refused.pop(name, None)
+        lost = self._loaded.get(name)
         try:
+            if lost is not None and lost.folder != entry.folder:  # another version came instead
+                self._service.hide(name)
+                await self._served.unload_found(name, lost.folder, lambda: True)
+                del self._loaded[name]
             await self._served.load_found(name, entry.folder)
         except AdapterError:
             self._refused[name] = entry
             held = {one.name: one for one in self.cache.entries()}
             self._refused = {key: one for key, one in self._refused.items() if held.get(key) == one}
             raise
+        finally:
+            self._service.show(name)
         self._loaded[name] = entry
 
     async def _fetched(self, attempt: _Attempt) -> Entry:
@@ -281,8 +299,8 @@ class OnRequest:
                 ) from error
         remedies = ", ".join(dict.fromkeys(resolver.remedy for resolver in self._resolvers))
         raise UnknownModelError(
-            f"There is no model {name!r}, and no source of adapters has it: {remedies}, or name "
-            "one of /v1/models"
+            f"There is no model {name!r}, and no source of adapters has it ({CONFIG} and "
+            f"{WEIGHTS}): {remedies}, or name one of /v1/models"
         )
 
     async def _make_place(self) -> None:

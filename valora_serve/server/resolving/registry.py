@@ -37,6 +37,8 @@ def make_resolvers(sources: Iterable[str]) -> list[Resolver]:
     """
     made = []
     for source in sources:
+        if not source.strip():
+            raise SettingsError("adapter_sources has an empty entry: name a folder or a URL")
         scheme, separator, place = source.partition("://")
         if not separator:
             scheme, place = "file", source

@@ -11,12 +11,20 @@ from safetensors.torch import save_file
 from valora_data.contract import files
 from valora_data.contract.files import (
     UnreadableError,
+    expanded,
     parse_json,
     read_bytes,
     read_json,
     read_safetensors,
     shown,
 )
+
+
+def test_home_folders_that_there_are_and_are_not(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert expanded("~/model") == tmp_path / "model"
+    assert expanded("~no-such-user/model") == Path("~no-such-user/model")
+    assert expanded(Path("model~")) == Path("model~")
 
 
 def pipe(place):

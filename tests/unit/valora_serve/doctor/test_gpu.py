@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -264,6 +265,7 @@ def test_a_hub_name_is_looked_for_on_this_machine_only(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     assert read_sizes("acme/here").weights == 30
     assert read_sizes("acme/absent") is None
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     found = list(check_files(Patient("acme/absent", 1, lambda: FACTS)))
     assert (found[0].level, "not on this machine" in found[0].found) == (Level.NOTE, True)
     assert check_files(Patient("acme/here", 1, lambda: FACTS)).__next__().level is Level.FINE
@@ -336,6 +338,17 @@ def test_what_was_measured_on_the_gpu(monkeypatch, tmp_path):
     file.touch()
     found = list(checks.check_tuning(patient(FACTS, tensor_parallel=2, base="tiny")))
     assert levels(found, "costs") == [Level.FINE]
+    exists = Path.exists
+
+    def of_others(path):
+        if path == file:
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", of_others)
+        found = list(checks.check_tuning(patient(FACTS, tensor_parallel=2, base="tiny")))
+        assert levels(found, "costs") == [Level.NOTE]
     other = replace(FACTS, gpus=(replace(H200, name="Example 9000"),) * 2)
     found = list(checks.check_tuning(patient(other)))
     assert levels(found, "tilings") == [Level.NOTE]

@@ -46,6 +46,19 @@ def test_costs_are_measured_once(
     assert engine.cost is measured
 
 
+def test_costs_that_cannot_be_saved_are_used_all_the_same(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(profile, "measure", partial(profile.measure, seconds=0.0))
+    (tmp_path / "costs").touch()  # nobody, not even root, makes folders in it
+    engine = make_engine(base, profile=True, cost_folder=str(tmp_path))
+    profile.ensure_costs(engine)
+    assert engine.cost.measured
+    (said,) = [record.getMessage() for record in caplog.records if "costs" in record.getMessage()]
+    assert str(tmp_path) in said
+    assert "--cost-folder" in said
+
+
 def test_nothing_is_measured_without_the_setting(base: str) -> None:
     engine = make_engine(base)
     profile.ensure_costs(engine)
@@ -79,18 +92,6 @@ def test_measured_steps_keep_the_limits(
     assert max(sum(work.count for work in works) for works in ran) <= settings.max_tokens
     distinct = [len({work.adapter for work in works} - {NONE}) for works in ran]
     assert max(distinct) == min(len(adapters), settings.max_adapters)
-
-
-def test_costs_that_cannot_be_kept(
-    base: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(profile, "measure", partial(profile.measure, seconds=0.0))
-    folder = tmp_path / "costs"
-    folder.write_text("no folder")
-    engine = make_engine(base, profile=True, cost_folder=str(folder))
-    profile.ensure_costs(engine)
-    assert engine.cost.measured
-    assert "the costs of this machine are not kept" in caplog.text
 
 
 def test_an_adapter_whose_file_is_gone_is_left_out(

@@ -1,6 +1,7 @@
 """Graph sizes follow from the settings, and LoRA terms from the policy's modes."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,6 +96,14 @@ def test_pages_take_what_the_gpu_has_left(
     left = total * 0.75 - 600_000 - 2 * copies - step - 2**30
     found = sizing.pages_that_fit(settings, lmm, page, mergeable=mergeable)
     assert found == int(left // (2 * page.elements))
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", none)
+    assert sizing.cost_folder(EngineSettings()) == Path(".cache/valora/costs")
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_unknown_sizes_are_bounded_while_they_are_read(place):
     shelf = Shelf(known=False, a=600, b=601)
     held = cache(place)
     assert fetch(held, shelf, "a").bytes == 600
-    with pytest.raises(AdapterError, match="has more than 597 bytes, and may have 600"):
+    with pytest.raises(AdapterError, match="has more than 600 bytes, and may have 600"):
         fetch(held, shelf, "b")
     assert held.bytes == 0  # `a` made room for the most that `b` may have
     assert fetch(held, shelf, "a").bytes == 600
@@ -93,6 +93,28 @@ def test_a_new_version_replaces_the_old_one(place):
     new = fetch(held, shelf, "a")
     assert not old.folder.exists()
     assert (held.bytes, new.folder.name) == (200, "a")
+
+
+def test_an_old_version_gives_way_where_both_do_not_fit(place):
+    shelf = Shelf(a=600, b=300)
+    held = cache(place, used=["b"])
+    fetch(held, shelf, "a")
+    shelf.version = "2"
+    fetch(held, shelf, "b")
+    fetch(held, shelf, "a")
+    assert held.get("a", shelf, "2").bytes == 600
+    assert held.bytes == 900
+
+
+def test_what_is_too_large_is_named(place):
+    held, shelf = AdapterCache(place, 4 << 20, 2 << 20, lambda _: False), Shelf(False, a=(3 << 20))
+    with pytest.raises(
+        AdapterError, match=f"has more than {2 << 20} bytes, and may have {2 << 20}"
+    ):
+        fetch(held, shelf, "a")
+    shelf.open = lambda *_: contextlib.nullcontext(io.BytesIO(b" " * (3 << 20)))
+    with pytest.raises(AdapterError, match=f"{CONFIG} of adapter a has more than {1 << 20} bytes"):
+        fetch(held, shelf, "a")
 
 
 def test_what_a_run_leaves_is_found_again_unless_it_is_damaged(place):

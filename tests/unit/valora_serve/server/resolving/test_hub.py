@@ -90,7 +90,9 @@ def cache(tmp_path):
     made.close()
 
 
-@pytest.mark.parametrize(("place", "name"), [("acme", "cars"), ("", "acme/cars")])
+@pytest.mark.parametrize(
+    ("place", "name"), [("acme", "cars"), ("acme/", "cars"), ("", "acme/cars")]
+)
 def test_only_the_needed_files_of_the_found_commit_are_read(hub, cache, place, name):
     resolver = HubResolver("hf", place)
     found = resolver.find(name)

@@ -7,14 +7,17 @@ import json
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import serving, until
+from tests.support.http_helpers import own_logging, serving, until
 from valora_data.contract.files import UnreadableError
+from valora_serve import cli
 from valora_serve.errors import SettingsError
 from valora_serve.server.resolving import registry
 from valora_serve.server.resolving.base import CONFIG, FILES, WEIGHTS, Found, Resolver
@@ -149,7 +152,7 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(place):
     with serving(**settings(place, adapter_bytes=4000, adapter_cache_bytes=9000)) as server:
         refused(ask(server, "cars-large"), 400, "5043 bytes", "--adapter-bytes")
         refused(ask(server, "cars-other"), 400, "another, not for tiny")
-        refused(ask(server, "cars-pickle"), 404)
+        refused(ask(server, "cars-pickle"), 404, f"({CONFIG} and {WEIGHTS}): put it there")
         refused(ask(server, "cars-none"), 404)
         found = metric(server, "valora_adapter_resolutions_total")
         assert found['valora_adapter_resolutions_total{resolver="file",result="refused"}'] == 2
@@ -362,6 +365,27 @@ def test_a_damaged_or_deleted_cache_is_filled_again(place):
             assert ask(server, name).status_code == 200
 
 
+@pytest.mark.parametrize("version", ["same", "new"])
+def test_a_loaded_adapter_whose_files_are_lost_is_fetched_again(place, monkeypatch, version):
+    """The engine has dropped it from host memory, and would read it from the cache."""
+    engine = FakeEngine()
+    stats = engine.stats
+    monkeypatch.setattr(engine, "stats", lambda: replace(stats(), on_disk=["cars-1", "cars-2"]))
+    with serving(engine, **settings(place, max_found_adapters=2)) as server:
+        for name in ("cars-1", "cars-2"):
+            assert ask(server, name).status_code == 200
+        if version == "new":
+            adapter(place / "store" / "cars-1", size=16)
+        shutil.rmtree(place / "cache")
+        (place / "cache").mkdir()
+        assert ask(server, "cars-1").status_code == 200
+        served = {model.name: model.root for model in engine.models()}
+        assert {item.name for item in Path(served["cars-1"]).iterdir()} == set(FILES)
+        assert "cars-2" in served
+        shutil.rmtree(place / "store" / "cars-2")
+        refused(ask(server, "cars-2"), 404, "no source of adapters has it")
+
+
 def test_adapters_that_contexts_need_stay(place):
     engine = FakeEngine()
     with serving(engine, **settings(place, max_found_adapters=1)) as server:
@@ -447,6 +471,9 @@ def test_places_of_fsspec(place):
     [
         ({"adapter_sources": ("nowhere://x",)}, "nowhere:// cannot be opened"),
         ({"adapter_sources": ("/does/not/exist",)}, "is no folder"),
+        ({"adapter_sources": ("~no-such-user/adapters",)}, "is no folder"),
+        ({"adapter_sources": ("",)}, "has an empty entry"),
+        ({"adapter_sources": ("hf://acme/cars",)}, "hf://acme/cars names more than an owner"),
     ],
 )
 def test_sources_that_cannot_be_used(place, wrong, words):
@@ -459,6 +486,19 @@ def test_settings_that_contradict_each_other():
         ServerSettings(adapter_sources=("hf://acme",))
     with pytest.raises(ValueError, match="must fit into the cache"):
         ServerSettings(adapter_bytes=10, adapter_cache_bytes=5)
+
+
+@own_logging()
+def test_the_command_looks_at_the_cache_before_it_loads_a_model(place, monkeypatch, capsys):
+    async def never(*_):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("valora_serve.engine.start.start_engine", never)
+    (place / "cache").touch()
+    given = ["--port", "0", "--adapter-sources", str(place / "store"), "--adapter-allow", "*"]
+    assert cli.main([*given, "--adapter-cache", str(place / "cache")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: adapter_cache {place / 'cache'} cannot be used (File exists)")
 
 
 def test_two_servers_do_not_share_a_cache(place):

@@ -28,6 +28,7 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
+from valora_data.contract.files import expanded
 from valora_serve.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -61,6 +62,14 @@ class _OptionSettings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """The environment takes precedence over the file, which is passed as arguments."""
         return env_settings, init_settings
+
+
+PATHS = frozenset({
+    "adapter_cache", "adapter_folder", "cost_folder", "decision_trace", "keys_file", "media_folder",
+    "state_file", "tiling_folder", "tls_cert", "tls_key",
+})  # fmt: skip
+"""Settings that are paths: ``~`` stands for the home folder, which no shell has put there in a
+file, a variable or ``--option=~/path``."""
 
 
 def load(
@@ -164,6 +173,8 @@ def _parsed(name: str, annotation: Any, value: Any) -> Any:
     if kind is not annotation and value in ("", "none", "None"):
         return None
     nested, origin = dataclasses.is_dataclass(kind), typing.get_origin(kind)
+    if isinstance(value, str) and name in PATHS:
+        return str(expanded(value))
     if isinstance(value, str) and (nested or origin):
         value = [item.strip() for item in value.split(",") if item]
     if isinstance(value, list) and (nested or origin is dict):

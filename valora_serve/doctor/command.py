@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -45,8 +46,16 @@ def main(arguments: Sequence[str] | None = None, facts: Callable[[], Facts] = re
         facts: Reads what is known of the GPUs.
 
     Returns:
-        0; 1 if something is wrong.
+        0; 1 if something is wrong, or nobody reads on.
     """
+    try:
+        return _main(arguments, facts)
+    except BrokenPipeError:  # `valora doctor | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+        return 1
+
+
+def _main(arguments: Sequence[str] | None, facts: Callable[[], Facts]) -> int:
     parser = argparse.ArgumentParser("valora doctor", description=__doc__)
     parser.add_argument(
         "checks", nargs="*", metavar="CHECK", default=[],

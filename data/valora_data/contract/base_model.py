@@ -40,8 +40,10 @@ def base_folder(base: str) -> str:
         base: ``tiny`` (shipped with the project), a folder, or a name on the hub.
 
     Raises:
-        BundleError: If the id is a folder that holds no model, or a path to nothing.
+        BundleError: If the id is empty, a folder that holds no model, or a path to nothing.
     """
+    if not base:
+        raise BundleError("the base model's name is empty: name a folder, or a model on the hub")
     if base == TINY:
         return str(Path(__file__).parents[1] / "tiny")
     path = expanded(base)

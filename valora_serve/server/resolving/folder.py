@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,7 +52,14 @@ class FolderResolver(Resolver):
             raise AdapterError(f"{file} of adapter {name} {error.reason}: save it again") from error
 
     def _path(self, name: str, file: str) -> Path:
-        path = (self._root / name / file).resolve(strict=True)
+        try:
+            path = (self._root / name / file).resolve(strict=True)
+        except (RuntimeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno != errno.ELOOP:
+                raise
+            raise AdapterError(
+                f"{file} of adapter {name} is a link that leads to itself: copy the file"
+            ) from error
         if not path.is_relative_to(self._root.resolve()):
             raise AdapterError(
                 f"{file} of adapter {name} is a link that leads out of its source: copy the file"

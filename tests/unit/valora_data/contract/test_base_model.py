@@ -128,9 +128,16 @@ def test_a_model_of_a_known_shape_is_loaded(random_llava, tmp_path):
     assert found.fixed_grid == (4, 4)
 
 
-@pytest.mark.parametrize("name", ["/nowhere/model", "./nothing"])
-def test_a_missing_base_model_is_one_sentence(name):
-    with pytest.raises(BundleError, match="does not exist: check the path"):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("/nowhere/model", "does not exist: check the path"),
+        ("./nothing", "does not exist: check the path"),
+        ("", "name is empty: name a folder, or a model on the hub"),
+    ],
+)
+def test_a_missing_base_model_is_one_sentence(name, said):
+    with pytest.raises(BundleError, match=said):
         load_model(name, torch.float32)
 
 

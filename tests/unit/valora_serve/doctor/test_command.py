@@ -30,6 +30,16 @@ def test_it_says_what_is_wrong_and_how_to_mend_it(monkeypatch, capsys):
     assert "1 of these must be mended" in said
 
 
+def test_a_reader_that_goes_away_sees_no_traceback():
+    with subprocess.Popen(
+        [sys.executable, "-m", "valora_serve.doctor.command", "python", "machine"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as running:  # fmt: skip
+        running.stdout.close()
+        assert running.stderr.read() == b""
+    assert running.returncode == 1
+
+
 def test_for_programs(monkeypatch, capsys):
     broken = Facts(None, "no such file")
     monkeypatch.setattr(gpu, "installed", lambda _: None)

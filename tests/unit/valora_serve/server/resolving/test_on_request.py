@@ -127,6 +127,7 @@ def test_names_that_may_not_be_loaded(place):
     adapter(place / "store" / "private")
     adapter(place / "outside")
     (place / "store" / "cars-link").symlink_to(place / "outside")
+    (place / "store" / "cars-loop").symlink_to("cars-loop")
     with serving(**settings(place, adapter_allow=("cars-*",))) as server:
         for name in (
             "private",
@@ -139,6 +140,7 @@ def test_names_that_may_not_be_loaded(place):
             assert refused(ask(server, name), 404, "There is no model") == "model_not_found"
         refused(ask(server, "cars-9"), 404, "no source of adapters has it")
         refused(ask(server, "cars-link"), 400, "link that leads out")
+        refused(ask(server, "cars-loop"), 400, "link that leads to itself")
         assert set(cards(server)) & {"private", "cars-link", "cars-9"} == set()
 
 

@@ -78,7 +78,7 @@ def limit_host_threads(device: torch.device) -> None:
     torch takes a thread for each core of the host, also in a container that may use some of them,
     and every operator waits for all of its threads. Where cores are busy one always comes late:
     four engines that started on one host of 64 cores had not laid out their first adapters after
-    420 s. Where OMP_NUM_THREADS is set it decides.
+    330 s. Where OMP_NUM_THREADS is set it decides.
     """
     if not os.environ.get("OMP_NUM_THREADS"):
         most = HOST_THREADS if device.type == "cuda" else usable_cores()

@@ -38,7 +38,7 @@ class Compiling:
         self, backend: AttentionBackend, on_end: Callable[[], None], *, awaited: bool
     ) -> None:
         self.backend, self._on_end, self._awaited = backend, on_end, awaited
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._ended, self._wait_on = False, threading.Event()
         threading.Thread(target=self._run, name="compile-attention", daemon=True).start()
 
@@ -67,7 +67,7 @@ class Compiling:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             self.backend.compile()
-        except Exception as error:
+        except BaseException as error:  # others would wait for ever
             self.error = error
             log.warning("the kernels of attention are not compiled", exc_info=True)
         self._ended = True
@@ -80,12 +80,12 @@ def side_by_side(jobs: Sequence[Callable[[], None]]) -> None:
 
     A pool of threads would keep the process from ending before its compilers do.
     """
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
 
     def run(job: Callable[[], None]) -> None:
         try:
             job()
-        except Exception as error:  # noqa: BLE001 - raised below
+        except BaseException as error:  # noqa: BLE001 - raised below
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(job,), daemon=True) for job in jobs]

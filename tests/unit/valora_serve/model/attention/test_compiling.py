@@ -39,7 +39,7 @@ class Compiler:
 
     def __init__(self) -> None:
         self.release = threading.Event()
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.attended: list[TorchBackend] = []
 
     def run(self) -> None:
@@ -183,10 +183,13 @@ def test_one_that_cannot_be_compiled_never_takes_over(
     assert "nvcc has failed" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "error", [RuntimeError("nvcc has failed\nwith many lines"), SystemExit("nvcc has failed")]
+)
 def test_one_that_was_named_and_cannot_be_compiled_ends_the_start(
-    base: str, adapter: Path, compiler: Compiler
+    base: str, adapter: Path, compiler: Compiler, error: BaseException
 ) -> None:
-    compiler.error = RuntimeError("nvcc has failed\nwith many lines")
+    compiler.error = error
     compiler.release.set()
     with pytest.raises(SettingsError, match=r"compiled \(nvcc has failed\): see .* attention=auto"):
         started(base, adapter, attention="torch")
@@ -307,7 +310,8 @@ def test_a_compiler_that_is_awaited_has_the_priority_of_its_process(awaited: boo
     assert found == [os.nice(0) if awaited else min(19, os.nice(0) + 10)]
 
 
-def test_jobs_side_by_side_end_with_their_first_error() -> None:
+@pytest.mark.parametrize("error", [ValueError("no compiler"), SystemExit("no compiler")])
+def test_jobs_side_by_side_end_with_their_first_error(error: BaseException) -> None:
     both = threading.Barrier(2, timeout=LONG)
     done: list[int] = []
 
@@ -317,8 +321,8 @@ def test_jobs_side_by_side_end_with_their_first_error() -> None:
 
     def fail() -> None:
         both.wait()
-        raise ValueError("no compiler")
+        raise error
 
-    with pytest.raises(ValueError, match="no compiler"):
+    with pytest.raises(type(error), match="no compiler"):
         side_by_side([fail, wait])
     assert done == [1]

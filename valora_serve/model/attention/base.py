@@ -165,6 +165,7 @@ class AttentionBackend(ABC):
     Attributes:
         auto_rank: Order in which ``auto`` tries the backends, the lowest first; None for a backend
             that is used only by its name.
+        gpu_only: Whether it works on a CUDA GPU alone.
         most_mixed: Most sequences for which `mixed_plan` is asked.
         stand_in: Name of the backend that attends while this one is compiled, with the same pages
             and with CUDA graphs; None if requests wait for this one.
@@ -172,6 +173,7 @@ class AttentionBackend(ABC):
 
     auto_rank: ClassVar[int | None] = None
     stand_in: ClassVar[str | None] = None
+    gpu_only: ClassVar[bool] = False
     most_mixed: int = 256
 
     def __init__(self, cache: KVCache) -> None:

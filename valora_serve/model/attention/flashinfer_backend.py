@@ -62,6 +62,7 @@ class FlashInferBackend(AttentionBackend):
 
     auto_rank = 10
     stand_in = "triton"
+    gpu_only = True
 
     def __init__(self, cache: KVCache) -> None:
         import flashinfer

@@ -39,10 +39,12 @@ def make_backend(name: str, cache: KVCache) -> AttentionBackend:
         cache: The KV cache.
 
     Raises:
-        SettingsError: The name is unknown, or the backend's library is not installed.
+        SettingsError: The name is unknown, it needs a GPU, or its library is not installed.
     """
     if name == AUTO:
         return _best_backend(cache)
+    if BACKENDS[name].gpu_only and cache.device.type != "cuda":
+        raise SettingsError(f"attention backend {name!r} needs a CUDA GPU: choose 'torch' on a CPU")
     try:
         return BACKENDS[name](cache)
     except ImportError as error:

@@ -27,6 +27,7 @@ class VarlenBackend(AttentionBackend):
     """
 
     auto_rank = 20
+    gpu_only = True
 
     def __init__(self, cache: KVCache) -> None:
         import inspect

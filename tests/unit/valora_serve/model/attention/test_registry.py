@@ -102,8 +102,18 @@ def test_an_unknown_name_lists_the_backends(kv_cache):
 
 def test_a_missing_library_is_named(kv_cache, monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
+    monkeypatch.setattr(FlashInferBackend, "gpu_only", False)  # the cache is on a CPU
     with pytest.raises(SettingsError, match=r"'flashinfer' is not installed .*flashinfer"):
         make_backend("flashinfer", kv_cache)
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "varlen"])
+def test_backends_of_gpus_are_refused_on_a_cpu(kv_cache, name):
+    with pytest.raises(
+        SettingsError,
+        match=f"^attention backend '{name}' needs a CUDA GPU: choose 'torch' on a CPU$",
+    ):
+        make_backend(name, kv_cache)
 
 
 def test_auto_takes_plain_torch_on_a_cpu(kv_cache):

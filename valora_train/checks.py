@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data.contract import quantized
 from valora_data.contract.base_model import TINY, base_folder
+from valora_data.contract.files import expanded
 from valora_data.identity import hub_commit
 from valora_data.schema import Task
 from valora_teachers.base import TeacherError
@@ -198,7 +199,7 @@ def _check_trials(settings: Settings) -> None:
     if settings.fusion.parent is not None and not fuses:
         raise SettingsError(f"{what} extends no bundle: set fusion.parent=null")
     results = settings.oracle.results
-    if results is not None and not Path(results).expanduser().is_file():
+    if results is not None and not expanded(results).is_file():
         raise SettingsError(
             f"oracle.results={results} is no file: name the trials.jsonl of the other machine, or "
             "set it to null"
@@ -242,7 +243,7 @@ def _check_writable(setting: str, place: str) -> None:
     if not place.strip():
         raise SettingsError(f"{setting} is empty: name a folder")
     try:
-        existing = _existing(Path(place).expanduser())
+        existing = _existing(expanded(place))
         is_folder = existing.is_dir()
     except OSError as error:
         raise SettingsError(
@@ -319,7 +320,7 @@ def _check_source(domain: DomainSettings) -> None:
         place = getattr(source, name)
         if place is None or given.drawn or (given.remote and name == "path"):
             continue
-        if not Path(place).expanduser().exists():
+        if not expanded(place).exists():
             raise SettingsError(
                 f"data of domain {domain.name} not found: {place} does not exist, correct "
                 f"domains.{domain.name}.source.{name}"
@@ -357,7 +358,7 @@ def _check_given(domain: DomainSettings, teacher: TeacherSettings, kind: type[Te
                 "name and that it is installed or in PYTHONPATH"
             )
         return
-    exists = Path(weights).expanduser().exists()
+    exists = expanded(weights).exists()
     if kind.artefact is not None and not exists:
         raise TeacherError(
             f"teacher of domain {domain.name} not found: {weights} is no file; set {setting} to a "
@@ -483,7 +484,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _check_parent(folder: Path) -> None:
-    if not (folder.expanduser() / "bundle.json").is_file():
+    if not (expanded(folder) / "bundle.json").is_file():
         raise SettingsError(
             f"fusion.parent={folder} holds no bundle: name a bundle's folder, or set it to null"
         )
@@ -497,7 +498,7 @@ def _check_context(settings: Settings) -> None:
             f"context.encoder_steps={context.encoder_steps} trains an encoder of memory tokens, "
             f"but context.form={context.form}: set context.form=memory_tokens, or encoder_steps=0"
         )
-    if context.start is not None and not Path(context.start).expanduser().is_dir():
+    if context.start is not None and not expanded(context.start).is_dir():
         raise SettingsError(
             f"context.start={context.start} is no folder: name one with memories, or set it to null"
         )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
+from valora_data.contract.files import expanded
 from valora_data.errors import ValoraError
 from valora_train.errors import SettingsError, SweepError, describe_fault
 from valora_train.processes import preparing_processes
@@ -75,7 +76,7 @@ def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, A
     if settings.shelf is not None:
         from valora_data.sources.shelf import read_shelf
 
-        for note in read_shelf(Path(settings.shelf).expanduser()).notes:
+        for note in read_shelf(expanded(settings.shelf)).notes:
             display.note("shelf", note)
     if settings.command == "oracle" and settings.oracle.table is not None:
         with display():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from valora_data.contract.files import expanded
 from valora_data.schema import Task
 from valora_data.sources.shelf import read_shelf
 from valora_train.errors import SettingsError
@@ -44,7 +45,7 @@ def from_config(config: DictConfig) -> Settings:
     values = OmegaConf.to_container(config, resolve=True)
     if isinstance(values, dict) and values.get("shelf"):
         share = (values.get("task") or {}).get("of_teacher") or SHELF_SHARE
-        folder = Path(str(values["shelf"])).expanduser()
+        folder = expanded(str(values["shelf"]))
         values["domains"] = add_shelf(
             folder, values.get("domains") or {}, share, values.get("teacher") or {}
         )

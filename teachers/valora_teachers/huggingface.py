@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from valora_data.contract.files import expanded
 from valora_data.schema import Answer, Box, Task
 from valora_data.sources.formats.videos import frame_places
 from valora_data.wording import first_line
@@ -107,7 +108,7 @@ def _kinds(source: str | Path) -> set[str]:
 
 
 def _place(source: str | Path) -> str:
-    path = Path(source).expanduser()
+    path = expanded(source)
     return str(path) if path.exists() else str(source)
 
 

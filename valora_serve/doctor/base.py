@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+
+from valora_data.contract.files import expanded
+from valora_serve.engine.settings import EngineSettings
 
 
 class Level(Enum):
@@ -109,6 +113,18 @@ class Patient:
     base: str
     tensor_parallel: int
     facts: Callable[[], Facts]
+
+
+def server_settings() -> EngineSettings:
+    """Return the settings of a server that is started here, with the folders of its variables."""
+    return EngineSettings(
+        cost_folder=_folder("VALORA_COST_FOLDER"), tiling_folder=_folder("VALORA_TILING_FOLDER")
+    )
+
+
+def _folder(variable: str) -> str | None:
+    path = os.environ.get(variable)
+    return str(expanded(path)) if path else None
 
 
 Check = Callable[[Patient], Iterator[Finding]]

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from valora_data.wording import plural
-from valora_serve.doctor.base import Finding, Level
+from valora_serve.doctor.base import Finding, Level, server_settings
 from valora_serve.doctor.sizes import read_sizes
 
 if TYPE_CHECKING:
@@ -276,14 +276,13 @@ def check_tuning(patient: Patient) -> Iterator[Finding]:
     facts = patient.facts()
     if not facts.gpus:
         return
-    from valora_serve.engine.settings import EngineSettings
     from valora_serve.engine.sizing import cost_folder
     from valora_serve.orchestrator.cost_model import cache_path
 
     for name, gpu in {gpu.name: gpu for gpu in facts.gpus}.items():
         yield _tilings(gpu, patient)
         machine = name if patient.tensor_parallel == 1 else f"{name} x{patient.tensor_parallel}"
-        file = cache_path(cost_folder(EngineSettings()), machine, patient.base)
+        file = cache_path(cost_folder(server_settings()), machine, patient.base)
         if _is_there(file):
             yield Finding(Level.FINE, "costs", f"measured for {patient.base} on {machine}")
         else:
@@ -304,7 +303,6 @@ def _tilings(gpu: GpuFacts, patient: Patient) -> Finding:
     from valora_kernels.gpus import detect
     from valora_kernels.gpus.registry import recorded
     from valora_kernels.lookup import is_measured
-    from valora_serve.engine.settings import EngineSettings
     from valora_serve.engine.sizing import tiling_file
     from valora_serve.engine.tuning import read_table
 
@@ -321,7 +319,7 @@ def _tilings(gpu: GpuFacts, patient: Patient) -> Finding:
     if patient.tensor_parallel > 1:
         text = f"none for {name}: {how}"
         return Finding(Level.NOTE, "tilings", text, by_hand)
-    file = tiling_file(EngineSettings(), known.name)
+    file = tiling_file(server_settings(), known.name)
     if count := len(read_table(file, known).entries):
         text = f"{plural(count, 'shape')} measured for {name} while a server was idle, in {file}"
         return Finding(Level.FINE, "tilings", text)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from valora_data.cpu import CGROUP, usable_cores
 from valora_data.errors import ValoraError
-from valora_serve.doctor.base import Finding, Level
+from valora_serve.doctor.base import Finding, Level, server_settings
 from valora_serve.doctor.gpu import installed
 from valora_serve.engine.settings import cache_folder
 
@@ -77,7 +77,7 @@ def check_disks(_: Patient) -> Iterator[Finding]:
     folders = {
         "disk": (Path.cwd(), ""),
         "costs": (
-            Path(environment.get("VALORA_COST_FOLDER") or cache_folder()).absolute(),
+            Path(server_settings().cost_folder or cache_folder()).absolute(),
             "VALORA_COST_FOLDER",
         ),
         "kernels": (

@@ -81,8 +81,8 @@ def limit_host_threads(device: torch.device) -> None:
     330 s. Where OMP_NUM_THREADS is set it decides.
     """
     if not os.environ.get("OMP_NUM_THREADS"):
-        most = HOST_THREADS if device.type == "cuda" else usable_cores()
-        torch.set_num_threads(min(torch.get_num_threads(), most, usable_cores()))
+        most = min(torch.get_num_threads(), usable_cores())
+        torch.set_num_threads(min(most, HOST_THREADS) if device.type == "cuda" else most)
 
 
 def machine_name(device: torch.device) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from valora_data.contract.bundle import read_bundle
+from valora_data.contract.files import expanded
 from valora_train.estimate.calibration import calibrate
 from valora_train.estimate.courses import SHARED_SUCCESS, possible_courses
 from valora_train.estimate.prediction import predict
@@ -41,7 +41,7 @@ def _parent(settings: Settings, names: list[str]) -> Parent | None:
     """The fusion to extend as its bundle shows it: domains of the same name are unchanged."""
     if settings.fusion.parent is None:
         return None
-    bundle = read_bundle(Path(settings.fusion.parent).expanduser())
+    bundle = read_bundle(expanded(settings.fusion.parent))
     held = {
         adapter: tuple(name for name in facts["domains"] if name in names)
         for adapter, facts in bundle.adapters.items()

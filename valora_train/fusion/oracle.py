@@ -15,6 +15,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from valora_data.contract.files import expanded
 from valora_train.errors import SettingsError
 from valora_train.stage import read_json, write_json
 
@@ -46,7 +47,7 @@ def table_of(file: str | None, domains: Sequence[str]) -> OracleTable | None:
     """
     if file is None:
         return None
-    table = OracleTable.read(Path(file).expanduser())
+    table = OracleTable.read(expanded(file))
     table.require_domains(domains, f"fusion.oracle={file}")
     table.require_complete(f"fusion.oracle={file}")
     return table

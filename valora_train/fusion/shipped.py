@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from valora_data.contract.files import expanded
 from valora_train.errors import SettingsError
 from valora_train.fusion.facts import domain_facts, trial_facts
 from valora_train.fusion.oracle import OF_DOMAIN, OracleTable
@@ -41,7 +42,7 @@ def finished_table(settings: Settings) -> OracleTable:
             f"no oracle table of task {task} is shipped, only of {', '.join(shipped_tasks())}: "
             "choose one of them, or train yours (oracle.table=null)"
         )
-    file = FOLDER / f"{task}.json" if asked == SHIPPED else Path(asked).expanduser()
+    file = FOLDER / f"{task}.json" if asked == SHIPPED else expanded(asked)
     table = OracleTable.read(file)
     domains = [domain.name for domain in settings.chosen()]
     table.require_domains(domains, setting)

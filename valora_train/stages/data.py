@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from valora_data.contract.files import expanded
 from valora_data.errors import DataError
 from valora_data.hashing import hash_files
 from valora_data.identity import code_hash, hub_commit
@@ -84,7 +85,7 @@ def _inputs(domain: DomainSettings, work: Path | None) -> dict[str, str]:
         inputs["code"] = code  # a format of another package
     if source.path is None:
         return inputs
-    root = Path(source.path).expanduser()
+    root = expanded(source.path)
     cache = None if work is None else work / HASHES / f"{domain.name}.json"
     if source.format.remote and not root.exists():
         inputs["commit"] = hub_commit(source.path.partition(":")[0], "dataset")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from valora_data import shards
 from valora_data.contract.base_model import base_hash, processor_hash
 from valora_data.contract.bundle import read_bundle
+from valora_data.contract.files import expanded
 from valora_data.schema import Split
 from valora_train.fusion.earlier import Earlier
 from valora_train.fusion.facts import domain_facts, training_facts
@@ -125,7 +126,7 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
     for key in ("parent", "unreachable", "oracle"):
         del values["fusion"][key]
     if settings.fusion.oracle is not None:
-        inputs["oracle"] = digest(Path(settings.fusion.oracle).expanduser())
+        inputs["oracle"] = digest(expanded(settings.fusion.oracle))
     del values["fusion"]["of_dedicated"]  # the domains' requirements follow from it
     if settings.fusion.parent is not None:
         inputs["parent"] = find_parent(Path(settings.fusion.parent), Path(settings.paths.work)).name

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from valora_data.contract.files import expanded
 from valora_data.schema import Split
 from valora_data.wording import plural
 from valora_train.errors import SettingsError
@@ -114,7 +115,7 @@ def pack(settings: Settings, inputs: TrialInputs) -> str:
     Returns:
         What to do there, for people.
     """
-    file = pack_inputs(inputs, Path(str(settings.oracle.pack)).expanduser())
+    file = pack_inputs(inputs, expanded(str(settings.oracle.pack)))
     if settings.command == "compare":
         asked = " --compare"
     else:
@@ -149,7 +150,7 @@ def take_over(
     """
     if settings.oracle.results is None:
         return
-    offered = trial_store(settings).take_over(Path(settings.oracle.results).expanduser())
+    offered = trial_store(settings).take_over(expanded(settings.oracle.results))
     needed = {inputs.key(trial) for trial in trials}
     if not needed & offered:
         raise SettingsError(

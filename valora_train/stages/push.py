@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, cast
 
 from valora_data.contract.bundle import read_bundle, write_manifest
+from valora_data.contract.files import expanded
 from valora_train.errors import PushError
 from valora_train.reporting.hub_card import with_metadata
 
@@ -41,7 +42,7 @@ def push(settings: Settings) -> str:
     asked = settings.push
     if not asked.repo:
         raise PushError("command=push needs a repository: set push.repo=owner/name")
-    folder = Path(asked.bundle or Path(settings.paths.bundles) / settings.task.name).expanduser()
+    folder = expanded(asked.bundle or Path(settings.paths.bundles) / settings.task.name)
     bundle = read_bundle(folder)
     with TemporaryDirectory(prefix="valora-push-") as place:
         staged = stage_bundle(bundle, Path(place) / bundle.name)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from valora_data.contract.files import expanded
 from valora_data.errors import DataError
 from valora_data.schema import Split, Task
 from valora_data.sources.formats.folders import folder_splits
@@ -166,7 +167,7 @@ def _find_data(given: str, run: Path, shelf: Path) -> Path:
     """The data set of a run: where it was, or below a folder around the run."""
     if not given:
         raise DataError(f"run {run} left out: its {ARGS} names no data")
-    place = Path(given).expanduser()
+    place = expanded(given)
     around = [Path.cwd(), *shelf.absolute().parents, *run.absolute().parents]
     around += [folder / "datasets" for folder in tuple(around)]
     for folder in around:

@@ -198,6 +198,8 @@ def test_numbers(plain, place: str) -> None:
         ("fusion.strategy", "best", "unknown fusion strategy 'best'"),
         ("fusion.order", "best", "bad setting fusion.order='best'"),
         ("fusion.parent", "nowhere", "fusion.parent=nowhere holds no bundle"),
+        ("fusion.parent", "~nobody-here/b", "fusion.parent=~nobody-here/b holds no bundle"),
+        ("model.id", "~nobody-here/m", "base model folder ~nobody-here/m does not exist"),
         ("model.id", "/nope", "base model folder /nope does not exist"),
         ("model.id", "./nope", "does not exist"),
         ("model.id", "", "model.id is empty"),

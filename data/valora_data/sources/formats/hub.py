@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
+from valora_data.contract.files import expanded
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
 from valora_data.images import decode_image, to_rgb
@@ -177,7 +178,7 @@ def _load(name: str) -> dict[str, Any]:
     import datasets
 
     path, _, configuration = name.partition(":")
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     try:
         if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
             loaded: Any = datasets.load_from_disk(str(folder))

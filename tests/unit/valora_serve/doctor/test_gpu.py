@@ -330,6 +330,8 @@ def test_libraries_that_are_missing(packages):
 
 def test_what_was_measured_on_the_gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
+    for variable in ("VALORA_COST_FOLDER", "VALORA_TILING_FOLDER"):
+        monkeypatch.delenv(variable, raising=False)
     found = list(checks.check_tuning(patient(FACTS, base="tiny")))
     assert levels(found, "tilings") == [Level.FINE]
     assert "not measured for tiny on NVIDIA H200" in one(found, Level.NOTE).found
@@ -359,6 +361,13 @@ def test_what_was_measured_on_the_gpu(monkeypatch, tmp_path):
     found = list(checks.check_tuning(patient(other)))
     assert levels(found, "tilings") == [Level.FINE]
     assert "1 shape measured for Example 9000" in found[0].found
+    monkeypatch.setenv("VALORA_TILING_FOLDER", "~/.cache/valora/elsewhere")
+    assert levels(list(checks.check_tuning(patient(other))), "tilings") == [Level.NOTE]
+    monkeypatch.setenv("VALORA_TILING_FOLDER", "~/.cache/valora/tilings")
+    assert levels(list(checks.check_tuning(patient(other))), "tilings") == [Level.FINE]
+    monkeypatch.setenv("VALORA_COST_FOLDER", "~/elsewhere")
+    found = list(checks.check_tuning(patient(FACTS, tensor_parallel=2, base="tiny")))
+    assert levels(found, "costs") == [Level.NOTE]
     found = list(checks.check_tuning(patient(other, tensor_parallel=2)))
     assert levels(found, "tilings") == [Level.NOTE]  # its processes choose for themselves
     assert not list(checks.check_tuning(patient(Facts("2.15.0"))))

@@ -78,7 +78,7 @@ class Grouping:
         It equals the number of segments if all are equally long, and is smaller if a few segments
         have most rows. Tilings depend on the segment length that most rows see.
         """
-        if not self.active:
+        if self.segments <= 1:
             return 1.0
         share = np.diff(self.starts) / self.active
         return float(1.0 / np.square(share).sum())
@@ -89,14 +89,17 @@ def group_rows(
     ranks: ArrayLike,
     scalings: ArrayLike,
     coefficients: ArrayLike | None = None,
+    counts: ArrayLike | None = None,
 ) -> Grouping:
     """Sort rows into segments that share their adapters.
 
     Args:
-        adapters: [rows] or [rows, terms ≤ 2] adapter of each row and term, `NONE` for none.
+        adapters: [runs] or [runs, terms ≤ 2] adapter of each term of a run of neighbouring rows,
+            `NONE` for none.
         ranks: [slots] rank of each adapter; 0 for an empty slot.
         scalings: [slots] scaling of each adapter (alpha / r, or alpha / √r with rsLoRA).
         coefficients: Like `adapters`: +1 or −1 for each term; +1 everywhere by default.
+        counts: [runs] number of rows of each run, at least 1; each run is one row by default.
 
     Returns:
         The grouping; rows of a segment stay in the order of the batch.
@@ -106,25 +109,51 @@ def group_rows(
     """
     rank = np.asarray(ranks, dtype=np.int32)
     index, scale = _terms(adapters, rank, scalings, coefficients)
-    slots = len(rank)
-    key = (index[:, 0] + 1) * (slots + 1) + index[:, 1] + 1
-    order = np.argsort(key, kind="stable")
-    base = order[key[order] == 0]
-    order = order[base.size :]
-    changes = np.flatnonzero(np.diff(key[order])) + 1
-    firsts = np.concatenate([[0], changes]) if order.size else np.zeros(0, dtype=np.int64)
-    owners = index[order[firsts]]
-    padded = np.append(rank, np.int32(0))  # NONE = -1 reads the rank 0 at the end
+    key = (index + 1) @ np.array([len(rank) + 1, 1])
+    runs = np.argsort(key, kind="stable")
+    plain = len(key) - np.count_nonzero(key)
+    base, runs = runs[:plain], runs[plain:]
+    own = key[runs]
+    firsts = np.concatenate([own[:1] != 0, own[1:] != own[:-1]]).nonzero()[0]
+    owners = index[runs[firsts]]
+    scale = scale[runs]
+    starts = np.empty(len(firsts) + 1, dtype=np.int32)
+    if counts is None:
+        rows, order = len(index), runs
+        starts[:-1] = firsts
+    else:
+        lengths = np.asarray(counts, dtype=np.int64)
+        if lengths.shape != key.shape or lengths.min(initial=1) < 1:
+            raise ValueError(
+                f"counts: expected {len(key)} numbers of rows from 1 on, got {lengths.tolist()}"
+            )
+        first = np.cumsum(lengths) - lengths
+        rows = int(lengths.sum())
+        held = lengths[runs]
+        starts[:-1] = (np.cumsum(held) - held)[firsts]
+        order, base = _rows_of(first[runs], held), _rows_of(first[base], lengths[base])
+        scale = np.repeat(scale, held, axis=0)
+    starts[-1] = len(order)
+    owned = owners != NONE
     return Grouping(
-        rows=len(index),
-        terms=2 if np.any(owners[:, 1] != NONE) else 1,
+        rows=rows,
+        terms=2 if owned[:, 1].any() else 1,
         order=order.astype(np.int32),
-        starts=np.append(firsts, order.size).astype(np.int32),
+        starts=starts,
         adapters=owners.astype(np.int32),
-        ranks=padded[owners],
-        scale=scale[order],
+        ranks=rank[owners] * owned if len(owners) else np.zeros((0, MAX_TERMS), np.int32),
+        scale=scale,
         base=base.astype(np.int32),
     )
+
+
+def _rows_of(first: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Rows of runs with these first rows and lengths, one run after the other."""
+    if len(first) == 1:  # as in a step of one prompt
+        return np.arange(first[0], first[0] + lengths[0])
+    before = np.cumsum(lengths) - lengths
+    rows: NDArray[np.int64] = np.arange(lengths.sum()) + np.repeat(first - before, lengths)
+    return rows
 
 
 def _terms(
@@ -133,43 +162,43 @@ def _terms(
     scalings: ArrayLike,
     coefficients: ArrayLike | None,
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Check the arguments of `group_rows`, and bring the terms of each row into one form.
+    """Check the arguments of `group_rows`, and bring the terms of each run into one form.
 
     Returns:
-        [rows, 2] adapter of each term, with the second `NONE` where one term is enough, and
-        [rows, 2] coefficient · scaling of each term.
+        [runs, 2] adapter of each term, with the second `NONE` where one term is enough, and
+        [runs, 2] coefficient · scaling of each term.
     """
-    index = np.array(adapters, dtype=np.int64)  # a copy, terms are reordered below
+    given = np.asarray(adapters, dtype=np.int64)
     scaling = np.asarray(scalings, dtype=np.float32)
-    if index.ndim == 1:
-        index = index[:, None]
-    if index.ndim != 2 or not 1 <= index.shape[1] <= MAX_TERMS:
-        raise ValueError(f"adapters: expected [rows] or [rows, 1 or 2], got {index.shape}")
+    if given.ndim == 1:
+        given = given[:, None]
+    if given.ndim != 2 or not 1 <= given.shape[1] <= MAX_TERMS:
+        raise ValueError(f"adapters: expected [runs] or [runs, 1 or 2], got {given.shape}")
     if rank.ndim != 1 or rank.shape != scaling.shape:
         raise ValueError(f"ranks and scalings: expected [slots], got {rank.shape}, {scaling.shape}")
+    runs, terms = given.shape
     slots = len(rank)
-    wrong = index[(index < NONE) | (index >= slots)]
-    if wrong.size:
+    if given.min(initial=NONE) < NONE or given.max(initial=NONE) >= slots:
+        wrong = given[(given < NONE) | (given >= slots)]
         raise ValueError(f"adapters: expected -1 to {slots - 1}, got {wrong[0]}")
-    if np.any(rank < 0):
+    if rank.min(initial=0) < 0:
         raise ValueError(f"ranks: expected 0 or more, got {rank.min()}")
-    if coefficients is None:
-        factor = np.ones(index.shape, dtype=np.float32)
-    else:
+    index = np.full((runs, MAX_TERMS), NONE, dtype=np.int64)
+    index[:, :terms] = given
+    scale = np.zeros((runs, MAX_TERMS), dtype=np.float32)
+    used = given != NONE
+    named = given[used]
+    if not rank[named].all():
+        empty = named[rank[named] == 0][0]
+        raise ValueError(f"adapters: expected loaded ones, got {empty}, an empty slot of rank 0")
+    scale[:, :terms][used] = scaling[named]
+    if coefficients is not None:
         factor = np.asarray(coefficients, dtype=np.float32)
         factor = factor[:, None] if factor.ndim == 1 else factor
-        if factor.shape != index.shape:
-            raise ValueError(f"coefficients: expected {index.shape}, got {factor.shape}")
-    used = index != NONE
-    empty = index[used & (rank[index] == 0)] if slots else index[:0]
-    if empty.size:
-        raise ValueError(f"adapters: expected loaded ones, got {empty[0]}, an empty slot of rank 0")
-    scale = np.where(used, factor * scaling[index], 0).astype(np.float32) if slots else 0 * factor
-
-    if index.shape[1] == 1:
-        index = np.concatenate([index, np.full_like(index, NONE)], axis=1)
-        scale = np.concatenate([scale, np.zeros_like(scale)], axis=1)
-    else:
+        if factor.shape != given.shape:
+            raise ValueError(f"coefficients: expected {given.shape}, got {factor.shape}")
+        scale[:, :terms] *= factor
+    if terms == MAX_TERMS:
         # The same adapter twice makes one term, and terms that cancel out make none.
         same = (index[:, 0] == index[:, 1]) & (index[:, 0] != NONE)
         scale[same, 0] += scale[same, 1]
@@ -213,13 +242,16 @@ class Tiles:
     scale: NDArray[np.float32]
 
 
-def tile_rows(grouping: Grouping, block: int, capacity: int) -> Tiles:
+def tile_rows(
+    grouping: Grouping, block: int, capacity: int, memory: NDArray[np.int32] | None = None
+) -> Tiles:
     """Cut the segments into tiles.
 
     Args:
         grouping: Result of `group_rows`.
         block: Rows per tile.
         capacity: Number of tiles that the result has room for.
+        memory: [`tile_elements`] int32 that the result is written to; new memory by default.
 
     Raises:
         ValueError: The grouping needs more tiles than that.
@@ -233,20 +265,34 @@ def tile_rows(grouping: Grouping, block: int, capacity: int) -> Tiles:
             f"batch: expected at most {capacity} tiles of {block} rows, got {total} "
             f"({grouping.rows} rows in {grouping.segments} segments)"
         )
-    records = np.zeros((capacity, 2 * MAX_TERMS), dtype=np.int32)
-    rows = np.full(capacity * block, NONE, dtype=np.int32)
-    scale = np.zeros((MAX_TERMS, capacity * block), dtype=np.float32)
-    records[:, 0::2] = NONE
-    if count:
-        owner = np.repeat(np.arange(grouping.segments), tiles)
-        records[:count, 0::2] = grouping.adapters[owner]
-        records[:count, 1::2] = grouping.ranks[owner]
+    if memory is None:
+        memory = np.empty(tile_elements(block, capacity), dtype=np.int32)
+    places, split = capacity * block, 2 * MAX_TERMS * capacity
+    records = memory[:split].reshape(capacity, 2 * MAX_TERMS)
+    rows = memory[split : split + places]
+    scale = memory[split + places : -2].view(np.float32).reshape(MAX_TERMS, places)
+    memory[-2:] = count, total
+    records[:count, 0::2] = np.repeat(grouping.adapters, tiles, axis=0)
+    records[:count, 1::2] = np.repeat(grouping.ranks, tiles, axis=0)
+    records[count:, 0::2] = NONE
+    records[count:, 1::2] = 0
+    rows.fill(NONE)
+    scale.fill(0)
+    if grouping.segments == 1:
+        rows[: grouping.active] = grouping.order
+        scale[:, : grouping.active] = grouping.scale.T
+    elif count:
         first = (np.cumsum(tiles) - tiles) * block
         place = np.arange(grouping.active) + np.repeat(first - grouping.starts[:-1], lengths)
         rows[place] = grouping.order
         scale[:, place] = grouping.scale.T
     rows[count * block : count * block + len(grouping.base)] = grouping.base
     return Tiles(count=count, total=total, records=records, rows=rows, scale=scale)
+
+
+def tile_elements(block: int, capacity: int) -> int:
+    """Elements of 4 bytes that describe so many tiles: records, rows, scales, and two counts."""
+    return capacity * (2 * MAX_TERMS + (1 + MAX_TERMS) * block) + 2
 
 
 class Copier:
@@ -263,23 +309,31 @@ class Copier:
     def __init__(self, size: int, device: torch.device) -> None:
         self.buffer = torch.empty(size, dtype=torch.int32, device=device)
         self._staging: list[torch.Tensor] = []
+        self._arrays: list[NDArray[np.int32]] = []
         self._copied: list[torch.cuda.Event] = []
         self._turn = 0
 
-    def copy(self, values: NDArray[np.int32]) -> None:
-        """Copy [size] values into the buffer, through pinned memory on a GPU."""
+    def stage(self) -> NDArray[np.int32]:
+        """Return the memory [size] that `send` copies next, pinned on a GPU; all is written anew.
+
+        Two take turns: the copy out of this one was enqueued two batches ago, and has ended.
+        """
         if self.buffer.device.type != "cuda":
-            self.buffer.copy_(torch.from_numpy(values))
-            return
+            return self.buffer.numpy()
         if not self._staging:
-            self._staging = [torch.empty(values.size, dtype=torch.int32).pin_memory() for _ in "ab"]
+            size = self.buffer.numel()
+            self._staging = [torch.empty(size, dtype=torch.int32).pin_memory() for _ in "ab"]
+            self._arrays = [staging.numpy() for staging in self._staging]
             self._copied = [torch.cuda.Event() for _ in "ab"]
         self._turn ^= 1
-        # Two staging buffers take turns: the copy out of this one was enqueued two batches ago.
         self._copied[self._turn].synchronize()
-        self._staging[self._turn].numpy()[:] = values
-        self.buffer.copy_(self._staging[self._turn], non_blocking=True)
-        self._copied[self._turn].record()
+        return self._arrays[self._turn]
+
+    def send(self) -> None:
+        """Enqueue the copy of what was written to the memory of `stage`."""
+        if self.buffer.device.type == "cuda":
+            self.buffer.copy_(self._staging[self._turn], non_blocking=True)
+            self._copied[self._turn].record()
 
 
 @dataclass(slots=True)
@@ -289,7 +343,8 @@ class DeviceTiles:
     Attributes:
         block: Rows per tile.
         capacity: Number of tiles that there is room for.
-        copier: The buffer of all tensors below, [capacity · (4 + 3 · block) + 2] int32.
+        copier: The buffer of all tensors below, [`tile_elements`] int32.
+        described: The batch of the last refresh.
         count: `Tiles.count` of the last refresh, on the host.
         total: `Tiles.total` of the last refresh, on the host.
         records: [capacity, 4] int32, see `Tiles`.
@@ -301,6 +356,7 @@ class DeviceTiles:
     block: int
     capacity: int
     copier: Copier
+    described: Grouping | None = None
     count: int = 0
     total: int = 0
     records: torch.Tensor = field(init=False)
@@ -317,11 +373,13 @@ class DeviceTiles:
         scale, self.ends = buffer[split + places :].split([MAX_TERMS * places, 2])
         self.scale = scale.view(torch.float32).view(MAX_TERMS, places)
 
-    def refresh(self, tiles: Tiles) -> None:
-        """Copy the tiles of the next batch to the device."""
-        self.count, self.total = tiles.count, tiles.total
-        scale, ends = tiles.scale.view(np.int32), np.array([tiles.count, tiles.total], np.int32)
-        self.copier.copy(np.concatenate([tiles.records.ravel(), tiles.rows, scale.ravel(), ends]))
+    def refresh(self, grouping: Grouping) -> None:
+        """Copy the tiles of a batch to the device, unless they are there."""
+        if grouping is self.described:
+            return
+        tiles = tile_rows(grouping, self.block, self.capacity, self.copier.stage())
+        self.described, self.count, self.total = grouping, tiles.count, tiles.total
+        self.copier.send()
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +397,13 @@ class RowBlocks:
     lists: NDArray[np.int32]
 
 
-def block_rows(grouping: Grouping, block: int, rows: int, capacity: int) -> RowBlocks:
+def block_rows(
+    grouping: Grouping,
+    block: int,
+    rows: int,
+    capacity: int,
+    memory: NDArray[np.int32] | None = None,
+) -> RowBlocks:
     """List the adapters of each block of rows.
 
     Args:
@@ -347,22 +411,41 @@ def block_rows(grouping: Grouping, block: int, rows: int, capacity: int) -> RowB
         block: Rows per block.
         rows: Number of rows that the result has room for.
         capacity: Adapters per block that the result has room for.
+        memory: [`block_elements`] int32 that the result is written to; new memory by default.
     """
-    slot_of_row = np.full(rows, NONE, dtype=np.int32)
-    owner = np.repeat(np.arange(grouping.segments), np.diff(grouping.starts))
-    slot_of_row[grouping.order] = grouping.adapters[owner, 0]
     blocks = -(-rows // block)
-    counts = np.zeros(blocks, dtype=np.int32)
-    lists = np.zeros((blocks, capacity, 2), dtype=np.int32)
+    if memory is None:
+        memory = np.empty(block_elements(block, rows, capacity), dtype=np.int32)
+    slot_of_row, counts = memory[:rows], memory[rows : rows + blocks]
+    lists = memory[rows + blocks :].reshape(blocks, capacity, 2)
+    slot_of_row.fill(NONE)
+    counts.fill(0)
+    lists.fill(0)
     if grouping.active:
+        starts, order, segments = grouping.starts, grouping.order, grouping.segments
+        slot_of_row[order] = np.repeat(grouping.adapters[:, 0], np.diff(starts))
+        # Neighbouring rows of one segment are one piece, of which a prompt has few.
+        apart = order[1:] != order[:-1] + 1
+        apart[starts[1:-1] - 1] = True
+        first = np.concatenate([[0], np.flatnonzero(apart) + 1])
+        last = np.append(first[1:], len(order)) - 1
+        owner = np.searchsorted(starts, first, side="right") - 1
+        of_first = order[first] // block
+        spans = order[last] // block - of_first + 1
+        owner = np.repeat(owner, spans)
         # Pairs as one number: numpy sorts columns of pairs ten times as long.
-        pairs = np.unique(grouping.order.astype(np.int64) // block * grouping.segments + owner)
-        of_block, segment = np.divmod(pairs, grouping.segments)
+        pairs = np.unique(_rows_of(of_first, spans) * segments + owner)
+        of_block, segment = np.divmod(pairs, segments)
         counts[:] = np.bincount(of_block, minlength=blocks)
         place = np.arange(len(pairs)) - (np.cumsum(counts) - counts)[of_block]
         lists[of_block, place, 0] = grouping.adapters[segment, 0]
         lists[of_block, place, 1] = grouping.ranks[segment, 0]
     return RowBlocks(slot_of_row=slot_of_row, counts=counts, lists=lists)
+
+
+def block_elements(block: int, rows: int, capacity: int) -> int:
+    """Elements of 4 bytes that describe the blocks of so many rows: `RowBlocks`."""
+    return rows + -(-rows // block) * (1 + 2 * capacity)
 
 
 @dataclass(slots=True)
@@ -376,6 +459,7 @@ class DeviceBlocks:
         slot_of_row: [rows] int32, see `RowBlocks`.
         counts: [blocks] int32, see `RowBlocks`.
         lists: [blocks · capacity · 2] int32, see `RowBlocks`.
+        described: The batch of the last refresh.
     """
 
     block: int
@@ -384,6 +468,24 @@ class DeviceBlocks:
     slot_of_row: torch.Tensor
     counts: torch.Tensor
     lists: torch.Tensor
+    described: Grouping | None = None
+
+    @classmethod
+    def of(cls, block: int, rows: int, capacity: int, device: torch.device) -> DeviceBlocks:
+        """Room for blocks of so many rows."""
+        count = -(-rows // block)
+        copier = Copier(block_elements(block, rows, capacity), device)
+        parts = copier.buffer.split([rows, count, 2 * count * capacity])
+        return cls(block, capacity, copier, *parts)
+
+    def refresh(self, grouping: Grouping) -> None:
+        """Copy the blocks of a batch to the device, unless they are there."""
+        if grouping is self.described:
+            return
+        rows = len(self.slot_of_row)
+        block_rows(grouping, self.block, rows, self.capacity, self.copier.stage())
+        self.described = grouping
+        self.copier.send()
 
 
 @dataclass(slots=True)
@@ -398,6 +500,7 @@ class DeviceRowTerms:
         distinct: [capacity, 2] int32, the adapters of the batch with their ranks; behind them
             `ABSENT` with rank 0.
         count: Number of distinct adapters of the last refresh, on the host.
+        described: The batch of the last refresh.
     """
 
     copier: Copier
@@ -406,6 +509,7 @@ class DeviceRowTerms:
     scale: torch.Tensor
     distinct: torch.Tensor
     count: int = 0
+    described: Grouping | None = None
 
     @classmethod
     def of(cls, rows: int, capacity: int, device: torch.device) -> DeviceRowTerms:
@@ -423,10 +527,17 @@ class DeviceRowTerms:
         )
 
     def refresh(self, grouping: Grouping) -> None:
-        """Copy the terms of the next batch to the device."""
-        shape = (MAX_TERMS, self.adapters.shape[1])
-        adapters, ranks = np.full(shape, NONE, np.int32), np.zeros(shape, np.int32)
-        scale = np.zeros(shape, np.float32)
+        """Copy the terms of a batch to the device, unless they are there."""
+        if grouping is self.described:
+            return
+        memory, rows = self.copier.stage(), self.adapters.shape[1]
+        adapters, ranks, scale = memory[: 3 * MAX_TERMS * rows].reshape(3, MAX_TERMS, rows)
+        distinct = memory[3 * MAX_TERMS * rows :].reshape(-1, 2)
+        scale = scale.view(np.float32)
+        adapters.fill(NONE)
+        ranks.fill(0)
+        scale.fill(0)
+        distinct[:] = ABSENT, 0
         lengths = np.diff(grouping.starts)
         adapters[:, grouping.order] = np.repeat(grouping.adapters, lengths, axis=0).T
         ranks[:, grouping.order] = np.repeat(grouping.ranks, lengths, axis=0).T
@@ -434,11 +545,10 @@ class DeviceRowTerms:
         named = grouping.adapters != NONE
         found, first = np.unique(grouping.adapters[named], return_index=True)
         self.count = len(found)
-        distinct = np.tile(np.array([ABSENT, 0], np.int32), (len(self.distinct), 1))
         distinct[: self.count, 0] = found
         distinct[: self.count, 1] = grouping.ranks[named][first]
-        parts = (adapters, ranks, scale.view(np.int32), distinct)
-        self.copier.copy(np.concatenate([part.ravel() for part in parts]))
+        self.described = grouping
+        self.copier.send()
 
 
 class Scratch:
@@ -530,16 +640,18 @@ class LoraBatch:
         ranks: Sequence[int] | NDArray[np.int32],
         scalings: Sequence[float] | NDArray[np.float32],
         coefficients: ArrayLike | None = None,
+        counts: ArrayLike | None = None,
     ) -> None:
         """Describe the next batch; see `group_rows` for the arguments.
 
-        The copies to the device are enqueued on the current stream, and nothing waits for them.
+        The copies to the device are enqueued on the current stream, and nothing waits for them:
+        now if graphs may read them again, otherwise by the first call that reads them.
 
         Raises:
             ValueError: What `group_rows` raises, or more rows, segments or terms than there is
                 room for.
         """
-        grouping = group_rows(adapters, ranks, scalings, coefficients)
+        grouping = group_rows(adapters, ranks, scalings, coefficients, counts)
         if grouping.rows > self.max_rows:
             raise ValueError(f"batch: expected at most {self.max_rows} rows, got {grouping.rows}")
         if grouping.segments > self.max_segments:
@@ -557,12 +669,13 @@ class LoraBatch:
         self.effective_adapters = grouping.effective_adapters
         self.one_adapter = grouping.one_adapter
         self.terms = max(self.terms, grouping.terms) if self.fixed else grouping.terms
-        for table in self._tiles.values():
-            table.refresh(tile_rows(grouping, table.block, table.capacity))
-        for blocks in self._blocks.values():
-            self._refresh(blocks)
-        if self._row_terms is not None:
-            self._row_terms.refresh(grouping)
+        if self.fixed:
+            for tiles in self._tiles.values():
+                tiles.refresh(grouping)
+            for blocks in self._blocks.values():
+                blocks.refresh(grouping)
+            if self._row_terms is not None:
+                self._row_terms.refresh(grouping)
 
     @property
     def _captured(self) -> bool:
@@ -570,39 +683,29 @@ class LoraBatch:
         return bool(self._tiles) or self._row_terms is not None
 
     def tiles(self, block: int) -> DeviceTiles:
-        """The batch in tiles of `block` rows; made on first use, then refreshed by `update`."""
+        """The batch in tiles of `block` rows."""
         table = self._tiles.get(block)
         if table is None:
             capacity = tile_capacity(self.max_rows, self.max_segments, block)
-            size = capacity * (2 * MAX_TERMS + (1 + MAX_TERMS) * block) + 2
-            table = DeviceTiles(block, capacity, Copier(size, self.device))
-            table.refresh(tile_rows(self.grouping, block, capacity))
-            self._tiles[block] = table
+            copier = Copier(tile_elements(block, capacity), self.device)
+            table = self._tiles[block] = DeviceTiles(block, capacity, copier)
+        table.refresh(self.grouping)
         return table
 
     def blocks(self, block: int) -> DeviceBlocks:
-        """The adapters of each block of rows; made on first use, then refreshed by `update`."""
+        """The adapters of each block of rows."""
         table = self._blocks.get(block)
         if table is None:
             capacity = max(1, min(block, self.max_segments))
-            count = -(-self.max_rows // block)
-            copier = Copier(self.max_rows + count * (1 + 2 * capacity), self.device)
-            slot_of_row, counts, lists = copier.buffer.split(
-                [self.max_rows, count, 2 * count * capacity]
-            )
-            table = DeviceBlocks(block, capacity, copier, slot_of_row, counts, lists)
-            self._refresh(table)
+            table = DeviceBlocks.of(block, self.max_rows, capacity, self.device)
             self._blocks[block] = table
+        table.refresh(self.grouping)
         return table
 
     def row_terms(self) -> DeviceRowTerms:
-        """The terms of every row; made on first use, then refreshed by `update`."""
+        """The terms of every row."""
         if self._row_terms is None:
             capacity = min(self.max_rows, self.max_segments) * MAX_TERMS
             self._row_terms = DeviceRowTerms.of(self.max_rows, capacity, self.device)
-            self._row_terms.refresh(self.grouping)
+        self._row_terms.refresh(self.grouping)
         return self._row_terms
-
-    def _refresh(self, table: DeviceBlocks) -> None:
-        found = block_rows(self.grouping, table.block, self.max_rows, table.capacity)
-        table.copier.copy(np.concatenate([found.slot_of_row, found.counts, found.lists.ravel()]))

@@ -14,7 +14,7 @@ from valora_data.wording import first_line
 from valora_kernels.launching import compiling_together
 from valora_kernels.metadata import NONE, LoraBatch, Scratch
 from valora_serve.errors import SettingsError
-from valora_serve.model.attention.base import Rows, to_device
+from valora_serve.model.attention.base import Rows, send_together, to_device
 from valora_serve.model.attention.compiling import Compiling
 from valora_serve.model.attention.registry import AUTO, make_backend
 from valora_serve.model.finite import finite_rows, mark_broken
@@ -33,7 +33,7 @@ from valora_serve.model.prompt import VisualFeatures
 from valora_serve.model.sampler import StepLogprobs, sample, top_logprobs
 from valora_serve.model.vision_graphs import VisionGraphs
 from valora_serve.model.window_graphs import WINDOWS, WindowGraphs
-from valora_serve.model.work import LoraTerms, StepResources, StepResult, runs_of
+from valora_serve.model.work import LoraTerms, StepResources, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -179,35 +179,52 @@ class ModelRunner:
                 places.append(work.place)
             else:
                 ids[at:end] = work.tokens
-        tokens = self._send(ids)
+        choosing = [i for i, work in enumerate(works) if work.choice is not None]
+        chosen = [works[i] for i in choosing]
+        keeping = [
+            (i, work.keep + at)
+            for i, (work, at) in enumerate(zip(works, starts.tolist(), strict=False))
+            if work.keep is not None
+        ]
+        # Positions first: torch compiles layers again for one that begins elsewhere in memory.
+        shown, tokens, own, at_own, ends, slots, keep = send_together(
+            [
+                positions if self._lmm.three_positions else positions[0],
+                ids,
+                np.array(decoding, np.int64),
+                np.array(places, np.int64),
+                starts[1:][choosing].astype(np.int64) - 1,
+                np.array([work.place for work in chosen], np.int64),
+                np.concatenate([np.zeros(0, np.int64), *(rows for _, rows in keeping)]),
+            ],
+            self._device,
+        )
         if decoding:
-            last = self._last_tokens[self._send(np.array(places))]
-            tokens[self._send(np.array(decoding))] = last
+            tokens[own] = self._last_tokens[at_own]
         lengths = np.array([work.start + work.count for work in works], np.int32)
         hidden = self._layers(
             tokens,
-            self._send(positions if self._lmm.three_positions else positions[0]),
+            shown,
             Rows(starts, lengths, [work.table for work in works]),
-            None if terms is None else terms.repeated(runs_of(works)[1]),
+            terms,
             self._visual_rows(works, starts),
         )
-        kept: list[Tensor | None] = [
-            None if work.keep is None else hidden[self._send(work.keep + at)]
-            for work, at in zip(works, starts.tolist(), strict=False)
-        ]
+        kept: list[Tensor | None] = [None] * len(works)
+        if keeping:
+            parts = hidden[keep].split([len(rows) for _, rows in keeping])
+            for (i, _), part in zip(keeping, parts, strict=True):
+                kept[i] = part
         prompts = [
             self._prompt_logprobs(work, hidden[at : at + len(work.targets)])
             for work, at in zip(works, starts.tolist(), strict=False)
             if work.targets
         ]
-        choosing = [i for i, work in enumerate(works) if work.choice is not None]
-        if not choosing:  # the host still waits for its end before it is two steps ahead
+        if not chosen:  # the host still waits for its end before it is two steps ahead
             none = torch.empty(0, dtype=torch.int64, device=self._device)
             return self._result(none, None, kept, prompts)
-        logits = self._lmm.logits(hidden[self._send(starts[1:][choosing].astype(np.int64) - 1)])
-        chosen = [works[i] for i in choosing]
+        logits = self._lmm.logits(hidden[ends])
         found = self._sample(logits, [work.choice for work in chosen if work.choice is not None])
-        self._last_tokens[self._send(np.array([work.place for work in chosen]))] = found
+        self._last_tokens[slots] = found
         told = mark_broken(found, finite_rows(logits))
         return self._result(told, self._logprobs(chosen, logits, found), kept, prompts)
 
@@ -219,7 +236,7 @@ class ModelRunner:
         terms: LoraTerms | None,
         visual: VisualRows | None,
     ) -> Tensor:
-        """Hidden states of a step, from a graph if one fits; `terms` has one entry per row."""
+        """Hidden states of a step, from a graph if one fits."""
         found = [self._prompt_graphs.find(rows, terms, visual)]
         # Asked first with those of the rows alone: `find` notes what is not captured yet.
         if self._is_crowd(rows, self._crowded_graphs.sequences_of(int(rows.starts[-1]))):
@@ -614,8 +631,8 @@ class ModelRunner:
             if rows not in batches:
                 each = rows_of * rows // int(rows_of.sum())
                 batches[rows] = LoraBatch(rows, len(own), self._device)
-                terms = LoraTerms(own[:, None], np.ones((len(own), 1), np.float32))
-                self._adapters.fill(batches[rows], terms.repeated(each))
+                terms = LoraTerms(own[:, None], np.ones((len(own), 1), np.float32), each)
+                self._adapters.fill(batches[rows], terms)
             return batches[rows]
 
         with torch.inference_mode():

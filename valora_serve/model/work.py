@@ -114,58 +114,58 @@ def runs_of(works: Sequence[Work]) -> tuple[NDArray[np.int64], NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class LoraTerms:
-    """LoRA terms of runs of rows, or of rows: which adapters apply, and with which coefficients.
+    """LoRA terms of runs of rows: which adapters apply, and with which coefficients.
 
     A merged adapter needs no term. Beside it, in mixture mode, other rows have two terms: their
     own adapter with +1, and the merged one with −1, which takes it back out of the weights.
 
     Attributes:
-        adapters: [n, terms] int64, slots; `NONE` for no adapter.
-        coefficients: [n, terms] float32.
+        adapters: [runs, terms] int64, slots; `NONE` for no adapter.
+        coefficients: [runs, terms] float32.
+        counts: [runs] int64, number of rows of each run.
     """
 
     adapters: NDArray[np.int64]
     coefficients: NDArray[np.float32]
+    counts: NDArray[np.int64]
 
     @classmethod
     def of(cls, works: Sequence[Work], merged: int) -> LoraTerms | None:
-        """Terms of every run of rows, see `runs_of`; None if no row needs any.
+        """Terms of the runs of a step, see `runs_of`; None if no row needs any.
 
         Args:
             works: The works of a step.
             merged: Slot of the adapter that is merged into the weights, `NONE` for none.
         """
-        own, _ = runs_of(works)
+        own, counts = runs_of(works)
         if merged == NONE:
             if (own == NONE).all():
                 return None
-            return cls(own[:, None], np.ones((len(own), 1), np.float32))
+            return cls(own[:, None], np.ones((len(own), 1), np.float32), counts)
         foreign = own != merged
         if not foreign.any():
             return None
         own[~foreign] = NONE
         back = np.where(foreign, merged, NONE)
         coefficients = np.tile(np.array([1, -1], np.float32), (len(own), 1))
-        return cls(np.stack([own, back], 1), coefficients)
+        return cls(np.stack([own, back], 1), coefficients, counts)
 
     @property
     def width(self) -> int:
         """Terms per row: 1 in unmerged mode, 2 in mixture mode."""
         return int(self.adapters.shape[1])
 
-    def repeated(self, counts: NDArray[np.int64]) -> LoraTerms:
-        """Terms of every row, from those of runs with `counts` rows each."""
-        return LoraTerms(
-            np.repeat(self.adapters, counts, axis=0), np.repeat(self.coefficients, counts, axis=0)
-        )
-
     def padded(self, size: int) -> LoraTerms:
-        """The same terms and, up to `size`, rows without an adapter."""
-        adapters = np.full((size, self.width), NONE, np.int64)
-        coefficients = np.ones((size, self.width), np.float32)
-        adapters[: len(self.adapters)] = self.adapters
-        coefficients[: len(self.adapters)] = self.coefficients
-        return LoraTerms(adapters, coefficients)
+        """The same terms and, up to `size` rows, a run without an adapter."""
+        left = size - int(self.counts.sum())
+        if not left:
+            return self
+        none = np.full((1, self.width), NONE, np.int64)
+        return LoraTerms(
+            np.concatenate([self.adapters, none]),
+            np.concatenate([self.coefficients, np.ones((1, self.width), np.float32)]),
+            np.append(self.counts, left),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class AdapterTable:
 
     def fill(self, lora: LoraBatch, terms: LoraTerms) -> None:
         """Describe the rows of a step to the LoRA kernels."""
-        lora.update(terms.adapters, self.ranks, self.scalings, terms.coefficients)
+        lora.update(terms.adapters, self.ranks, self.scalings, terms.coefficients, terms.counts)
 
 
 @dataclass(slots=True)

@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from valora_kernels.metadata import NONE, LoraBatch, group_rows, tile_capacity, tile_rows
+from valora_kernels.metadata import (
+    NONE,
+    LoraBatch,
+    block_rows,
+    group_rows,
+    tile_capacity,
+    tile_rows,
+)
 
 
 @st.composite
@@ -69,6 +76,42 @@ def test_tiles_say_what_each_row_asked_for(batch, block: int) -> None:  # type: 
     assert np.all(tiles.rows[tiles.total * block :] == NONE)
 
 
+@settings(max_examples=150, deadline=None)
+@given(batches(), st.integers(0, 2**31), st.sampled_from([1, 2, 40]))
+def test_runs_are_as_good_as_their_rows(batch, seed: int, longest: int) -> None:  # type: ignore[no-untyped-def]
+    adapters, coefficients, ranks, scalings = batch
+    counts = np.random.default_rng(seed).integers(1, longest + 1, len(adapters))
+    got = group_rows(adapters, ranks, scalings, coefficients, counts)
+    repeated = (np.repeat(part, counts, axis=0) for part in (adapters, coefficients))
+    rows, factors = repeated
+    want = group_rows(rows, ranks, scalings, factors)
+    assert (got.rows, got.terms, got.segments) == (want.rows, want.terms, want.segments)
+    for name in ("order", "starts", "adapters", "ranks", "scale", "base"):
+        one, other = getattr(got, name), getattr(want, name)
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches(), st.integers(0, 2**31), st.sampled_from([1, 16, 64]))
+def test_blocks_list_the_adapters_of_their_rows(batch, seed: int, block: int) -> None:  # type: ignore[no-untyped-def]
+    adapters, _, ranks, scalings = batch
+    own = adapters[:, 0]
+    counts = np.random.default_rng(seed).integers(1, 9, len(own))
+    grouping = group_rows(own, ranks, scalings, counts=counts)
+    slots = np.repeat(own, counts)
+    room = len(slots) + 3
+    memory = np.full(room + -(-room // block) * (1 + 2 * len(ranks)), 77, np.int32)
+    found = block_rows(grouping, block, room, len(ranks), memory)
+    assert found.slot_of_row.tolist() == [*slots, NONE, NONE, NONE]
+    for at in range(len(found.counts)):
+        here = np.unique(slots[at * block : (at + 1) * block])
+        want = [[slot, ranks[slot]] for slot in here if slot != NONE]
+        listed = found.lists[at, : found.counts[at]].tolist()
+        assert sorted(listed) == want
+        assert not found.lists[at, found.counts[at] :].any()
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 400), st.integers(1, 40), st.sampled_from([1, 16, 64]), st.integers(0, 2**31))
 def test_capacity_is_enough_and_no_more(rows: int, slots: int, block: int, seed: int) -> None:
@@ -109,6 +152,35 @@ def test_effective_adapters(rows: int, slots: int) -> None:
 def test_bad_batches_are_refused(adapters, ranks, scalings, coefficients) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=r"expected .* got "):
         group_rows(adapters, ranks, scalings, coefficients)
+
+
+@pytest.mark.parametrize("counts", [[1], [2, 0], [1, -1], [[1, 1]]])
+def test_bad_lengths_of_runs_are_refused(counts) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match="counts: expected 2 numbers of rows from 1 on, got "):
+        group_rows([0, 0], [8], [1.0], None, counts)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_tables_follow_the_batch(fixed: bool) -> None:
+    batch = LoraBatch(6, 3, "cpu", fixed=fixed)
+    ranks, scalings = [8, 16, 24], [0.5, 1.0, 2.0]
+    batch.update([0, 1], ranks, scalings, counts=[2, 3])
+    tiles, blocks, terms = batch.tiles(4), batch.blocks(4), batch.row_terms()
+    for counts in ([3, 1], [1, 5], [1, 5]):
+        batch.update([2, 1], ranks, scalings, counts=counts)
+        if not fixed:  # graphs read what `update` has written, other calls ask for it
+            tiles, blocks, terms = batch.tiles(4), batch.blocks(4), batch.row_terms()
+        slots = np.repeat([2, 1], counts)
+        rows = sum(counts)
+        assert blocks.slot_of_row[:rows].tolist() == slots.tolist()
+        assert terms.adapters[0, :rows].tolist() == slots.tolist()
+        assert terms.scale[0, :rows].tolist() == [scalings[slot] for slot in slots]
+        assert tiles.ends.tolist() == [tiles.count, tiles.total]
+        owners = np.repeat(tiles.records[: tiles.total, 0].numpy(), 4)
+        listed = tiles.rows[: 4 * tiles.total].numpy()
+        assert dict(zip(listed[listed >= 0], owners[listed >= 0], strict=True)) == dict(
+            enumerate(slots)
+        )
 
 
 def test_batches_beyond_the_captured_size_are_refused() -> None:

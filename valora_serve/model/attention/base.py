@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 IMPLEMENTATION = "valora_paged"
 """Name of `attend` in transformers' attention interface."""
 
+ALIGNED = 16
+"""Elements of at least 4 bytes, of which `send_together` aligns arrays to a multiple."""
+
 TABLES = 32
 """Room in the buffer of captured steps' page tables, as a multiple of the cache's pages: sequences
 that share a prefix all have its pages in their tables."""
@@ -294,3 +297,21 @@ def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
     if device.type != "cuda":
         return torch.from_numpy(np.ascontiguousarray(values))
     return pinned(values).to(device, non_blocking=True)
+
+
+def send_together(parts: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Copy arrays of one type to the device in one copy: each takes the host some 60 us.
+
+    Each one begins at a multiple of 64 bytes, as kernels that were compiled for aligned inputs are
+    compiled again for others.
+    """
+    sizes = [-(-part.size // ALIGNED) * ALIGNED for part in parts]
+    together = np.zeros(sum(sizes), parts[0].dtype)
+    ends = np.cumsum(sizes).tolist()
+    for part, end, size in zip(parts, ends, sizes, strict=True):
+        together[end - size : end - size + part.size] = part.ravel()
+    sent = to_device(together, device)
+    return [
+        sent[end - size : end - size + part.size].view(part.shape)
+        for part, end, size in zip(parts, ends, sizes, strict=True)
+    ]

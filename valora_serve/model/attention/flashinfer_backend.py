@@ -23,7 +23,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from valora_serve.model.attention.base import AttentionBackend, KVCache, Rows, pinned, to_device
+from valora_serve.model.attention.base import (
+    AttentionBackend,
+    KVCache,
+    Rows,
+    pinned,
+    send_together,
+    to_device,
+)
 from valora_serve.model.attention.compiling import side_by_side
 from valora_serve.model.attention.triton_backend import TritonBackend
 from valora_serve.toolkit import find_own_programs, missing_tools
@@ -155,17 +162,16 @@ class FlashInferBackend(AttentionBackend):
         cache, decoding = self._cache, rows.decoding
         indices, indptr = rows.indices(cache.block_size)
         last = last_lengths(rows.lengths, cache.block_size)
-        flat = to_device(indices, cache.device)
+        written = np.stack([rows.owners, rows.positions]).astype(np.int32)
+        sent = send_together([written, indices, indptr, last], cache.device)
+        flat = sent[1]
         cut = int(indptr[decoding])
         if decoding:
             self._decode.plan(indptr[: decoding + 1], flat[:cut], last[:decoding])
         if decoding < len(last):
             starts = rows.starts[decoding:] - decoding
             self._prompts.plan(starts, indptr[decoding:] - cut, flat[cut:], last[decoding:])
-        owner, position = rows.owners.astype(np.int32), rows.positions.astype(np.int32)
-        sent = [to_device(part, cache.device) for part in (owner, position, indptr, last)]
-        tokens = Tokens(sent[0], sent[1], flat, sent[2], sent[3])
-        return FlashInferPlan(cache, tokens, decoding, self._decode, self._prompts)
+        return FlashInferPlan(cache, Tokens(*sent), decoding, self._decode, self._prompts)
 
     def decode_plan(self, sequences: int) -> FlashInferDecodePlan:
         """A plan for CUDA graphs of exactly `sequences` decoding rows."""
@@ -309,15 +315,13 @@ class Tokens:
     """Where a step's keys and values are written to.
 
     Attributes:
-        owner: [rows] int32, index of each row's sequence.
-        position: [rows] int32, index of each row's token in its sequence.
+        written: [2, rows] int32, index of each row's sequence, and of its token in that sequence.
         indices: [pages in use] int32, pages of all sequences, one sequence after the other.
         indptr: [n + 1] int32, start of each sequence in `indices`.
         last: [n] int32, tokens in each sequence's last page.
     """
 
-    owner: Tensor
-    position: Tensor
+    written: Tensor
     indices: Tensor
     indptr: Tensor
     last: Tensor
@@ -326,9 +330,7 @@ class Tokens:
     def empty(cls, rows: int, sequences: int, tables: Tensor) -> Tokens:
         """Buffers for steps of so many rows and sequences, with a buffer for their pages."""
         zeros = tables.new_zeros
-        return cls(
-            zeros(rows), zeros(rows), tables, zeros(sequences + 1), tables.new_ones(sequences)
-        )
+        return cls(zeros(2, rows), tables, zeros(sequences + 1), tables.new_ones(sequences))
 
     def write(self, key: Tensor, value: Tensor, pages: tuple[Tensor, Tensor]) -> None:
         """Write keys and values of all rows, [rows, kv_heads, head_dim], to a layer's pages."""
@@ -337,8 +339,7 @@ class Tokens:
         flashinfer.append_paged_kv_cache(
             key,
             value,
-            self.owner,
-            self.position,
+            *self.written,
             pages,
             self.indices,
             self.indptr,
@@ -399,9 +400,9 @@ class FlashInferDecodePlan(FlashInferPlan):
     def __init__(self, cache: KVCache, decode: FixedDecode) -> None:
         count, tables = decode.sequences, decode.tables
         self.max_pages: int | None = len(tables) - count  # rows that pad a step have one
-        self._position = tables.new_zeros(count)
         owner = torch.arange(count, dtype=torch.int32, device=cache.device)
-        tokens = Tokens(owner, self._position, tables, decode.indptr, decode.last)
+        written = torch.stack([owner, torch.zeros_like(owner)])
+        tokens = Tokens(written, tables, decode.indptr, decode.last)
         super().__init__(cache, tokens, count, decode.wrapper, None)
 
     def update(self, rows: Rows) -> None:
@@ -417,7 +418,7 @@ class FlashInferDecodePlan(FlashInferPlan):
                 f"plan: expected at most {len(self._tokens.indices)} pages, got {len(indices)}"
             )
         last = last_lengths(rows.lengths, cache.block_size)
-        self._position.copy_(pinned(rows.lengths - 1), non_blocking=True)
+        self._tokens.written[1].copy_(pinned(rows.lengths - 1), non_blocking=True)
         assert self._decode is not None
         self._decode.plan(indptr, to_device(indices, cache.device), last)
 
@@ -438,7 +439,7 @@ class FlashInferMixedPlan(FlashInferPlan):
     ) -> None:
         wrapper, count = (None, 0) if decode is None else (decode.wrapper, decode.sequences)
         super().__init__(cache, tokens, count, wrapper, prompts)
-        self._rows, self._sequences = len(tokens.owner), len(tokens.last) - 1
+        self._rows, self._sequences = tokens.written.shape[1], len(tokens.last) - 1
         pages = len(tokens.indices)
         if decode is not None:
             pages = min(pages, len(decode.tables))
@@ -479,13 +480,11 @@ class FlashInferMixedPlan(FlashInferPlan):
         starts = np.concatenate([rows.starts, np.full(empty, used, np.int32)])
         lengths = np.concatenate([rows.lengths, np.ones(empty, np.int32)])
         last = last_lengths(lengths, cache.block_size)
-        append = np.zeros((2, self._rows), np.int32)  # owner and position of every row
+        append = np.zeros((2, self._rows), np.int32)  # sequence and position of every row
         append[0] = self._sequences
         append[0, :used] = rows.owners
         append[1, :used] = rows.positions
-        sent = to_device(append, cache.device)
-        self._tokens.owner.copy_(sent[0])
-        self._tokens.position.copy_(sent[1])
+        self._tokens.written.copy_(pinned(append), non_blocking=True)
         flat = to_device(pages, cache.device)
         if self._decode is not None:
             # The others attend to one token each, of the pages that follow.

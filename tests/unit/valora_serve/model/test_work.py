@@ -1,13 +1,15 @@
 """LoRA terms of works and rows in unmerged, merged and mixture mode."""
 
-import numpy as np
-
 from valora_kernels.metadata import NONE
 from valora_serve.model.work import LoraTerms, Work
 
 
-def works(*adapters):
-    return [Work(place, 0, 1, None, [0], adapter) for place, adapter in enumerate(adapters)]
+def works(*adapters, counts=None):
+    counts = counts or [1] * len(adapters)
+    return [
+        Work(place, 0, count, None, [0], adapter)
+        for place, (adapter, count) in enumerate(zip(adapters, counts, strict=True))
+    ]
 
 
 def test_unmerged_rows_have_their_own_adapter():
@@ -25,9 +27,11 @@ def test_mixture_takes_the_merged_adapter_back_out_of_other_rows():
     assert LoraTerms.of(works(1, 1), 1) is None
 
 
-def test_terms_of_works_become_terms_of_rows_and_are_padded():
-    rows = LoraTerms.of(works(2, 1, NONE), 1).repeated(np.array([2, 1, 1])).padded(6)
-    assert rows.adapters.tolist() == [
-        [2, 1], [2, 1], [NONE, NONE], [NONE, 1], [NONE, NONE], [NONE, NONE],
-    ]  # fmt: skip
-    assert rows.coefficients[:4].tolist() == [[1, -1]] * 4
+def test_terms_are_padded_with_a_run_without_an_adapter():
+    terms = LoraTerms.of(works(2, 1, NONE, counts=[2, 1, 1]), 1)
+    assert terms.counts.tolist() == [2, 1, 1]
+    assert terms.padded(4) is terms
+    padded = terms.padded(6)
+    assert padded.adapters.tolist() == [[2, 1], [NONE, NONE], [NONE, 1], [NONE, NONE]]
+    assert padded.coefficients[:3].tolist() == [[1, -1]] * 3
+    assert padded.counts.tolist() == [2, 1, 1, 2]

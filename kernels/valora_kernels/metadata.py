@@ -26,6 +26,9 @@ NONE = -1
 ABSENT = -2
 """Behind the last adapter of a list of them; differs from that of rows without an adapter."""
 
+FEW_RUNS = 4
+"""Most runs of a batch in which a single one with an adapter is looked for."""
+
 MAX_TERMS = 2
 """Most terms of a row: its own adapter, and in mixture mode the merged one, subtracted again."""
 
@@ -90,6 +93,7 @@ def group_rows(
     scalings: ArrayLike,
     coefficients: ArrayLike | None = None,
     counts: ArrayLike | None = None,
+    rows: int | None = None,
 ) -> Grouping:
     """Sort rows into segments that share their adapters.
 
@@ -100,6 +104,7 @@ def group_rows(
         scalings: [slots] scaling of each adapter (alpha / r, or alpha / √r with rsLoRA).
         coefficients: Like `adapters`: +1 or −1 for each term; +1 everywhere by default.
         counts: [runs] number of rows of each run, at least 1; each run is one row by default.
+        rows: Number of rows; those behind the runs have no adapter. There are none by default.
 
     Returns:
         The grouping; rows of a segment stay in the order of the batch.
@@ -108,6 +113,10 @@ def group_rows(
         ValueError: An adapter index is outside the slots or names an empty one, or shapes differ.
     """
     rank = np.asarray(ranks, dtype=np.int32)
+    if counts is not None:
+        one = _one_run(adapters, rank, scalings, coefficients, counts, rows)
+        if one is not None:
+            return one
     index, scale = _terms(adapters, rank, scalings, coefficients)
     key = (index + 1) @ np.array([len(rank) + 1, 1])
     runs = np.argsort(key, kind="stable")
@@ -119,7 +128,7 @@ def group_rows(
     scale = scale[runs]
     starts = np.empty(len(firsts) + 1, dtype=np.int32)
     if counts is None:
-        rows, order = len(index), runs
+        used, order = len(index), runs
         starts[:-1] = firsts
     else:
         lengths = np.asarray(counts, dtype=np.int64)
@@ -128,12 +137,18 @@ def group_rows(
                 f"counts: expected {len(key)} numbers of rows from 1 on, got {lengths.tolist()}"
             )
         first = np.cumsum(lengths) - lengths
-        rows = int(lengths.sum())
+        used = int(lengths.sum())
         held = lengths[runs]
         starts[:-1] = (np.cumsum(held) - held)[firsts]
         order, base = _rows_of(first[runs], held), _rows_of(first[base], lengths[base])
         scale = np.repeat(scale, held, axis=0)
     starts[-1] = len(order)
+    if rows is None:
+        rows = used
+    elif rows != used:
+        if rows < used:
+            raise ValueError(f"rows: expected at least the {used} of the runs, got {rows}")
+        base = np.concatenate([base, np.arange(used, rows)])
     owned = owners != NONE
     return Grouping(
         rows=rows,
@@ -147,10 +162,51 @@ def group_rows(
     )
 
 
+def _one_run(
+    adapters: ArrayLike,
+    rank: NDArray[np.int32],
+    scalings: ArrayLike,
+    coefficients: ArrayLike | None,
+    counts: ArrayLike,
+    rows: int | None,
+) -> Grouping | None:
+    """What `group_rows` returns where a single run has an adapter; None for other batches.
+
+    A lone prompt waits for it: numpy's operations take a host some 5 us each after a wait for the
+    GPU, and these are a third of the general ones.
+    """
+    given, lengths = np.asarray(adapters), np.asarray(counts)
+    if len(lengths) > FEW_RUNS or given.ndim != 2 or given.shape != (len(lengths), 1):
+        return None
+    slots, held = given[:, 0].tolist(), lengths.tolist()
+    named = [at for at, slot in enumerate(slots) if slot != NONE]
+    used = sum(held)
+    total = used if rows is None else rows
+    if len(named) != 1 or min(held) < 1 or total < used:
+        return None
+    (at,) = named
+    slot, first, count = slots[at], sum(held[:at]), held[at]
+    if not 0 <= slot < len(rank) == len(scalings) or rank[slot] < 1:  # type: ignore[arg-type]
+        return None
+    factor = 1 if coefficients is None else np.asarray(coefficients)[at, 0]
+    base = np.arange(total - count, dtype=np.int32)
+    base[first:] += count
+    scale = np.zeros((count, MAX_TERMS), dtype=np.float32)
+    scale[:, 0] = np.float32(factor) * np.asarray(scalings, dtype=np.float32)[slot]
+    return Grouping(
+        rows=total,
+        terms=1,
+        order=np.arange(first, first + count, dtype=np.int32),
+        starts=np.array([0, count], dtype=np.int32),
+        adapters=np.array([[slot, NONE]], dtype=np.int32),
+        ranks=np.array([[rank[slot], 0]], dtype=np.int32),
+        scale=scale,
+        base=base,
+    )
+
+
 def _rows_of(first: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Rows of runs with these first rows and lengths, one run after the other."""
-    if len(first) == 1:  # as in a step of one prompt
-        return np.arange(first[0], first[0] + lengths[0])
     before = np.cumsum(lengths) - lengths
     rows: NDArray[np.int64] = np.arange(lengths.sum()) + np.repeat(first - before, lengths)
     return rows
@@ -256,9 +312,14 @@ def tile_rows(
     Raises:
         ValueError: The grouping needs more tiles than that.
     """
-    lengths = np.diff(grouping.starts)
-    tiles = -(-lengths // block)
-    count = int(tiles.sum())
+    adapters, ranks = grouping.adapters, grouping.ranks
+    if grouping.segments == 1:
+        count = -(-grouping.active // block)
+    else:
+        lengths = np.diff(grouping.starts)
+        tiles = -(-lengths // block)
+        count = int(tiles.sum())
+        adapters, ranks = (np.repeat(part, tiles, axis=0) for part in (adapters, ranks))
     total = count - (-len(grouping.base) // block)
     if total > capacity:
         raise ValueError(
@@ -272,8 +333,8 @@ def tile_rows(
     rows = memory[split : split + places]
     scale = memory[split + places : -2].view(np.float32).reshape(MAX_TERMS, places)
     memory[-2:] = count, total
-    records[:count, 0::2] = np.repeat(grouping.adapters, tiles, axis=0)
-    records[:count, 1::2] = np.repeat(grouping.ranks, tiles, axis=0)
+    records[:count, 0::2] = adapters
+    records[:count, 1::2] = ranks
     records[count:, 0::2] = NONE
     records[count:, 1::2] = 0
     rows.fill(NONE)
@@ -421,8 +482,13 @@ def block_rows(
     slot_of_row.fill(NONE)
     counts.fill(0)
     lists.fill(0)
-    if grouping.active:
-        starts, order, segments = grouping.starts, grouping.order, grouping.segments
+    starts, order, segments = grouping.starts, grouping.order, grouping.segments
+    if segments == 1 and order[-1] - order[0] < len(order):  # one run of rows
+        slot_of_row[order[0] : order[-1] + 1] = grouping.adapters[0, 0]
+        spanned = slice(order[0] // block, order[-1] // block + 1)
+        counts[spanned] = 1
+        lists[spanned, 0] = grouping.adapters[0, 0], grouping.ranks[0, 0]
+    elif segments:
         slot_of_row[order] = np.repeat(grouping.adapters[:, 0], np.diff(starts))
         # Neighbouring rows of one segment are one piece, of which a prompt has few.
         apart = order[1:] != order[:-1] + 1
@@ -641,6 +707,7 @@ class LoraBatch:
         scalings: Sequence[float] | NDArray[np.float32],
         coefficients: ArrayLike | None = None,
         counts: ArrayLike | None = None,
+        rows: int | None = None,
     ) -> None:
         """Describe the next batch; see `group_rows` for the arguments.
 
@@ -651,7 +718,7 @@ class LoraBatch:
             ValueError: What `group_rows` raises, or more rows, segments or terms than there is
                 room for.
         """
-        grouping = group_rows(adapters, ranks, scalings, coefficients, counts)
+        grouping = group_rows(adapters, ranks, scalings, coefficients, counts, rows)
         if grouping.rows > self.max_rows:
             raise ValueError(f"batch: expected at most {self.max_rows} rows, got {grouping.rows}")
         if grouping.segments > self.max_segments:

@@ -343,7 +343,7 @@ class DecodeGraphs(Graphs[DecodeGraph]):
         tables = [work.table for work in works] + [[0]] * (size - count)
         graph.plan.update(Rows(np.arange(size + 1, dtype=np.int32), lengths, tables))
         if graph.lora is not None and terms is not None:
-            self._resources.adapters.fill(graph.lora, terms.padded(size))
+            self._resources.adapters.fill(graph.lora, terms, size)
         graph.graph()
         places = graph.inputs[0, :count]
         return graph.logits[:count], graph.tokens[:count], graph.finite[:count], places
@@ -470,6 +470,6 @@ class PromptGraphs(Graphs[PromptGraph]):
         graph.positions[..., :used] = positions
         graph.plan.update(rows)
         if graph.lora is not None and terms is not None:
-            self._resources.adapters.fill(graph.lora, terms.padded(size))
+            self._resources.adapters.fill(graph.lora, terms, size)
         graph.replay()
         return graph.hidden[:used]

@@ -155,18 +155,6 @@ class LoraTerms:
         """Terms per row: 1 in unmerged mode, 2 in mixture mode."""
         return int(self.adapters.shape[1])
 
-    def padded(self, size: int) -> LoraTerms:
-        """The same terms and, up to `size` rows, a run without an adapter."""
-        left = size - int(self.counts.sum())
-        if not left:
-            return self
-        none = np.full((1, self.width), NONE, np.int64)
-        return LoraTerms(
-            np.concatenate([self.adapters, none]),
-            np.concatenate([self.coefficients, np.ones((1, self.width), np.float32)]),
-            np.append(self.counts, left),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class AdapterTable:
@@ -180,9 +168,17 @@ class AdapterTable:
     ranks: NDArray[np.int32]
     scalings: NDArray[np.float32]
 
-    def fill(self, lora: LoraBatch, terms: LoraTerms) -> None:
-        """Describe the rows of a step to the LoRA kernels."""
-        lora.update(terms.adapters, self.ranks, self.scalings, terms.coefficients, terms.counts)
+    def fill(self, lora: LoraBatch, terms: LoraTerms, rows: int | None = None) -> None:
+        """Describe the rows of a step to the LoRA kernels.
+
+        Args:
+            lora: The batch that the kernels read.
+            terms: Terms of the runs of rows.
+            rows: Number of rows, of which those behind the runs pad the step; no more by default.
+        """
+        lora.update(
+            terms.adapters, self.ranks, self.scalings, terms.coefficients, terms.counts, rows
+        )
 
 
 @dataclass(slots=True)

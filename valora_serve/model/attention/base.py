@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
@@ -307,7 +308,7 @@ def send_together(parts: Sequence[NDArray[Any]], device: torch.device) -> list[T
     """
     sizes = [-(-part.size // ALIGNED) * ALIGNED for part in parts]
     together = np.zeros(sum(sizes), parts[0].dtype)
-    ends = np.cumsum(sizes).tolist()
+    ends = list(accumulate(sizes))
     for part, end, size in zip(parts, ends, sizes, strict=True):
         together[end - size : end - size + part.size] = part.ravel()
     sent = to_device(together, device)

@@ -13,8 +13,10 @@ from valora_serve.types import Mode, Request, SamplingParams
 
 pytestmark = pytest.mark.gpu
 
-TOLERANCE = 0.03
-"""Of a log probability: logits of size 1 in bf16 activations through two layers."""
+LIMITS = (1.5, 6)
+"""Root mean square and largest error of log probabilities, as multiples of the root mean square
+that torch in bf16 has with merged weights. Of thousands of normal errors the largest is beyond four
+times that, and mixture mode also rounds the merged adapter."""
 
 
 class Forced:
@@ -36,8 +38,8 @@ class Forced:
         self.inner.finished(request_id)
 
 
-def reference_logprobs(engine, adapters, name, prompt, generated):
-    """Log probabilities of the generated tokens, with weights merged in fp32."""
+def reference_logprobs(engine, adapters, name, prompt, generated, dtype=torch.float32):
+    """Log probabilities of the generated tokens, with weights merged in fp32, [tokens]."""
     lmm = engine.lmm
     weights = {}
     for module, (group, index) in lmm.linears.group_of.items():
@@ -46,21 +48,23 @@ def reference_logprobs(engine, adapters, name, prompt, generated):
             pair = adapters[name][module]
             delta = pair.b.float() @ pair.a.float() * pair.scaling
             weights[module] = weights[module] + delta.to(weights[module].device)
+        weights[module] = weights[module].to(dtype)
     ids = torch.tensor(prompt + generated, device=engine.device)
     text = lmm.model.model.language_model
-    x = text.embed_tokens.weight[ids].float()
+    x = text.embed_tokens.weight[ids].to(dtype)
     length = len(ids)
     cos, sin = text.rotary_emb(x[None], torch.arange(length, device=x.device)[None])
     mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
 
     def norm(module, h):
+        h = h.float()
         scale = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
-        return module.weight.float() * h * scale
+        return module.weight * (h * scale).to(dtype)
 
     def rotate(h):
         half = h.shape[-1] // 2
         turned = torch.cat([-h[..., half:], h[..., :half]], -1)
-        return h * cos[0].float() + turned * sin[0].float()
+        return h * cos[0].to(dtype) + turned * sin[0].to(dtype)
 
     for number, layer in enumerate(text.layers):
         w = {m.rpartition(".")[2]: v for m, v in weights.items() if f"layers.{number}." in m
@@ -71,7 +75,7 @@ def reference_logprobs(engine, adapters, name, prompt, generated):
             for p in ("q_proj", "k_proj", "v_proj")
         )
         scores = rotate(q) @ rotate(k).transpose(1, 2) * lmm.head_dim**-0.5
-        attended = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+        attended = scores.masked_fill(~mask, float("-inf")).float().softmax(-1).to(dtype) @ v
         x = x + attended.transpose(0, 1).flatten(1) @ w["o_proj"].T
         h = norm(layer.post_attention_layernorm, x)
         x = (
@@ -79,16 +83,27 @@ def reference_logprobs(engine, adapters, name, prompt, generated):
             + (torch.nn.functional.silu(h @ w["gate_proj"].T) * (h @ w["up_proj"].T))
             @ w["down_proj"].T
         )
-    logits = norm(text.norm, x) @ lmm.model.lm_head.weight.float().T
+    logits = (norm(text.norm, x) @ lmm.model.lm_head.weight.to(dtype).T).float()
     scores = logits.log_softmax(-1)
     at = range(len(prompt) - 1, length - 1)
-    return [scores[i, token].item() for i, token in zip(at, generated, strict=True)]
+    return torch.stack([scores[i, token] for i, token in zip(at, generated, strict=True)])
 
 
 @pytest.fixture(scope="module")
 def lmm():
     device = torch.device("cuda", 0)
     return Lmm("small", llava_7b(device, layers=2, width=1024), PROCESSOR, device)
+
+
+@pytest.fixture
+def closed(lmm):
+    """Engines to close after a test, also one that failed: others have the same model."""
+    engines = []
+    yield engines
+    for engine in engines:
+        engine.merge_state.switch(Mode.UNMERGED, None)
+        lmm.linears.release()
+        engine.close()
 
 
 @pytest.mark.parametrize("targets", ["attention", "all"])
@@ -100,7 +115,7 @@ def lmm():
     [(Mode.UNMERGED,), (Mode.MIXTURE,), (Mode.UNMERGED, Mode.MIXTURE, Mode.MIXTURE)],
     ids=["unmerged", "mixture", "switching"],
 )
-def test_every_mode_matches_fp32(lmm, modes, attention, targets, monkeypatch):
+def test_every_mode_matches_fp32(lmm, closed, modes, attention, targets, monkeypatch):
     attention, _, prompts_too = attention.partition("-")
     if attention == "flashinfer":
         pytest.importorskip("flashinfer")
@@ -110,6 +125,7 @@ def test_every_mode_matches_fp32(lmm, modes, attention, targets, monkeypatch):
                        graphs=attention != "flex", prompt_graphs=bool(prompts_too)),
         lmm,
     )  # fmt: skip
+    closed.append(engine)
     from tests.bench.valora_serve import serve_models
 
     kept = {}
@@ -141,13 +157,15 @@ def test_every_mode_matches_fp32(lmm, modes, attention, targets, monkeypatch):
             said.setdefault(output.id, []).extend(output.token_ids)
             likely.setdefault(output.id, []).extend(p.chosen.logprob for p in output.logprobs)
     engine.merge_state.switch(Mode.UNMERGED, None)  # the reference shall see pristine weights
-    worst = 0.0
+    errors, rounding = [], []
     for key, (name, ids) in prompts.items():
-        want = reference_logprobs(engine, kept, name, ids, said[key])
-        assert len(want) == len(likely[key]) == 6 + int(key)
-        worst = max(worst, *(abs(a - b) for a, b in zip(want, likely[key], strict=True)))
-    print(f"{attention} {prompts_too} {[str(m) for m in modes]}: largest difference {worst:.4f}")
-    assert worst <= TOLERANCE
+        given = (engine, kept, name, ids, said[key])
+        exact = reference_logprobs(*given)
+        assert len(exact) == len(likely[key]) == 6 + int(key)
+        errors.append(torch.tensor(likely[key], device=exact.device) - exact)
+        rounding.append(reference_logprobs(*given, torch.bfloat16) - exact)
+    error, unit = torch.cat(errors), torch.cat(rounding).square().mean().sqrt()
+    found = (error.square().mean().sqrt() / unit, error.abs().max() / unit)
+    print(f"{attention} {prompts_too} {[str(m) for m in modes]}: {unit:.4f} × {found}")
+    assert all(one <= limit for one, limit in zip(found, LIMITS, strict=True))
     assert engine.pool.free + engine.adapters.idle_pages == engine.memory.pages - 1
-    lmm.linears.release()
-    engine.close()

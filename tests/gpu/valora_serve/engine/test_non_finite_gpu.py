@@ -55,7 +55,9 @@ def make(lmm, backend, *, poison=None, **settings):
             EngineSettings(
                 pages=900, max_requests=32, max_tokens=256, chunk=64, max_rank=64, slots=8,
                 attention=attention, host_bytes=1 << 50, graphs=attention == "flashinfer",
-                prompt_graphs=bool(prompts_too), profile=False, prefix_cache=False, **settings,
+                prompt_graphs=bool(prompts_too), profile=False, prefix_cache=False,
+                capture="eager",  # a graph that is captured later rounds in another order
+                **settings,
             ),
             lmm,
         )  # fmt: skip

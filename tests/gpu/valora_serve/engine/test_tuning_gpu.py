@@ -74,7 +74,10 @@ def test_an_idle_engine_measures_and_adopts(tmp_path, monkeypatch):
     assert not engine.tuning._tuner.skipped
     table = table_of(engine.runner._lora.gpu)
     assert table is not shipped
-    assert table.entries == read_table(next(tmp_path.glob("*.json")), table.gpu).entries
+    kept = read_table(next(tmp_path.glob("*.json")), table.gpu).entries
+    assert len(kept) == measured
+    # A GPU without a table of its own has the other shapes of one like it.
+    assert kept.items() <= table.entries.items()
     after = logprobs(engine, names)
     assert after.keys() == before.keys()
     assert all(abs(after[key] - before[key]) <= TOLERANCE for key in before)

@@ -1,7 +1,10 @@
 """LoRA terms of works and rows in unmerged, merged and mixture mode."""
 
-from valora_kernels.metadata import NONE
-from valora_serve.model.work import LoraTerms, Work
+import numpy as np
+import pytest
+
+from valora_kernels.metadata import NONE, LoraBatch
+from valora_serve.model.work import AdapterTable, LoraTerms, Work
 
 
 def works(*adapters, counts=None):
@@ -27,11 +30,16 @@ def test_mixture_takes_the_merged_adapter_back_out_of_other_rows():
     assert LoraTerms.of(works(1, 1), 1) is None
 
 
-def test_terms_are_padded_with_a_run_without_an_adapter():
+def test_rows_behind_those_of_works_have_no_adapter():
     terms = LoraTerms.of(works(2, 1, NONE, counts=[2, 1, 1]), 1)
     assert terms.counts.tolist() == [2, 1, 1]
-    assert terms.padded(4) is terms
-    padded = terms.padded(6)
-    assert padded.adapters.tolist() == [[2, 1], [NONE, NONE], [NONE, 1], [NONE, NONE]]
-    assert padded.coefficients[:3].tolist() == [[1, -1]] * 3
-    assert padded.counts.tolist() == [2, 1, 1, 2]
+    table = AdapterTable(np.array([8, 16, 24], np.int32), np.array([0.5, 1, 2], np.float32))
+    lora = LoraBatch(6, 3, "cpu", fixed=True)
+    table.fill(lora, terms, 6)
+    found = lora.row_terms()
+    assert found.adapters.T.tolist() == [
+        [2, 1], [2, 1], [NONE, NONE], [1, NONE], [NONE, NONE], [NONE, NONE],
+    ]  # fmt: skip
+    assert found.scale.T.tolist() == [[2, -1], [2, -1], [0, 0], [-1, 0], [0, 0], [0, 0]]
+    with pytest.raises(ValueError, match="rows: expected at least the 4 of the runs, got 3"):
+        table.fill(lora, terms, 3)

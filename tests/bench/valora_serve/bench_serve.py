@@ -32,6 +32,7 @@ from tests.bench.valora_serve.harness import (
 )
 from tests.bench.valora_serve.pictures import SIZE
 from tests.bench.valora_serve.sections.ablation import PARTS, ablation
+from tests.bench.valora_serve.sections.lone import lone
 from tests.bench.valora_serve.sections.multimodal import retrieval, video
 from tests.bench.valora_serve.sections.packed import packed
 from tests.bench.valora_serve.sections.populations import populations
@@ -498,6 +499,7 @@ SECTIONS = {
         backends,
         kernels,
         prefill,
+        lone,
         throughput,
         arrivals,
         skew,

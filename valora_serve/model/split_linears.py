@@ -238,9 +238,9 @@ class SplitLinears(Linears):
         self, names: Collection[str], lora: Mapping[str, LoraWeights], *, mergeable: bool
     ) -> None:
         """Let groups apply adapters from now on; see `Linears.activate`."""
-        if self.relay is not None:
-            self.relay("activate", sorted(names), mergeable)
         Linears.activate(self, names, lora, mergeable=mergeable)
+        if self.relay is not None:  # not before, as the leader may have no memory for it
+            self.relay("activate", sorted(names), mergeable)
 
     def merge(self, slot: int, rank: int, scaling: float) -> None:
         """Merge an adapter into this process's part of the weights; see `Linears.merge`."""

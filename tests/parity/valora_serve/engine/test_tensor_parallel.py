@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.parity.valora_serve.engine.test_engine import (
     EVERYBODY,
@@ -44,8 +45,9 @@ from tests.support.serve_helpers import (
     make_bundle,
 )
 from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX
+from valora_kernels.merge import MergeableWeights
 from valora_serve.engine.engine import Engine
-from valora_serve.errors import RequestError, SettingsError, StoppedError
+from valora_serve.errors import AdapterError, RequestError, SettingsError, StoppedError
 from valora_serve.types import Mode, NewContext, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -147,6 +149,34 @@ def assert_equal(found: dict[str, Got], wanted: dict[str, Got]) -> None:
         assert want.error is None, want.error
         assert got.tokens == want.tokens, name
         assert relative(values(got), values(want)) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_leader_without_memory_leaves_all_processes_as_they_were(
+    base: str, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs first, as a process leads one group at a time."""
+
+    def keep(self: MergeableWeights) -> None:
+        raise torch.OutOfMemoryError("too little")
+
+    sampling = SamplingParams(max_tokens=3, temperature=0.0, logprobs=20)
+    both = {name: adapters[name] for name in ("attention", "mlp")}
+    asked = [Request(name, name, token_ids=[5, 9, 33, 12], sampling=sampling) for name in both]
+    one = make_engine(base, both, fresh=True)
+    wanted = run(one, asked)
+    one.close()
+    two = make_engine(base, {"attention": adapters["attention"]}, fresh=True, tensor_parallel=2)
+    try:
+        with monkeypatch.context() as failing:
+            failing.setattr(MergeableWeights, "keep", keep)
+            with pytest.raises(AdapterError, match="too little memory for a copy of the weights"):
+                two.load(adapters["mlp"], "mlp")
+        assert_equal(run(two, asked[:1]), {"attention": wanted["attention"]})
+        two.load(adapters["mlp"], "mlp")
+        assert_equal(run(two, asked), wanted)
+    finally:
+        two.close()
 
 
 @pytest.mark.slow

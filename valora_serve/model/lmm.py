@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from valora_serve.model.prompt import Visual
     from valora_serve.model.split_linears import ChooseLora
     from valora_serve.parallel.group import Group
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -128,7 +131,7 @@ class Lmm(BaseModel):
                 make = make_nf4(self.dtype)
             self.linears = Linears.of(model, within, make)
             if make is not None:
-                self._refuse_unrounded(fp8)
+                self._check_rounded(fp8)
             return
         assert split.targets is not None
         assert lora is not None
@@ -213,23 +216,31 @@ class Lmm(BaseModel):
                 "attention here does not do: use a model with full attention"
             )
 
-    def _refuse_unrounded(self, fp8: bool) -> None:
-        """Refuse weights that all stay as they are, though nothing could be merged into them.
+    def _check_rounded(self, fp8: bool) -> None:
+        """Say how many layers stay as they are; refuse it if all do, for nothing could be merged.
 
         Raises:
             SettingsError: No layer of the language model is rounded.
         """
-        if any(group.rounded for group in self.linears.groups.values()):
-            return
+        groups = [group for group in self.linears.groups.values() if group.spec.part == "text"]
+        left = sum(len(group.spec.modules) for group in groups if not group.rounded)
         name, why, instead = (
             ("fp8", f"widths are multiples of {ALIGNMENT}", "none")
             if fp8
             else ("nf4_packed", f"weights fill blocks of {BLOCK}", "nf4")
         )
-        raise SettingsError(
-            f"quantize={name} is for layers whose {why}, and base model {self.base} has none in "
-            f"its language model: use quantize={instead}"
-        )
+        if not any(group.rounded for group in groups):
+            raise SettingsError(
+                f"quantize={name} is for layers whose {why}, and base model {self.base} has none "
+                f"in its language model: use quantize={instead}"
+            )
+        if left:
+            log.warning(
+                "quantize=%s: %d of the %d linear layers of the language model stay in %s, as it "
+                "is for those whose %s",
+                name, left, sum(len(group.spec.modules) for group in groups),
+                str(self.dtype).removeprefix("torch."), why,
+            )  # fmt: skip
 
     def encode(self, visuals: Sequence[Visual]) -> list[VisualFeatures]:
         """Encode images of several requests together.

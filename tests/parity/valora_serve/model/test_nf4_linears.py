@@ -98,13 +98,13 @@ def test_what_cannot_be_served_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         make_engine("tiny", {}, fresh=True, quantize="nf4_packed")
 
 
-def without_whole_blocks(folder: Path) -> str:
+def without_whole_blocks(folder: Path, **changed: int) -> str:
     """Return a base model with no layer that fits into FP8's products or NF4's blocks."""
     config = json.loads((save_llava(folder, seed=7) / "config.json").read_text())
     text = config["text_config"] | {
         "hidden_size": 36, "intermediate_size": 50, "num_attention_heads": 3,
         "num_key_value_heads": 1, "head_dim": 12,
-    }  # fmt: skip
+    } | changed  # fmt: skip
     described = LlavaConfig(**config | {"text_config": text})
     LlavaForConditionalGeneration(described).save_pretrained(folder)
     return str(folder)
@@ -124,6 +124,27 @@ def test_weights_that_would_all_stay_as_they_are_are_refused(
     base = without_whole_blocks(tmp_path)
     with pytest.raises(SettingsError, match=said):
         make_engine(base, {}, fresh=True, quantize=quantize)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "changed", "said"),
+    [
+        # gate, up and down of three layers have 50 intermediate features
+        ("fp8", {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4},
+         "quantize=fp8: 9 of the 21 linear layers of the language model stay in float32, as it is "
+         "for those whose widths are multiples of 16"),
+        # 36 × 50 numbers are no multiple of 64, 32 × 36 are
+        ("nf4_packed", {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8},
+         "quantize=nf4_packed: 9 of the 21 linear layers of the language model stay in float32, as "
+         "it is for those whose weights fill blocks of 64"),
+    ],
+)  # fmt: skip
+def test_layers_that_stay_as_they_are_are_counted(
+    tmp_path: Path, quantize: str, changed: dict[str, int], said: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    make_engine(without_whole_blocks(tmp_path, **changed), {}, fresh=True, quantize=quantize)
+    assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == [said]
 
 
 @pytest.mark.parametrize("quantize", ["none", "fp8", "nf4", "nf4_packed"])

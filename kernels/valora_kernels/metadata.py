@@ -112,12 +112,12 @@ def group_rows(
     Raises:
         ValueError: An adapter index is outside the slots or names an empty one, or shapes differ.
     """
-    rank = np.asarray(ranks, dtype=np.int32)
+    rank, scaling = np.asarray(ranks, dtype=np.int32), np.asarray(scalings, dtype=np.float32)
     if counts is not None:
-        one = _one_run(adapters, rank, scalings, coefficients, counts, rows)
+        one = _one_run(adapters, rank, scaling, coefficients, counts, rows)
         if one is not None:
             return one
-    index, scale = _terms(adapters, rank, scalings, coefficients)
+    index, scale = _terms(adapters, rank, scaling, coefficients)
     key = (index + 1) @ np.array([len(rank) + 1, 1])
     runs = np.argsort(key, kind="stable")
     plain = len(key) - np.count_nonzero(key)
@@ -165,7 +165,7 @@ def group_rows(
 def _one_run(
     adapters: ArrayLike,
     rank: NDArray[np.int32],
-    scalings: ArrayLike,
+    scaling: NDArray[np.float32],
     coefficients: ArrayLike | None,
     counts: ArrayLike,
     rows: int | None,
@@ -186,13 +186,13 @@ def _one_run(
         return None
     (at,) = named
     slot, first, count = slots[at], sum(held[:at]), held[at]
-    if not 0 <= slot < len(rank) == len(scalings) or rank[slot] < 1:  # type: ignore[arg-type]
+    if rank.shape != scaling.shape or not 0 <= slot < rank.size or rank[slot] < 1:
         return None
     factor = 1 if coefficients is None else np.asarray(coefficients)[at, 0]
     base = np.arange(total - count, dtype=np.int32)
     base[first:] += count
     scale = np.zeros((count, MAX_TERMS), dtype=np.float32)
-    scale[:, 0] = np.float32(factor) * np.asarray(scalings, dtype=np.float32)[slot]
+    scale[:, 0] = np.float32(factor) * scaling[slot]
     return Grouping(
         rows=total,
         terms=1,
@@ -215,7 +215,7 @@ def _rows_of(first: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np
 def _terms(
     adapters: ArrayLike,
     rank: NDArray[np.int32],
-    scalings: ArrayLike,
+    scaling: NDArray[np.float32],
     coefficients: ArrayLike | None,
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Check the arguments of `group_rows`, and bring the terms of each run into one form.
@@ -225,7 +225,6 @@ def _terms(
         [runs, 2] coefficient · scaling of each term.
     """
     given = np.asarray(adapters, dtype=np.int64)
-    scaling = np.asarray(scalings, dtype=np.float32)
     if given.ndim == 1:
         given = given[:, None]
     if given.ndim != 2 or not 1 <= given.shape[1] <= MAX_TERMS:

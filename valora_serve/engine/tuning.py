@@ -119,19 +119,19 @@ class Tuning:
 
     def _wanted(self) -> list[tuple[ProjectionGroup, Case]]:
         """Return the sizes of the language model's linears that have adapters."""
-        groups = dict.fromkeys(
-            ProjectionGroup(
-                group.spec.in_features, group.spec.out_features, padded_ranks(group.lora)
-            )
-            for group in self._linears.groups.values()
-            if group.lora is not None and group.spec.part == "text"
-        )
-        fitting = [
-            group
-            for group in groups
-            if all(width % ALIGNMENT == 0 for width in (group.in_features, *group.out_features))
+        orders: dict[ProjectionGroup, bool] = {}  # whether LoRA may come before the base product
+        for group in self._linears.groups.values():
+            widths = group.spec.in_features, *group.spec.out_features
+            aligned = all(width % ALIGNMENT == 0 for width in widths)
+            if group.lora is not None and group.spec.part == "text" and aligned:
+                size = ProjectionGroup(widths[0], widths[1:], padded_ranks(group.lora))
+                orders[size] = orders.get(size, False) or not group.rounded
+        return [
+            (size, case)
+            for size, either in orders.items()
+            for case in self._cases
+            if either or not case.first
         ]
-        return [(group, case) for group in fitting for case in self._cases]
 
     def _keep(self) -> None:
         """Write what is measured to the file, beside what other engines have measured."""

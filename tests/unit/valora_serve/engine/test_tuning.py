@@ -15,7 +15,7 @@ from valora_kernels import lookup
 from valora_kernels.gpus.detect import gpu_of
 from valora_kernels.gpus.nvidia_h200 import gpu as H200
 from valora_kernels.lookup import TilingTable, table_of
-from valora_kernels.tiling import Shape, Tiling
+from valora_kernels.tiling import Case, Shape, Tiling
 from valora_kernels.tune import Tuner
 from valora_serve.engine import profile
 from valora_serve.engine.async_engine import AsyncEngine
@@ -222,6 +222,19 @@ def test_no_memory_to_compile_kernels_with_new_tilings(
     while engine.tune():
         pass
     assert engine.tuning is not None and engine.tuning.adopted == 1
+
+
+@pytest.mark.parametrize(("quantize", "orders"), [("none", {False, True}), ("fp8", {False})])
+def test_lora_never_comes_before_the_product_of_rounded_weights(
+    base: str, adapters: dict[str, Path], tmp_path: Path, quantize: str, orders: set[bool]
+) -> None:
+    engine = tunable(
+        base, {"a": adapters["a"]}, tmp_path / "cpu.json", fresh=True, quantize=quantize
+    )
+    tuning = engine.tuning
+    assert tuning is not None
+    tuning._cases = [Case(16, 2), Case(64, 1, first=True)]
+    assert {case.first for _, case in tuning._wanted()} == orders
 
 
 def test_nothing_is_measured_on_a_cpu_or_with_tilings(base: str) -> None:

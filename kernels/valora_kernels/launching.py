@@ -16,7 +16,8 @@ from valora_kernels.gpus.detect import gpu_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from valora_kernels.metadata import DeviceTiles, LoraBatch
+    from valora_kernels.metadata import LoraBatch
+    from valora_kernels.tables import DeviceTiles
     from valora_kernels.tiling import Tiling
     from valora_kernels.weights import LoraWeights
 

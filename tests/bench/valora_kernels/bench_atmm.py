@@ -29,9 +29,10 @@ from tests.bench.valora_kernels.others.registry import operators, versions
 from valora_kernels.arrangements.base import ALL
 from valora_kernels.atmm import atmm, table_choice
 from valora_kernels.gpus.detect import gpu_of
+from valora_kernels.grouping import group_rows
 from valora_kernels.lookup import choose
 from valora_kernels.merge import MergeableWeights
-from valora_kernels.metadata import LoraBatch, group_rows
+from valora_kernels.metadata import LoraBatch
 from valora_kernels.project import _apart as apart
 from valora_kernels.project import add_projection
 from valora_kernels.search import Search

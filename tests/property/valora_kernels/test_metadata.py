@@ -5,14 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from valora_kernels.metadata import (
-    NONE,
-    LoraBatch,
-    block_rows,
-    group_rows,
-    tile_capacity,
-    tile_rows,
-)
+from valora_kernels.grouping import NONE, group_rows
+from valora_kernels.metadata import LoraBatch
+from valora_kernels.tables import block_rows, tile_capacity, tile_rows
 
 
 @st.composite

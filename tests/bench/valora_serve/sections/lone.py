@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 
@@ -35,9 +36,10 @@ def _measure(bench, length, names):
     """Medians of a prompt's parts."""
     times = {"layers": [], "attention": [], "adapters": []}
     whole, seen = [], []
-    with ExitStack() as stack:
-        stack.enter_context(_timed(AdapterTable, "fill", times["adapters"]))
-        stack.enter_context(_noted(PromptGraphs, "replay", seen))
+    with (
+        patch.object(AdapterTable, "fill", _timed(AdapterTable.fill, times["adapters"])),
+        patch.object(PromptGraphs, "replay", _noted(PromptGraphs.replay, seen)),
+    ):
         for repeat in range(2 + REPEATS):
             name = names[repeat % len(names)] if names else None
             ask = bench.engine.prepare(bench.request(repeat, length, 1, name))
@@ -57,10 +59,8 @@ def _measure(bench, length, names):
             None if graph is None else 1e3 * graph, *middle]  # fmt: skip
 
 
-@contextmanager
-def _timed(owner, name, seconds):
-    """Note how long a method takes."""
-    method = getattr(owner, name)
+def _timed(method, seconds):
+    """The method, which notes how long it takes."""
 
     def timed(*given, **options):
         start = time.perf_counter()
@@ -68,44 +68,29 @@ def _timed(owner, name, seconds):
         seconds.append(time.perf_counter() - start)
         return found
 
-    setattr(owner, name, timed)
-    try:
-        yield
-    finally:
-        setattr(owner, name, method)
+    return timed
 
 
-@contextmanager
-def _noted(owner, name, seen):
-    """Note when a step's graph begins, what replays it, and how long its attention's plan took."""
-    method = getattr(owner, name)
+def _noted(method, seen):
+    """`PromptGraphs.replay`, which notes when a step's graph begins, and how long its plan took."""
 
     def noted(self, graph, *given):
         planned, begun = [], []
-        plan, replay = graph.plan, graph.replay
-
-        class Plan:
-            def update(self, rows):
-                start = time.perf_counter()
-                plan.update(rows)
-                planned.append(time.perf_counter() - start)
 
         def begin():
             begun.append(time.perf_counter())
             replay()
 
-        graph.plan, graph.replay = Plan(), begin
+        plan, replay = graph.plan, graph.replay
+        graph.plan = SimpleNamespace(update=_timed(plan.update, planned))
+        graph.replay = begin
         try:
             return method(self, graph, *given)
         finally:
             graph.plan, graph.replay = plan, replay
             seen.append((begun[0], replay, planned[0]))
 
-    setattr(owner, name, noted)
-    try:
-        yield
-    finally:
-        setattr(owner, name, method)
+    return noted
 
 
 def _seconds(replay):

@@ -39,7 +39,10 @@ class Forced:
 
 
 def reference_logprobs(engine, adapters, name, prompt, generated, dtype=torch.float32):
-    """Log probabilities of the generated tokens, with weights merged in fp32, [tokens]."""
+    """Log probabilities of the generated tokens [tokens], computed in `dtype`.
+
+    Weights are merged in fp32, and then rounded.
+    """
     lmm = engine.lmm
     weights = {}
     for module, (group, index) in lmm.linears.group_of.items():

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from valora_kernels.metadata import NONE, LoraBatch
+from valora_kernels.grouping import NONE
+from valora_kernels.metadata import LoraBatch
 from valora_serve.model.work import AdapterTable, LoraTerms, Work
 
 

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+MODEL_CONFIG = "config.json"
+"""The model's configuration, which may lie beside an adapter and names a classifier's labels."""
 CONFIG_BYTES = 1 << 20
 """Most bytes of `adapter_config.json`."""
 MAX_RANK = 256
@@ -117,7 +119,19 @@ PROMPTS = {
 ACTIVE_IF_EMPTY = {"arrow_config", "kasa_config", "use_bdlora"}
 """Options that an empty object switches on, unlike other empty values."""
 
+RESAVE = (
+    "if you trust it, load it with PEFT's PeftModel.from_pretrained and save it with its "
+    "save_pretrained, which writes safetensors"
+)
+"""How a pickle becomes safetensors."""
+
+CLASSIFIER = ("classifier", "score")
+"""Names of the output layer of transformers' classifiers, all of which PEFT lists in
+`modules_to_save` for the task SEQ_CLS."""
+
 TENSOR = re.compile(r"(?P<path>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
+_SCORE = re.compile(rf"(?:base_model\.model\.)?({'|'.join(CLASSIFIER)})\.(weight|bias)")
+_END = re.compile(r"\.(lora_|base_layer|modules_to_save|token_adapter|weight$|bias$).*")
 
 
 @dataclass(frozen=True)
@@ -128,11 +142,15 @@ class ModelTargets:
         linears: (outputs, inputs) of every linear by module path.
         parts: Part of the model that each linear belongs to.
         rename: Returns the path in this model for a module path of an older checkpoint.
+        language: Path of the language model.
+        others: Class of the modules that they cannot change, by the last part of their path.
     """
 
     linears: Mapping[str, tuple[int, int]]
     parts: Mapping[str, ModelPart]
     rename: Callable[[str], str]
+    language: str
+    others: Mapping[str, str]
 
     @classmethod
     def of(cls, model: Any, architecture: Architecture) -> ModelTargets:
@@ -143,20 +161,23 @@ class ModelTargets:
             architecture: Its architecture, which names the modules that can be adapted.
         """
         within = architecture.adaptable(model)
-        linears, parts = {}, {}
+        linears, parts, others = {}, {}, {}
         for path, module in model.named_modules():
-            if not isinstance(module, torch.nn.Linear):
-                continue
             part = next((p for at, p in within.items() if f"{path}.".startswith(f"{at}.")), None)
-            if part is None:
+            if part is None or not isinstance(module, torch.nn.Linear):
+                others[path.rpartition(".")[2]] = type(module).__name__
                 continue
             linears[path] = (module.out_features, module.in_features)
             parts[path] = part if part is ModelPart.LANGUAGE else architecture.part_of(path)
-        return cls(linears, parts, _renaming(model))
+        language = next(at for at, part in within.items() if part is ModelPart.LANGUAGE)
+        for path in linears:
+            others.pop(path.rpartition(".")[2], None)
+        return cls(linears, parts, _renaming(model), language.removesuffix(".layers"), others)
 
     def find(self, path: str) -> str | None:
         """Return the linear that a path in an adapter's file refers to, None if there is none."""
-        for candidate in (path, self.rename(path)):
+        alone = f"{self.language}.{path.removeprefix('model.')}"  # of the language model alone
+        for candidate in (path, self.rename(path), alone):
             if candidate in self.linears:
                 return candidate
         return None
@@ -207,6 +228,7 @@ class Adapter:
         content: Content hash: hexadecimal sha256 of everything that changes its result.
         vision_content: The same hash over the modules that change how images are encoded (vision
             tower, projector); empty if it has none.
+        score: Weight and bias of a classifier's output layer; empty if it is none.
     """
 
     folder: Path
@@ -216,6 +238,7 @@ class Adapter:
     parts: frozenset[ModelPart]
     content: str
     vision_content: str
+    score: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def read_adapter(folder: Path, targets: ModelTargets) -> Adapter:
@@ -232,7 +255,7 @@ def read_adapter(folder: Path, targets: ModelTargets) -> Adapter:
     """
     options = _read_options(folder)
     tensors = _read_tensors(folder, targets)
-    _check_saved_modules(folder, options.saved, tensors)
+    score = _take_score(folder, options.saved, tensors)
     found: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
     stored: dict[str, str] = {}
     for name, tensor in tensors.items():
@@ -242,10 +265,7 @@ def read_adapter(folder: Path, targets: ModelTargets) -> Adapter:
             stored_path = match["path"].removeprefix("base_model.model.")
             path = targets.find(stored_path)
         if match is None or path is None:
-            raise AdapterError(
-                f"adapter {folder}: tensor {name} matches no linear of the base model; use the "
-                "base model that it was trained on"
-            )
+            raise _unmatched(folder, name, targets)
         pair = found.setdefault(path, {})
         if match["part"] in pair:
             raise AdapterError(f"adapter {folder}: tensor {name} is stored twice; save it again")
@@ -273,6 +293,22 @@ def read_adapter(folder: Path, targets: ModelTargets) -> Adapter:
         parts=frozenset(targets.parts[path] for path in modules),
         content=_content(modules),
         vision_content=_content(vision) if vision else "",
+        score=score,
+    )
+
+
+def _unmatched(folder: Path, name: str, targets: ModelTargets) -> AdapterError:
+    """Return the error of a tensor that changes none of the model's linears."""
+    module = _END.sub("", name).rpartition(".")[2]
+    if module in targets.others:
+        return AdapterError(
+            f"adapter {folder}: tensor {name} changes {module}, of type {targets.others[module]}, "
+            "and only linear layers inside the language model, vision tower and projector can be "
+            f"adapted: {MERGE}, or train it again without {module}"
+        )
+    return AdapterError(
+        f"adapter {folder}: tensor {name} matches no linear of the base model; use the base model "
+        "that it was trained on"
     )
 
 
@@ -416,19 +452,29 @@ def _read_tensors(folder: Path, targets: ModelTargets) -> dict[str, torch.Tensor
     most = HEADER_BYTES + 8 * MAX_RANK * sum(map(sum, targets.linears.values()))
     try:
         # Read, not mapped into memory: the file may be replaced while the engine runs.
-        return read_safetensors(file, most)[1]
+        tensors = read_safetensors(file, most)[1]
     except UnreadableError as error:
         if _missing(file):
             pickles = [p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"))]
             if pickles:
                 raise AdapterError(
-                    f"adapter {folder} holds a pickle ({pickles[0]}), which can run code: save it "
-                    "as safetensors"
+                    f"adapter {folder} holds no {WEIGHTS} but a pickle ({pickles[0]}), which can "
+                    f"run code: {RESAVE}"
                 ) from error
             raise AdapterError(
                 f"adapter {folder} holds no {WEIGHTS}: name the folder that does"
             ) from error
-        raise AdapterError(f"{file} {error.reason}: copy it again") from error
+        raise AdapterError(
+            f"{file} {error.reason}: copy it again, or save it as float32 or bfloat16"
+        ) from error
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise AdapterError(
+                f"adapter {folder}: tensor {name} has dtype {tensor.dtype}; save it as floats"
+            )
+        if tensor.dtype.itemsize == 1:  # PyTorch computes nothing in 8 bits; bfloat16 holds them
+            tensors[name] = tensor.to(torch.bfloat16)
+    return tensors
 
 
 def _missing(file: Path) -> bool:
@@ -441,23 +487,36 @@ def _missing(file: Path) -> bool:
     return False
 
 
-def _check_saved_modules(
-    folder: Path, saved: tuple[str, ...], tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Refuse adapters with `modules_to_save`: modules that were trained whole, without LoRA."""
-    if not saved:
-        return
-    whole = [name for name in tensors if TENSOR.fullmatch(name) is None]
+def _take_score(
+    folder: Path, saved: tuple[str, ...], tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Take a classifier's output layer out of the tensors.
+
+    Other modules that were trained whole, without LoRA (`modules_to_save`), are refused.
+    """
+    named = {name: match for name in tensors if (match := _SCORE.fullmatch(name))}
+    score = {match[2]: tensors.pop(name) for name, match in named.items()}
+    if len(score) < len(named) or (score and "weight" not in score):
+        raise AdapterError(
+            f"adapter {folder}: {', '.join(named)} are not one output layer; save it again"
+        )
+    whole = [
+        name for name in tensors
+        if ".lora_" not in name and any(f".{module}." in f".{name}" for module in saved)
+    ]  # fmt: skip
     if whole:
         raise AdapterError(
             f"adapter {folder}: tensor {whole[0]} belongs to a module that was trained whole "
             f"(modules_to_save = {shown(list(saved))}), which cannot be served; {MERGE}, or train "
-            "it again with LoRA on that module"
+            "it again without that module"
         )
-    raise AdapterError(
-        f"adapter {folder}: modules_to_save = {shown(list(saved))} names modules that {WEIGHTS} "
-        f"does not hold; if they were not trained, remove the option from {CONFIG}"
-    )
+    absent = [name for name in saved if not score or name not in CLASSIFIER]
+    if absent:
+        raise AdapterError(
+            f"adapter {folder}: modules_to_save = {shown(absent)} names modules that {WEIGHTS} "
+            f"does not hold; if they were not trained, remove the option from {CONFIG}"
+        )
+    return score
 
 
 class _Rules:
@@ -532,7 +591,7 @@ class _Rules:
         else:
             match = re.match(r".*?\.[^.]*\.(\d+)\.", path)
             number = None if match is None else match[1]
-        return number is not None and int(number) in options.layers
+        return bool(number) and int(number) in options.layers
 
     def _named(self, option: str, names: str | frozenset[str] | None, path: str) -> bool:
         """Return whether a pattern, or a list of names, names a module as in PEFT."""
@@ -596,10 +655,6 @@ def _pair(
             raise AdapterError(
                 f"adapter {folder}: tensor {name}: expected shape {want[part]}, got "
                 f"{tuple(tensor.shape)}; use the base model that it was trained on"
-            )
-        if not tensor.is_floating_point():
-            raise AdapterError(
-                f"adapter {folder}: tensor {name} has dtype {tensor.dtype}; save it as floats"
             )
     scaling = alpha / math.sqrt(rank) if rules.rslora else alpha / rank
     if scaling and not SCALINGS[0] <= abs(scaling) <= SCALINGS[1]:

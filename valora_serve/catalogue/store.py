@@ -18,6 +18,7 @@ from valora_data.contract.files import read_json, shown
 from valora_data.contract.heads import read_head
 from valora_data.errors import BundleError
 from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, Adapter, ModelTargets, read_adapter
+from valora_serve.catalogue.classifiers import read_classifier
 from valora_serve.catalogue.contexts import Context, read_context, read_facts
 from valora_serve.errors import AdapterError, BusyError, MissingAdapterError, UnknownModelError
 from valora_serve.types import ServedModel
@@ -173,21 +174,39 @@ class Store:
         Raises:
             AdapterError: The adapter cannot be served, or the name is not allowed.
         """
+        adapter, target = self._adapter(name, folder, decode_only=decode_only)
+        if adapter.score:
+            try:
+                head = read_classifier(adapter, self._width).to(self._device)
+            except BundleError as error:
+                raise AdapterError(str(error)) from error
+            model = replace(target.model, head=head.kind, labels=head.labels)
+            target = replace(target, model=model, head=head)
+        return Staged(None, (target,), {adapter.content: adapter}, folder)
+
+    def _adapter(
+        self, name: str, folder: Path, *, bundle: Bundle | None = None, **facts: Any
+    ) -> tuple[Adapter, ResolvedModel]:
+        """Read an adapter; return it and its entry, which has further `facts` of `ServedModel`."""
         self._check_name(name)
         adapter = read_adapter(folder, self._targets)
-        _check_decode_only(adapter, decode_only)
+        if adapter.score and bundle is not None:
+            raise AdapterError(
+                f"adapter {folder} has a classifier's output layer, and a bundle's heads are files "
+                "of their own: export the bundle again, or load the adapter without it"
+            )
+        _check_decode_only(adapter, facts.get("decode_only", False))
         model = ServedModel(
             name=name,
             kind="adapter",
             root=str(folder),
             parent=self.base,
             adapter=name,
+            bundle=None if bundle is None else f"{bundle.name}@{bundle.version}",
             rank=adapter.rank,
-            decode_only=decode_only,
-            loaded_at=time.time(),
+            **{"loaded_at": time.time(), **facts},
         )
-        target = ResolvedModel(model, _without_matrices(adapter))
-        return Staged(None, (target,), {adapter.content: adapter}, folder)
+        return adapter, ResolvedModel(model, _without_matrices(adapter))
 
     def stage_bundle(self, folder: Path) -> Staged:
         """Read a bundle, verify all its files, and check its adapters and heads.
@@ -210,31 +229,21 @@ class Store:
     def _stage(self, bundle: Bundle) -> Staged:
         if not bundle.adapters and not bundle.domains:
             raise AdapterError(f"bundle {bundle.folder} holds no domain: export it again")
-        label = f"{bundle.name}@{bundle.version}"
         loaded_at = time.time()
         adapters: dict[str, Adapter] = {}
         listed: dict[str, ResolvedModel] = {}
         for short, facts in bundle.adapters.items():
-            self._check_name(name := f"{bundle.name}/{short}")
             place = facts["path"]
             for file in (CONFIG, WEIGHTS):
                 _verified(bundle, f"{place}/{file}")
-            adapter = read_adapter(bundle.folder / place, self._targets)
-            decode_only = bool(facts.get("decode_only"))
-            _check_decode_only(adapter, decode_only)
-            adapters[adapter.content] = adapter
-            model = ServedModel(
-                name=name,
-                kind="adapter",
-                root=str(bundle.folder / place),
-                parent=self.base,
-                adapter=name,
-                bundle=label,
-                rank=adapter.rank,
-                decode_only=decode_only,
+            adapter, listed[short] = self._adapter(
+                f"{bundle.name}/{short}",
+                bundle.folder / place,
+                bundle=bundle,
+                decode_only=bool(facts.get("decode_only")),
                 loaded_at=loaded_at,
             )
-            listed[short] = ResolvedModel(model, _without_matrices(adapter))
+            adapters[adapter.content] = adapter
         encoders = [self._encoder(bundle, *one, adapters) for one in bundle.encoders.items()]
         golden = _golden_examples(bundle)
         memories: dict[str, Memory] = {}
@@ -260,30 +269,20 @@ class Store:
         self, bundle: Bundle, short: str, facts: dict[str, Any], adapters: dict[str, Adapter]
     ) -> ResolvedModel:
         """An encoder of a bundle, listed as the adapter that it is."""
-        self._check_name(name := f"{bundle.name}/{short}")
         folder = bundle.folder / facts["path"]
         for file in (CONFIG, WEIGHTS, ENCODER_FILE):
             _verified(bundle, f"{facts['path']}/{file}")
-        adapter = read_adapter(folder, self._targets)
-        adapters[adapter.content] = adapter
-        model = ServedModel(
-            name=name,
-            kind="adapter",
-            root=str(folder),
-            parent=self.base,
-            adapter=name,
-            bundle=f"{bundle.name}@{bundle.version}",
-            rank=adapter.rank,
-            encodes=int(facts["tokens"]),
-            loaded_at=time.time(),
+        adapter, listed = self._adapter(
+            f"{bundle.name}/{short}", folder, bundle=bundle, encodes=int(facts["tokens"])
         )
+        adapters[adapter.content] = adapter
         encoder = read_encoder(folder, self._config)
         if len(encoder.queries) != facts["tokens"]:
             raise AdapterError(
                 f"bundle {bundle.folder}: encoder {short} makes {facts['tokens']} tokens, but has "
                 f"{len(encoder.queries)} queries: export it again"
             )
-        return ResolvedModel(model, _without_matrices(adapter), encoder=encoder)
+        return replace(listed, encoder=encoder)
 
     def stage_context(self, name: str, folder: Path) -> Staged:
         """Read a context that was made at run time, without making it nameable.
@@ -547,7 +546,7 @@ def _about(model: ServedModel, context: Context | None) -> ServedModel:
 
 
 def _without_matrices(adapter: Adapter) -> Adapter:
-    return replace(adapter, modules={})
+    return replace(adapter, modules={}, score={})
 
 
 def _golden_examples(bundle: Bundle) -> list[dict[str, Any]]:

@@ -29,6 +29,11 @@ NAME_LENGTH = 512
 """Most characters of a tensor's name."""
 DIGITS = 18
 """Most digits of a whole number in JSON."""
+DTYPES = {
+    "F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "C64",
+    "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL",
+}  # fmt: skip
+"""Dtypes of safetensors that PyTorch has whole elements of, unlike F4, F6 and scales alone."""
 
 # Whatever opens or closes nothing: strings, and what is neither a bracket nor a quotation mark.
 _NO_BRACKET = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+|[^"\[\]{}]++', re.DOTALL)
@@ -206,13 +211,17 @@ def read_safetensors(file: Path, most: int) -> tuple[dict[str, str], dict[str, T
         damaged(f"its header {error.reason}")
     if not isinstance(header, dict):
         damaged("its header is no object")
-    for name in header:
+    for name, facts in header.items():
         if len(name) > NAME_LENGTH or not name.isprintable():
             damaged(f"the name {shown(name)} is too long or not printable")
+        dtype = facts.get("dtype") if isinstance(facts, dict) else None
+        if name != "__metadata__" and isinstance(dtype, str) and dtype not in DTYPES:
+            raise UnreadableError(f"holds tensor {name} of dtype {shown(dtype)}", file)
     metadata = header.get("__metadata__") or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         damaged("its metadata are no texts")
     try:
         return metadata, load(content)
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+    except (SafetensorError, AssertionError, ValueError, KeyError, TypeError, RuntimeError,
+            OverflowError) as error:  # fmt: skip
         damaged(shown(str(error)).strip("'\""))

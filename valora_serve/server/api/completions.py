@@ -16,8 +16,9 @@ from valora_serve import types
 from valora_serve.errors import RequestError
 from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import answer, error_answers
-from valora_serve.server.api.domain_prompt import completion_warnings
+from valora_serve.server.api.domain_prompt import answers_with_head, completion_warnings
 from valora_serve.server.api.requests import (
+    check_head,
     check_text,
     constrained,
     find_model,
@@ -82,6 +83,9 @@ def router(context: ServerContext) -> APIRouter:
                 f"best_of is {body.best_of}: only the value of n, {count}, is served"
             )
         as_json, schema = schema_of(body)
+        # A domain's head was measured with another prompt; a classifier reads any text.
+        if head := model.kind == "adapter" and answers_with_head(model, body.valora.head):
+            check_head(model, as_json=as_json, calls=False)
         limit = body.max_completion_tokens or body.max_tokens or context.settings.answer_tokens
         if scored_only := body.max_tokens == 0:
             if not body.echo or body.max_completion_tokens:
@@ -97,7 +101,7 @@ def router(context: ServerContext) -> APIRouter:
             one
             for number, prompt in enumerate(prompts)
             for one in service.numbered(
-                _request(f"{identity}-{number}", prompt, model, params, deadline), count
+                _request(f"{identity}-{number}", prompt, model, params, deadline, head=head), count
             )
         ]
         requests = await constrained(plain, context, as_json, schema)
@@ -137,13 +141,15 @@ def _request(
     model: ServedModel,
     params: SamplingParams,
     deadline: float | None,
+    *,
+    head: bool,
 ) -> types.Request:
     return types.Request(
         id=identity,
         model=model.name,
         text=prompt if isinstance(prompt, str) else None,
         token_ids=None if isinstance(prompt, str) else tuple(prompt),
-        head=False,
+        head=head,
         sampling=params,
         deadline=deadline,
     )
@@ -328,7 +334,7 @@ class _Part:
 
     def add(self, output: Output) -> None:
         """Add what an output of the engine brings."""
-        self.text += output.text
+        self.text += output.text if output.head is None else output.head.text(())
         for item in output.logprobs:
             top = _by_text((top.text, top.logprob) for top in item.top)
             self._token(item.chosen.text, json_logprob(item.chosen.logprob), top)

@@ -196,7 +196,7 @@ class ResponseFormat(Body):
 class Valora(Body):
     """VaLoRA's own options of a request."""
 
-    head: bool = Field(default=True, description="answer with the domain's head if it has one")
+    head: bool = Field(default=True, description="answer with the model's head if it has one")
     min_score: FiniteFloat | None = Field(
         default=None, ge=0, le=1, description="least confidence of a detected box"
     )

@@ -127,12 +127,13 @@ def router(context: ServerContext) -> APIRouter:
 
 
 def find_domain(context: ServerContext, name: str) -> ServedModel:
-    """The domain of a name.
+    """The domain of a name, or the adapter that has a head.
 
     Raises:
         UnknownModelError: There is none; the message lists all.
     """
-    domains = {m.name: m for m in context.service.engine.models() if m.kind == "domain"}
+    models = context.service.engine.models()
+    domains = {m.name: m for m in models if m.kind == "domain" or m.head is not None}
     if name not in domains:
         listed = ", ".join(sorted(domains)) or "none: load a bundle"
         raise UnknownModelError(f"There is no domain {name[:100]!a}: the domains are {listed}")

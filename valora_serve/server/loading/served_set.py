@@ -26,7 +26,9 @@ from valora_serve.errors import (
     StorageError,
     UnknownModelError,
 )
+from valora_serve.server.loading.links import leads_inside
 from valora_serve.server.loading.state_file import SavedState, StateFile, read_state
+from valora_serve.server.resolving.base import FETCHED, FILES, PICKLE, WEIGHTS, pickled
 from valora_serve.server.telemetry import logs
 
 if TYPE_CHECKING:
@@ -34,11 +36,9 @@ if TYPE_CHECKING:
 
     from valora_serve.types import EngineClient, NewContext, ServedModel
 
-PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz"}
 ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z"}
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_FILES = 20_000
-"""Most files and folders in an adapter's or bundle's folder."""
+"""Most files and folders in a bundle's folder."""
 
 CONTEXTS = "contexts"
 """Folder of the contexts that were made at run time, in the adapter folder."""
@@ -497,7 +497,7 @@ class ServedSet:
 
     def _adapter_folder(self, path: str) -> Path:
         """The folder of an adapter, checked."""
-        folder = self._checked(path)
+        folder = self._checked(path, FETCHED)
         try:
             _check_adapter(folder)
         except OSError as error:
@@ -517,8 +517,13 @@ class ServedSet:
             )
         return folder
 
-    def _checked(self, path: str) -> Path:
-        """The folder of a path, links resolved; all of it must be in the adapter folder."""
+    def _checked(self, path: str, files: Iterable[str] = ()) -> Path:
+        """The folder of a path, links resolved; its files must be in the adapter folder.
+
+        Args:
+            path: The path.
+            files: Files in it that are read; all if there are none.
+        """
         if self._folder is None:
             raise AdapterError("Nothing can be loaded at run time: start with --adapter-folder")
         outside = AdapterError(
@@ -534,13 +539,14 @@ class ServedSet:
                 raise AdapterError(f"{folder.name} is an archive: unpack it, and name the folder")
             if not folder.is_dir() or folder == self._folder:
                 raise outside
-            for number, item in enumerate(folder.rglob("*")):
+            read = (folder / file for file in files) if files else folder.rglob("*")
+            for number, item in enumerate(read):
                 if number >= MOST_FILES:
                     raise AdapterError(
                         f"{folder.name} holds more than {MOST_FILES} files: name the folder of one "
                         "adapter or bundle"
                     )
-                if not item.resolve().is_relative_to(folder):
+                if not leads_inside(folder, item.resolve(), self._folder):
                     raise AdapterError(
                         f"{item.name} in {folder.name} is a link that leads outside: copy the file"
                     )
@@ -577,15 +583,11 @@ def _unreadable(folder: Path, error: OSError) -> AdapterError:
 
 
 def _check_adapter(folder: Path) -> None:
-    """Check that a folder is a PEFT adapter in safetensors and holds no pickle files."""
-    pickles = sorted(item.name for item in folder.iterdir() if item.suffix.lower() in PICKLES)
-    if pickles:
-        raise AdapterError(
-            f"{folder.name} holds {pickles[0]}, which can run code when it is read: save the "
-            "adapter as safetensors, and remove that file"
-        )
-    for name in (CONFIG, WEIGHTS):
+    """Check that a folder is a PEFT adapter in safetensors; other files in it are not opened."""
+    for name in FILES:
         if not (folder / name).is_file():
+            if name == WEIGHTS and (folder / PICKLE).exists():
+                raise pickled(folder.name)
             raise AdapterError(
                 f"{folder.name} is no PEFT adapter, as it holds no {name}: name the folder that "
                 "does"

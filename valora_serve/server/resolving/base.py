@@ -7,13 +7,19 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from valora_serve.errors import AdapterError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = (CONFIG, WEIGHTS)
-"""Files of an adapter in PEFT's format; nothing else is fetched."""
+"""Files of an adapter in PEFT's format."""
+FETCHED = (*FILES, "config.json")
+"""Files that are fetched; the last, which names a classifier's labels, may be absent."""
+PICKLE = "adapter_model.bin"
+"""What older versions of PEFT write in place of `WEIGHTS`; it is never opened."""
 
 CONNECT_SECONDS = 10.0
 """Seconds after which a host that does not answer counts as unreachable."""
@@ -25,11 +31,20 @@ class Found:
 
     Attributes:
         version: Changes whenever its files do, e.g. a commit, or a hash of their ETags.
-        sizes: Bytes of each of `FILES`; None where the source does not say.
+        sizes: Bytes of each of `FETCHED` that is there; None where the source does not say.
     """
 
     version: str
     sizes: Mapping[str, int | None]
+
+
+def pickled(name: str) -> AdapterError:
+    """Return the error of an adapter that has a pickle in place of its weights."""
+    return AdapterError(
+        f"Adapter {name} has no {WEIGHTS} but {PICKLE}, a pickle, which can run code: whoever "
+        "trusts it may load it with PEFT's PeftModel.from_pretrained, and put there what its "
+        "save_pretrained writes"
+    )
 
 
 def without_password(said: object) -> str:
@@ -82,4 +97,4 @@ class Resolver(ABC):
 
     @abstractmethod
     def open(self, name: str, file: str, found: Found) -> AbstractContextManager[Stream]:
-        """Open one of `FILES` of an adapter that was found."""
+        """Open one of `FETCHED` of an adapter that was found."""

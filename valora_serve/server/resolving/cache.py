@@ -32,18 +32,18 @@ from valora_serve.errors import (
     SourceError,
     StorageError,
 )
-from valora_serve.server.resolving.base import CONFIG, FILES
+from valora_serve.server.resolving.base import FETCHED, FILES, WEIGHTS
 from valora_serve.server.telemetry import logs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from valora_serve.server.resolving.base import Found, Resolver, Stream
 
 PIECE = 1 << 20
 """Bytes that are read at a time."""
 CONFIG_BYTES = 1 << 20
-"""Most bytes of `adapter_config.json`; the engine reads no more."""
+"""Most bytes of a configuration; the engine reads no more."""
 _ENTRY, _PARTIAL = ".entry.json", ".partial-"
 _PLACE = re.compile("[0-9a-f]{24}")
 
@@ -77,14 +77,14 @@ class Entry:
     def is_there(self) -> bool:
         """Return whether its files are there, as long as they were fetched."""
         try:
-            return sum((self.folder / file).stat().st_size for file in FILES) == self.bytes
+            return sum((self.folder / file).stat().st_size for file in self.hashes) == self.bytes
         except OSError:
             return False
 
     def is_whole(self) -> bool:
         """Return whether its files are as they were fetched."""
         try:
-            return _hashes_of(self.folder) == (self.hashes, self.bytes)
+            return _hashes_of(self.folder, self.hashes) == (self.hashes, self.bytes)
         except OSError:
             return False
 
@@ -210,7 +210,7 @@ class AdapterCache:
                 folder = partial / name.rpartition("/")[2]
                 folder.mkdir()
             hashes, read = {}, 0
-            for file in FILES:
+            for file in found.sizes:
                 with resolver.open(name, file, found) as stream:
                     left = self._adapter_bytes - read
                     size, hashes[file] = self._copy(
@@ -253,7 +253,7 @@ class AdapterCache:
     ) -> tuple[int, str]:
         """Copy a file, and return its bytes and their sha256."""
         digest, read = hashlib.sha256(), 0
-        most = min(left, CONFIG_BYTES) if file.name == CONFIG else left
+        most = left if file.name == WEIGHTS else min(left, CONFIG_BYTES)
         with self._writing(name):
             # Without a buffer, which closing the file would write again where the disk is full.
             opened = file.open("wb", buffering=0)
@@ -269,8 +269,8 @@ class AdapterCache:
                         self._too_large(name, f"more than {self._adapter_bytes}")
                         if most == left
                         else AdapterError(
-                            f"{CONFIG} of adapter {name} has more than {CONFIG_BYTES} bytes, which "
-                            "none that PEFT writes has: save it again"
+                            f"{file.name} of adapter {name} has more than {CONFIG_BYTES} bytes, "
+                            "which none that PEFT writes has: save it again"
                         )
                     )
                 digest.update(piece)
@@ -373,7 +373,8 @@ def _read_entry(place: Path) -> Entry | None:
             str(facts[key]) for key in ("name", "source", "place", "version")
         )
         folder = place / name.rpartition("/")[2]
-        hashes, size = _hashes_of(folder)
+        held = [file for file in FETCHED if file in FILES or file in facts["sha256"]]
+        hashes, size = _hashes_of(folder, held)
         if hashes != facts["sha256"]:
             return None
     except (UnreadableError, OSError, KeyError, TypeError):
@@ -381,10 +382,10 @@ def _read_entry(place: Path) -> Entry | None:
     return Entry(name, source, of, version, size, hashes, folder)
 
 
-def _hashes_of(folder: Path) -> tuple[dict[str, str], int]:
+def _hashes_of(folder: Path, files: Iterable[str]) -> tuple[dict[str, str], int]:
     """The sha256 of an adapter's files, and their bytes together."""
     hashes, size = {}, 0
-    for file in FILES:
+    for file in files:
         with (folder / file).open("rb") as opened:
             hashes[file] = hashlib.file_digest(opened, "sha256").hexdigest()
             size += opened.tell()

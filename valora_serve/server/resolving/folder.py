@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 from valora_data.contract.files import UnreadableError, expanded, open_regular
 from valora_serve.errors import AdapterError, SettingsError
-from valora_serve.server.resolving.base import FILES, Found, Resolver
+from valora_serve.server.loading.links import leads_inside
+from valora_serve.server.resolving.base import (
+    FETCHED,
+    FILES,
+    PICKLE,
+    WEIGHTS,
+    Found,
+    Resolver,
+    pickled,
+)
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -20,7 +29,8 @@ if TYPE_CHECKING:
 class FolderResolver(Resolver):
     """Finds the adapter ``name`` in the folder ``place/name``.
 
-    Links that lead out of the place are not followed.
+    Links that lead out of the place are not followed, but those of a Hugging Face cache. Each is
+    resolved once, and what it led to then is opened.
     """
 
     def __init__(self, scheme: str, place: str) -> None:
@@ -33,10 +43,14 @@ class FolderResolver(Resolver):
         """Look an adapter up; see `Resolver.find`."""
         sizes: dict[str, int | None] = {}
         facts = []
-        for file in FILES:
+        for file in FETCHED:
             try:
                 status = self._path(name, file).stat()
             except (FileNotFoundError, NotADirectoryError):
+                if file not in FILES:
+                    continue
+                if file == WEIGHTS and (self._root / name / PICKLE).exists():
+                    raise pickled(name) from None
                 return None
             sizes[file] = status.st_size
             facts.append((status.st_ino, status.st_mtime_ns, status.st_size))
@@ -60,7 +74,7 @@ class FolderResolver(Resolver):
             raise AdapterError(
                 f"{file} of adapter {name} is a link that leads to itself: copy the file"
             ) from error
-        if not path.is_relative_to(self._root.resolve()):
+        if not leads_inside(self._root / name, path, self._root.resolve()):
             raise AdapterError(
                 f"{file} of adapter {name} is a link that leads out of its source: copy the file"
             )

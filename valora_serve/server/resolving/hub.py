@@ -6,7 +6,16 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from valora_serve.errors import SettingsError
-from valora_serve.server.resolving.base import CONNECT_SECONDS, FILES, Found, Resolver
+from valora_serve.server.resolving.base import (
+    CONNECT_SECONDS,
+    FETCHED,
+    FILES,
+    PICKLE,
+    WEIGHTS,
+    Found,
+    Resolver,
+    pickled,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,9 +62,12 @@ class HubResolver(Resolver):
             _denied(error)
             raise
         listed = {item.rfilename: item.size for item in info.siblings or ()}
-        if any(file not in listed for file in FILES):
+        missing = [file for file in FILES if file not in listed]
+        if missing == [WEIGHTS] and PICKLE in listed:
+            raise pickled(name)
+        if missing:
             return None
-        return Found(str(info.sha), {file: listed[file] for file in FILES})
+        return Found(str(info.sha), {file: listed[file] for file in FETCHED if file in listed})
 
     @contextlib.contextmanager
     def open(self, name: str, file: str, found: Found) -> Iterator[Stream]:

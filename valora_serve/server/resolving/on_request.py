@@ -215,7 +215,8 @@ class OnRequest:
                     await self._make_place()
                 await self._serve(entry)
             logs.LOG.info("loaded %s", name, extra={"facts": {"source": entry.source}})
-        except ServeError as error:
+        except Exception as caught:  # noqa: BLE001 - remembered as well, whatever it is
+            error = caught if isinstance(caught, ServeError) else _unexpected(name, caught)
             result = REFUSED
             if isinstance(error, UnknownModelError):
                 result = ABSENT
@@ -225,7 +226,8 @@ class OnRequest:
             seconds = self._settings.adapter_retry_seconds
             if isinstance(error, OverloadedError):
                 seconds = min(seconds, 1.0)
-            self._failed[name] = (self._now() + seconds, error)
+            # A copy has no traceback, whose frames would keep what was read.
+            self._failed[name] = (self._now() + seconds, copy.copy(error))
             while len(self._failed) > REMEMBERED:
                 self._failed.popitem(last=False)
         finally:
@@ -375,3 +377,12 @@ class OnRequest:
 
         threading.Thread(target=run, name="adapter", daemon=True).start()
         return await future
+
+
+def _unexpected(name: str, error: Exception) -> AdapterError:
+    """Return the error of a load that failed in a way that nothing foresees."""
+    logs.LOG.error("loading adapter %s", name, exc_info=error)
+    return AdapterError(
+        f"Adapter {name} cannot be loaded ({type(error).__name__}): save it again with PEFT, and "
+        "see the server's log"
+    )

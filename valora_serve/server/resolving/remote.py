@@ -12,9 +12,13 @@ from valora_data.wording import first_line
 from valora_serve.errors import SettingsError
 from valora_serve.server.resolving.base import (
     CONNECT_SECONDS,
+    FETCHED,
     FILES,
+    PICKLE,
+    WEIGHTS,
     Found,
     Resolver,
+    pickled,
     without_password,
 )
 
@@ -78,17 +82,32 @@ class FsspecResolver(Resolver):
     def find(self, name: str) -> Found | None:
         """Look an adapter up; see `Resolver.find`."""
         sizes, facts = {}, []
-        for file in FILES:
-            with _denials():
-                try:
-                    info = self._mine.info(self._path(name, file))
-                except FileNotFoundError as error:
-                    self._check_absent(error)
-                    return None
+        for file in FETCHED:
+            try:
+                info = self._info(name, file)
+            except PermissionError:
+                if file in FILES:
+                    raise
+                info = None  # S3 denies access to what is absent where listing is not allowed
+            if info is None and file == WEIGHTS and self._info(name, PICKLE) is not None:
+                raise pickled(name)
+            if info is None and file in FILES:
+                return None
+            if info is None:
+                continue
             size = info.get("size")
             sizes[file] = size if type(size) is int else None
             facts.append(sorted((k, str(v)) for k, v in info.items() if _VERSION.search(k)))
         return Found(hashlib.sha256(repr(facts).encode()).hexdigest(), sizes)
+
+    def _info(self, name: str, file: str) -> Any:
+        """What is known of a file; None if it is absent."""
+        with _denials():
+            try:
+                return self._mine.info(self._path(name, file))
+            except FileNotFoundError as error:
+                self._check_absent(error)
+                return None
 
     @contextlib.contextmanager
     def open(self, name: str, file: str, found: Found) -> Iterator[Stream]:

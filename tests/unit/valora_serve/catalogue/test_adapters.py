@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 
 import pytest
@@ -29,6 +30,7 @@ from tests.support.serve_helpers import (
 from valora_data.contract.architectures.base import ModelPart
 from valora_serve.catalogue import patterns
 from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, read_adapter
+from valora_serve.catalogue.effect import check_effect
 from valora_serve.errors import AdapterError
 
 CASES = {
@@ -383,13 +385,41 @@ def test_diverged_adapters_say_how_large_they_are(change, message, random_llava,
         read_adapter(tmp_path, targets)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16,
-                                   torch.float8_e4m3fn])  # fmt: skip
-def test_every_kind_of_float_is_read(dtype, random_llava, targets, tmp_path):
+FLOATS = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_kind_of_float_is_read_exactly(dtype, random_llava, targets, tmp_path):
     make_adapter(tmp_path, str(random_llava), seed=1, targets=r".*language_model.*q_proj")
     rewrite(tmp_path, change=lambda name, tensor: tensor.to(dtype))
+    stored = load_file(tmp_path / WEIGHTS)
     adapter = read_adapter(tmp_path, targets)
-    assert {pair.a.dtype for pair in adapter.modules.values()} == {dtype}
+    for path, pair in adapter.modules.items():
+        for part, tensor in (("A", pair.a), ("B", pair.b)):
+            exact = stored[f"base_model.model.{path}.lora_{part}.weight"].double()
+            assert torch.equal(tensor.double(), exact)
+    assert check_effect(adapter, torch.float32, {}) is None
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F128", "C64", "BOOL",
+                                   "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"])  # fmt: skip
+def test_other_types_are_refused_with_the_tensor_s_name(dtype, random_llava, targets, tmp_path):
+    make_adapter(tmp_path, str(random_llava), seed=1, targets=r".*language_model.*q_proj")
+    file = tmp_path / WEIGHTS
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    name = next(one for one in header if "lora_A" in one)
+    bits = {"F4": 4, "BOOL": 8, "F128": 128}.get(dtype) or int(re.search(r"\d+", dtype)[0])
+    header[name] |= {"dtype": dtype, "shape": [32 * header[name]["shape"][0] * 48 // bits]}
+    made = json.dumps(header).encode()
+    file.write_bytes(len(made).to_bytes(8, "little") + made + content[8 + length :])
+    with pytest.raises(AdapterError, match=rf"tensor {name} .*dtype .*save it as float") as caught:
+        read_adapter(tmp_path, targets)
+    assert "damaged" not in str(caught.value)
 
 
 def put(value):

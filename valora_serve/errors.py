@@ -83,6 +83,15 @@ class AdapterError(ServeError):
     code = "invalid_adapter"
 
 
+def pickle_error(adapter: object, file: str) -> AdapterError:
+    """Return the error of an adapter that has a pickle in place of its weights."""
+    return AdapterError(
+        f"Adapter {adapter} has no adapter_model.safetensors but {file}, a pickle, which can run "
+        "code: where you trust it, load it with PEFT's PeftModel.from_pretrained, and serve what "
+        "its save_pretrained writes"
+    )
+
+
 class MissingAdapterError(AdapterError):
     """A context cannot be served without an adapter that is not served.
 

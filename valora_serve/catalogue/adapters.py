@@ -25,7 +25,7 @@ from valora_data.contract.files import (
     shown,
 )
 from valora_serve.catalogue.patterns import MOST_PATTERNS, Expression, match_all, plain
-from valora_serve.errors import AdapterError
+from valora_serve.errors import AdapterError, pickle_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -118,12 +118,6 @@ PROMPTS = {
 
 ACTIVE_IF_EMPTY = {"arrow_config", "kasa_config", "use_bdlora"}
 """Options that an empty object switches on, unlike other empty values."""
-
-RESAVE = (
-    "if you trust it, load it with PEFT's PeftModel.from_pretrained and save it with its "
-    "save_pretrained, which writes safetensors"
-)
-"""How a pickle becomes safetensors."""
 
 CLASSIFIER = ("classifier", "score")
 """Names of the output layer of transformers' classifiers, all of which PEFT lists in
@@ -457,10 +451,7 @@ def _read_tensors(folder: Path, targets: ModelTargets) -> dict[str, torch.Tensor
         if _missing(file):
             pickles = [p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"))]
             if pickles:
-                raise AdapterError(
-                    f"adapter {folder} holds no {WEIGHTS} but a pickle ({pickles[0]}), which can "
-                    f"run code: {RESAVE}"
-                ) from error
+                raise pickle_error(folder, pickles[0]) from error
             raise AdapterError(
                 f"adapter {folder} holds no {WEIGHTS}: name the folder that does"
             ) from error

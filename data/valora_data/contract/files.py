@@ -29,11 +29,8 @@ NAME_LENGTH = 512
 """Most characters of a tensor's name."""
 DIGITS = 18
 """Most digits of a whole number in JSON."""
-DTYPES = {
-    "F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "C64",
-    "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL",
-}  # fmt: skip
-"""Dtypes of safetensors that PyTorch has whole elements of, unlike F4, F6 and scales alone."""
+PACKED = {"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"}
+"""Dtypes of safetensors that PyTorch's tensors have not: parts of bytes, and exponents alone."""
 
 # Whatever opens or closes nothing: strings, and what is neither a bracket nor a quotation mark.
 _NO_BRACKET = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+|[^"\[\]{}]++', re.DOTALL)
@@ -215,8 +212,8 @@ def read_safetensors(file: Path, most: int) -> tuple[dict[str, str], dict[str, T
         if len(name) > NAME_LENGTH or not name.isprintable():
             damaged(f"the name {shown(name)} is too long or not printable")
         dtype = facts.get("dtype") if isinstance(facts, dict) else None
-        if name != "__metadata__" and isinstance(dtype, str) and dtype not in DTYPES:
-            raise UnreadableError(f"holds tensor {name} of dtype {shown(dtype)}", file)
+        if isinstance(dtype, str) and dtype in PACKED and name != "__metadata__":
+            raise UnreadableError(f"holds tensor {name} of dtype {dtype}", file)
     metadata = header.get("__metadata__") or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         damaged("its metadata are no texts")

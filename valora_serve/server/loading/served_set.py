@@ -25,10 +25,11 @@ from valora_serve.errors import (
     SourceError,
     StorageError,
     UnknownModelError,
+    pickle_error,
 )
 from valora_serve.server.loading.links import leads_inside
 from valora_serve.server.loading.state_file import SavedState, StateFile, read_state
-from valora_serve.server.resolving.base import FETCHED, FILES, PICKLE, WEIGHTS, pickled
+from valora_serve.server.resolving.base import FETCHED, FILES, PICKLE, WEIGHTS
 from valora_serve.server.telemetry import logs
 
 if TYPE_CHECKING:
@@ -587,7 +588,7 @@ def _check_adapter(folder: Path) -> None:
     for name in FILES:
         if not (folder / name).is_file():
             if name == WEIGHTS and (folder / PICKLE).exists():
-                raise pickled(folder.name)
+                raise pickle_error(folder.name, PICKLE)
             raise AdapterError(
                 f"{folder.name} is no PEFT adapter, as it holds no {name}: name the folder that "
                 "does"

@@ -7,8 +7,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from valora_serve.errors import AdapterError
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from contextlib import AbstractContextManager
@@ -36,15 +34,6 @@ class Found:
 
     version: str
     sizes: Mapping[str, int | None]
-
-
-def pickled(name: str) -> AdapterError:
-    """Return the error of an adapter that has a pickle in place of its weights."""
-    return AdapterError(
-        f"Adapter {name} has no {WEIGHTS} but {PICKLE}, a pickle, which can run code: whoever "
-        "trusts it may load it with PEFT's PeftModel.from_pretrained, and put there what its "
-        "save_pretrained writes"
-    )
 
 
 def without_password(said: object) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valora_data.contract.files import UnreadableError, expanded, open_regular
-from valora_serve.errors import AdapterError, SettingsError
+from valora_serve.errors import AdapterError, SettingsError, pickle_error
 from valora_serve.server.loading.links import leads_inside
 from valora_serve.server.resolving.base import (
     FETCHED,
@@ -17,7 +17,6 @@ from valora_serve.server.resolving.base import (
     WEIGHTS,
     Found,
     Resolver,
-    pickled,
 )
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class FolderResolver(Resolver):
                 if file not in FILES:
                     continue
                 if file == WEIGHTS and (self._root / name / PICKLE).exists():
-                    raise pickled(name) from None
+                    raise pickle_error(name, PICKLE) from None
                 return None
             sizes[file] = status.st_size
             facts.append((status.st_ino, status.st_mtime_ns, status.st_size))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from valora_serve.errors import SettingsError
+from valora_serve.errors import SettingsError, pickle_error
 from valora_serve.server.resolving.base import (
     CONNECT_SECONDS,
     FETCHED,
@@ -14,7 +14,6 @@ from valora_serve.server.resolving.base import (
     WEIGHTS,
     Found,
     Resolver,
-    pickled,
 )
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class HubResolver(Resolver):
         listed = {item.rfilename: item.size for item in info.siblings or ()}
         missing = [file for file in FILES if file not in listed]
         if missing == [WEIGHTS] and PICKLE in listed:
-            raise pickled(name)
+            raise pickle_error(name, PICKLE)
         if missing:
             return None
         return Found(str(info.sha), {file: listed[file] for file in FETCHED if file in listed})

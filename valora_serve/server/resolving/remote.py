@@ -9,7 +9,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from valora_data.wording import first_line
-from valora_serve.errors import SettingsError
+from valora_serve.errors import SettingsError, pickle_error
 from valora_serve.server.resolving.base import (
     CONNECT_SECONDS,
     FETCHED,
@@ -18,7 +18,6 @@ from valora_serve.server.resolving.base import (
     WEIGHTS,
     Found,
     Resolver,
-    pickled,
     without_password,
 )
 
@@ -90,7 +89,7 @@ class FsspecResolver(Resolver):
                     raise
                 info = None  # S3 denies access to what is absent where listing is not allowed
             if info is None and file == WEIGHTS and self._info(name, PICKLE) is not None:
-                raise pickled(name)
+                raise pickle_error(name, PICKLE)
             if info is None and file in FILES:
                 return None
             if info is None:

@@ -404,8 +404,8 @@ def test_every_kind_of_float_is_read_exactly(dtype, random_llava, targets, tmp_p
     assert check_effect(adapter, torch.float32, {}) is None
 
 
-@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F128", "C64", "BOOL",
-                                   "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"])  # fmt: skip
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "C64", "BOOL", "U8",
+                                   "I8", "U16", "I16", "U32", "I32", "U64", "I64"])  # fmt: skip
 def test_other_types_are_refused_with_the_tensor_s_name(dtype, random_llava, targets, tmp_path):
     make_adapter(tmp_path, str(random_llava), seed=1, targets=r".*language_model.*q_proj")
     file = tmp_path / WEIGHTS
@@ -413,7 +413,7 @@ def test_other_types_are_refused_with_the_tensor_s_name(dtype, random_llava, tar
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     name = next(one for one in header if "lora_A" in one)
-    bits = {"F4": 4, "BOOL": 8, "F128": 128}.get(dtype) or int(re.search(r"\d+", dtype)[0])
+    bits = {"BOOL": 8}.get(dtype) or int(re.search(r"\d+", dtype)[0])
     header[name] |= {"dtype": dtype, "shape": [32 * header[name]["shape"][0] * 48 // bits]}
     made = json.dumps(header).encode()
     file.write_bytes(len(made).to_bytes(8, "little") + made + content[8 + length :])
@@ -479,7 +479,7 @@ def test_damaged_files(random_llava, targets, tmp_path):
         with pytest.raises(AdapterError, match="truncated or damaged"):
             read_adapter(tmp_path, targets)
     weights.rename(tmp_path / "adapter_model.bin")
-    with pytest.raises(AdapterError, match=r"pickle.*save it as safetensors"):
+    with pytest.raises(AdapterError, match=r"adapter_model.bin, a pickle.* serve what its save_pre"):
         read_adapter(tmp_path, targets)
     (tmp_path / "adapter_model.bin").unlink()
     with pytest.raises(AdapterError, match=f"holds no {WEIGHTS}"):

@@ -154,11 +154,11 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(place):
     with serving(**settings(place, adapter_bytes=4000, adapter_cache_bytes=9000)) as server:
         refused(ask(server, "cars-large"), 400, "5043 bytes", "--adapter-bytes")
         refused(ask(server, "cars-other"), 400, "another, not for tiny")
-        refused(ask(server, "cars-pickle"), 404, f"({CONFIG} and {WEIGHTS}): put it there")
-        refused(ask(server, "cars-none"), 404)
+        refused(ask(server, "cars-pickle"), 400, "a pickle", "its save_pretrained writes")
+        refused(ask(server, "cars-none"), 404, f"({CONFIG} and {WEIGHTS}): put it there")
         found = metric(server, "valora_adapter_resolutions_total")
-        assert found['valora_adapter_resolutions_total{resolver="file",result="refused"}'] == 2
-        assert found['valora_adapter_resolutions_total{resolver="none",result="absent"}'] == 2
+        assert found['valora_adapter_resolutions_total{resolver="file",result="refused"}'] == 3
+        assert found['valora_adapter_resolutions_total{resolver="none",result="absent"}'] == 1
         assert not list((place / "cache").glob(".partial*"))
 
 

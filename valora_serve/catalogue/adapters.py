@@ -351,7 +351,7 @@ def _read_options(folder: Path) -> _Options:
             remedy = MERGE
             if kind in CONVERTIBLE or kind in PROMPTS:
                 remedy = CONVERT if kind in CONVERTIBLE else "train a LoRA adapter instead"
-        kind = kind if isinstance(kind, str) and len(kind) < 100 else shown(kind)
+        kind = shown(kind).strip("'")
         raise AdapterError(f"adapter {folder} is of type {kind}: only LORA can be served; {remedy}")
     for option, value in config.items():
         off = not value and not (option in ACTIVE_IF_EMPTY and isinstance(value, dict))
@@ -361,7 +361,8 @@ def _read_options(folder: Path) -> _Options:
             continue
         remedy = REMEDIES.get(option, f"{MERGE}, or train it again without that option")
         raise AdapterError(
-            f"adapter {folder}: option {option[:100]} = {shown(value)} cannot be served; {remedy}"
+            f"adapter {folder}: option {shown(option)[1:-1]} = {shown(value)} cannot be served; "
+            f"{remedy}"
         )
     start = config.get("init_lora_weights")
     if isinstance(start, list | dict) or start not in KEEPS_BASE:

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from pathlib import Path
+import shutil
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from tests.support.engine_reference import Reference, check_answers, make_engine
 from tests.support.lmm_checkpoints import save_llava
 from tests.support.serve_helpers import load_base, make_adapter
 from valora_serve.errors import AdapterError
-from valora_serve.types import Request
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -37,16 +36,20 @@ def text_model(base, tmp_path_factory):
     return str(folder)
 
 
+def load_classifier(text_model, labels):
+    return AutoModelForSequenceClassification.from_pretrained(
+        text_model, num_labels=labels, dtype=torch.float32, ignore_mismatched_sizes=True
+    )
+
+
 def classifier(folder, text_model, labels=3, **config):
-    """Train nothing, and save what PEFT saves of a classifier."""
-    model = AutoModelForSequenceClassification.from_pretrained(text_model, num_labels=labels,
-                                                               dtype=torch.float32,
-                                                               ignore_mismatched_sizes=True)  # fmt: skip
+    """Save what PEFT saves of a classifier, with random weights."""
+    model = load_classifier(text_model, labels)
     options = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
     peft = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", **options))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for name, parameter in peft.named_parameters():
+        for parameter in peft.parameters():
             if parameter.requires_grad:
                 parameter.normal_(std=0.3, generator=generator)
     peft.save_pretrained(folder)
@@ -55,23 +58,19 @@ def classifier(folder, text_model, labels=3, **config):
     return folder
 
 
-def logits_of_peft(text_model, folder, ids, labels=3):
-    model = AutoModelForSequenceClassification.from_pretrained(text_model, num_labels=labels,
-                                                               dtype=torch.float32,
-                                                               ignore_mismatched_sizes=True)  # fmt: skip
-    model = PeftModel.from_pretrained(model, folder).eval()
+def logits_of_peft(text_model, folder, ids):
+    model = PeftModel.from_pretrained(load_classifier(text_model, 3), folder).eval()
     with torch.no_grad():
         return model(input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).logits
 
 
-NAMES = {"0": "apple", "1": "pear", "2": "plum"}
+NAMES, PLAIN = {"0": "apple", "1": "pear", "2": "plum"}, ("LABEL_0", "LABEL_1", "LABEL_2")
 
 
 @pytest.mark.parametrize(
     ("config", "labels"),
-    [({}, ("LABEL_0", "LABEL_1", "LABEL_2")), ({"hidden_size": 64}, ("LABEL_0", "LABEL_1", "LABEL_2")),
-     ({"id2label": NAMES}, ("apple", "pear", "plum"))],
-)  # fmt: skip
+    [({}, PLAIN), ({"hidden_size": 64}, PLAIN), ({"id2label": NAMES}, ("apple", "pear", "plum"))],
+)
 def test_a_classifier_has_peft_s_logits(config, labels, base, text_model, tmp_path):
     classifier(tmp_path / "fruit", text_model, **config)
     engine = make_engine(base, {"fruit": tmp_path / "fruit"})
@@ -89,3 +88,100 @@ def test_a_classifier_has_peft_s_logits(config, labels, base, text_model, tmp_pa
             rtol=1e-4, atol=1e-4,
         )  # fmt: skip
     assert found["base"].tokens
+
+
+def rewrite(folder, change=lambda name, tensor: tensor, rename=lambda name: name):
+    tensors = load_file(folder / WEIGHTS)
+    save_file({rename(k): change(k, v).contiguous() for k, v in tensors.items()}, folder / WEIGHTS)
+
+
+def configure(folder, **options):
+    file = folder / CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | options))
+
+
+def leave_files(folder):
+    for file in ("training_args.bin", "optimizer.pt", "rng_state.pth", "adapter_model.bin"):
+        (folder / file).write_bytes(b"\x80\x04.")
+    (folder / "checkpoint-5").mkdir()
+    (folder / "config.json").write_text("no JSON: only classifiers read it")
+
+
+SERVED = {
+    "float8 e4m3": lambda folder: rewrite(folder, lambda _, t: t.to(torch.float8_e4m3fn)),
+    "float8 e5m2": lambda folder: rewrite(folder, lambda _, t: t.to(torch.float8_e5m2)),
+    "a path of the trainer's machine": lambda folder: configure(
+        folder, base_model_name_or_path="C:\\Users\\me\\llava"
+    ),
+    "what a trainer leaves": leave_files,
+    "trained on the language model alone": lambda folder: rewrite(
+        folder, rename=lambda name: name.replace("model.language_model.", "model.")
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SERVED)
+def test_adapters_that_are_served(case, base, tmp_path):
+    make_adapter(tmp_path / "a", base, seed=4, rank=4, targets=r".*language_model.*(q|up)_proj")
+    before = load_file(tmp_path / "a" / WEIGHTS)
+    SERVED[case](tmp_path / "a")
+    after = load_file(tmp_path / "a" / WEIGHTS)
+    # PEFT gets the same values in its own names: it knows no module of another model.
+    peft = shutil.copytree(tmp_path / "a", tmp_path / "peft")
+    save_file({name: after.get(name, before[name]).float() for name in before}, peft / WEIGHTS)
+    engine = make_engine(base, {"a": tmp_path / "a"})
+    reference = Reference(base, {"a": peft})
+    requests = [question(f"{model} {n}", model) for n in range(4) for model in ("a", None)]
+    check_answers(run(engine, requests), reference, *requests)
+
+
+def scores(change):
+    return lambda folder: rewrite(folder, lambda name, t: change(t) if "score" in name else t)
+
+
+CLASSIFIERS = [
+    ("one output", {"labels": 1}, None, "at least 2 labels"),
+    ("several labels at once", {"problem_type": "multi_label_classification"}, None,
+     "problem_type is 'multi_label_classification'"),
+    ("other labels", {"id2label": {"0": "apple"}}, None, "id2label.*3 outputs"),
+    ("the same label", {"id2label": NAMES | {"1": "plum"}}, None, "expected different names"),
+    ("no configuration", {"id2label": [1, 2, 3]}, None, "id2label"),
+    ("NaN", {}, scores(lambda t: t * float("nan")), "output layer.*NaN or Inf"),
+    ("too large", {}, scores(lambda t: t * 1e9), "output layer.*more than the 1e"),
+    ("another width", {}, scores(lambda t: t[:, 1:]), "output layer.*expected shape"),
+    ("no matrix", {}, scores(torch.sum), "output layer.*does not fit"),
+    ("no output layer", {}, lambda folder: rewrite(
+        folder, rename=lambda name: name.replace("score", "other")), "names modules that .*not hold"),
+    ("another module", {}, lambda folder: configure(folder, modules_to_save=["score", "lm_head"]),
+     r"\['lm_head'\] names modules that .* does not hold"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "message"), [row[1:] for row in CLASSIFIERS],
+    ids=[row[0] for row in CLASSIFIERS],
+)  # fmt: skip
+def test_classifiers_that_are_refused(options, change, message, base, text_model, tmp_path):
+    folder = classifier(tmp_path / "fruit", text_model, **options)
+    if change is not None:
+        change(folder)
+    with pytest.raises(AdapterError, match=message):
+        make_engine(base, {"fruit": folder})
+
+
+TARGETS = r".*language_model.*q_proj"
+REFUSED = [
+    ({"target_modules": ["q_proj", "lm_head"]}, r"lm_head.* changes lm_head, of type Linear, and "),
+    ({"target_modules": ["q_proj", "embed_tokens"]}, r"changes embed_tokens, of type Embedding"),
+    ({"target_modules": ["q_proj", "patch_embedding"]}, r"patch_embedding, of type Conv2d"),
+    ({"modules_to_save": ["multi_modal_projector"]}, r"projector.*was trained whole.* merge it"),
+    ({"target_modules": ["q_proj"], "use_dora": True}, "use_dora = True cannot be served; merge"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_adapters_that_are_refused_say_why(options, message, base, tmp_path):
+    config = LoraConfig(**{"r": 4, "target_modules": TARGETS} | options)
+    get_peft_model(copy.deepcopy(load_base(base)), config).save_pretrained(tmp_path / "a")
+    with pytest.raises(AdapterError, match=message):
+        make_engine(base, {"a": tmp_path / "a"})

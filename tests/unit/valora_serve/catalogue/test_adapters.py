@@ -479,7 +479,7 @@ def test_damaged_files(random_llava, targets, tmp_path):
         with pytest.raises(AdapterError, match="truncated or damaged"):
             read_adapter(tmp_path, targets)
     weights.rename(tmp_path / "adapter_model.bin")
-    with pytest.raises(AdapterError, match=r"adapter_model.bin, a pickle.* serve what its save_pre"):
+    with pytest.raises(AdapterError, match=r"adapter_model.bin, a pickle.* serve what its"):
         read_adapter(tmp_path, targets)
     (tmp_path / "adapter_model.bin").unlink()
     with pytest.raises(AdapterError, match=f"holds no {WEIGHTS}"):

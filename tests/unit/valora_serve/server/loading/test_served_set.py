@@ -188,6 +188,18 @@ def test_links_inside_that_lead_out_are_refused(place):
         assert "link" in answer.json()["error"]["message"]
 
 
+def test_links_of_a_hub_s_cache_are_followed(place):
+    repository = place / "adapters" / "models--acme--cars"
+    (repository / "snapshots").mkdir(parents=True)
+    (place / "adapters" / "good").rename(repository / "snapshots" / "abc")
+    weights = repository / "snapshots" / "abc" / "adapter_model.safetensors"
+    (repository / "blobs").mkdir()
+    weights.rename(repository / "blobs" / "hash")
+    weights.symlink_to("../../blobs/hash")
+    with serving(**settings(place)) as server:
+        assert load(server, "models--acme--cars/snapshots/abc").status_code == 200
+
+
 def test_a_foreign_base_and_damage_are_refused(place):
     adapter(place / "adapters" / "foreign", base="llava-13b")
     adapter(place / "adapters" / "damaged", content=b"nope")

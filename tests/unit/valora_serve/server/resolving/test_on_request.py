@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import io
 import json
+import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -160,6 +161,72 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(place):
         assert found['valora_adapter_resolutions_total{resolver="file",result="refused"}'] == 3
         assert found['valora_adapter_resolutions_total{resolver="none",result="absent"}'] == 1
         assert not list((place / "cache").glob(".partial*"))
+
+
+def hub_cache(place, out=False):
+    """A repository as huggingface_hub caches it; returns the folder of its only snapshot."""
+    held = adapter(place / "files")
+    repository = place / "store" / "models--acme--cars"
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    blobs = place / "outside" / "blobs" if out else repository / "blobs"
+    blobs.mkdir(parents=True)
+    for file in FILES:
+        shutil.copy(held / file, blobs / file[:12])
+        (snapshot / file).symlink_to(blobs / file[:12])
+    return snapshot
+
+
+@pytest.mark.parametrize(
+    ("root", "name"),
+    [("", "models--acme--cars/snapshots/abc"), ("models--acme--cars", "snapshots/abc"),
+     ("models--acme--cars/snapshots", "abc")],
+)  # fmt: skip
+@pytest.mark.parametrize("out", [False, True])
+def test_links_of_a_hub_s_cache_are_followed(root, name, out, place):
+    hub_cache(place, out)
+    sources = (str(place / "store" / root),)
+    with serving(**settings(place, adapter_sources=sources, adapter_allow=("*",))) as server:
+        if out:
+            refused(ask(server, name), 400, "link that leads out")
+        else:
+            assert ask(server, name).json()["model"] == name
+
+
+def test_of_other_files_only_the_model_s_configuration_is_fetched(place):
+    folder = place / "store" / "cars-1"
+    for file in ("training_args.bin", "optimizer.pt", "adapter_model.bin", "tokenizer.json"):
+        os.mkfifo(folder / file)  # whoever opened it would wait
+    (folder / "checkpoint-5").mkdir()
+    (folder / "config.json").write_text('{"id2label": {"0": "car"}}')
+    for _ in range(2):  # the second time out of the cache
+        with serving(**settings(place)) as server:
+            assert ask(server, "cars-1").status_code == 200
+            served = server.app.state.context.on_request.cache.entries()[0].folder
+            assert {file.name for file in served.iterdir()} == {*FILES, "config.json"}
+    (folder / "config.json").unlink()
+    with serving(**settings(place)) as server:
+        assert ask(server, "cars-1").status_code == 200
+        served = server.app.state.context.on_request.cache.entries()[0].folder
+        assert {file.name for file in served.iterdir()} == set(FILES)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a\nb"), MemoryError(), KeyError("x"), OSError()])
+def test_what_nothing_foresees_is_refused_and_remembered(error, place, monkeypatch):
+    asked = []
+
+    async def fail(self, name, folder, **_):
+        asked.append(name)
+        raise error
+
+    monkeypatch.setattr(FakeEngine, "load_adapter", fail)
+    with serving(**settings(place)) as server:
+        for _ in range(3):
+            answer = ask(server, "cars-1")
+            refused(answer, 400, f"Adapter cars-1 cannot be loaded ({type(error).__name__})")
+        assert asked == ["cars-1"]
+        kept = server.app.state.context.on_request._failed["cars-1"][1]
+        assert kept.__cause__ is kept.__traceback__ is kept.__context__ is None  # and their frames
 
 
 def test_one_download_for_all_that_wait(place, gated):

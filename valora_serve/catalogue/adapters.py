@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,12 +119,7 @@ PROMPTS = {
 ACTIVE_IF_EMPTY = {"arrow_config", "kasa_config", "use_bdlora"}
 """Options that an empty object switches on, unlike other empty values."""
 
-CLASSIFIER = ("classifier", "score")
-"""Names of the output layer of transformers' classifiers, all of which PEFT lists in
-`modules_to_save` for the task SEQ_CLS."""
-
 TENSOR = re.compile(r"(?P<path>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
-_SCORE = re.compile(rf"(?:base_model\.model\.)?({'|'.join(CLASSIFIER)})\.(weight|bias)")
 _END = re.compile(r"\.(lora_|base_layer|modules_to_save|token_adapter|weight$|bias$).*")
 
 
@@ -222,7 +217,7 @@ class Adapter:
         content: Content hash: hexadecimal sha256 of everything that changes its result.
         vision_content: The same hash over the modules that change how images are encoded (vision
             tower, projector); empty if it has none.
-        score: Weight and bias of a classifier's output layer; empty if it is none.
+        score: [labels, width], a classifier's output layer; None if it is none.
     """
 
     folder: Path
@@ -232,7 +227,7 @@ class Adapter:
     parts: frozenset[ModelPart]
     content: str
     vision_content: str
-    score: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    score: torch.Tensor | None = None
 
 
 def read_adapter(folder: Path, targets: ModelTargets) -> Adapter:
@@ -249,7 +244,7 @@ def read_adapter(folder: Path, targets: ModelTargets) -> Adapter:
     """
     options = _read_options(folder)
     tensors = _read_tensors(folder, targets)
-    score = _take_score(folder, options.saved, tensors)
+    score = _take_score(folder, options, tensors)
     found: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
     stored: dict[str, str] = {}
     for name, tensor in tensors.items():
@@ -321,6 +316,7 @@ class _Options:
         layers: Numbers of the layers that are adapted; None for all.
         layers_pattern: Patterns of the module list that the numbers count in.
         saved: Names of modules that were trained whole.
+        task: PEFT's name of the task; None if it does not say.
     """
 
     rank: int
@@ -333,6 +329,7 @@ class _Options:
     layers: frozenset[int] | None
     layers_pattern: tuple[str, ...]
     saved: tuple[str, ...]
+    task: Any
 
 
 def _read_options(folder: Path) -> _Options:
@@ -414,6 +411,7 @@ def _options(config: dict[str, Any]) -> _Options:
         layers=frozenset(layers) or None,
         layers_pattern=_texts("layers_pattern", [pattern] if isinstance(pattern, str) else pattern),
         saved=_texts("modules_to_save", config.get("modules_to_save") or []),
+        task=config.get("task_type"),
     )
 
 
@@ -449,7 +447,7 @@ def _read_tensors(folder: Path, targets: ModelTargets) -> dict[str, torch.Tensor
         # Read, not mapped into memory: the file may be replaced while the engine runs.
         tensors = read_safetensors(file, most)[1]
     except UnreadableError as error:
-        if _missing(file):
+        if isinstance(error.__cause__, FileNotFoundError):
             pickles = [p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"))]
             if pickles:
                 raise pickle_error(folder, pickles[0]) from error
@@ -469,29 +467,18 @@ def _read_tensors(folder: Path, targets: ModelTargets) -> dict[str, torch.Tensor
     return tensors
 
 
-def _missing(file: Path) -> bool:
-    try:
-        file.lstat()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
 def _take_score(
-    folder: Path, saved: tuple[str, ...], tensors: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Take a classifier's output layer out of the tensors.
+    folder: Path, options: _Options, tensors: dict[str, torch.Tensor]
+) -> torch.Tensor | None:
+    """Take the output layer of transformers' sequence classifiers out of the tensors.
 
     Other modules that were trained whole, without LoRA (`modules_to_save`), are refused.
     """
-    named = {name: match for name in tensors if (match := _SCORE.fullmatch(name))}
-    score = {match[2]: tensors.pop(name) for name, match in named.items()}
-    if len(score) < len(named) or (score and "weight" not in score):
-        raise AdapterError(
-            f"adapter {folder}: {', '.join(named)} are not one output layer; save it again"
-        )
+    saved = options.saved
+    score = None
+    if options.task in (None, "SEQ_CLS"):
+        for name in ("base_model.model.score.weight", "score.weight"):
+            score = tensors.pop(name, score)
     whole = [
         name for name in tensors
         if ".lora_" not in name and any(f".{module}." in f".{name}" for module in saved)
@@ -502,7 +489,8 @@ def _take_score(
             f"(modules_to_save = {shown(list(saved))}), which cannot be served; {MERGE}, or train "
             "it again without that module"
         )
-    absent = [name for name in saved if not score or name not in CLASSIFIER]
+    # PEFT lists both names of output layers for every classifier.
+    absent = [name for name in saved if score is None or name not in ("classifier", "score")]
     if absent:
         raise AdapterError(
             f"adapter {folder}: modules_to_save = {shown(absent)} names modules that {WEIGHTS} "

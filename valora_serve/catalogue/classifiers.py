@@ -10,11 +10,14 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from valora_data.contract.files import UnreadableError, read_json, shown
-from valora_data.contract.heads import make_head
+from valora_data.contract.heads import LARGEST
+from valora_data.contract.label_head import LabelHead
 from valora_serve.catalogue.adapters import CONFIG_BYTES, MODEL_CONFIG
 from valora_serve.errors import AdapterError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from valora_data.contract.head import Head
     from valora_serve.catalogue.adapters import Adapter
 
@@ -22,30 +25,33 @@ MOST_LABELS = 4096
 """Most labels of a classifier: the list of models names all of them."""
 
 
-def read_classifier(adapter: Adapter, width: int) -> Head:
+def make_classifier(adapter: Adapter, score: Tensor, width: int) -> Head:
     """Make the head of an adapter that has an output layer.
 
     Args:
         adapter: The adapter.
+        score: [labels, width], its output layer.
         width: Size of the base model's hidden states.
 
     Raises:
-        AdapterError: The configuration cannot be read, or says that answers are no single labels.
-        BundleError: The output layer does not fit the model or the labels.
+        AdapterError: The output layer does not fit the model or the configuration.
     """
-    weight = adapter.score["weight"]
-    outputs = len(weight) if weight.ndim else 0
-    if outputs > MOST_LABELS:
+    shape = tuple(score.shape)
+    if len(shape) != 2 or not 2 <= shape[0] <= MOST_LABELS or not (score.abs() <= LARGEST).all():
         raise AdapterError(
-            f"adapter {adapter.folder}: its output layer has {outputs} labels, more than "
-            f"{MOST_LABELS}: train it with fewer"
+            f"adapter {adapter.folder}: its output layer of shape {shape} has not 2 to "
+            f"{MOST_LABELS} labels, or holds NaN or values above {LARGEST:g}: serve it with "
+            "transformers, or train it again"
         )
-    metadata = {"kind": "classification", "pooling": "last"}
-    metadata["labels"] = json.dumps(_labels(adapter, outputs))
-    bias = adapter.score.get("bias", weight.new_zeros(outputs))
-    remedy = f"serve it with transformers, or correct id2label in {MODEL_CONFIG}"
-    what = f"the output layer of adapter {adapter.folder}"
-    return make_head(what, metadata, {"weight": weight, "bias": bias}, width, remedy)
+    metadata = {"labels": json.dumps(_labels(adapter, shape[0])), "pooling": "last"}
+    tensors = {"weight": score.float(), "bias": score.new_zeros(shape[0]).float()}
+    try:
+        return LabelHead.parse("classification", metadata, tensors, width)
+    except ValueError as error:
+        raise AdapterError(
+            f"adapter {adapter.folder}: its output layer does not fit ({error}): use the base "
+            f"model that it was trained on, or correct id2label in {MODEL_CONFIG}"
+        ) from error
 
 
 def _labels(adapter: Adapter, outputs: int) -> list[str]:

@@ -18,7 +18,7 @@ from valora_data.contract.files import read_json, shown
 from valora_data.contract.heads import read_head
 from valora_data.errors import BundleError
 from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, Adapter, ModelTargets, read_adapter
-from valora_serve.catalogue.classifiers import read_classifier
+from valora_serve.catalogue.classifiers import make_classifier
 from valora_serve.catalogue.contexts import Context, read_context, read_facts
 from valora_serve.errors import AdapterError, BusyError, MissingAdapterError, UnknownModelError
 from valora_serve.types import ServedModel
@@ -175,11 +175,8 @@ class Store:
             AdapterError: The adapter cannot be served, or the name is not allowed.
         """
         adapter, target = self._adapter(name, folder, decode_only=decode_only)
-        if adapter.score:
-            try:
-                head = read_classifier(adapter, self._width).to(self._device)
-            except BundleError as error:
-                raise AdapterError(str(error)) from error
+        if adapter.score is not None:
+            head = make_classifier(adapter, adapter.score, self._width).to(self._device)
             model = replace(target.model, head=head.kind, labels=head.labels)
             target = replace(target, model=model, head=head)
         return Staged(None, (target,), {adapter.content: adapter}, folder)
@@ -190,7 +187,7 @@ class Store:
         """Read an adapter; return it and its entry, which has further `facts` of `ServedModel`."""
         self._check_name(name)
         adapter = read_adapter(folder, self._targets)
-        if adapter.score and bundle is not None:
+        if adapter.score is not None and bundle is not None:
             raise AdapterError(
                 f"adapter {folder} has a classifier's output layer, and a bundle's heads are files "
                 "of their own: export the bundle again, or load the adapter without it"
@@ -546,7 +543,7 @@ def _about(model: ServedModel, context: Context | None) -> ServedModel:
 
 
 def _without_matrices(adapter: Adapter) -> Adapter:
-    return replace(adapter, modules={}, score={})
+    return replace(adapter, modules={}, score=None)
 
 
 def _golden_examples(bundle: Bundle) -> list[dict[str, Any]]:

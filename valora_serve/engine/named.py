@@ -11,7 +11,7 @@ from valora_data.errors import BundleError
 from valora_serve.catalogue.adapters import read_adapter
 from valora_serve.catalogue.contexts import reread_context
 from valora_serve.catalogue.effect import check_effect
-from valora_serve.errors import AdapterError, QuarantinedError, ServeError
+from valora_serve.errors import AdapterError, QuarantinedError
 from valora_serve.memory.prefix_memory import pack_prefix
 from valora_serve.types import Mode
 
@@ -159,20 +159,6 @@ class Named:
         Raises:
             AdapterError: The folder cannot be served.
         """
-        try:
-            return self._read(folder, name, decode_only)
-        except ServeError:
-            raise
-        except Exception as error:  # whoever wrote the files must not get a 500 by them
-            log.exception("reading %s", folder)
-            raise AdapterError(
-                f"{folder} cannot be read ({type(error).__name__}): save it again, and see the "
-                "server's log"
-            ) from error
-
-    def _read(
-        self, folder: Path, name: str | None, decode_only: bool
-    ) -> tuple[Staged, dict[str, PackedAdapter], dict[str, str], dict[str, PackedPrefix]]:
         store = self._store
         if name is None:
             staged = store.stage_bundle(folder)

@@ -21,6 +21,8 @@ FILES = {
     "context": (FACTS_FILE, MEMORY_FILE),
 }
 """Files of each kind of part by which its content is known."""
+LABELS = "config.json"
+"""A classifier's labels, which may lie beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,8 @@ def find_part(folder: Path, what: str) -> Part:
     """
     try:
         hashes = [file_hash(folder / name) for name in FILES[what]]
+        if what == "adapter" and (folder / LABELS).exists():
+            hashes.append(file_hash(folder / LABELS))
     except OSError as error:
         raise AdapterError(
             f"{what} {folder} cannot be read on {socket.gethostname()} ({error.strerror}): put it "

@@ -13,10 +13,7 @@ from valora_data.errors import BundleError
 from valora_data.registry import Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
-
-    from torch import Tensor
 
     from valora_data.contract.head import Head
 
@@ -60,50 +57,34 @@ def read_head(file: Path, width: int) -> Head:
     Raises:
         BundleError: The file is damaged, its kind is unknown, or it is for another width.
     """
+    import torch
+
     try:
         metadata, stored = read_safetensors(file, FILE_BYTES)
     except UnreadableError as error:
         raise BundleError(
             f"head {file} is damaged, as it {error.reason}: copy or export the bundle again"
         ) from error
-    return make_head(f"head {file}", metadata, stored, width, "export the bundle again")
-
-
-def make_head(
-    what: str, metadata: Mapping[str, str], stored: Mapping[str, Tensor], width: int, remedy: str
-) -> Head:
-    """Make a head of the contents of a file, see `read_head`.
-
-    Args:
-        what: What the file is, for messages.
-        metadata: Its metadata.
-        stored: Its tensors.
-        width: Size of the base model's hidden states.
-        remedy: What to do if it does not fit.
-
-    Raises:
-        BundleError: It does not fit, or its values are not finite or too large.
-    """
-    import torch
-
     for name, tensor in stored.items():
         if tensor.is_complex():
-            raise BundleError(f"{what}: tensor {name} is complex; {remedy}")
+            raise BundleError(f"head {file}: tensor {name} is complex; export the bundle again")
     tensors = {name: tensor.to(torch.float32) for name, tensor in stored.items()}
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
-            raise BundleError(f"{what}: tensor {name} holds NaN or Inf; train it again")
+            raise BundleError(f"head {file}: tensor {name} holds NaN or Inf; train it again")
         if tensor.numel() and (largest := float(tensor.abs().max())) > LARGEST:
             raise BundleError(
-                f"{what}: tensor {name} reaches {largest:.3g}, more than the {LARGEST:g} up "
+                f"head {file}: tensor {name} reaches {largest:.3g}, more than the {LARGEST:g} up "
                 "to which answers stay finite; train it again"
             )
     try:
         kind = metadata["kind"][:100]
         return HEAD_KINDS[kind].parse(kind, metadata, tensors, width)
     except BundleError as error:
-        raise BundleError(f"{what} does not fit: {error}") from error
+        raise BundleError(f"head {file} does not fit: {error}") from error
     except KeyError as error:
-        raise BundleError(f"{what} lacks {error}: {remedy}") from error
+        raise BundleError(f"head {file} lacks {error}: export the bundle again") from error
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
-        raise BundleError(f"{what} does not fit: {str(error)[:300]}; {remedy}") from error
+        raise BundleError(
+            f"head {file} does not fit: {str(error)[:300]}; export the bundle again"
+        ) from error

@@ -27,9 +27,8 @@ from valora_serve.errors import (
     UnknownModelError,
     pickle_error,
 )
-from valora_serve.server.loading.links import leads_inside
 from valora_serve.server.loading.state_file import SavedState, StateFile, read_state
-from valora_serve.server.resolving.base import FETCHED, FILES, PICKLE, WEIGHTS
+from valora_serve.server.resolving.base import FETCHED, FILES, PICKLE, WEIGHTS, leads_inside
 from valora_serve.server.telemetry import logs
 
 if TYPE_CHECKING:

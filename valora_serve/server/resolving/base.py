@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = (CONFIG, WEIGHTS)
@@ -34,6 +35,22 @@ class Found:
 
     version: str
     sizes: Mapping[str, int | None]
+
+
+def leads_inside(folder: Path, target: Path, root: Path) -> bool:
+    """Return whether a file of an adapter may be read; all paths are without links.
+
+    Args:
+        folder: The adapter's folder, below `root`.
+        target: Where the file is.
+        root: Folder that adapters may lie in. Files of a Hugging Face cache are links from
+            ``models--…/snapshots/<revision>/`` to ``models--…/blobs/``, which belong to it, too.
+    """
+    blobs = (
+        one.parent / "blobs" for one in (folder, *folder.parents)
+        if one.name == "snapshots" and one.parent.name.startswith("models--")
+    )  # fmt: skip
+    return any(target.is_relative_to(place) for place in (root, *blobs))
 
 
 def without_password(said: object) -> str:

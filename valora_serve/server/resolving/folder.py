@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from valora_data.contract.files import UnreadableError, expanded, open_regular
 from valora_serve.errors import AdapterError, SettingsError, pickle_error
-from valora_serve.server.loading.links import leads_inside
 from valora_serve.server.resolving.base import (
     FETCHED,
     FILES,
@@ -17,6 +16,7 @@ from valora_serve.server.resolving.base import (
     WEIGHTS,
     Found,
     Resolver,
+    leads_inside,
 )
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class FolderResolver(Resolver):
             raise AdapterError(
                 f"{file} of adapter {name} is a link that leads to itself: copy the file"
             ) from error
-        if not leads_inside(self._root / name, path, self._root.resolve()):
+        if not leads_inside((root := self._root.resolve()) / name, path, root):
             raise AdapterError(
                 f"{file} of adapter {name} is a link that leads out of its source: copy the file"
             )

@@ -140,18 +140,19 @@ def scores(change):
 
 
 CLASSIFIERS = [
-    ("one output", {"labels": 1}, None, "at least 2 labels"),
+    ("one output", {"labels": 1}, None, r"shape \(1, 64\) has not 2 to"),
     ("several labels at once", {"problem_type": "multi_label_classification"}, None,
      "problem_type is 'multi_label_classification'"),
     ("other labels", {"id2label": {"0": "apple"}}, None, "id2label.*3 outputs"),
     ("the same label", {"id2label": NAMES | {"1": "plum"}}, None, "expected different names"),
     ("no configuration", {"id2label": [1, 2, 3]}, None, "id2label"),
-    ("NaN", {}, scores(lambda t: t * float("nan")), "output layer.*NaN or Inf"),
-    ("too large", {}, scores(lambda t: t * 1e9), "output layer.*more than the 1e"),
+    ("NaN", {}, scores(lambda t: t * float("nan")), "output layer.*holds NaN or values"),
+    ("too large", {}, scores(lambda t: t * 1e9), r"output layer.*values above 1e\+06"),
     ("another width", {}, scores(lambda t: t[:, 1:]), "output layer.*expected shape"),
-    ("no matrix", {}, scores(torch.sum), "output layer.*does not fit"),
+    ("no matrix", {}, scores(torch.sum), r"output layer of shape \(\)"),
     ("no output layer", {}, lambda folder: rewrite(
         folder, rename=lambda name: name.replace("score", "other")), "names modules that .*not hold"),
+    ("tokens", {}, lambda folder: configure(folder, task_type="TOKEN_CLS"), "was trained whole"),
     ("another module", {}, lambda folder: configure(folder, modules_to_save=["score", "lm_head"]),
      r"\['lm_head'\] names modules that .* does not hold"),
 ]  # fmt: skip

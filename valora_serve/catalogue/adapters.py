@@ -120,6 +120,7 @@ ACTIVE_IF_EMPTY = {"arrow_config", "kasa_config", "use_bdlora"}
 """Options that an empty object switches on, unlike other empty values."""
 
 TENSOR = re.compile(r"(?P<path>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
+_PREFIX = "base_model.model."
 _END = re.compile(r"\.(lora_|base_layer|modules_to_save|token_adapter|weight$|bias$).*")
 
 
@@ -251,7 +252,7 @@ def read_adapter(folder: Path, targets: ModelTargets) -> Adapter:
         match = TENSOR.fullmatch(name)
         path = None
         if match is not None:
-            stored_path = match["path"].removeprefix("base_model.model.")
+            stored_path = match["path"].removeprefix(_PREFIX)
             path = targets.find(stored_path)
         if match is None or path is None:
             raise _unmatched(folder, name, targets)
@@ -474,11 +475,10 @@ def _take_score(
 
     Other modules that were trained whole, without LoRA (`modules_to_save`), are refused.
     """
-    saved = options.saved
-    score = None
-    if options.task in (None, "SEQ_CLS"):
-        for name in ("base_model.model.score.weight", "score.weight"):
-            score = tensors.pop(name, score)
+    saved, score = options.saved, None
+    named = [name for name in tensors if name.removeprefix(_PREFIX) == "score.weight"]
+    if len(named) == 1 and options.task in (None, "SEQ_CLS"):
+        score = tensors.pop(named[0])
     whole = [
         name for name in tensors
         if ".lora_" not in name and any(f".{module}." in f".{name}" for module in saved)

@@ -58,11 +58,9 @@ def _labels(adapter: Adapter, outputs: int) -> list[str]:
     """Names of the outputs; transformers' own where no configuration has others."""
     file = adapter.folder / MODEL_CONFIG
     try:
-        config: Any = read_json(file, CONFIG_BYTES)
+        config: Any = read_json(file, CONFIG_BYTES) if file.exists() else {}
     except UnreadableError as error:
-        if not isinstance(error.__cause__, FileNotFoundError):
-            raise AdapterError(f"{file} {error.reason}: correct it, or remove it") from error
-        config = {}
+        raise AdapterError(f"{file} {error.reason}: correct it, or remove it") from error
     config = config if isinstance(config, dict) else {}
     kind = config.get("problem_type")
     if kind not in (None, "single_label_classification"):

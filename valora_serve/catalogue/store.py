@@ -175,10 +175,6 @@ class Store:
             AdapterError: The adapter cannot be served, or the name is not allowed.
         """
         adapter, target = self._adapter(name, folder, decode_only=decode_only)
-        if adapter.score is not None:
-            head = make_classifier(adapter, adapter.score, self._width).to(self._device)
-            model = replace(target.model, head=head.kind, labels=head.labels)
-            target = replace(target, model=model, head=head)
         return Staged(None, (target,), {adapter.content: adapter}, folder)
 
     def _adapter(
@@ -187,11 +183,9 @@ class Store:
         """Read an adapter; return it and its entry, which has further `facts` of `ServedModel`."""
         self._check_name(name)
         adapter = read_adapter(folder, self._targets)
-        if adapter.score is not None and bundle is not None:
-            raise AdapterError(
-                f"adapter {folder} has a classifier's output layer, and a bundle's heads are files "
-                "of their own: export the bundle again, or load the adapter without it"
-            )
+        head = None
+        if adapter.score is not None:
+            head = make_classifier(adapter, adapter.score, self._width).to(self._device)
         _check_decode_only(adapter, facts.get("decode_only", False))
         model = ServedModel(
             name=name,
@@ -201,9 +195,11 @@ class Store:
             adapter=name,
             bundle=None if bundle is None else f"{bundle.name}@{bundle.version}",
             rank=adapter.rank,
+            head=None if head is None else head.kind,
+            labels=() if head is None else head.labels,
             **{"loaded_at": time.time(), **facts},
         )
-        return adapter, ResolvedModel(model, _without_matrices(adapter))
+        return adapter, ResolvedModel(model, _without_matrices(adapter), head)
 
     def stage_bundle(self, folder: Path) -> Staged:
         """Read a bundle, verify all its files, and check its adapters and heads.

@@ -518,12 +518,7 @@ class ServedSet:
         return folder
 
     def _checked(self, path: str, files: Iterable[str] = ()) -> Path:
-        """The folder of a path, links resolved; its files must be in the adapter folder.
-
-        Args:
-            path: The path.
-            files: Files in it that are read; all if there are none.
-        """
+        """The folder of a path, links resolved; these or all files in it must be allowed ones."""
         if self._folder is None:
             raise AdapterError("Nothing can be loaded at run time: start with --adapter-folder")
         outside = AdapterError(

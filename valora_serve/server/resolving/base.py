@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from valora_serve.errors import pickle_error
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = (CONFIG, WEIGHTS)
 """Files of an adapter in PEFT's format."""
-FETCHED = (*FILES, "config.json")
-"""Files that are fetched; the last, which names a classifier's labels, may be absent."""
+LABELS = "config.json"
+"""Names a classifier's labels; it may be absent."""
+FETCHED = (*FILES, LABELS)
+"""Files that are fetched."""
 PICKLE = "adapter_model.bin"
 """What older versions of PEFT write in place of `WEIGHTS`; it is never opened."""
 
@@ -100,6 +105,33 @@ class Resolver(ABC):
             name: Letters, digits, ``.``, ``_`` and ``-``, in parts separated by single slashes;
                 no part begins with a dot.
         """
+
+    def found(
+        self, name: str, look: Callable[[str], tuple[int | None, object] | None]
+    ) -> Found | None:
+        """Make what `find` returns, file by file.
+
+        Args:
+            name: Name of the adapter.
+            look: Returns the size of a file and what changes with its content, None if it is absent.
+
+        Raises:
+            AdapterError: A pickle is in place of its weights.
+        """
+        known = {}
+        for file in (CONFIG, WEIGHTS, PICKLE, LABELS):
+            one = None if file == PICKLE and WEIGHTS in known else look(file)
+            if one is not None and file == PICKLE:
+                raise pickle_error(name, file)
+            if one is not None:
+                known[file] = one
+            elif file == CONFIG:
+                return None
+        if WEIGHTS not in known:
+            return None
+        facts = [fact for _, fact in known.values()]
+        version = hashlib.sha256(repr(facts).encode()).hexdigest()
+        return Found(version, {file: size for file, (size, _) in known.items()})
 
     @abstractmethod
     def open(self, name: str, file: str, found: Found) -> AbstractContextManager[Stream]:

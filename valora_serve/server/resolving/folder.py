@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valora_data.contract.files import UnreadableError, expanded, open_regular
-from valora_serve.errors import AdapterError, SettingsError, pickle_error
-from valora_serve.server.resolving.base import (
-    FETCHED,
-    FILES,
-    PICKLE,
-    WEIGHTS,
-    Found,
-    Resolver,
-    leads_inside,
-)
+from valora_serve.errors import AdapterError, SettingsError
+from valora_serve.server.resolving.base import Found, Resolver, leads_inside
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -40,20 +31,15 @@ class FolderResolver(Resolver):
 
     def find(self, name: str) -> Found | None:
         """Look an adapter up; see `Resolver.find`."""
-        sizes: dict[str, int | None] = {}
-        facts = []
-        for file in FETCHED:
+
+        def look(file: str) -> tuple[int, object] | None:
             try:
                 status = self._path(name, file).stat()
             except (FileNotFoundError, NotADirectoryError):
-                if file not in FILES:
-                    continue
-                if file == WEIGHTS and (self._root / name / PICKLE).exists():
-                    raise pickle_error(name, PICKLE) from None
                 return None
-            sizes[file] = status.st_size
-            facts.append((status.st_ino, status.st_mtime_ns, status.st_size))
-        return Found(hashlib.sha256(repr(facts).encode()).hexdigest(), sizes)
+            return status.st_size, (status.st_ino, status.st_mtime_ns, status.st_size)
+
+        return self.found(name, look)
 
     def open(self, name: str, file: str, found: Found) -> AbstractContextManager[Stream]:
         """Open a file; see `Resolver.open`."""

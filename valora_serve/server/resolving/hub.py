@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from valora_serve.errors import SettingsError, pickle_error
-from valora_serve.server.resolving.base import (
-    CONNECT_SECONDS,
-    FETCHED,
-    FILES,
-    PICKLE,
-    WEIGHTS,
-    Found,
-    Resolver,
-)
+from valora_serve.errors import SettingsError
+from valora_serve.server.resolving.base import CONNECT_SECONDS, Found, Resolver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,12 +54,8 @@ class HubResolver(Resolver):
             _denied(error)
             raise
         listed = {item.rfilename: item.size for item in info.siblings or ()}
-        missing = [file for file in FILES if file not in listed]
-        if missing == [WEIGHTS] and PICKLE in listed:
-            raise pickle_error(name, PICKLE)
-        if missing:
-            return None
-        return Found(str(info.sha), {file: listed[file] for file in FETCHED if file in listed})
+        found = self.found(name, lambda file: (listed[file], None) if file in listed else None)
+        return found and replace(found, version=str(info.sha))
 
     @contextlib.contextmanager
     def open(self, name: str, file: str, found: Found) -> Iterator[Stream]:

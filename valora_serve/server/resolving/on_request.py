@@ -216,7 +216,13 @@ class OnRequest:
                 await self._serve(entry)
             logs.LOG.info("loaded %s", name, extra={"facts": {"source": entry.source}})
         except Exception as caught:  # noqa: BLE001 - remembered as well, whatever it is
-            error = caught if isinstance(caught, ServeError) else _unexpected(name, caught)
+            error = caught
+            if not isinstance(error, ServeError):
+                logs.LOG.error("loading adapter %s", name, exc_info=caught)
+                error = AdapterError(
+                    f"Adapter {name} cannot be loaded ({type(caught).__name__}): save it again "
+                    "with PEFT, and see the server's log"
+                )
             result = REFUSED
             if isinstance(error, UnknownModelError):
                 result = ABSENT
@@ -377,12 +383,3 @@ class OnRequest:
 
         threading.Thread(target=run, name="adapter", daemon=True).start()
         return await future
-
-
-def _unexpected(name: str, error: Exception) -> AdapterError:
-    """Return the error of a load that failed in a way that nothing foresees."""
-    logs.LOG.error("loading adapter %s", name, exc_info=error)
-    return AdapterError(
-        f"Adapter {name} cannot be loaded ({type(error).__name__}): save it again with PEFT, and "
-        "see the server's log"
-    )

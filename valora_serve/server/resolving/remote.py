@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import re
 import threading
 from typing import TYPE_CHECKING, Any
 
 from valora_data.wording import first_line
-from valora_serve.errors import SettingsError, pickle_error
+from valora_serve.errors import SettingsError
 from valora_serve.server.resolving.base import (
     CONNECT_SECONDS,
-    FETCHED,
     FILES,
-    PICKLE,
-    WEIGHTS,
     Found,
     Resolver,
     without_password,
@@ -80,33 +76,23 @@ class FsspecResolver(Resolver):
 
     def find(self, name: str) -> Found | None:
         """Look an adapter up; see `Resolver.find`."""
-        sizes, facts = {}, []
-        for file in FETCHED:
-            try:
-                info = self._info(name, file)
-            except PermissionError:
-                if file in FILES:
-                    raise
-                info = None  # S3 denies access to what is absent where listing is not allowed
-            if info is None and file == WEIGHTS and self._info(name, PICKLE) is not None:
-                raise pickle_error(name, PICKLE)
-            if info is None and file in FILES:
-                return None
-            if info is None:
-                continue
-            size = info.get("size")
-            sizes[file] = size if type(size) is int else None
-            facts.append(sorted((k, str(v)) for k, v in info.items() if _VERSION.search(k)))
-        return Found(hashlib.sha256(repr(facts).encode()).hexdigest(), sizes)
 
-    def _info(self, name: str, file: str) -> Any:
-        """What is known of a file; None if it is absent."""
-        with _denials():
+        def look(file: str) -> tuple[int | None, object] | None:
             try:
-                return self._mine.info(self._path(name, file))
+                with _denials():
+                    info = self._mine.info(self._path(name, file))
             except FileNotFoundError as error:
                 self._check_absent(error)
                 return None
+            except PermissionError:
+                if file in FILES:
+                    raise
+                return None  # S3 denies access to what is absent where listing is not allowed
+            size = info.get("size")
+            facts = sorted((k, str(v)) for k, v in info.items() if _VERSION.search(k))
+            return size if type(size) is int else None, facts
+
+        return self.found(name, look)
 
     @contextlib.contextmanager
     def open(self, name: str, file: str, found: Found) -> Iterator[Stream]:

@@ -151,7 +151,7 @@ CLASSIFIERS = [
     ("another width", {}, scores(lambda t: t[:, 1:]), "output layer.*expected shape"),
     ("no matrix", {}, scores(torch.sum), r"output layer of shape \(\)"),
     ("no output layer", {}, lambda folder: rewrite(
-        folder, rename=lambda name: name.replace("score", "other")), "names modules that .*not hold"),
+        folder, rename=lambda name: name.replace("score", "x")), "names modules that .*not hold"),
     ("tokens", {}, lambda folder: configure(folder, task_type="TOKEN_CLS"), "was trained whole"),
     ("another module", {}, lambda folder: configure(folder, modules_to_save=["score", "lm_head"]),
      r"\['lm_head'\] names modules that .* does not hold"),

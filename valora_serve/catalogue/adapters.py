@@ -571,7 +571,7 @@ class _Rules:
         else:
             match = re.match(r".*?\.[^.]*\.(\d+)\.", path)
             number = None if match is None else match[1]
-        return bool(number) and int(number) in options.layers
+        return int(number) in options.layers if number else False
 
     def _named(self, option: str, names: str | frozenset[str] | None, path: str) -> bool:
         """Return whether a pattern, or a list of names, names a module as in PEFT."""

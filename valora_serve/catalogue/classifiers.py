@@ -36,7 +36,7 @@ def make_classifier(adapter: Adapter, score: Tensor, width: int) -> Head:
     Raises:
         AdapterError: The output layer does not fit the model or the configuration.
     """
-    shape = tuple(score.shape)
+    shape, score = tuple(score.shape), score.float()
     if len(shape) != 2 or not 2 <= shape[0] <= MOST_LABELS or not (score.abs() <= LARGEST).all():
         raise AdapterError(
             f"adapter {adapter.folder}: its output layer of shape {shape} has not 2 to "
@@ -44,7 +44,7 @@ def make_classifier(adapter: Adapter, score: Tensor, width: int) -> Head:
             "transformers, or train it again"
         )
     metadata = {"labels": json.dumps(_labels(adapter, shape[0])), "pooling": "last"}
-    tensors = {"weight": score.float(), "bias": score.new_zeros(shape[0]).float()}
+    tensors = {"weight": score, "bias": score.new_zeros(shape[0])}
     try:
         return LabelHead.parse("classification", metadata, tensors, width)
     except ValueError as error:

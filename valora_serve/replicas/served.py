@@ -21,8 +21,6 @@ FILES = {
     "context": (FACTS_FILE, MEMORY_FILE),
 }
 """Files of each kind of part by which its content is known."""
-LABELS = "config.json"
-"""A classifier's labels, which may lie beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +85,8 @@ def find_part(folder: Path, what: str) -> Part:
     """
     try:
         hashes = [file_hash(folder / name) for name in FILES[what]]
-        if what == "adapter" and (folder / LABELS).exists():
-            hashes.append(file_hash(folder / LABELS))
+        if what == "adapter" and (labels := folder / "config.json").exists():
+            hashes.append(file_hash(labels))
     except OSError as error:
         raise AdapterError(
             f"{what} {folder} cannot be read on {socket.gethostname()} ({error.strerror}): put it "

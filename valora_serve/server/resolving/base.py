@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+    Look = Callable[[str], tuple[int | None, object] | None]
+    """Returns the size of a file, and what changes with its content."""
+
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = (CONFIG, WEIGHTS)
 """Files of an adapter in PEFT's format."""
@@ -106,29 +109,16 @@ class Resolver(ABC):
                 no part begins with a dot.
         """
 
-    def found(
-        self, name: str, look: Callable[[str], tuple[int | None, object] | None]
-    ) -> Found | None:
-        """Make what `find` returns, file by file.
-
-        Args:
-            name: Name of the adapter.
-            look: Returns the size of a file and what changes with its content, None if it is absent.
-
-        Raises:
-            AdapterError: A pickle is in place of its weights.
-        """
+    def _found(self, name: str, look: Look) -> Found | None:
+        """Make what `find` returns; `look` says what a file is, None if it is absent."""
         known = {}
-        for file in (CONFIG, WEIGHTS, PICKLE, LABELS):
-            one = None if file == PICKLE and WEIGHTS in known else look(file)
-            if one is not None and file == PICKLE:
-                raise pickle_error(name, file)
-            if one is not None:
+        for file in FETCHED:
+            if (one := look(file)) is not None:
                 known[file] = one
-            elif file == CONFIG:
+            elif file in FILES:
+                if file == WEIGHTS and look(PICKLE) is not None:
+                    raise pickle_error(name, PICKLE)
                 return None
-        if WEIGHTS not in known:
-            return None
         facts = [fact for _, fact in known.values()]
         version = hashlib.sha256(repr(facts).encode()).hexdigest()
         return Found(version, {file: size for file, (size, _) in known.items()})

@@ -39,7 +39,7 @@ class FolderResolver(Resolver):
                 return None
             return status.st_size, (status.st_ino, status.st_mtime_ns, status.st_size)
 
-        return self.found(name, look)
+        return self._found(name, look)
 
     def open(self, name: str, file: str, found: Found) -> AbstractContextManager[Stream]:
         """Open a file; see `Resolver.open`."""

@@ -54,7 +54,7 @@ class HubResolver(Resolver):
             _denied(error)
             raise
         listed = {item.rfilename: item.size for item in info.siblings or ()}
-        found = self.found(name, lambda file: (listed[file], None) if file in listed else None)
+        found = self._found(name, lambda file: (listed[file], None) if file in listed else None)
         return found and replace(found, version=str(info.sha))
 
     @contextlib.contextmanager

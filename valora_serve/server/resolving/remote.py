@@ -80,10 +80,11 @@ class FsspecResolver(Resolver):
         def look(file: str) -> tuple[int | None, object] | None:
             try:
                 with _denials():
-                    info = self._mine.info(self._path(name, file))
-            except FileNotFoundError as error:
-                self._check_absent(error)
-                return None
+                    try:
+                        info = self._mine.info(self._path(name, file))
+                    except FileNotFoundError as error:
+                        self._check_absent(error)
+                        return None
             except PermissionError:
                 if file in FILES:
                     raise
@@ -92,7 +93,7 @@ class FsspecResolver(Resolver):
             facts = sorted((k, str(v)) for k, v in info.items() if _VERSION.search(k))
             return size if type(size) is int else None, facts
 
-        return self.found(name, look)
+        return self._found(name, look)
 
     @contextlib.contextmanager
     def open(self, name: str, file: str, found: Found) -> Iterator[Stream]:

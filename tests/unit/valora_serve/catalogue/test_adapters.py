@@ -312,6 +312,8 @@ def test_ranks_of_other_types(option, value, random_llava, targets, tmp_path):
         ({"layers_to_transform": {"0": 1}}, "layers_to_transform: expected whole numbers"),
         ({"target_modules": ["q_proj"], "layers_to_transform": [0, 1], "layers_pattern": [5]},
          "layers_pattern: expected a list of names"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": "x|model"},
+         "target_modules does not name"),
         ({"init_lora_weights": ["gaussian"]}, "init_lora_weights"),
         ({"modules_to_save": "lm_head"}, "modules_to_save: expected a list"),
         ({"x" * 10**5: "y" * 10**5}, "cannot be served"),

@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, LlamaForSequenceClassification
 
 from tests.support.engine_reference import Reference, check_answers, make_engine, question, run
+from tests.support.http_helpers import serving
 from tests.support.lmm_checkpoints import save_llava
 from tests.support.serve_helpers import load_base, make_adapter
+from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.errors import AdapterError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -88,6 +90,30 @@ def test_a_classifier_has_peft_s_logits(config, labels, base, text_model, tmp_pa
             rtol=1e-4, atol=1e-4,
         )  # fmt: skip
     assert found["base"].tokens
+
+
+def test_a_classifier_answers_over_http(base, text_model, tmp_path):
+    folder = classifier(tmp_path / "fruit", text_model, id2label=NAMES)
+    engine = make_engine(base, {"fruit": folder})
+    ids = question("x").token_ids
+    expected = logits_of_peft(text_model, folder, ids).softmax(-1)[0].tolist()
+    with serving(AsyncEngine(engine)) as server:
+        asked = {"model": "fruit", "prompt": [list(ids)] * 2, "n": 2}
+        answer = server.client.post("/v1/completions", json=asked).json()
+        label = NAMES[str(expected.index(max(expected)))]
+        assert [choice["text"] for choice in answer["choices"]] == [label] * 4
+        confidences = dict(zip(NAMES.values(), expected, strict=True))
+        assert answer["valora"]["confidences"] == pytest.approx(confidences, abs=1e-5)
+        streamed = server.client.post("/v1/completions", json=asked | {"stream": True}).text
+        assert f'"text":"{label}"' in streamed
+        asked = {"model": "fruit", "messages": [{"role": "user", "content": "ripe?"}]}
+        chat = server.client.post("/v1/chat/completions", json=asked).json()
+        assert chat["choices"][0]["message"]["content"] == chat["valora"]["label"]
+        asked["response_format"] = {"type": "json_object"}
+        assert server.client.post("/v1/chat/completions", json=asked).status_code == 400
+        written = {"model": "fruit", "prompt": "x", "valora": {"head": False}, "max_tokens": 4}
+        answer = server.client.post("/v1/completions", json=written).json()
+        assert answer["usage"]["completion_tokens"] > 0
 
 
 def rewrite(folder, change=lambda name, tensor: tensor, rename=lambda name: name):

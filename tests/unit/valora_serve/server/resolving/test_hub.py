@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub.hf_api import HfApi
 
 from valora_serve.errors import AdapterError
-from valora_serve.server.resolving.base import CONFIG, FILES, WEIGHTS
+from valora_serve.server.resolving.base import CONFIG, FILES, LABELS, PICKLE, WEIGHTS
 from valora_serve.server.resolving.cache import AdapterCache
 from valora_serve.server.resolving.hub import HubResolver
 
@@ -98,6 +98,8 @@ def test_only_the_needed_files_of_the_found_commit_are_read(hub, cache, place, n
     found = resolver.find(name)
     assert found.version == COMMIT
     assert found.sizes == {CONFIG: 8, WEIGHTS: 3000}
+    hub.sizes |= {LABELS: 5, PICKLE: 10**9, "checkpoint-5/config.json": 9}
+    assert resolver.find(name).sizes == {CONFIG: 8, WEIGHTS: 3000, LABELS: 5}
     entry = cache.fetch(resolver, name, found, threading.Event())
     assert {f: (entry.folder / f).read_bytes() for f in FILES} == HELD
     files = [path for path in hub.read if "/resolve/" in path]
@@ -113,6 +115,9 @@ def test_what_is_absent_and_what_is_denied(hub):
             resolver.find(name)
     del hub.sizes[WEIGHTS]
     assert resolver.find("cars") is None
+    hub.sizes[PICKLE] = 3000
+    with pytest.raises(AdapterError, match="a pickle, which can run code"):
+        resolver.find("cars")
 
 
 def test_a_file_that_is_larger_than_the_hub_said(hub, cache):

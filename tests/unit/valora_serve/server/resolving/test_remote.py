@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import threading
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -21,7 +22,7 @@ from tests.unit.valora_serve.server.resolving.test_on_request import (
     settings,
 )
 from valora_serve.errors import SettingsError
-from valora_serve.server.resolving.base import CONFIG, WEIGHTS
+from valora_serve.server.resolving.base import CONFIG, PICKLE, WEIGHTS
 from valora_serve.server.resolving.remote import FsspecResolver
 
 LARGE = 6 << 20
@@ -37,7 +38,7 @@ class Web(http.server.ThreadingHTTPServer):
 
     def __init__(self, folder):
         super().__init__(("127.0.0.1", 0), functools.partial(Page, directory=str(folder)))
-        self.status, self.signed, self.count = 200, False, itertools.count()
+        self.status, self.signed, self.hides, self.count = 200, False, False, itertools.count()
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -53,8 +54,8 @@ class Page(http.server.SimpleHTTPRequestHandler):
 
     def _answer(self, serve):
         web = self.server
-        if web.status != 200:
-            self.send_error(web.status)
+        if web.status != 200 or (web.hides and not Path(self.translate_path(self.path)).exists()):
+            self.send_error(max(web.status, 403))
         elif web.signed and "?" not in self.path:
             self.send_response(302)
             self.send_header("location", f"{self.path}?signature={next(web.count)}")
@@ -89,6 +90,23 @@ def test_a_server_without_ranges_that_redirects(tmp_path, web):
         held = (tmp_path / "cache").rglob(f"cars-2/{WEIGHTS}")
         assert [file.stat().st_size for file in held] == [LARGE]
         refused(ask(server, "cars-9"), 404, "no source of adapters has it")
+
+
+def test_a_server_that_hides_what_is_absent(tmp_path, web):
+    web.hides = True
+    with serving(**chosen(tmp_path, web.url)) as server:
+        assert ask(server, "cars-1").status_code == 200
+        refused(ask(server, "cars-9"), 403, "may not read")
+
+
+def test_a_classifier_s_labels_are_fetched_and_a_pickle_is_not(tmp_path, web):
+    (tmp_path / "web" / "cars-1" / "config.json").write_text("{}")
+    (tmp_path / "web" / "cars-2" / WEIGHTS).rename(tmp_path / "web" / "cars-2" / PICKLE)
+    with serving(**chosen(tmp_path, web.url)) as server:
+        assert ask(server, "cars-1").status_code == 200
+        assert list((tmp_path / "cache").rglob("cars-1/config.json"))
+        refused(ask(server, "cars-2"), 400, "a pickle", "its save_pretrained writes")
+        assert not list((tmp_path / "cache").rglob(PICKLE))
 
 
 @pytest.mark.parametrize(
